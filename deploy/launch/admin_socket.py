@@ -27,7 +27,7 @@ from tandem.runtime.errors import ConfigError
 
 SOCKET_NAME = "launcher.sock"
 MAX_WORKERS = 256
-"""Per role."""
+"""Workers of each role that may be asked for."""
 
 
 class ManagedCluster(Scalable, Protocol):

@@ -8,7 +8,7 @@ Workers are not watched: proxies notice silent workers, and a worker that resume
 from __future__ import annotations
 
 INTERVAL_S = 1.0
-"""Seconds between two questions to each process."""
+"""Seconds between two requests for a sign of life from each process."""
 MAX_SILENCE_S = 10.0
 """Seconds without an answer after which a process is replaced; streams survive shorter interruptions."""
 

@@ -13,7 +13,8 @@ MAX_ANSWER_BYTES = 256 << 20
 MAX_HELD_BYTES = 2 << 30
 """Memory of all answers that are not sent yet, and of the prompts that streams repeat."""
 UNCOUNTED_BYTES = 1 << 20
-"""Of each answer. Small answers are not refused because others are large; connections limit their number."""
+"""Bytes of each answer that do not count, so that small answers are not refused because others are large. The number
+of connections limits them."""
 _CLIENT_SHARE = 0.5
 _RETRY_AFTER_S = 5
 

@@ -24,7 +24,7 @@ _NOT_WITH_BEAMS = {
 }  # fmt: skip
 """Fields that a beam search does not take, and their neutral values."""
 _NOT_IN_BATCHES = {"stream": False, "n": 1, "use_beam_search": False, "tools": None}
-"""The same for batches of chats."""
+"""Fields that a batch of chats does not take, and their neutral values."""
 
 
 def check_logprobs(request: GenerationFields, max_logprobs: int) -> None:

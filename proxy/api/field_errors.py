@@ -12,7 +12,7 @@ from tandem.runtime.errors import InvalidRequest
 
 R = TypeVar("R")
 MAX_SHOWN_CHARACTERS = 80
-"""Longer values are cut in errors."""
+"""Length at which errors cut the values that they show."""
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 _MISSING_FIELD = re.compile(r"required field `(\w+)`")

@@ -19,14 +19,15 @@ from tandem.proxy.api.responses_request import InputItem
 from tandem.runtime.errors import InvalidRequest
 
 MAX_BYTES = 256 << 20
-"""Of all stored responses; the ones used longest ago are removed beyond it. Of several clients, each may have half."""
+"""Limit for all stored responses together; beyond it the least recently used ones are removed. Of several clients, each
+may have half."""
 MAX_RESPONSES = 10_000
 MAX_RESPONSE_BYTES = 16 << 20
-"""Larger ones are not stored."""
+"""Larger responses are not stored."""
 MAX_AGE_S = 24 * 3600.0
-"""After the last use."""
+"""Time after its last use at which a response is removed."""
 MAX_HISTORY_BYTES = 64 << 20
-"""Of all responses that one request continues."""
+"""Limit for all responses that one request continues."""
 _CHECK_INTERVAL_S, _CHECK_BYTES = 30.0, 16 << 20
 """Old responses are removed after this time, or after this much that was stored, whichever comes first."""
 

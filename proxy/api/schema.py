@@ -19,7 +19,7 @@ def doc(description: str) -> Meta:
 
 
 REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
-"""Visible ASCII."""
+"""Visible ASCII characters."""
 SOONEST_PRIORITY = -100
 
 OptionalBool = bool | None

@@ -34,7 +34,7 @@ from tandem.proxy.batches.file_store import FileStore, new_id, storage_errors, w
 from tandem.runtime.errors import InvalidRequest
 
 MAX_UNFINISHED = 64
-"""Batches of one client that have not ended."""
+"""Limit for the batches of one client that have not ended."""
 MAX_BATCHES = 10_000
 """Batches of one client that are kept. Older ones are forgotten; their files stay."""
 _ID = re.compile(r"batch_[0-9a-f]{24}")

@@ -24,9 +24,9 @@ from tandem.runtime.errors import InvalidRequest, TandemError
 
 MAX_FILE_BYTES = 200 << 20
 MAX_CLIENT_BYTES = 4 << 30
-"""Of all files of one client."""
+"""Limit for all files of one client together."""
 MAX_FILES = 10_000
-"""Of one client."""
+"""Limit for the files of one client."""
 _ID = re.compile(r"file-[0-9a-f]{24}")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -25,7 +25,7 @@ from tandem.proxy.batches.file_store import FileNotFound, StorageFull, client_fo
 log = logging.getLogger("proxy")
 
 MAX_CONCURRENT = 16
-"""Requests of all batches of one proxy at a time."""
+"""Requests that one proxy runs at the same time, for all its batches."""
 POLL_INTERVAL_S = 5.0
 """Time between two searches for batches that other proxies have left."""
 _WATCH_INTERVAL_S = 1.0

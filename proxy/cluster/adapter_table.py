@@ -38,7 +38,7 @@ class AdapterNotFound(InvalidRequest):
 
 
 class AdapterTable:
-    """file: None if there is none, as in tests; then adapters cannot be loaded. initial: those of the configuration.
+    """file: shared by the proxies of this host; None if adapters cannot be loaded. initial: those of the configuration.
 
     model: the served model's name, which no adapter may have.
     """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tandem.protocol.messages.membership import WorkerLoad
 
 _MIN_PROMPT_SHARE = 0.5
-"""Share of its speed at which a worker computes prompts at least, however many sequences it runs: what it does itself
+"""Least share of its speed at which a worker computes prompts beside any number of sequences. Workers keep to it
 without an SLO (`engine/step_times.py`)."""
 _COMFORTABLE_SHARE = 0.6
 """Share of the ITL's SLO that decode steps may take while other workers are kept for prompts."""

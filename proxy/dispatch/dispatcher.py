@@ -57,7 +57,7 @@ from tandem.telemetry.proxy_metrics import ProxyMetrics
 log = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S = 0.25
-"""Seconds between two looks at the prompts that wait for a worker."""
+"""Seconds between two attempts to place the prompts that wait for a worker."""
 
 
 @dataclass(frozen=True, slots=True)

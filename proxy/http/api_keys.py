@@ -19,7 +19,7 @@ from tandem.runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
-"""Seconds between two looks at the file. A change holds after the second look that finds the same content."""
+"""Seconds between two reads of the file. A change holds after the second read that finds the same content."""
 MAX_FILE_BYTES = 1 << 20
 """Size of the file; about 15,000 keys."""
 _BEARER = "Bearer "

@@ -41,7 +41,7 @@ REASONING_FAMILIES: dict[ReasoningFamilyName, ReasoningFamily] = {
     "deepseek_r1": ReasoningFamily(*_THINK, ("</think>", "<｜Assistant｜>")),
     "qwen3": ReasoningFamily(*_THINK, ("</think>",)),
 }
-"""In the order in which `detect_reasoning_family` tries them: a hint of an earlier family is more specific."""
+"""`detect_reasoning_family` tries them in this order: a hint of an earlier family is more specific."""
 
 _NUM_LAST_TOKENS = 32
 """Tokens at the end of a prompt in which an opening is looked for."""

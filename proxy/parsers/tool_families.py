@@ -250,4 +250,4 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
         (("<|header_start|>",),),
     ),
 }
-"""In the order in which `tool_formats.detect` tries them: a hint of an earlier family is more specific."""
+"""`tool_formats.detect_tool_family` tries them in this order: a hint of an earlier family is more specific."""

@@ -14,7 +14,7 @@ from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, Parameters, ToolFa
 from tandem.proxy.parsers.tool_parser import ToolParser
 
 DEFAULT_FAMILY: ToolFamilyName = "hermes"
-"""For chat templates that show no format."""
+"""Family for chat templates that show no format."""
 
 
 def detect_tool_family(chat_template: str | None) -> ToolFamilyName:

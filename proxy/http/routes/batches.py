@@ -27,9 +27,9 @@ from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import InvalidRequest
 
 _FORM_BYTES = 64 * 1024
-"""What a form may have besides the file."""
+"""Size of a form without its file."""
 MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT = 8, 2
-"""At a time on one proxy. Uploads lie in the folder for temporary files until they are whole."""
+"""Uploads at the same time on one proxy. An upload is in the folder for temporary files until it is complete."""
 _REQUEST = msgspec.json.Decoder(BatchRequest)
 
 
