@@ -61,7 +61,7 @@ def _role(config: WorkerConfig) -> Role:
 
 
 class RoleFile:
-    """Keeps the worker's role for its next process.
+    """File that keeps the worker's role for its next process.
 
     A thread writes, because replacing a file can take seconds while the disk is busy.
     """

@@ -57,7 +57,10 @@ class _Output(msgspec.Struct):
 
 
 class ResponseStore:
-    """All methods block on files; call them on a thread or in another process. scope: of the client's API key."""
+    """The stored responses of all clients. scope: of the client's API key.
+
+    All methods block on files; call them on a thread or in another process.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,7 +95,7 @@ class ResponseStore:
         except FileNotFoundError as error:
             raise ResponseNotFound(
                 f"There is no response {response_id!r} here: it was not stored, is older than {MAX_AGE_S / 3600:g} "
-                f"hours, larger than {MAX_RESPONSE_BYTES >> 20} MiB, or had to make room for others.",
+                f"hours, is larger than {MAX_RESPONSE_BYTES >> 20} MiB, or was removed to make room for others.",
                 "response_id",
             ) from error
         return msgspec.json.decode(content, type=StoredResponse)
@@ -141,7 +144,7 @@ class ResponseStore:
         return self._folder / client / f"{sha256(response_id.encode()).hexdigest()}.json"
 
     def _remove_old(self, num_bytes: int) -> None:
-        """Makes room for a response of this size."""
+        """Removes old responses beyond the limits, counting one more of `num_bytes`, unless it did so recently."""
         now = time.time()
         self._num_unchecked_bytes += num_bytes
         if now - self._checked_at < _CHECK_INTERVAL_S and self._num_unchecked_bytes < _CHECK_BYTES:

@@ -147,7 +147,7 @@ class BodyDecoder:
         return msgspec.structs.replace(checked, response=options_of(request), max_tokens_param=param)
 
     def counted_prompt(self, body: bytes) -> ChatPrompt:
-        """Returns the prompt whose tokens are to be counted."""
+        """Returns the prompt of a request to count tokens."""
         request = self._decode(self._count_tokens, body)
         prompt = self._checked_chat(*to_chat(request, self._reasoning is not None)).prompt
         assert isinstance(prompt, ChatPrompt)

@@ -56,7 +56,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class BatchFiles:
-    """One batch, held by this process until `close`."""
+    """One batch, whose lock this process holds until `close`."""
 
     def __init__(self, folder: Path, batch_id: str, lock: int, files: FileStore) -> None:
         self._folder, self._id, self._lock, self._files = folder, batch_id, lock, files

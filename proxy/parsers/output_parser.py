@@ -9,7 +9,10 @@ from tandem.proxy.parsers.tool_parser import Parsed
 
 
 class OutputParser:
-    """is_open: the prompt ends with the opening of the thinking. tool_format: None if the answer may not call tools."""
+    """Parser of one sequence.
+
+    is_open: the prompt ends with the opening of the thinking. tool_format: None if the answer may not call tools.
+    """
 
     def __init__(self, reasoning: ReasoningFormat | None, tool_format: ToolFormat | None, is_open: bool) -> None:
         is_harmony = (reasoning is not None and reasoning.name == "openai_gptoss") or (

@@ -15,8 +15,11 @@ from tandem.runtime.errors import InvalidRequest
 
 
 class EmbeddingDefaults(msgspec.Struct, frozen=True):
-    """unsupported: the pooling that the files ask for, if Tandem does not have it. is_matryoshka: embeddings may be
-    shortened, to one of matryoshka_dimensions if there are any, else to any number up to size."""
+    """Defaults of one model's embeddings.
+
+    unsupported: the pooling that the files ask for, if Tandem does not have it. is_matryoshka: embeddings may be
+    shortened, to one of matryoshka_dimensions if there are any, else to any number up to size.
+    """
 
     pooling: Pooling = "last"
     normalize: bool = True

@@ -47,7 +47,7 @@ _PROBE_SLACK_TOKENS = 16
 
 
 class Room(NamedTuple):
-    """Longer prompts are cut to `max_tokens`. keeps_end: they lose their beginning."""
+    """The room for a prompt: a longer one is cut to `max_tokens`. keeps_end: it loses its beginning."""
 
     max_tokens: int
     keeps_end: bool = True

@@ -96,7 +96,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         state.requests.end(record, InternalError.code)
         raise
     record.read_at = time.monotonic()
-    # The header wins over the body: proxies and gateways around the client know the request by it.
+    # The header takes precedence over the body, because gateways and load balancers log it.
     if HEADER not in request.headers and asked.request_id:
         request.state.request_id = asked.request_id
         state.requests.rename(record, asked.request_id)
