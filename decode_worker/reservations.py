@@ -26,6 +26,7 @@ class Reservations:
         self.is_blocked = False  # a transfer waits for blocks or for sequences to end
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_received = 0  # sequences
 
     def wait(self, new: IncomingTransfer) -> None:
         self._waiting.append(new)
@@ -88,6 +89,7 @@ class Reservations:
         new = blocks.allocate(needed)
         num_written = blocks.num_blocks_for(prompt.num_tokens) - len(cached)
         self._reserved[prompt.request.transfer_id] = prompt
+        self.num_received += len(prompt.sequences)
         self.num_prompt_tokens += prompt.num_tokens
         self.num_cached_tokens += len(cached) * blocks.block_size
         transfer.reserve(cached, new[:num_written], new[num_written:])

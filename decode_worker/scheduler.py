@@ -95,6 +95,11 @@ class DecodeScheduler:
         """Prompt tokens that were found in the prefix cache, of `num_prompt_tokens`."""
         return self._reservations.num_cached_tokens
 
+    @property
+    def num_received(self) -> int:
+        """Sequences whose prompt another worker has computed."""
+        return self._reservations.num_received
+
     # ---- what the prefill role needs to know
 
     @property

@@ -77,7 +77,7 @@ class PrefillScheduler:
         self._step: list[tuple[PrefillPrompt, int]] = []
         self._encoding: list[PrefillPrompt] = []  # prompts whose media the step encodes
         self._num_arrived = 0
-        self.num_finished = 0
+        self.num_finished = self.num_shipped = 0
         self.num_expired_leases = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -454,6 +454,7 @@ class PrefillScheduler:
         if not prompt.ended:
             prompt.ended = True
             self.num_finished += len(prompt.open_ids)
+            self.num_shipped += len(prompt.open_ids)
             return []
         if prompt.reserve_sent and prompt.pair_id is not None:
             return [SendToPeer(prompt.pair_id, CloseTransfer(prompt.request.transfer_id))]

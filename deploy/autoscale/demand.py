@@ -196,10 +196,14 @@ class DemandMeter:
         )
 
     def _count_prompts(self, workers: _Loads, num_refused: int | None) -> None:
-        """Remembers the counters of all roles, since a worker may take another one."""
+        """Remembers the counters of all roles, since a worker may take another one.
+
+        Prompts count where they are computed, not where their KV is received.
+        """
         counters = {}
         for info, load in workers:
-            now = (load.num_prompt_tokens - load.num_cached_tokens, load.num_finished)
+            num_tokens = load.num_prompt_tokens - load.num_cached_tokens - load.num_received_tokens
+            now = (num_tokens, load.num_finished - load.num_received)
             before = self._counters.get(info.epoch, (0, 0) if self._counters else now)
             if info.role in PREFILL_ROLES:
                 self._tokens += now[0] - before[0]
@@ -218,13 +222,13 @@ class DemandMeter:
         self._output_tokens *= _REMEMBERED
         self._ended *= _REMEMBERED
         for info, load in decodes:
-            before = self._finished.get(info.epoch, load.num_finished)
-            ended = max(0, load.num_finished - before)
+            num_ended = load.num_finished - load.num_shipped
+            ended = max(0, num_ended - self._finished.get(info.epoch, num_ended))
             self._ended += ended
             self._num_ended += ended
             if load.step_time_s > 0:
                 self._output_tokens += _num_sequences(info, load) * elapsed_s / load.step_time_s
-        self._finished = {info.epoch: load.num_finished for info, load in decodes}
+        self._finished = {info.epoch: load.num_finished - load.num_shipped for info, load in decodes}
 
     def _is_full(self, load: WorkerLoad) -> bool:
         return load.num_running >= self._max_num_seqs or load.num_free_blocks < _FULL * load.num_blocks

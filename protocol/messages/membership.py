@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -61,7 +61,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encoded here. num_media_found: items whose embeddings came from another worker. num_media_fetched_bytes: processed
     media from other hosts. num_decoding: sequences of the decode role, running or waiting. fixed_step_s,
     step_s_per_sequence: coefficients of the duration of a step without prompt tokens. itl_slo_s: limit on a step with
-    both, see `engine.step_times`. The three are 0 before the first step. num_role_changes: total.
+    both, see `engine.step_times`. The three are 0 before the first step. num_role_changes: total. num_received_tokens,
+    num_received: prompt tokens without cached ones, and sequences, whose KV another worker computed. num_shipped:
+    sequences, of num_finished, that were computed here and decode on another worker.
     """
 
     num_running: int = 0
@@ -92,6 +94,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_s_per_sequence: float = 0.0
     itl_slo_s: float = 0.0
     num_role_changes: int = 0
+    num_received_tokens: int = 0
+    num_received: int = 0
+    num_shipped: int = 0
 
 
 class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -50,16 +50,20 @@ REQUESTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module", params=[{}, pytest.param(OLDER_CPU, marks=pytest.mark.extended)], ids=["this-cpu", "older-cpu"]
-)
+@pytest.fixture(scope="module", params=["fixed", pytest.param("elastic", marks=pytest.mark.extended)])
 def running(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    arguments = [
-        "--prefill", "2", "--decode", "2", "--dtype", "float32", "--worker-wait-s", "240",
-        "--max-num-batched-tokens", "64",
-    ]  # fmt: skip
-    with Cluster(*arguments, start_timeout_s=240, env=request.param) as cluster:
+    """Workers of fixed roles, or elastic ones with the kernels of an older CPU."""
+    workers = ("--prefill", "2", "--decode", "2") if request.param == "fixed" else ("--workers", "2")
+    arguments = [*workers, "--dtype", "float32", "--worker-wait-s", "240", "--max-num-batched-tokens", "64"]
+    env = {} if request.param == "fixed" else OLDER_CPU
+    with Cluster(*arguments, start_timeout_s=240, env=env) as cluster:
         yield cluster
+
+
+def present(cluster: Cluster, worker_id: str) -> str:
+    """Returns the name of the elastic worker if the cluster has no fixed roles."""
+    is_elastic = all(report.worker.role == "any" for report in cluster.status().workers)
+    return f"worker-{worker_id[-1]}" if is_elastic else worker_id
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +154,14 @@ def pid_of(cluster: Cluster, worker_id: str) -> int:
 
 
 def is_whole(cluster: Cluster, old_epoch: str = "") -> bool:
-    """True with four workers, none of `old_epoch`, every pair ready and no request in flight."""
+    """True with all workers, none of `old_epoch`, every pair ready and no request in flight."""
     report = cluster.status()
     if old_epoch in {worker.worker.epoch for worker in report.workers}:
         return False
     num_pairs = sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
-    return len(report.workers) == 4 and num_pairs == 4 and cluster.all_blocks_free()
+    is_elastic = bool(report.workers) and all(worker.worker.role == "any" for worker in report.workers)
+    expected = (2, 2) if is_elastic else (4, 4)
+    return (len(report.workers), num_pairs) == expected and cluster.all_blocks_free()
 
 
 def start_all(cluster: Cluster, pool: ThreadPoolExecutor) -> list[Future[Any]]:
@@ -184,6 +190,7 @@ def start_all(cluster: Cluster, pool: ThreadPoolExecutor) -> list[Future[Any]]:
 def test_streams_survive_the_loss_of_a_decode_worker(
     running: Cluster, undisturbed: list[Any], worker_id: str, fault: str
 ) -> None:
+    worker_id = present(running, worker_id)
     before, epoch = num_migrations(running), running.worker(worker_id).worker.epoch
     pid = pid_of(running, worker_id)
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
@@ -204,7 +211,7 @@ def test_streams_survive_the_loss_of_a_decode_worker(
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "SIGTERM"])
 def test_prompts_survive_the_loss_of_a_prefill_worker(running: Cluster, undisturbed: list[Any], fault: str) -> None:
     """Both workers are frozen first, so that each holds prompts when one of them is lost."""
-    workers = [running.worker(f"prefill-{number}").worker for number in range(2)]
+    workers = [running.worker(present(running, f"prefill-{number}")).worker for number in range(2)]
     pids = [worker.pid for worker in workers]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -228,7 +235,7 @@ def test_requests_wait_when_every_decode_worker_is_lost(running: Cluster, undist
     before = num_migrations(running)
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         answers = start_all(running, pool)
-        for worker_id in ("decode-0", "decode-1"):
+        for worker_id in [present(running, f"decode-{number}") for number in range(2)]:
             os.kill(pid_of(running, worker_id), signal.SIGKILL)
         running.wait_for(lambda: all(r.worker.role == "prefill" for r in running.status().workers))
         interrupted = [not answer.done() for answer in answers]

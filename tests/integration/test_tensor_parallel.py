@@ -1,10 +1,11 @@
-"""Greedy output of tensor-parallel workers equals that of transformers' `generate` in float32."""
+"""Greedy output of tensor-parallel workers equals that of transformers' `generate` in float32, in every role."""
 
 from __future__ import annotations
 
 import random
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 import httpx
@@ -57,24 +58,35 @@ def test_greedy_output_matches_transformers(
     ]  # fmt: skip
     with Cluster(*arguments, "--max-num-batched-tokens", "256") as cluster, httpx.Client(timeout=120) as client:
 
-        def complete(prompt: list[int]) -> list[int]:
+        def complete(prompt: list[int], salt: str) -> list[int]:
             body = {
                 "model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0, "ignore_eos": True,
-                "return_token_ids": True,
+                "return_token_ids": True, "cache_salt": salt,
             }  # fmt: skip
             answer = client.post(f"{cluster.url}/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
             return token_ids
 
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            assert list(pool.map(complete, prompts)) == expected
+        def complete_all(salt: str) -> list[list[int]]:
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                return list(pool.map(complete, prompts, repeat(salt)))
+
+        assert complete_all("as started") == expected
         pairs = [pair for report in cluster.status().workers for pair in report.pairs]
         assert [(pair.connector, pair.state) for pair in pairs] == [(connector, "ready")]
         sizes = {report.worker.role: report.worker.num_ranks for report in cluster.status().workers}
         assert sizes == {"prefill": prefill_size, "decode": decode_size}
         followers = [pid for report in cluster.status().workers for pid in children_of(report.worker.pid)]
         assert len(followers) == prefill_size + decode_size - 2
+
+        assert not cluster.give_role("decode-0", "any") and not cluster.give_role("prefill-0", "any")
+        cluster.wait_for(lambda: len(cluster.ready_pairs()) == 2)
+        assert complete_all("elastic") == expected
+        assert not cluster.give_role("prefill-0", "decode") and not cluster.give_role("decode-0", "prefill")
+        num_bytes = cluster.worker("decode-0").load.num_transferred_bytes
+        assert complete_all("exchanged") == expected
+        cluster.wait_for(lambda: cluster.worker("decode-0").load.num_transferred_bytes > num_bytes)
         cluster.wait_for(cluster.all_blocks_free)
     assert not [pid for pid in followers if is_alive(pid)], "a follower is still running"
 

@@ -22,6 +22,19 @@ def test_every_request_gets_its_tokens_in_every_layout(layout: str) -> None:
         assert trace.tpot_s is not None and trace.tpot_s > 0.99 * cost_of_step(speeds, 1, 0)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reports_count_each_prompt_and_each_sequence_once(layout: str) -> None:
+    """Workers tell what they received from what they computed, and what they shipped from what ended on them."""
+    requests = SHAPES[1].requests(random.Random(0), per_s=20.0, seconds=4.0)
+    simulation = WorkerSimulation(Speeds(), LAYOUTS[layout])
+    simulation.run(requests)
+    loads = [worker.scheduler.load() for worker in simulation._workers.values()]
+    num_tokens = sum(load.num_prompt_tokens - load.num_cached_tokens - load.num_received_tokens for load in loads)
+    assert num_tokens == sum(request.num_prompt_tokens for request in requests)
+    assert sum(load.num_finished - load.num_shipped for load in loads) == len(requests)
+    assert sum(load.num_shipped for load in loads) == sum(load.num_received for load in loads) > 0
+
+
 def test_preempted_requests_still_get_their_tokens() -> None:
     simulation = WorkerSimulation(Speeds(num_blocks=12), ["any", "any"])
     traces = simulation.run([Request(0.01 * number, 100, 300) for number in range(12)])

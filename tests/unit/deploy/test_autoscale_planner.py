@@ -209,6 +209,21 @@ def test_elastic_workers_count_for_both_roles() -> None:
     assert demand.prompt_tokens_per_s == pytest.approx(800) and demand.most_sequences == 3
 
 
+def test_prompts_that_one_elastic_worker_ships_to_another_count_once() -> None:
+    """Each second ten prompts of 100 tokens are computed on the first and generated on the second, 20 tokens each."""
+    meter = DemandMeter(64)
+    for second in range(9):
+        count = {"num_prompt_tokens": 1000 * second, "num_finished": 10 * second, "prompt_tokens_per_s": 4000.0}
+        computes = WorkerLoad(**count, num_shipped=10 * second)
+        decodes = WorkerLoad(
+            **count, num_received_tokens=1000 * second, num_received=10 * second,
+            num_decoding=4, num_running=4, step_time_s=0.02,
+        )  # fmt: skip
+        demand = meter.observe(second, [(worker("any", "1"), computes), (worker("any", "2"), decodes)])
+    assert (demand.prompts_per_s, demand.prompt_tokens_per_s) == pytest.approx((10, 1000))
+    assert demand.mean_output_tokens == pytest.approx(20, rel=0.02)
+
+
 def test_one_busy_second_changes_nothing() -> None:
     planner = Planner(PlannerConfig())
     for second in range(100):
