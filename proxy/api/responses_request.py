@@ -17,6 +17,7 @@ from tandem.proxy.api.schema import (
     FunctionDefinition,
     JsonSchemaFormat,
     MaxTokens,
+    Metadata,
     NamedFunction,
     NamedToolChoice,
     OptionalBool,
@@ -142,7 +143,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     text: Annotated[TextConfig | None, doc("plain text or JSON, optionally with a schema")] = None
     reasoning: Annotated[Reasoning | None, doc("effort of thinking")] = None
     stream: Annotated[OptionalBool, doc("server-sent events")] = False
-    metadata: Annotated[dict[str, str] | None, doc("returned with the response")] = None
+    metadata: Annotated[Metadata | None, doc("returned with the response")] = None
     include: Annotated[
         list[str] | None, doc("accepted; `message.output_text.logprobs` is refused, others have nothing to add")
     ] = None

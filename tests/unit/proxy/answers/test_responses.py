@@ -165,6 +165,9 @@ def test_fields_become_those_of_chats() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"temperature": 3}, "temperature", "<= 2"),
         ({"metadata": {"a": 1}}, "metadata", "str"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "length <= 16"),
+        ({"metadata": {"a": "b" * 513}}, "metadata", "length <= 512"),
+        ({"metadata": {"a" * 65: "b"}}, "metadata", "length <= 64"),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "unknown"),
     ],
 )  # fmt: skip
