@@ -129,7 +129,9 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         str | None, doc("continues a stored response: its input and output come before the input")
     ] = None
     store: Annotated[OptionalBool, doc("keeps the response for a while, for GET and previous_response_id")] = True
-    max_output_tokens: Annotated[MaxTokens | None, doc("by default as many as fit")] = None
+    max_output_tokens: Annotated[
+        MaxTokens | None, doc("by default as many as fit; fewer are generated if fewer fit")
+    ] = None
     temperature: Annotated[Temperature | None, doc("0 is greedy decoding; null: the model's default, else 1")] = None
     top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = None
     tools: Annotated[
@@ -239,7 +241,6 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
     if not turns.messages:
         raise InvalidRequest("input has no items; send a text or at least one item.", "input")
     chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
-    chat.max_completion_tokens = request.max_output_tokens
     chat.temperature, chat.top_p = request.temperature, request.top_p
     chat.tools = _tools(request.tools or []) or None
     choice = request.tool_choice
