@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.proxy.api.chat_messages import ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
+from tandem.proxy.api.field_errors import refuse_unsupported
 from tandem.proxy.api.schema import (
     CacheSalt,
     ChatCompletionRequest,
@@ -24,7 +25,9 @@ from tandem.proxy.api.schema import (
     Tool,
     TopK,
     TopP,
+    accepts,
     doc,
+    neutral_values,
 )
 from tandem.runtime.errors import InvalidRequest
 
@@ -151,6 +154,8 @@ class PromptFields(msgspec.Struct, kw_only=True):
         doc("sets `enable_thinking` and `thinking` for the chat template; without effect if the model does not think"),
     ] = None
     output_config: Annotated[OutputConfig | None, doc("JSON output with a schema; effort of thinking")] = None
+    mcp_servers: Annotated[Any, accepts([])] = None
+    container: Annotated[Any, accepts()] = None
 
 
 class MessageRequest(PromptFields, kw_only=True):
@@ -177,6 +182,7 @@ def to_chat(request: MessageRequest | CountTokensRequest, can_think: bool) -> tu
 
     can_think: the server separates the model's thinking. Raises InvalidRequest.
     """
+    refuse_unsupported(request, _NEUTRAL_VALUES)
     turns = _MessageTurns(request)
     chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
     is_prefilled = request.messages[-1].role == "assistant"
@@ -202,6 +208,9 @@ def to_chat(request: MessageRequest | CountTokensRequest, can_think: bool) -> tu
         chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
         chat.priority, chat.cache_salt = request.priority, request.cache_salt
     return chat, turns.params
+
+
+_NEUTRAL_VALUES = neutral_values(PromptFields)
 
 
 class _MessageTurns(ChatTurns):

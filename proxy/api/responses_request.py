@@ -17,6 +17,7 @@ from tandem.proxy.api.schema import (
     FunctionDefinition,
     JsonSchemaFormat,
     MaxTokens,
+    Metadata,
     NamedFunction,
     NamedToolChoice,
     OptionalBool,
@@ -128,7 +129,9 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         str | None, doc("continues a stored response: its input and output come before the input")
     ] = None
     store: Annotated[OptionalBool, doc("keeps the response for a while, for GET and previous_response_id")] = True
-    max_output_tokens: Annotated[MaxTokens | None, doc("by default as many as fit")] = None
+    max_output_tokens: Annotated[
+        MaxTokens | None, doc("by default as many as fit; fewer are generated if fewer fit")
+    ] = None
     temperature: Annotated[Temperature | None, doc("0 is greedy decoding; null: the model's default, else 1")] = None
     top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = None
     tools: Annotated[
@@ -142,7 +145,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     text: Annotated[TextConfig | None, doc("plain text or JSON, optionally with a schema")] = None
     reasoning: Annotated[Reasoning | None, doc("effort of thinking")] = None
     stream: Annotated[OptionalBool, doc("server-sent events")] = False
-    metadata: Annotated[dict[str, str] | None, doc("returned with the response")] = None
+    metadata: Annotated[Metadata | None, doc("returned with the response")] = None
     include: Annotated[
         list[str] | None, doc("accepted; `message.output_text.logprobs` is refused, others have nothing to add")
     ] = None
@@ -238,7 +241,6 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
     if not turns.messages:
         raise InvalidRequest("input has no items; send a text or at least one item.", "input")
     chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
-    chat.max_completion_tokens = request.max_output_tokens
     chat.temperature, chat.top_p = request.temperature, request.top_p
     chat.tools = _tools(request.tools or []) or None
     choice = request.tool_choice

@@ -55,6 +55,9 @@ Seconds = Annotated[float, Meta(gt=0)]
 RequestId = Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)]
 CacheSalt = Annotated[str, Meta(max_length=1024)]
 Template = Annotated[str, Meta(min_length=1, max_length=65536)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
 GrammarText = Annotated[str, Meta(min_length=1, max_length=131072)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(min_length=1, max_length=10000)]
 

@@ -143,8 +143,10 @@ class BodyDecoder:
         request = self._decode(self._response, body)
         before = history(request.previous_response_id) if request.previous_response_id is not None else []
         checked = self._checked_chat(*response_to_chat(request, before))
-        param = checked.max_tokens_param.replace("max_completion_tokens", "max_output_tokens")
-        return msgspec.structs.replace(checked, response=options_of(request), max_tokens_param=param)
+        most = checked.default_max_tokens if request.max_output_tokens is None else request.max_output_tokens
+        return msgspec.structs.replace(
+            checked, response=options_of(request), default_max_tokens=most, max_tokens_param="max_output_tokens"
+        )
 
     def counted_prompt(self, body: bytes) -> ChatPrompt:
         """Returns the prompt of a request to count tokens."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.proxy.api.schema import doc
+from tandem.proxy.api.schema import Metadata, doc
 from tandem.runtime.errors import InvalidRequest
 
 MAX_LINES = 50_000
@@ -30,10 +30,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     input_file_id: Annotated[str, doc("an uploaded file of JSON lines with custom_id, method, url and body")]
     endpoint: Annotated[Endpoint, doc("the url of all lines")]
     completion_window: Annotated[Literal["24h"], doc("requests that have not ended by then are not run")]
-    metadata: Annotated[
-        Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None,
-        doc("returned with the batch"),
-    ] = None
+    metadata: Annotated[Metadata | None, doc("returned with the batch")] = None
 
 
 class LineError(msgspec.Struct, frozen=True):

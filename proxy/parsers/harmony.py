@@ -14,6 +14,8 @@ from tandem.proxy.text.stop_strings import num_held_back
 
 _BEGINS = ("<|channel|>", "<|start|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", *_BEGINS)
+_FIRST_BEGINS = (*_BEGINS, " to=functions.")
+"""The prompt ends with the role, after which a recipient may come before the channel."""
 _MESSAGE = "<|message|>"
 _MAX_HEADER_CHARACTERS = 1024
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -27,6 +29,7 @@ class HarmonyParser:
         self._has_tools = has_tools
         self._held = ""
         self._in_header = True
+        self._begins: tuple[str, ...] = _FIRST_BEGINS
         self._target = "content"
         self.num_calls = 0
 
@@ -42,7 +45,7 @@ class HarmonyParser:
 
     def _read_header(self, parsed: Parsed, is_end: bool) -> bool:
         held = self._held
-        if any(held.startswith(begin) for begin in _BEGINS):
+        if any(held.startswith(begin) for begin in self._begins):
             end = held.find(_MESSAGE)
             if 0 <= end <= _MAX_HEADER_CHARACTERS:
                 self._begin(parsed, held[:end])
@@ -52,11 +55,11 @@ class HarmonyParser:
             if end < 0 and not is_end and len(held) < _MAX_HEADER_CHARACTERS + len(_MESSAGE):
                 return False
             # No header: its marker becomes text, and so does what follows.
-            marker = next(begin for begin in _BEGINS if held.startswith(begin))
+            marker = next(begin for begin in self._begins if held.startswith(begin))
             self._target = "content"
             self._add(parsed, marker)
             self._held = held[len(marker) :]
-        elif any(begin.startswith(held) for begin in _BEGINS) and not is_end:
+        elif any(begin.startswith(held) for begin in self._begins) and not is_end:
             return False
         else:
             self._target = "content"
@@ -84,7 +87,7 @@ class HarmonyParser:
         start, end = min(found)
         self._add(parsed, self._held[:start])
         self._held = self._held[start if end in _BEGINS else start + len(end) :]
-        self._in_header = True
+        self._in_header, self._begins = True, _BEGINS
         return True
 
     def _add(self, parsed: Parsed, text: str) -> None:

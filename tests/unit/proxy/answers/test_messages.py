@@ -109,7 +109,7 @@ def test_fields_become_those_of_chats() -> None:
         tool_choice={"type": "tool", "name": "f", "disable_parallel_tool_use": True},
         thinking={"type": "enabled", "budget_tokens": 9, "display": "omitted"},
         output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}},
-        metadata={"user_id": "u"}, betas=["b"],
+        metadata={"user_id": "u"}, betas=["b"], mcp_servers=[], container=None,
     )  # fmt: skip
     assert (chat["stop"], chat["top_k"], chat["top_p"], chat["temperature"], chat["stream"]) == (
         ["x"], 3, 0.5, 0.1, True,
@@ -148,6 +148,8 @@ def test_fields_become_those_of_chats() -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name", "add the name"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice", "g"),
         ({"temperature": 3}, "temperature", "<= 2"),
+        ({"mcp_servers": [{"type": "url", "url": "https://h", "name": "n"}]}, "mcp_servers", "not supported"),
+        ({"container": "c"}, "container", "not supported"),
         ({"thinking": {"type": "maybe"}}, "thinking.type", "maybe"),
         ({"stop_sequences": [""]}, "stop_sequences[0]", "length >= 1"),
         ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type", "xml"),

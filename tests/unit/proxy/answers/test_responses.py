@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.answers.messages import encode_event
@@ -112,14 +113,14 @@ def test_items_become_a_chat() -> None:
 def test_fields_become_those_of_chats() -> None:
     schema = {"type": "object"}
     chat = converted(
-        max_output_tokens=7, temperature=0.1, top_p=0.5, tools=TOOLS, parallel_tool_calls=False, stream=True,
+        temperature=0.1, top_p=0.5, tools=TOOLS, parallel_tool_calls=False, stream=True,
         tool_choice={"type": "function", "name": "f"}, reasoning={"effort": "low", "summary": "auto"}, priority=2,
         text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}, cache_salt="s",
         metadata={"a": "b"}, store=False, include=["reasoning.encrypted_content"], truncation="disabled",
         prompt_cache_key="k", user="u", background=False, top_logprobs=0, service_tier="auto",
     )  # fmt: skip
     assert chat["messages"] == [{"role": "user", "content": "hi"}]
-    assert (chat["max_completion_tokens"], chat["temperature"], chat["top_p"]) == (7, 0.1, 0.5)
+    assert (chat["temperature"], chat["top_p"]) == (0.1, 0.5)
     assert chat["tools"][0]["function"] == {"name": "f", "parameters": TOOLS[0]["parameters"]}
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert (chat["parallel_tool_calls"], chat["stream"], chat["reasoning_effort"]) == (False, True, "low")
@@ -165,6 +166,9 @@ def test_fields_become_those_of_chats() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"temperature": 3}, "temperature", "<= 2"),
         ({"metadata": {"a": 1}}, "metadata", "str"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "length <= 16"),
+        ({"metadata": {"a": "b" * 513}}, "metadata", "length <= 512"),
+        ({"metadata": {"a" * 65: "b"}}, "metadata", "length <= 64"),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "unknown"),
     ],
 )  # fmt: skip
@@ -242,6 +246,22 @@ def test_thinking_text_and_calls_are_items(stream: bool, has_call: bool, tmp_pat
         items = store.history("k", "resp_r")
         kinds = ["message", "reasoning", "message", *(["function_call"] if has_call else [])]
         assert [item.type for item in items] == kinds
+
+    play(test, max_model_len=400)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(7, 7), (100_000, 398), (None, 398)])
+def test_an_answer_may_end_where_the_context_does(asked: int | None, given: int) -> None:
+    async def test(cluster: Cluster) -> None:
+        task = asyncio.create_task(whole(answers_to(cluster, max_output_tokens=asked, input="hi")))
+        while not (found := cluster.pool.of(StartPrefill)):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        start = found[0][1]
+        assert start.stop.max_tokens == given
+        cluster.first(start.attempt_ids[0], cluster.text.ids("a")[0], "length")
+        body = json.loads(await task)
+        assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert body["max_output_tokens"] == asked
 
     play(test, max_model_len=400)
 

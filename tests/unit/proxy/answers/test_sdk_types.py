@@ -44,6 +44,7 @@ from tandem.proxy.reading.body_reader import BodyKind
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TandemError
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import PREFILL, Cluster, play, whole
+from tests.unit.proxy.answers.test_answer_fields import feed
 from tests.unit.proxy.answers.test_parsed_answers import CALL, OPEN, TOOLS, generate, reader_of
 from tests.unit.proxy.dispatch.test_adapters_and_embeddings import answer, report
 
@@ -71,8 +72,10 @@ def _unknown(value: Any, path: str) -> Iterator[str]:
             yield from _unknown(getattr(value, name), f"{path}{name}.")
 
 
-async def body_of(cluster: Cluster, kind: BodyKind, fields: dict[str, Any], writes: str = TEXT) -> bytes:
-    """Returns the answer's bytes, streamed if the fields say so, of a model that writes a text."""
+async def body_of(
+    cluster: Cluster, kind: BodyKind, fields: dict[str, Any], writes: str = TEXT, is_cut: bool = False
+) -> bytes:
+    """Returns the answer's bytes, streamed if the fields say so, of a model that writes a text. is_cut: at a limit."""
     reader = reader_of(cluster)
     request = reader.read(json.dumps(fields).encode(), kind, cluster.worker_table.limits())
     store = (None, "") if kind == "response" else ()
@@ -82,7 +85,7 @@ async def body_of(cluster: Cluster, kind: BodyKind, fields: dict[str, Any], writ
         return b"".join([event async for event in answers.events()])
 
     task = asyncio.create_task(collect() if fields.get("stream") else whole(answers))
-    await generate(cluster, writes)
+    await (feed(cluster, [writes]) if is_cut else generate(cluster, writes))
     return await task
 
 
@@ -169,13 +172,18 @@ UNDECLARED = {"store", "response.store"}
 """OpenAI's answers have it, its package's type does not."""
 
 
-@pytest.mark.parametrize("writes", [TEXT, "hm</think>hello", "hm</think>"])
-def test_responses(writes: str) -> None:
+@pytest.mark.parametrize(
+    ("writes", "is_cut"),
+    [(TEXT, False), ("hm</think>hello", False), ("hm</think>", False), (TEXT[:-20], True), ("h", True)],
+)
+def test_responses(writes: str, is_cut: bool) -> None:
     async def test(cluster: Cluster) -> None:
-        assert checked(gpt_responses.Response, await body_of(cluster, "response", RESPONSE, writes)) == {"store"}
+        body = await body_of(cluster, "response", RESPONSE, writes, is_cut)
+        assert checked(gpt_responses.Response, body) == {"store"}
+        assert json.loads(body)["status"] == ("incomplete" if is_cut else "completed")
 
     async def test_stream(cluster: Cluster) -> None:
-        for event in events_of(await body_of(cluster, "response", {**RESPONSE, "stream": True}, writes)):
+        for event in events_of(await body_of(cluster, "response", {**RESPONSE, "stream": True}, writes, is_cut)):
             is_end_of_call = json.loads(event)["type"] == "response.function_call_arguments.done"
             expected = {"name"} if is_end_of_call else UNDECLARED  # OpenAI documents the name too
             assert checked(gpt_responses.ResponseStreamEvent, event) <= expected, event
@@ -238,12 +246,13 @@ MESSAGE: dict[str, Any] = {
 }
 
 
-def test_messages() -> None:
+@pytest.mark.parametrize(("writes", "is_cut"), [(TEXT, False), ("hm</think>", False), (TEXT[:-20], True), ("h", True)])
+def test_messages(writes: str, is_cut: bool) -> None:
     async def test(cluster: Cluster) -> None:
-        assert checked(claude.Message, await body_of(cluster, "message", MESSAGE)) == set()
+        assert checked(claude.Message, await body_of(cluster, "message", MESSAGE, writes, is_cut)) == set()
 
     async def test_stream(cluster: Cluster) -> None:
-        events = events_of(await body_of(cluster, "message", {**MESSAGE, "stream": True}))
+        events = events_of(await body_of(cluster, "message", {**MESSAGE, "stream": True}, writes, is_cut))
         for event in events:
             assert checked(claude.RawMessageStreamEvent, event) == set(), event
 

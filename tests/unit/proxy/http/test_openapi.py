@@ -15,6 +15,7 @@ DOCUMENT = openapi_document("MODEL", has_api_key=True)
 
 
 def rows_of(schema_name: str) -> list[FieldRow]:
+    """Returns the fields of a completion or a chat that are served."""
     return [row for row in field_rows(DOCUMENT, schema_name) if row.name not in NotServed.__struct_fields__]
 
 
@@ -60,7 +61,7 @@ def tables() -> dict[str, str]:
         "ResponseTool",
         "BatchRequest",
     ):
-        made[name] = field_table(rows_of(name))
+        made[name] = field_table(field_rows(DOCUMENT, name))
     return made
 
 

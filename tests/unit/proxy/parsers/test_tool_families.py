@@ -92,6 +92,11 @@ WRITTEN: dict[str, tuple[ToolFamilyName, str]] = {
         f"<|constrain|>json<|message|>{A_JSON}<|call|><|start|>assistant to=functions.now<|channel|>commentary json"
         "<|message|>{}",
     ),
+    "openai_recipient_first": (
+        "openai",
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{A_JSON}<|call|>"
+        "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}",
+    ),
 }
 
 
@@ -162,7 +167,7 @@ def test_splitting_any_text_does_not_change_the_result(name: ToolFamilyName, dat
     assert parse(name, [*text, ""]) == whole
 
 
-@pytest.mark.parametrize("case", [case for case in WRITTEN if case != "openai"])
+@pytest.mark.parametrize("case", [case for case, (name, _) in WRITTEN.items() if name != "openai"])
 @given(data=st.data())
 @settings(max_examples=50)
 def test_text_without_a_call_is_kept(case: str, data: Any) -> None:
