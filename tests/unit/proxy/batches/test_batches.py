@@ -349,10 +349,13 @@ def test_batches_share_the_limit_of_a_proxy_and_leave_one_file_each(tmp_path: Pa
         task = asyncio.create_task(batches.run(app))
         for batch_id in ids:
             assert (await ended(store, batch_id)).request_counts.completed == 30
+        [folder] = tmp_path.glob("*/batches")
+        async with asyncio.timeout(20):  # `save` writes the batch before it removes the other files
+            while {file.name for file in folder.iterdir()} != {f"{i}.json" for i in ids}:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert app.most_running <= runner.MAX_CONCURRENT
-        assert {file.name for file in next(tmp_path.glob("*/batches")).iterdir()} == {f"{i}.json" for i in ids}
 
     asyncio.run(run())
 
