@@ -102,8 +102,10 @@ class TextFormat(msgspec.Struct, omit_defaults=True):
 
 
 class TextConfig(msgspec.Struct):
+    """verbosity: accepted, because coding agents send it; it changes nothing."""
+
     format: TextFormat | None = None
-    verbosity: Annotated[Any, accepts("medium")] = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(msgspec.Struct):
