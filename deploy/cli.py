@@ -22,7 +22,7 @@ from tandem.deploy.commands import draining
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.commands.role import set_role
 from tandem.deploy.commands.scale import scale
-from tandem.deploy.config import ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
+from tandem.deploy.config import BlockSize, ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import ConfigError, TandemError
@@ -156,6 +156,8 @@ def _add_settings(parser: CommandParser, left_out: Sequence[str]) -> None:
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": setting.description + default}
         if setting.kind == list[str]:
             options |= {"action": "append", "metavar": "NAME=FOLDER"}
+        elif setting.kind == BlockSize:
+            options |= {"type": lambda text: text if text == "auto" else int(text), "metavar": "N|auto"}
         elif choices := typing.get_args(setting.kind):
             options |= {"choices": choices, "metavar": "|".join(choices)}
         elif setting.kind is bool:

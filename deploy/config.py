@@ -26,6 +26,8 @@ from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+BlockSize = Annotated[int, Meta(ge=8, le=512)] | Literal["auto"]
+MIN_BATCHED_TOKENS = 16
 
 
 def _in(group: str, description: str, **limits: Any) -> Meta:
@@ -42,7 +44,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_model_name: Annotated[str, _in("model", description=
         "Model name that clients send; empty uses the model's own name.")] = ""
     max_model_len: Annotated[int, _in("model", ge=0, description=
-        "Maximum number of tokens per sequence, prompt and output together; 0 uses the model's limit.")] = 0
+        "Maximum number of tokens per sequence, prompt and output together; 0 uses the model's limit, or what fits "
+        "into the KV cache if that is less.")] = 0
     dtype: Annotated[Dtype, _in("model", "Data type of weights and KV cache; auto uses the checkpoint's.")] = "auto"
     device: Annotated[Device, _in("model", "Device that runs the model; auto uses GPUs where there are any.")] = "auto"
     load_format: Annotated[LoadFormat, _in("model", description=
@@ -75,10 +78,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Tensor parallel size of prefill workers; 0 uses --tensor-parallel-size.")] = 0
     decode_tensor_parallel_size: Annotated[int, _in("workers", ge=0, le=64, description=
         "Tensor parallel size of decode workers; 0 uses --tensor-parallel-size.")] = 0
-    max_num_seqs: Annotated[int, _in("workers", ge=1, le=4096, description=
-        "Maximum number of sequences that a worker runs at once.")] = 64
-    max_num_batched_tokens: Annotated[int, _in("workers", ge=16, le=65536, description=
-        "Maximum number of prompt tokens that a worker computes per step.")] = 512
+    max_num_seqs: Annotated[int, _in("workers", ge=0, le=4096, description=
+        "Maximum number of sequences that a worker runs at once; 0 uses 64 on CPU and 256 on GPUs.")] = 0
+    max_num_batched_tokens: Annotated[int, _in("workers", ge=0, le=65536, description=
+        "Maximum number of prompt tokens that a worker computes per step, at least 16; 0 uses 512 on CPU and 2048 on "
+        "GPUs.")] = 0
     decode_prefill_threshold: Annotated[int, _in("workers", ge=0, le=65536, description=
         "A decode worker prefills prompts of up to this many uncached tokens itself; 0 sends every prompt to "
         "a prefill worker.")] = 64
@@ -89,9 +93,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: Annotated[float, _in("workers", gt=0, description=
         "Seconds that a draining process has to finish its requests; the rest migrates to other workers.")] = 30.0
 
-    kv_cache_gib: Annotated[float, _in("KV cache", gt=0, description=
-        "Size of each worker's KV cache in GiB, per tensor parallel process.")] = 1.0
-    block_size: Annotated[int, _in("KV cache", "Tokens per KV block.", ge=8, le=512)] = 64
+    kv_cache_gib: Annotated[float, _in("KV cache", ge=0, description=
+        "Size of each worker's KV cache in GiB, per tensor parallel process; 0 uses 1 GiB on CPU and, on GPUs, the "
+        "memory that --gpu-memory-fraction leaves.")] = 0.0
+    gpu_memory_fraction: Annotated[float, _in("KV cache", gt=0, le=1, description=
+        "Share of each GPU's memory that this cluster may use. The workers on one GPU divide it equally. Each measures "
+        "its largest step and uses the rest for its KV cache, unless --kv-cache-gib is given.")] = 0.9
+    block_size: Annotated[BlockSize, _in("KV cache", description=
+        "Tokens per KV block; auto chooses by device and attention backend.")] = "auto"
     kv_connector: Annotated[str, _in("KV cache", description=
         "Connector that transfers KV blocks from prefill to decode workers: auto, ipc, gloo, nccl or an "
         "installed plugin.")] = "auto"
@@ -130,8 +139,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     request_timeout_s: Annotated[float, _in("limits", "Seconds after which an unfinished request fails.", gt=0)] = 600.0
     max_body_mib: Annotated[int, _in("limits", "Maximum size of a request body in MiB.", ge=1, le=1024)] = 16
-    max_waiting_requests: Annotated[int, _in("limits", ge=1, description=
-        "Maximum number of sequences per proxy that wait for their first token; further requests get 503.")] = 1024
+    max_waiting_requests: Annotated[int, _in("limits", ge=0, description=
+        "Maximum number of sequences per proxy that wait for their first token; further requests get 503; 0 uses 1024 "
+        "with workers on CPU and 4096 with GPUs.")] = 0
     max_requests_per_client: Annotated[int, _in("limits", ge=0, description=
         "Maximum number of sequences in flight per proxy and API key (or client address without keys); "
         "further requests get 429; 0 means no limit.")] = 0
@@ -298,6 +308,8 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
         check_name(config.kv_connector)
     except ConfigError as error:
         raise ConfigError(f"kv_connector: {error.message}") from error
+    if 0 < config.max_num_batched_tokens < MIN_BATCHED_TOKENS:
+        raise ConfigError(f"max_num_batched_tokens: {config.max_num_batched_tokens} is less than {MIN_BATCHED_TOKENS}")
     if config.ray and not config.model:
         raise ConfigError("model: give --model with --ray, as a hub id or a folder that exists on all nodes")
     if not config.join:

@@ -17,26 +17,25 @@ from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import ConfigError
 
 
-class KVPool:
-    """tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+def block_bytes(loaded: LoadedModel) -> int:
+    """Returns the size of one block of one rank."""
+    layout = loaded.layout
+    elements = prod((layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim))
+    return elements * loaded.dtype.itemsize
 
-    Raises ConfigError if `config.kv_cache_bytes` is less than one sequence of the maximum length needs.
+
+class KVPool:
+    """tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], of `config.kv_cache_bytes`.
+
+    Raises ConfigError if the device has less memory left.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.layout: KVLayout = loaded.layout
         layout = self.layout
         block_shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self.block_bytes: int = prod(block_shape) * loaded.dtype.itemsize
+        self.block_bytes: int = block_bytes(loaded)
         self.num_blocks: int = config.kv_cache_bytes // self.block_bytes
-        needed = -(-loaded.max_model_len // layout.block_size)
-        if self.num_blocks < needed:
-            raise ConfigError(
-                f"a KV cache of {config.kv_cache_bytes / 2**30:.2f} GiB "
-                f"holds {self.num_blocks * layout.block_size} tokens, "
-                f"one sequence may have {loaded.max_model_len}: raise --kv-cache-gib to at least "
-                f"{needed * self.block_bytes / 2**30:.2f} or lower --max-model-len"
-            )
         self.num_bytes: int = self.num_blocks * self.block_bytes
         self.fd: int | None = None
         shape = (self.num_blocks, *block_shape)
@@ -47,7 +46,13 @@ class KVPool:
             raw = torch.from_file(path, shared=True, size=self.num_bytes, dtype=torch.uint8)
             self.tensor = raw.view(loaded.dtype).view(shape)
         else:
-            self.tensor = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
+            try:
+                self.tensor = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"the GPU has not {self.num_bytes / 2**30:.2f} GiB left for the KV cache: lower --kv-cache-gib, or "
+                    "end other programs on the GPU"
+                ) from error
         # Per layer, keys and values: rows [.., block_size * head_dim], one head of one block each, from the layer's
         # first row on. A block therefore has the same row number in every layer.
         rows = self.tensor.view(-1, layout.block_size * layout.head_dim)

@@ -17,9 +17,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network: protection of tcp endpoints. proxies_file: file with the proxies' current control endpoints, one per line;
     empty if they never change.
 
-    kv_checksums: verify every transferred block (debugging). max_num_batched_tokens: prompt tokens per step, which is
-    the chunk size. max_num_seqs: sequences per step, and prompts that compute concurrently. drain_timeout_s: time that
-    requests in flight get when the worker is told to leave. metrics_host: address of /metrics, on any free port.
+    kv_checksums: verify every transferred block (debugging). drain_timeout_s: time that requests in flight get when the
+    worker is told to leave. metrics_host: address of /metrics, on any free port.
     kv_lease_s: how long a prompt's blocks are kept for a decode worker that does not renew its lease.
     embedding_cache_bytes: embeddings kept for later prompts with the same image. max_fetched_media_bytes: limit on
     processed media from other hosts, for all prompts together. media_cache_endpoint: of this host's media cache; "" if
@@ -37,8 +36,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_checksums: bool = False
     host: str = "127.0.0.1"
     proxies_file: str = ""
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
     drain_timeout_s: float = 30.0
     metrics_host: str = "127.0.0.1"
     network: NetworkConfig = NetworkConfig()

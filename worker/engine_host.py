@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_thread import EngineThread
+from tandem.engine.kv_cache_size import fit_kv_cache
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.lora.adapters import Adapters, load_adapter
@@ -56,7 +57,8 @@ class EngineHost:
         grammars = Grammars(config.engine.model, loaded.vocab_size, post_prepared)
         adapters = Adapters(loaded.lora_modules, loaded.dtype, loaded.device, post_prepared)
         await loop.run_in_executor(None, _check_adapters, config, loaded)
-        pool = KVPool(loaded, config.engine)
+        loaded, engine_config = await loop.run_in_executor(None, fit_kv_cache, loaded, config.engine)
+        pool = await loop.run_in_executor(None, KVPool, loaded, engine_config)
         engine = EngineThread(
             lambda: ranks.make_runner(loaded, pool), loop.call_soon_threadsafe, config.engine.num_threads
         )
@@ -69,7 +71,7 @@ class EngineHost:
         return cls(
             ranks,
             loaded,
-            BlockManager(pool.num_blocks, config.engine.block_size),
+            BlockManager(pool.num_blocks, loaded.layout.block_size),
             pool.block_bytes * config.engine.tensor_parallel_size,
             engine,
             pools,

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
+from tandem.engine.kv_cache_size import fit_kv_cache
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel import FollowerConfig, follow, join_as_follower
@@ -29,7 +30,8 @@ def serve(config: FollowerConfig) -> None:
     """Loads the rank's share of the model; runs batches on this thread, transfers on others, until rank 0 exits."""
     torch.set_num_threads(config.engine.num_threads)
     loaded = join_as_follower(config)
-    pool = KVPool(loaded, config.engine)
+    loaded, engine = fit_kv_cache(loaded, config.engine)
+    pool = KVPool(loaded, engine)
     rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), config.host)
     TransferServer(Connection(config.transfers_fd), rank_pool, pool.location()).start()
     runner = ModelRunner(loaded, pool)

@@ -73,8 +73,8 @@ class Worker:
         scheduler = self._scheduler = WorkerScheduler(
             host.blocks,
             model_id,
-            config.max_num_batched_tokens,
-            config.max_num_seqs,
+            config.engine.max_num_batched_tokens,
+            config.engine.max_num_seqs,
             config.kv_lease_s,
             config.itl_slo_ms / 1000,
             host.block_bytes,
@@ -87,7 +87,7 @@ class Worker:
         self._media = MediaIntake(
             host.loaded.vision,
             EmbeddingCache(config.embedding_cache_bytes),
-            config.max_num_batched_tokens // 2,  # the share of a step that its first prompt gets
+            config.engine.max_num_batched_tokens // 2,  # the share of a step that its first prompt gets
             shared,
             self._start_step,
             RemoteMedia(context, config.max_fetched_media_bytes) if takes_media else None,

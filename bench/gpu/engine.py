@@ -74,8 +74,9 @@ def measure(shape: dict[str, Any], quick: bool) -> dict[str, Any]:
     runner = ModelRunner(loaded, pool)
     runner.warm_up()
     num_weights = sum(p.numel() for p in loaded.model.parameters()) - shape["vocab_size"] * shape["hidden_size"]
-    token_bytes = pool.block_bytes / config.block_size
-    blocks_each = -(-(CONTEXT + 1) // config.block_size)
+    block_size = pool.layout.block_size
+    token_bytes = pool.block_bytes / block_size
+    blocks_each = -(-(CONTEXT + 1) // block_size)
     figures: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "copy_bandwidth_gb_per_s": bandwidth / 1e9,
         "matrix_rate_tflops": rate / 1e12, "graphs": runner._graphs is not None, "decode": {}, "prefill": {},
@@ -88,7 +89,7 @@ def measure(shape: dict[str, Any], quick: bool) -> dict[str, Any]:
         limit = (2 * num_weights + size * CONTEXT * token_bytes) / bandwidth
         figures["decode"][str(size)] = {"step_ms": step * 1e3, "limit_ms": limit * 1e3, "share": limit / step}
     for length in (1024, 8192):
-        item = BatchItem([7] * length, 0, list(range(-(-length // config.block_size))), [GREEDY])
+        item = BatchItem([7] * length, 0, list(range(-(-length // block_size))), [GREEDY])
         step = seconds(lambda item=item: runner.run(Batch([item])), 3 if quick else 10)  # type: ignore[misc]
         per_layer = 2 * shape["num_attention_heads"] * pool.layout.head_dim * length**2
         operations = 2 * num_weights * length + per_layer * shape["num_hidden_layers"]

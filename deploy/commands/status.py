@@ -15,7 +15,7 @@ from rich.table import Table
 from tandem.deploy.autoscale.planner import counts_text
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.commands.serving_rates import RateSample, ServingRates, rates
-from tandem.protocol.messages.membership import DECODE_ROLES, Role
+from tandem.protocol.messages.membership import DECODE_ROLES, Role, WorkerReport
 from tandem.protocol.messages.operations import GetPlan, PlanReport
 from tandem.runtime.errors import Overloaded, TandemError
 
@@ -96,6 +96,7 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
     if first.generation_config:
         known = ", ".join(f"{name} {value:g}" for name, value in first.sampling_defaults.items())
         head += f"\nsampling defaults ({first.generation_config}): {known or 'none'}"
+    head += _limits(first.workers)
     proxies = _table(["proxy", "state"], ["requests", "workers"])
     for report in reports:
         state = "ready" if report.ready else "[red]not ready[/]"
@@ -134,6 +135,17 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
             )
     parts: list[Table | str] = [proxies, *_serving(figures, then is not None), workers, pairs]
     return Group(head, *(each for part in parts for each in ("", part)))
+
+
+def _limits(workers: Sequence[WorkerReport]) -> str:
+    """The longest sequence that all workers take, with the worker that limits it, and their block sizes."""
+    if not workers:
+        return ""
+    shortest = min(workers, key=lambda worker: worker.max_model_len)
+    differs = any(worker.max_model_len != shortest.max_model_len for worker in workers)
+    because = f" (limit of {shortest.worker.worker_id})" if differs else ""
+    sizes = " or ".join(str(size) for size in sorted({worker.block_size for worker in workers}))
+    return f"\nsequences of up to {shortest.max_model_len} tokens{because}, KV blocks of {sizes} tokens"
 
 
 def _serving(figures: ServingRates, is_recent: bool) -> list[Table | str]:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.deploy.config import ClusterConfig
+from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.launch.launcher import Launcher, OnProgress, worker_name
 from tandem.deploy.processes.runtime_dir import create_runtime_dir, log_dir
 from tandem.deploy.sites.local import LocalSite
@@ -52,7 +53,7 @@ async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: 
         else:
             site = LocalSite(config, folder, logs)
         cleanup.callback(site.close)
-        launcher = Launcher(config, site, context, folder)
+        launcher = Launcher(with_device_defaults(config, site.on_gpus), site, context, folder)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # after the site: Ray sets its own handlers
             asyncio.get_running_loop().add_signal_handler(number, launcher.stop)
         await launcher.run(on_progress, lambda: on_ready(logs))

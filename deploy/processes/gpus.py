@@ -16,8 +16,8 @@ _QUERY_TIMEOUT_S = 20.0
 def visible_gpus(device: Device, environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str] | None:
     """GPUs as CUDA_VISIBLE_DEVICES names them: those that it lists already, else all that the driver reports.
 
-    Where nvidia-smi is not installed, e.g. in a container, the device files are counted. None if GPUs are partitioned
-    (MIG), or if there is no sign of a driver: then workers see what they see by default.
+    A partitioned GPU (MIG) is listed as its instances. Where nvidia-smi is not installed, e.g. in a container, the
+    device files are counted. None if there is no sign of a driver: then workers see what they see by default.
     """
     if device == "cpu":
         return []
@@ -30,9 +30,14 @@ def visible_gpus(device: Device, environment: Mapping[str, str], devices: Path =
         # CUDA numbers the GPUs of a container from 0, whatever the names of their files.
         num_files = sum(1 for file in devices.glob("nvidia*") if re.fullmatch("nvidia[0-9]+", file.name))
         return [str(number) for number in range(num_files)] or None
-    if listed.returncode != 0 or "MIG-" in listed.stdout:
+    if listed.returncode != 0:
         return None
-    return re.findall(r"UUID: (GPU-[0-9a-f-]+)", listed.stdout)
+    names: list[str] = []
+    for name in re.findall(r"UUID: ((?:GPU|MIG)-[^)]+)", listed.stdout):
+        if name.startswith("MIG-") and names and names[-1].startswith("GPU-"):
+            names.pop()  # cannot be used as a whole
+        names.append(name)
+    return names
 
 
 def least_used(gpus: Sequence[str], used: Mapping[str, int], num_ranks: int) -> list[str]:

@@ -67,13 +67,20 @@ class Place:
 class ProcessConfigs:
     """Makes the configuration of each process.
 
-    keys: secrets that go into the configurations; parts without an entry read theirs from the operator's folder. Raises
-    ConfigError for API keys and LoRA adapters that cannot be read.
+    cluster: with device defaults. keys: secrets that go into the configurations; parts without an entry read theirs
+    from the operator's folder. ranks_per_gpu: ranks that share the memory of a GPU. Raises ConfigError for API keys and
+    LoRA adapters that cannot be read.
     """
 
-    def __init__(self, cluster: ClusterConfig, keys: Mapping[Part, NetworkKeys] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        keys: Mapping[Part, NetworkKeys] = MappingProxyType({}),
+        ranks_per_gpu: int = 1,
+    ) -> None:
         self._cluster = cluster
         self._keys = keys
+        self._ranks_per_gpu = ranks_per_gpu
         if cluster.api_keys_file:
             parse_keys(KeyFile(Path(cluster.api_keys_file)).read())
         self._adapters = read_adapters(cluster)
@@ -164,8 +171,6 @@ class ProcessConfigs:
             kv_checksums=os.environ.get("TANDEM_KV_CHECKSUMS") == "1",
             host=place.host,
             network=self._network("worker"),
-            max_num_batched_tokens=cluster.max_num_batched_tokens,
-            max_num_seqs=cluster.max_num_seqs,
             itl_slo_ms=cluster.itl_slo_ms,
             adapters=[adapter.ref for adapter in self._adapters],
             drain_timeout_s=cluster.drain_timeout_s,
@@ -187,8 +192,13 @@ class ProcessConfigs:
             load_format=cluster.load_format,
             device=cluster.device,
             max_model_len=cluster.max_model_len,
-            block_size=cluster.block_size,
+            block_size=0 if cluster.block_size == "auto" else cluster.block_size,
             kv_cache_bytes=int(cluster.kv_cache_gib * (1 << 30)),
+            gpu_memory_fraction=cluster.gpu_memory_fraction,
+            ranks_per_gpu=self._ranks_per_gpu,
+            num_peers=max(1, sum(cluster.counts.values()) - 1),
+            max_num_batched_tokens=cluster.max_num_batched_tokens,
+            max_num_seqs=cluster.max_num_seqs,
             num_threads=cluster.num_threads(role),
             trust_remote_code=cluster.trust_remote_code,
             tensor_parallel_size=cluster.num_ranks(role),

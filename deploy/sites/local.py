@@ -11,6 +11,7 @@ import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
 from tandem.deploy.config import ClusterConfig, bracketed
+from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.gpus import least_used, visible_gpus
 from tandem.deploy.processes.log_file import LogFile
@@ -20,6 +21,7 @@ from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.deploy.sites.site import WORKER_MODULE
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.text.model_files import takes_media
+from tandem.runtime.errors import ConfigError
 from tandem.runtime.listen_socket import bind
 
 
@@ -31,13 +33,16 @@ class LocalSite:
     """
 
     def __init__(self, cluster: ClusterConfig, folder: Path, logs: Path) -> None:
-        self._cluster = cluster
-        self._configs = ProcessConfigs(cluster)
+        self._gpus = visible_gpus(cluster.device, os.environ)
+        self.on_gpus = cluster.device == "cuda" or bool(self._gpus)
+        self._cluster = with_device_defaults(cluster, self.on_gpus)
+        # Where the GPUs are not known, all workers use the first.
+        self._ranks_per_gpu = ranks_per_gpu(cluster, len(self._gpus or [""]))
+        self._configs = ProcessConfigs(self._cluster, ranks_per_gpu=self._ranks_per_gpu)
         self._folder = folder
         self._logs = logs
         self._metrics_dir = folder / "metrics"
         self._metrics_dir.mkdir()
-        self._gpus = visible_gpus(cluster.device, os.environ)
         self._gpus_of: dict[str, list[str]] = {}
         self.media_cache_endpoint = ""
         self.progress_files: dict[str, Path] = {}
@@ -91,7 +96,14 @@ class LocalSite:
             env |= nccl_environment(place.host, os.environ)
         if self._gpus is not None:
             used = Counter(gpu for gpus in self._gpus_of.values() for gpu in gpus)
-            self._gpus_of[name] = least_used(self._gpus, used, self._cluster.num_ranks(role))
+            self._gpus_of[name] = gpus = least_used(self._gpus, used, self._cluster.num_ranks(role))
+            if not self._cluster.kv_cache_gib and any(used[gpu] >= self._ranks_per_gpu for gpu in gpus):
+                del self._gpus_of[name]
+                raise ConfigError(
+                    f"{name} would share a GPU with {self._ranks_per_gpu} or more ranks, but the memory was divided "
+                    f"among {self._ranks_per_gpu} at the start: stop a worker first, or start the cluster with more "
+                    "workers or with --kv-cache-gib"
+                )
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of[name])
         self.progress_files[name] = progress_file
         return self._child(name, WORKER_MODULE, self._configs.worker(role, name, place), env, on_exit)

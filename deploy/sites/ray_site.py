@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from tandem.deploy.config import ClusterConfig, bracketed
+from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
 from tandem.deploy.processes.supervisor import OnExit, Supervised
@@ -59,7 +60,6 @@ class RaySite:
         self._cluster = cluster
         self._folder = folder
         self._logs = logs
-        self._configs = ProcessConfigs(cluster, keys_to_hand_out(cluster.network))
         self._takes_media = takes_media(cluster.model)
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
@@ -80,7 +80,17 @@ class RaySite:
                 "`ray start --head`"
             ) from error
         resources = ray.cluster_resources()
-        self._uses_gpus = cluster.device == "cuda" or (cluster.device == "auto" and resources.get("GPU", 0) > 0)
+        num_gpus = int(resources.get("GPU", 0))
+        self.on_gpus = cluster.device == "cuda" or (cluster.device == "auto" and num_gpus > 0)
+        self._cluster = with_device_defaults(cluster, self.on_gpus)
+        self._ranks_per_gpu = ranks_per_ray_gpu(cluster, num_gpus)
+        if self._ranks_per_gpu > 1:
+            log.warning(
+                "the Ray cluster has %d GPUs: up to %d workers share each, and new nodes do not change that",
+                num_gpus, self._ranks_per_gpu,
+            )  # fmt: skip
+        keys = keys_to_hand_out(cluster.network)
+        self._configs = ProcessConfigs(self._cluster, keys, self._ranks_per_gpu)
         self._proxy_bundle: dict[str, float] = {"CPU": 1}
         if resources.get(PROXY_RESOURCE, 0) > 0:
             self._proxy_bundle[PROXY_RESOURCE] = 1
@@ -111,8 +121,8 @@ class RaySite:
         num_ranks, num_threads = self._cluster.num_ranks(role), self._cluster.num_threads(role)
         # The ranks share memory; one bundle for all of them keeps them on one node.
         bundle: dict[str, float] = {"CPU": num_threads * num_ranks}
-        if self._uses_gpus:
-            bundle["GPU"] = num_ranks
+        if self.on_gpus:
+            bundle["GPU"] = num_ranks if self._ranks_per_gpu == 1 else gpu_share(self._ranks_per_gpu)
         env = process_environment(num_threads)
         make = partial(self._configs.worker, role)
         log_file = self._logs / f"{name}.log"
@@ -158,6 +168,18 @@ class RaySite:
         if self._copying_keys is not None:
             self._copying_keys.cancel()
         ray.shutdown()
+
+
+def ranks_per_ray_gpu(cluster: ClusterConfig, num_gpus: int) -> int:
+    """Returns how many workers share each GPU of the Ray cluster. Workers of several ranks need whole ones."""
+    if not num_gpus or any(cluster.num_ranks(role) > 1 for role, count in cluster.counts.items() if count):
+        return 1
+    return ranks_per_gpu(cluster, num_gpus)
+
+
+def gpu_share(num_ranks: int) -> float:
+    """Returns the share of a GPU that each of `num_ranks` asks Ray for. Ray counts in units of 1/10,000."""
+    return 10_000 // num_ranks / 10_000
 
 
 def keys_to_hand_out(network: NetworkConfig) -> dict[Part, NetworkKeys]:

@@ -16,8 +16,10 @@ class Site(Protocol):
     """progress_files: loading progress of workers, by name, as far as it can be read on this host.
 
     media_cache_endpoint: endpoint of the media cache on this host; empty if there is none.
+    on_gpus: whether the workers run on GPUs.
     """
 
+    on_gpus: bool
     progress_files: dict[str, Path]
     media_cache_endpoint: str
 

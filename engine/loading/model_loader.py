@@ -11,12 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tandem.engine.config import EngineConfig
+from tandem.engine.loading.block_size import default_block_size
 from tandem.engine.loading.dummy_weights import dummy_recipe, make_dummy_model
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
 from tandem.engine.loading.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
 from tandem.engine.loading.progress import report_progress
 from tandem.engine.loading.rope import fix_longrope
-from tandem.engine.loading.sharding import check_shards, shard_arguments, unwrap_linears
+from tandem.engine.loading.sharding import check_shards, placement_arguments, unwrap_linears
 from tandem.engine.loading.supported_models import check_config, unsuitable
 from tandem.engine.lora.modules import adaptable_layers
 from tandem.engine.vision.models import Decoder, VisionTower, takes_media
@@ -63,7 +64,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         if config.load_format == "dummy":
             model = make_dummy_model(auto_class, model_config, dtype, device, **options)
         else:
-            options |= shard_arguments(config.tensor_parallel_size)
+            options |= placement_arguments(config.tensor_parallel_size, device)
             with report_progress(config.progress_file):
                 model = auto_class.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
         is_unchanged = _model_id(config, model_config, device) == model_id
@@ -88,7 +89,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         num_layers=probed.num_layers,
         num_kv_heads=probed.num_kv_heads,  # of this rank
         head_dim=probed.head_dim,
-        block_size=config.block_size,
+        block_size=config.block_size or default_block_size(device),
         tensor_parallel_size=config.tensor_parallel_size,
     )
     takes_adapters = vision is None and config.tensor_parallel_size == 1

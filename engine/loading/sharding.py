@@ -38,9 +38,15 @@ def check_shards(name: str, text_config: Any, size: int) -> None:
         )
 
 
-def shard_arguments(size: int) -> dict[str, Any]:
-    """Return arguments for `from_pretrained`. The default process group must exist."""
-    return {} if size == 1 else {"distributed_config": DistributedConfig(tp_size=size)}
+def placement_arguments(size: int, device: torch.device) -> dict[str, Any]:
+    """Return arguments for `from_pretrained`, with which it copies each tensor from the file to the device at once.
+
+    With several ranks transformers does so by itself: it copies this rank's slices to the GPU of LOCAL_RANK. The
+    default process group must exist then. On CPU weights stay mapped files until they are packed.
+    """
+    if size > 1:
+        return {"distributed_config": DistributedConfig(tp_size=size)}
+    return {} if device.type == "cpu" else {"device_map": device}
 
 
 class SummedLinear(nn.Module):

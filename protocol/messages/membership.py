@@ -225,11 +225,15 @@ class RegistrationRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_
 
 
 class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker as a proxy sees it. max_model_len, block_size: see RegisterWorker."""
+
     worker: WorkerInfo
     load: WorkerLoad
     pairs: list[PairStatus]
     silence_s: float
     draining: bool = False
+    max_model_len: int = 0
+    block_size: int = 0
 
 
 class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -298,7 +298,13 @@ class WorkerTable:
     def report(self, now: float) -> list[WorkerReport]:
         return [
             WorkerReport(
-                record.info, record.load, record.pairs, max(0.0, now - record.last_message_at), record.draining
+                record.info,
+                record.load,
+                record.pairs,
+                max(0.0, now - record.last_message_at),
+                record.draining,
+                record.limits.max_model_len,
+                record.limits.block_size,
             )
             for record in self._by_epoch.values()
         ]

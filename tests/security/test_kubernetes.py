@@ -145,6 +145,27 @@ def test_every_container_is_pinned_limited_and_probed(deployment: list[Document]
     assert all("sizeLimit" in volume["emptyDir"] for volume in template["spec"]["volumes"] if "emptyDir" in volume)
 
 
+@pytest.mark.parametrize("deployment", ALL)
+def test_workers_reserve_gpus_and_have_shared_memory(deployment: list[Document]) -> None:
+    """NCCL exchanges data between the processes of a pod in /dev/shm, of which a container has 64 MiB by default."""
+    num_with_gpus = 0
+    for template in (template for document in deployment for template in pod_templates(document)):
+        in_memory = {
+            volume["name"]: volume["emptyDir"]["sizeLimit"]
+            for volume in template["spec"]["volumes"]
+            if volume.get("emptyDir", {}).get("medium") == "Memory"
+        }
+        for container in template["spec"]["containers"]:
+            limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+            assert limits.get("nvidia.com/gpu") == requests.get("nvidia.com/gpu"), "GPUs cannot be overcommitted"
+            num_with_gpus += "nvidia.com/gpu" in limits
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            size = in_memory[mounts["/dev/shm"]]
+            assert size.endswith("Gi") and limits["memory"].endswith("Gi")
+            assert int(size.removesuffix("Gi")) <= int(limits["memory"].removesuffix("Gi"))
+    assert num_with_gpus == 1
+
+
 def test_kubernetes_asks_the_proxy_whether_it_lives_and_is_ready() -> None:
     [deployment] = named(DEPLOYMENTS["one node"], "Deployment").values()
     [container] = deployment["spec"]["template"]["spec"]["containers"]

@@ -47,6 +47,11 @@ def test_visible_gpus_follow_the_device_and_the_environment(monkeypatch: pytest.
     assert visible_gpus("auto", {}, tmp_path) == ["0", "1"], "each worker gets its own, without nvidia-smi too"
     driver = tmp_path / "nvidia-smi"
     lines = ["GPU 0: NVIDIA H200 (UUID: GPU-12-ab)", "GPU 1: NVIDIA H200 (UUID: GPU-34)"]
-    driver.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
-    driver.chmod(0o755)
-    assert visible_gpus("auto", {}) == ["GPU-12-ab", "GPU-34"]
+    instances = [f"  MIG 3g.71gb     Device  {number}: (UUID: MIG-56-{number})" for number in range(2)]
+    for shown, expected in (
+        (lines, ["GPU-12-ab", "GPU-34"]),
+        ([lines[0], *instances, lines[1]], ["MIG-56-0", "MIG-56-1", "GPU-34"]),  # instances replace their GPU
+    ):
+        driver.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in shown))
+        driver.chmod(0o755)
+        assert visible_gpus("auto", {}) == expected

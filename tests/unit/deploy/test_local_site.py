@@ -14,12 +14,13 @@ from tandem.deploy.config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.sites.local import LocalSite
 from tandem.proxy.config import ProxyConfig
+from tandem.runtime.errors import ConfigError
 from tandem.worker.config import WorkerConfig
 
 
 def make_site(folder: Path, **settings: object) -> LocalSite:
     ports = {"port": free_port(), "admin_port": free_port()}
-    config = ClusterConfig(**ports, model=str(DEMO_MODEL), device="cpu", **settings)  # type: ignore[arg-type]
+    config = ClusterConfig(**ports, model=str(DEMO_MODEL), **{"device": "cpu", **settings})  # type: ignore[arg-type]
     return LocalSite(config, folder, folder)
 
 
@@ -79,3 +80,46 @@ def test_kv_checksums_are_a_switch_in_the_environment(
     config = msgspec.json.decode((tmp_path / "prefill-0.json").read_bytes(), type=WorkerConfig)
     assert config.kv_checksums is (value == "1")
     assert config.metrics_host == "127.0.0.2"
+
+
+def test_workers_on_shared_gpus_divide_the_memory_and_none_joins_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    configs = {}
+
+    async def main() -> None:
+        site = make_site(tmp_path, device="cuda", prefill=1, decode=2, gpu_memory_fraction=0.8)
+        assert site.on_gpus
+        for role, name in (("prefill", "prefill-0"), ("decode", "decode-0"), ("decode", "decode-1")):
+            site.make_worker(role, name, lambda *_: True)  # type: ignore[arg-type]
+            configs[name] = msgspec.json.decode((tmp_path / f"{name}.json").read_bytes(), type=WorkerConfig).engine
+        site.make_worker("decode", "decode-2", lambda *_: True)  # one GPU has one rank
+        with pytest.raises(ConfigError, match="decode-3 would share a GPU with 2 or more ranks"):
+            site.make_worker("decode", "decode-3", lambda *_: True)
+        site.forget("decode-0")
+        site.make_worker("decode", "decode-4", lambda *_: True)
+        site.close()
+
+    asyncio.run(main())
+    assert {(each.ranks_per_gpu, each.gpu_memory_fraction, each.num_peers) for each in configs.values()} == {
+        (2, 0.8, 2)
+    }
+    assert {each.kv_cache_bytes for each in configs.values()} == {0}, "each measures its own"
+    assert {each.max_num_seqs for each in configs.values()} == {256}
+
+
+def test_with_an_explicit_cache_size_any_number_of_workers_share_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    async def main() -> None:
+        site = make_site(tmp_path, device="cuda", kv_cache_gib=0.5)
+        for number in range(5):
+            site.make_worker("decode", f"decode-{number}", lambda *_: True)
+        site.close()
+
+    asyncio.run(main())
+    config = msgspec.json.decode((tmp_path / "decode-4.json").read_bytes(), type=WorkerConfig)
+    assert config.engine.kv_cache_bytes == 1 << 29

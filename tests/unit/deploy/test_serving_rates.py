@@ -132,3 +132,22 @@ def test_the_table_of_workers_shows_current_roles_and_flips() -> None:
         ["worker-1", "any", "4000001"],
         ["worker-0", "decode", "(13)"],
     ]
+
+
+def test_the_status_shows_the_length_that_all_workers_take_and_their_blocks() -> None:
+    whole = report("a", figures(1, 0, 10))
+    prefill, decode = whole.workers
+
+    def shown(prefill_len: int, decode_len: int, decode_block: int) -> str:
+        workers = [
+            msgspec.structs.replace(prefill, max_model_len=prefill_len, block_size=64),
+            msgspec.structs.replace(decode, max_model_len=decode_len, block_size=decode_block),
+        ]
+        sample = RateSample(0.0, [msgspec.structs.replace(whole, workers=workers)])
+        console = Console(width=80)
+        with console.capture() as capture:
+            console.print(status_tables(sample, None, 0))
+        return capture.get()
+
+    assert "sequences of up to 4096 tokens, KV blocks of 64 tokens" in shown(4096, 4096, 64)
+    assert "sequences of up to 2048 tokens (limit of decode-0), KV blocks of 16 or 64" in shown(4096, 2048, 16)

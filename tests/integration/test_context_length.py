@@ -1,0 +1,42 @@
+"""A KV cache too small for the model's context: every part of the cluster tells the same, shorter limit."""
+
+from __future__ import annotations
+
+import subprocess
+
+import httpx
+
+from bench.ports import free_port
+from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.deploy.processes.runtime_dir import log_dir
+from tests.support.cluster import Cluster, tandem
+
+SMALL = ("--model", str(DEMO_MODEL), "--device", "cpu", "--dtype", "float32", "--threads-per-worker", "1")
+TOKENS_1500 = "0.00716"  # GiB for about 1,500 tokens; the limit of the model is 2,048
+
+
+def test_a_context_that_does_not_fit_is_lowered_for_clients_and_operators() -> None:
+    with Cluster(*SMALL, "--kv-cache-gib", TOKENS_1500, "--served-model-name", "m") as cluster:
+        [card] = httpx.get(f"{cluster.url}/v1/models").json()["data"]
+        assert card["max_model_len"] == 1024
+        fields = {"model": "m", "prompt": [5] * 1000, "ignore_eos": True}
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=fields | {"max_tokens": 24}, timeout=60)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 24
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=fields | {"max_tokens": 25}, timeout=60)
+        assert answer.status_code == 400 and "limit is 1024 tokens" in answer.text
+        shown = subprocess.run(
+            tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
+        )
+        assert "sequences of up to 1024 tokens, KV blocks of 64 tokens" in shown.stdout
+        for name in ("prefill-0", "decode-0"):
+            log = (log_dir(cluster.port) / f"{name}.log").read_text()
+            assert "the model's limit is 2048: --max-model-len is lowered to 1024" in log
+
+
+def test_an_explicit_context_that_does_not_fit_is_refused_with_what_fits() -> None:
+    arguments = (*SMALL, "--kv-cache-gib", TOKENS_1500, "--max-model-len", "2048")
+    ports = ("--port", str(free_port()), "--admin-port", str(free_port()))
+    started = subprocess.run(tandem("up", *ports, *arguments), capture_output=True, text=True, timeout=240)
+    assert started.returncode == 2
+    assert "too few for --max-model-len 2048: raise --kv-cache-gib to at least" in started.stderr
+    assert "or lower --max-model-len to at most" in started.stderr
