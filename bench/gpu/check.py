@@ -48,8 +48,9 @@ PARTS = (
     PartOfCheck("kv_transfer", 80, ("-m", "bench.gpu.kv_transfer")),
     PartOfCheck("engine", 85, ("-m", "bench.gpu.engine")),
     PartOfCheck("prompt_lengths", 40, ("-m", "bench.gpu.prompt_lengths")),
-    PartOfCheck("cluster", 120, ("-m", "bench.gpu.cluster")),
-    PartOfCheck("kills", 60, ("-m", "bench.gpu.kills")),
+    PartOfCheck("cluster", 105, ("-m", "bench.gpu.cluster")),
+    PartOfCheck("kills", 50, ("-m", "bench.gpu.kills")),
+    PartOfCheck("tests", 35, ("-m", "bench.gpu.tests")),
 )
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.11", "3.12")
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 4, -1)] + ["manylinux2014_x86_64"]
 """glibc 2.35 or newer runs all of them: Ubuntu 22.04, Debian 12."""
-ALSO = ("locust", "pytest", "pytest-timeout")
+ALSO = ("locust", "pytest", "pytest-timeout", "hypothesis", "httpx")
 """What the checks need besides Tandem's own dependencies."""
 LEFT_OUT = re.compile(r"torch|torchvision|triton|nvidia-.*|cuda-.*|setuptools")
 MAX_PIECE_BYTES = 60 * 2**20

@@ -23,14 +23,14 @@ PARTIAL = 0xDD
 
 
 class NCCLWorld:
-    """All groups of one test. processes_ended: why the watchdog ended a process."""
+    """All groups of one test. reaches: whether peers find each other. processes_ended: why the watchdog ended one."""
 
     def __init__(self, device: LateDevice) -> None:
         self.device = device
         self.paths: dict[str, dict[int, LateNCCL]] = defaultdict(dict)
         self.groups: list[LateNCCL] = []
+        self.reaches = True
         self.processes_ended: list[str] = []
-        self.dropped_on: list[str] = []
         self.Options = SimpleNamespace
         device.on_time.append(self._watch)
 
@@ -104,7 +104,7 @@ class LateNCCL:
         world.groups.append(self)
 
     def peer(self) -> LateNCCL | None:
-        return self._world.paths[self.path_id].get(1 - self.rank)
+        return self._world.paths[self.path_id].get(1 - self.rank) if self._world.reaches else None
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> LateWork:
         return self._start(tensors[0], is_send=True)

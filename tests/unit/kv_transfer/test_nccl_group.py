@@ -112,11 +112,8 @@ def test_a_peer_that_never_connects_is_given_up_once_and_can_be_closed(device: L
     """The path's thread is still in NCCL's initialisation, which nothing can end."""
 
     def serve() -> None:
+        nccl.reaches = False
         ends = Ends(device)
-        peer = nccl.paths["path"]
-        device.wait_until(lambda: bool(peer))
-        peer.clear()  # the other is not reached
-        nccl.paths["path"] = SimpleNamespace(get=lambda rank: None, __setitem__=None)  # type: ignore[assignment]
         device.wait_until(lambda: len(ends.ready) == 2)
         assert all(error is not None and "not connected" in error.message for error in ends.ready)
         assert device.now == 2 * process_group.CONNECT_TIMEOUT_S
@@ -132,14 +129,16 @@ def test_a_peer_that_never_connects_is_given_up_once_and_can_be_closed(device: L
 def test_a_group_that_is_made_after_the_path_was_closed_is_aborted(device: LateDevice, nccl: NCCLWorld) -> None:
     def serve() -> None:
         ready: list[KVTransferFailed | None] = []
+        asked: list[bool] = []
+        closed: list[bool] = []
 
         def open_store() -> Any:
+            asked.append(True)
             device.block("a store that answers late", lambda: bool(closed))
             return "path"
 
         receiver = ProcessGroupReceiver("take", "nccl", open_store, "", torch.zeros(4, 64), ready.append)
-        closed: list[bool] = []
-        device.wait_until(lambda: True)
+        device.wait_until(lambda: bool(asked))
         receiver.close(lambda: closed.append(True))
         device.wait_until(lambda: bool(ready) and bool(nccl.groups) and nccl.groups[0].is_aborted)
         assert ready[0] is not None

@@ -31,13 +31,13 @@ class Client:
     """A media cache that grants nothing."""
 
     def __init__(self) -> None:
-        self.wanted: list[Any] = []
+        self.has_asked = asyncio.Event()
 
     def new_id(self) -> str:
         return "lease"
 
     async def acquire(self, lease_id: str, wanted: list[Any]) -> list[None]:
-        self.wanted = wanted
+        self.has_asked.set()
         return [None] * len(wanted)
 
     def release(self, lease_ids: list[str]) -> None: ...
@@ -54,8 +54,7 @@ def test_the_loop_does_not_wait_for_the_device(tmp_path: Path) -> None:
         cache.put_encoded(b"digest", embedding)
         MediaIntake(None, cache, 1, shared, lambda: None).share_encoded()
         async with asyncio.timeout(30):
-            while not client.wanted:
-                await asyncio.sleep(0.001)
+            await client.has_asked.wait()
         shared.close()
 
     asyncio.run(share())
