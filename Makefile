@@ -66,7 +66,7 @@ bench: setup
 # Runs on a machine with a GPU and its own torch, also without a network and without an installed distribution: missing
 # packages come from the wheels that `make gpu-wheels` has collected. ARGS="--device cpu --quick" tests the script itself.
 gpu-check:
-	@names=$$(find .whl -name '*.whl' -printf '%f\n' 2>/dev/null | cut -d- -f1 | sort -u); if [ -n "$$names" ]; then \
+	@names=$$(find .whl -type f -name '*.whl' -printf '%f\n' 2>/dev/null | cut -d- -f1 | sort -u); if [ -n "$$names" ]; then \
 		echo "installing $$(echo $$names | wc -w) packages from .whl into .gpu-site"; \
 		$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu-site \
 			$$(find .whl -type d -printf '--find-links %p ') $$names; fi

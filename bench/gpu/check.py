@@ -86,11 +86,12 @@ def run_part(part: PartOfCheck, options: Sequence[str], folder: Path, limit_s: f
 
 
 def _copy_output(output: BinaryIO, kept: BinaryIO) -> None:
-    for line in output:
-        kept.write(line)
-        kept.flush()
-        sys.stdout.buffer.write(line)
-        sys.stdout.flush()
+    with output:
+        for line in output:
+            kept.write(line)
+            kept.flush()
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
 
 
 def memory_in_use() -> dict[str, float]:

@@ -21,14 +21,14 @@ WRITES = "import json, sys; print('a line'); json.dump({'passed': 1}, open(sys.a
 def test_a_part_that_fails_or_hangs_costs_only_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     parts = [
         PartOfCheck("crashes", 60, ("-c", "print('on its way'); import os; os.abort()")),
-        PartOfCheck("hangs", 3, ("-c", f"{WRITES}\nimport time; sys.stdout.flush(); time.sleep(600)")),
+        PartOfCheck("hangs", 15, ("-c", f"{WRITES}\nimport time; sys.stdout.flush(); time.sleep(600)")),
         PartOfCheck("passes", 60, ("-c", WRITES)),
     ]
     report = tmp_path / "check.json"
     assert not run_all(parts, ["--device", "cpu"], report)
     found = json.loads(report.read_text())["figures"]
     assert list(found["parts"]) == ["crashes", "hangs", "passes"]
-    assert [part["problem"] for part in found["parts"].values()] == ["status -6", "not finished within 3 s", ""]
+    assert [part["problem"] for part in found["parts"].values()] == ["status -6", "not finished within 15 s", ""]
     assert found["parts"]["hangs"]["passed"] == 1, "what it had found is kept"
     assert "on its way" in found["parts"]["crashes"]["output"] and "a line" in found["parts"]["passes"]["output"]
     assert (tmp_path / "check" / "passes.log").read_text() == "a line\n"
@@ -54,13 +54,13 @@ def test_all_parts_together_fit_into_nine_minutes() -> None:
     assert [part.name for part in PARTS[:3]] == ["kernels", "families", "kv_transfer"]
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_parts_pass_on_a_cpu(tmp_path: Path) -> None:
     """`tests/faults/test_gpu_check.py` runs the others."""
     report = tmp_path / "check.json"
     command = [sys.executable, "-m", "bench.gpu.check", "--device", "cpu", "--quick", "--json", str(report)]
-    command += ["--parts", "kernels,kv_transfer,prompt_lengths"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=270)
+    command += ["--parts", "kernels,kv_transfer"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for name, part in json.loads(report.read_text())["figures"]["parts"].items():
         assert part["passed"] and not part["failures"], name
