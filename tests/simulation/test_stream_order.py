@@ -5,9 +5,11 @@ The mutations remove one wait, or put one call back on the event loop, and the s
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +42,18 @@ def test_schedules(kind: str, seeds: range) -> None:
     """10,000 in all."""
     num_computed = sum(run_one(kind, seed) for seed in seeds)
     assert num_computed > 2 * len(seeds) or kind == "graphs", "most transfers should succeed"
+
+
+def test_few_modules_use_streams_and_events() -> None:
+    """Each of them is under test here, or asks only whether the device still works (`device_errors`)."""
+    root = Path(__file__).parents[2]
+    uses = re.compile(r"torch\.cuda\.(Stream|Event|CUDAGraph|stream|graph|current_stream|default_stream|synchronize)\b")
+    files = [
+        file for folder in ("engine", "kv_transfer", "worker", "runtime") for file in (root / folder).rglob("*.py")
+    ]
+    found = {str(file.relative_to(root)) for file in files if uses.search(file.read_text())}
+    others = {"engine/model_runner.py", "engine/device_errors.py", "kv_transfer/connectors/cuda_stream.py"}
+    assert {name for name in found if not name.startswith("engine/cuda/")} <= others
 
 
 # ---- mutations
