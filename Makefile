@@ -68,7 +68,7 @@ bench: setup
 gpu-check:
 	@names=$$(find .whl -type f -name '*.whl' -printf '%f\n' 2>/dev/null | cut -d- -f1 | sort -u); if [ -n "$$names" ]; then \
 		echo "installing $$(echo $$names | wc -w) packages from .whl into .gpu-site"; \
-		$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu-site \
+		$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target .gpu-site \
 			$$(find .whl -type d -printf '--find-links %p ') $$names; fi
 	PYTHONPATH=$(CURDIR):$(CURDIR)/.tree:$(CURDIR)/.gpu-site $(PYTHON) -m bench.gpu.check --json $(or $(OUT),bench/results)/gpu_check.json $(ARGS)
 
