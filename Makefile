@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup serve test test-all test-extended lint check audit bench gpu-check format lock clean
+.PHONY: setup serve test test-all test-extended lint check audit bench gpu-check gpu-wheels format lock clean
 
 setup: $(VENV)/.installed
 
@@ -63,10 +63,18 @@ audit: setup
 bench: setup
 	$(BIN)/python -m bench.all $(ARGS)
 
-# Runs on a machine with a GPU and its own torch, also without a network: missing packages come from wheels in .whl/.
+# Runs on a machine with a GPU and its own torch, also without a network and without an installed distribution: missing
+# packages come from the wheels that `make gpu-wheels` has collected. ARGS="--device cpu --quick" tests the script itself.
 gpu-check:
-	@if ls .whl/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu-site .whl/*.whl; fi
+	@names=$$(find .whl -type f -name '*.whl' -printf '%f\n' 2>/dev/null | cut -d- -f1 | sort -u); if [ -n "$$names" ]; then \
+		echo "installing $$(echo $$names | wc -w) packages from .whl into .gpu-site"; \
+		$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target .gpu-site \
+			$$(find .whl -type d -printf '--find-links %p ') $$names; fi
 	PYTHONPATH=$(CURDIR):$(CURDIR)/.tree:$(CURDIR)/.gpu-site $(PYTHON) -m bench.gpu.check --json $(or $(OUT),bench/results)/gpu_check.json $(ARGS)
+
+# Collects those wheels in .whl/1, .whl/2 and so on, less than 64 MiB each; needs a network.
+gpu-wheels: setup
+	$(BIN)/python -m bench.gpu.wheels .whl
 
 format: setup
 	$(BIN)/ruff format .

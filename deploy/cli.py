@@ -12,7 +12,6 @@ import os
 import sys
 import typing
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +25,7 @@ from tandem.deploy.config import BlockSize, ClusterConfig, bracketed, flag_name,
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import ConfigError, TandemError
+from tandem.runtime.version import own_version
 
 WORKER_ONLY = ("join", "name")
 """Settings that `tandem worker` takes and `tandem up` does not."""
@@ -79,7 +79,7 @@ def _parser() -> CommandParser:
         description="Serve large language models with prefill and decode on separate workers.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"tandem {version('tandem-serve')}")
+    parser.add_argument("--version", action="version", version=f"tandem {own_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     def add(name: str, run: Any, help: str, **options: Any) -> CommandParser:

@@ -31,7 +31,7 @@ LOOKUP_TIMEOUT_S = 1.0
 class MediaEmbeddings(Protocol):
     """Embeddings shared between workers, so that an item is encoded once.
 
-    An embedding is [1 + num_deepstack, num_tokens, hidden_size] in the model's dtype, contiguous, on the CPU.
+    An embedding is [1 + num_deepstack, num_tokens, hidden_size] in the model's dtype; those found are on the CPU.
     """
 
     async def get(self, digests: Sequence[bytes]) -> dict[bytes, torch.Tensor]:
@@ -176,7 +176,7 @@ class MediaIntake:
         """Shares the embeddings that the last step has encoded with the other workers."""
         encoded = self._cache.take_encoded()
         if encoded and self._shared is not None:
-            self._shared.set({digest: embedding.cpu() for digest, embedding in encoded.items()})
+            self._shared.set(encoded)
 
     def close(self) -> None:
         for task in self._tasks:

@@ -61,7 +61,7 @@ class SharedEmbeddings:
 
     async def _share(self, embeddings: dict[bytes, torch.Tensor]) -> None:
         keys = [self._key(digest) for digest in embeddings]
-        parts = [embedding.contiguous().view(torch.uint8).numpy().data for embedding in embeddings.values()]
+        parts = await asyncio.to_thread(_bytes_of, list(embeddings.values()))  # waits for the device
         lease_id = self._client.new_id()
         try:
             wanted = [WantedMedia(k, offsets_of([part.nbytes])[1]) for k, part in zip(keys, parts, strict=True)]
@@ -98,3 +98,7 @@ class SharedEmbeddings:
         for task in self._tasks:
             task.cancel()
         self._client.close()
+
+
+def _bytes_of(embeddings: Sequence[torch.Tensor]) -> list[memoryview]:
+    return [embedding.cpu().contiguous().view(torch.uint8).numpy().data for embedding in embeddings]

@@ -6,6 +6,7 @@
     WorkerLost          a worker died or went silent while it held the request
     KVLayoutMismatch    two workers' KV caches are incompatible; the pair is refused
     KVTransferFailed    the KV cache did not arrive
+      KVPathRefused     the kernel or driver does not let a worker map its peer's pool
     RequestAborted      the client disconnected, or the server stops
       DeadlineExceeded  the request's deadline or the server's time limit has passed
     ProtocolError       bytes on a socket that are not a Tandem message
@@ -55,6 +56,10 @@ class KVLayoutMismatch(TandemError):
 
 class KVTransferFailed(TandemError):
     code = "kv_transfer_failed"
+
+
+class KVPathRefused(KVTransferFailed):
+    """Another attempt with the same connector would fail too. Stays within the worker, so it has no wire code."""
 
 
 class RequestAborted(TandemError):

@@ -1,114 +1,164 @@
-"""Runs everything that needs a GPU, unattended: tests, engine and KV transfer benchmarks, a cluster on one GPU.
+"""Checks and measures everything that needs a GPU, unattended, in less than nine minutes.
 
-    python -m bench.gpu.check [--quick] [--json FILE]
+    python -m bench.gpu.check [--device cpu] [--quick] [--parts NAME,...] [--json FILE]
 
-Each part runs in its own process under a time limit, and its result is recorded whether it passes or fails. The whole
-run takes less than nine minutes.
+The parts run in order of their value, each in a process group of its own under a deadline. What one prints appears at
+once and is kept in a file beside the report. The report is written after each part; a part that fails, hangs or
+crashes costs only itself. `--device cpu` runs the same parts on tiny cases, to test this script.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import os
+import signal
 import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from transformers import LlamaConfig
+import msgspec
 
-from bench.gpu.engine import LLAMA_8B, SMALL
-from bench.noise_model import ensure_noise_model
-from bench.ports import free_port
-from bench.support.report import Aim, Report, add_common_options, finish
-from bench.support.servers import MODEL, server, tandem
+from bench.gpu.part import write_json
+from bench.support.report import Report
 
-TESTS_LIMIT_S, ENGINE_LIMIT_S, TRANSFER_LIMIT_S, LOAD_LIMIT_S = 110, 120, 105, 25
-RATES = (12, 24, 48, 96)
-
-
-def run(command: list[str], limit_s: float) -> tuple[int, str]:
-    """Returns the exit status (124 after a time-out) and the end of the output."""
-    try:
-        done = subprocess.run(
-            command, timeout=limit_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-    except subprocess.TimeoutExpired as error:
-        printed = error.stdout or b""
-        return 124, (printed if isinstance(printed, str) else printed.decode(errors="replace"))[-4000:]
-    return done.returncode, done.stdout[-4000:]
+LIMIT_S = 530.0
+"""Of the whole run."""
+CPU_FACTOR = 4
+"""Deadlines of a self-test are longer: a CPU that others use may be slow, and nothing is measured."""
 
 
-def run_tests() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
-        status, output = run([sys.executable, "-m", "pytest", "-q", "tests/gpu", f"--junitxml={report}"], TESTS_LIMIT_S)
-        outcomes: dict[str, str] = {}
-        if report.is_file():
-            for case in ElementTree.parse(report).iter("testcase"):
-                problem = next((e for e in case if e.tag in ("failure", "error", "skipped")), None)
-                first_line = "" if problem is None else (problem.get("message") or "").splitlines()[:1]
-                outcomes[str(case.get("name"))] = "passed" if problem is None else f"{problem.tag}: {first_line}"
-    return {"status": status, "outcomes": outcomes, "output": output if status else ""}
+@dataclass(frozen=True)
+class PartOfCheck:
+    """limit_s: its deadline. command: its arguments for Python, to which --device, --quick and --json are added."""
+
+    name: str
+    limit_s: float
+    command: tuple[str, ...]
 
 
-def run_benchmark(name: str, limit_s: float, *options: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "report.json"
-        status, output = run([sys.executable, "-m", f"bench.{name}", *options, "--json", str(file)], limit_s)
-        found = json.loads(file.read_text()) if file.is_file() else {}
-    return {"status": status, "output": output if status else "", **found}
+PARTS = (
+    PartOfCheck("kernels", 60, ("-m", "bench.gpu.kernels")),
+    PartOfCheck("families", 75, ("-m", "bench.gpu.families")),
+    PartOfCheck("kv_transfer", 80, ("-m", "bench.gpu.kv_transfer")),
+    PartOfCheck("engine", 85, ("-m", "bench.gpu.engine")),
+    PartOfCheck("prompt_lengths", 40, ("-m", "bench.gpu.prompt_lengths")),
+    PartOfCheck("cluster", 105, ("-m", "bench.gpu.cluster")),
+    PartOfCheck("kills", 50, ("-m", "bench.gpu.kills")),
+    PartOfCheck("tests", 35, ("-m", "bench.gpu.tests")),
+)
 
 
-def run_cluster(quick: bool) -> dict[str, Any]:
-    """Sends prompts of 1,024 tokens (6 output tokens) at rising rates to two workers on one GPU."""
-    result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model, port = Path(folder) / "model", free_port()
-        tokenizer = ensure_noise_model()
-        LlamaConfig(**(SMALL if quick else LLAMA_8B), eos_token_id=0).save_pretrained(model)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (model / file).write_bytes((tokenizer / file).read_bytes())
-        command = tandem(
-            model, port, "--load-format", "dummy", "--dtype", "bfloat16", "--device", "cuda", "--kv-cache-gib", "16",
-            "--max-model-len", "8192", "--max-num-batched-tokens", "2048",
+def run_part(part: PartOfCheck, options: Sequence[str], folder: Path, limit_s: float) -> dict[str, Any]:
+    """Runs a part and returns its result. Its output goes to our own and to FOLDER/NAME.log."""
+    file, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
+    file.unlink(missing_ok=True)
+    began = time.monotonic()
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as kept:
+        process = subprocess.Popen(
+            [sys.executable, *part.command, *options, "--json", str(file)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
         )  # fmt: skip
-        # NCCL 2.30 or newer allows two ranks on one GPU when this variable is set.
-        with server(command, port, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}):
-            for rate in RATES:
-                figures = Path(folder) / f"{rate}.json"
-                load = [
-                    sys.executable, "-m", "locust", "-f", "bench/locustfile.py", "--headless", "--users", "1",
-                    "--host", f"http://127.0.0.1:{port}", "--model", MODEL, "--request-rate", str(rate),
-                    "--run-time", "5s", "--stop-timeout", "10", "--input-len", "1024", "--output-len", "6",
-                    "--figures", str(figures),
-                ]  # fmt: skip
-                status, output = run(load, LOAD_LIMIT_S)
-                found = json.loads(figures.read_text()) if figures.is_file() else {}
-                result[str(rate)] = {"status": status, "output": output if status else "", **found}
-    return result
+        assert process.stdout is not None
+        reader = threading.Thread(target=_copy_output, args=(process.stdout, kept), daemon=True)
+        reader.start()
+        try:
+            status: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what the part has left behind
+        process.wait()
+        reader.join(5)
+    result: dict[str, Any] = {}
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        result = msgspec.json.decode(file.read_bytes())
+    problem = "" if status == 0 else f"not finished within {limit_s:.0f} s" if status is None else f"status {status}"
+    output = log.read_bytes().decode(errors="replace")[-6000:]
+    seconds = round(time.monotonic() - began, 1)
+    return {"problem": problem, "seconds": seconds, **result, "output": output, "memory_after": memory_in_use()}
+
+
+def _copy_output(output: BinaryIO, kept: BinaryIO) -> None:
+    with output:
+        for line in output:
+            kept.write(line)
+            kept.flush()
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
+
+
+def memory_in_use() -> dict[str, float]:
+    """MiB in use, of each GPU and of the host."""
+    found: dict[str, float] = {}
+    for number, used in enumerate(ask_nvidia_smi("memory.used")):
+        with contextlib.suppress(ValueError):
+            found[f"gpu_{number}"] = float(used)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return found | {"host": round((kib["MemTotal"] - kib["MemAvailable"]) / 1024)}
+
+
+def ask_nvidia_smi(fields: str) -> list[str]:
+    """Returns a line for each GPU; none without nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def run_all(parts: Sequence[PartOfCheck], options: Sequence[str], file: Path, limit_s: float = LIMIT_S) -> bool:
+    """Runs the parts; returns whether all passed. file: the report, written after each part."""
+    began = time.monotonic()
+    folder = file.parent / file.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Any] = {
+        "gpus": ask_nvidia_smi("name,memory.total,driver_version"), "options": list(options),
+        "memory_before": memory_in_use(), "parts": {},
+    }  # fmt: skip
+    for part in parts:
+        left = limit_s - (time.monotonic() - began)
+        print(f"{part.name} (at most {min(part.limit_s, max(0, left)):.0f} s)", flush=True)
+        try:
+            if left < 5:
+                result: dict[str, Any] = {"problem": f"no time left of {limit_s:.0f} s"}
+            else:
+                result = run_part(part, options, folder, min(part.limit_s, left))
+        except Exception as error:  # this part's, and no reason to lose the next
+            result = {"problem": f"{type(error).__name__}: {error}"}
+        print(f"{part.name}: {result['problem'] or 'passed'}", flush=True)
+        figures["parts"][part.name] = result
+        figures["seconds"] = round(time.monotonic() - began, 1)
+        figures["memory_after"] = memory_in_use()
+        write_json(file, Report.of("gpu.check", figures))
+    print(f"wrote {file}", flush=True)
+    return not any(result["problem"] for result in figures["parts"].values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.check", description=__doc__)
-    add_common_options(parser)
+    names = ",".join(part.name for part in PARTS)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: self-test of this script")
+    parser.add_argument("--quick", action="store_true", help="few and small cases")
+    parser.add_argument("--parts", default=names, help=f"which to run, of {names}")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=Path("bench/results/gpu_check.json"))
     options = parser.parse_args()
-    _, gpu = run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"], 20)
-    quick = ["--quick"] if options.quick else []
-    figures: dict[str, Any] = {
-        "gpu": gpu.strip(),
-        "tests": run_tests(),
-        "engine": run_benchmark("gpu.engine", ENGINE_LIMIT_S, *quick),
-        "kv_transfer": run_benchmark("gpu.kv_transfer", TRANSFER_LIMIT_S, *quick),
-    }
-    try:
-        figures["cluster"] = run_cluster(options.quick)
-    except SystemExit as error:  # raised when the cluster does not start
-        figures["cluster"] = {"status": 1, "output": str(error)}
-    aims = [Aim(**aim) for part in ("engine", "kv_transfer") for aim in figures[part].get("aims", [])]
-    finish(Report.of("gpu.check", figures, aims), options.json)
+    unknown = set(options.parts.split(",")) - {part.name for part in PARTS}
+    if unknown:
+        parser.error(f"unknown parts: {', '.join(sorted(unknown))}; known are {names}")
+    passed_on = ["--device", options.device, *(["--quick"] if options.quick else [])]
+    factor = CPU_FACTOR if options.device == "cpu" else 1
+    parts = [replace(part, limit_s=factor * part.limit_s) for part in PARTS if part.name in options.parts.split(",")]
+    if not run_all(parts, passed_on, options.json, factor * LIMIT_S):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

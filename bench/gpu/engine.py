@@ -1,24 +1,25 @@
 """Engine steps on one GPU relative to its limits: decode to memory bandwidth, prefill to matrix throughput.
 
-    python -m bench.gpu.engine [--quick] [--json FILE]
+    python -m bench.gpu.engine [--device cpu] [--quick] [--json FILE]
 
-The model has the shape of Llama 3.1 8B (or a small one with --quick) and random weights.
+Decode steps run with each attention backend, with and without CUDA graphs, for several batch sizes, and must choose
+the same tokens. The model has the shape of Llama 3.1 8B (or a small one with --quick) and random weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import LlamaConfig
 
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.gpu.part import Part
+from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
@@ -32,16 +33,22 @@ LLAMA_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 SMALL = LLAMA_8B | {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 4, "num_attention_heads": 8}
+TINY = SMALL | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 16}
 GREEDY = Sample(SamplingParams(temperature=0.0))
 CONTEXT = 1024
 
 
 def seconds(function: Callable[[], object], repeat: int) -> float:
-    """Returns the median time, measured with CUDA events."""
+    """Returns the median time, measured with CUDA events, or by the host's clock on CPU."""
     times: list[float] = []
     for _ in range(3):
         function()
     for _ in range(repeat):
+        if not torch.cuda.is_available():
+            began = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - began)
+            continue
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         function()
@@ -51,73 +58,94 @@ def seconds(function: Callable[[], object], repeat: int) -> float:
     return statistics.median(times)
 
 
-def copy_bandwidth() -> float:
-    """Returns bytes read and written per second by a device-to-device copy."""
-    source = torch.randn(1 << 30, device="cuda")
+def copy_bandwidth(device: str) -> float:
+    """Returns bytes read and written per second by a copy within the device."""
+    source = torch.randn(1 << (30 if device == "cuda" else 22), device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds(lambda: target.copy_(source), 10)
 
 
-def matrix_rate() -> float:
-    """Returns bfloat16 operations per second of a large matrix product."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
-    return 2 * 8192**3 / seconds(lambda: a @ b, 20)
+def matrix_rate(device: str) -> float:
+    """Returns operations per second of a large matrix product, in bfloat16 on GPUs."""
+    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (512, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in "ab")
+    return 2 * size**3 / seconds(lambda: a @ b, 20)
 
 
-def measure(shape: dict[str, Any], quick: bool) -> dict[str, Any]:
-    bandwidth, rate = copy_bandwidth(), matrix_rate()
+def new_runner(shape: dict[str, Any], device: Any, backend: str) -> tuple[ModelRunner, KVPool]:
+    """backend: the one that the worker chooses, or plain attention."""
+    is_cuda = device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
-        LlamaConfig(**shape).save_pretrained(folder)
-        config = EngineConfig(folder, dtype="bfloat16", device="cuda", load_format="dummy", kv_cache_bytes=16 << 30)
+        LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+        config = EngineConfig(
+            folder, dtype="bfloat16" if is_cuda else "float32", device=device, load_format="dummy", block_size=64,
+            kv_cache_bytes=(16 << 30) if is_cuda else (1 << 28),
+        )  # fmt: skip
         loaded = load_model(config)
     pool = KVPool(loaded, config)
     runner = ModelRunner(loaded, pool)
+    if backend == "plain":
+        runner._make_attention = lambda items: PlainAttention(pool, items)
     runner.warm_up()
-    num_weights = sum(p.numel() for p in loaded.model.parameters()) - shape["vocab_size"] * shape["hidden_size"]
-    block_size = pool.layout.block_size
-    token_bytes = pool.block_bytes / block_size
-    blocks_each = -(-(CONTEXT + 1) // block_size)
-    figures: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "copy_bandwidth_gb_per_s": bandwidth / 1e9,
-        "matrix_rate_tflops": rate / 1e12, "graphs": runner._graphs is not None, "decode": {}, "prefill": {},
-    }  # fmt: skip
-    for size in (1, 16, 64):
-        items = [
-            BatchItem([7], CONTEXT, list(range(i * blocks_each, (i + 1) * blocks_each)), [GREEDY]) for i in range(size)
-        ]
-        step = seconds(lambda items=items: runner.run(Batch(items)), 10 if quick else 50)  # type: ignore[misc]
-        limit = (2 * num_weights + size * CONTEXT * token_bytes) / bandwidth
-        figures["decode"][str(size)] = {"step_ms": step * 1e3, "limit_ms": limit * 1e3, "share": limit / step}
-    for length in (1024, 8192):
-        item = BatchItem([7] * length, 0, list(range(-(-length // block_size))), [GREEDY])
-        step = seconds(lambda item=item: runner.run(Batch([item])), 3 if quick else 10)  # type: ignore[misc]
-        per_layer = 2 * shape["num_attention_heads"] * pool.layout.head_dim * length**2
-        operations = 2 * num_weights * length + per_layer * shape["num_hidden_layers"]
-        figures["prefill"][str(length)] = {"step_ms": step * 1e3, "share": operations / step / rate}
-    return figures
+    return runner, pool
+
+
+def decode_items(size: int) -> list[BatchItem]:
+    """One token of each sequence, behind a context of CONTEXT tokens."""
+    each = -(-(CONTEXT + 1) // 64)
+    return [BatchItem([7 + i], CONTEXT, list(range(i * each, (i + 1) * each)), [GREEDY]) for i in range(size)]
+
+
+def check_decode(part: Part, shape: dict[str, Any], bandwidth: float, sizes: Sequence[int], repeat: int) -> None:
+    """Measures decode steps of all combinations; they must choose the same tokens."""
+    expected: dict[int, list[int]] = {}
+    num_weights = 0
+    for backend in ("chosen", "plain"):
+        runner, pool = new_runner(shape, part.device, backend)
+        parameters = sum(p.numel() for p in runner._model.parameters())
+        num_weights = parameters - shape["vocab_size"] * shape["hidden_size"]
+        token_bytes = pool.block_bytes / pool.layout.block_size
+        pool.tensor.normal_(generator=torch.Generator(part.device).manual_seed(1))
+        graphs = runner._graphs
+        part.add(f"{backend}: attention", type(runner._make_attention(decode_items(1))).__name__)
+        for has_graphs in (True, False) if graphs is not None else (False,):
+            runner._graphs = graphs if has_graphs else None
+            for size in sizes:
+                name = f"decode, {backend} attention, {'graphs' if has_graphs else 'no graphs'}, {size} sequences"
+                with part.case(name):
+                    batch = Batch(decode_items(size))
+                    tokens = [output.tokens[0].token_id for output in runner.run(batch)]
+                    step = seconds(partial(runner.run, batch), repeat)
+                    limit = (num_weights * 2 + size * CONTEXT * token_bytes) / bandwidth
+                    part.add(name, {"step_ms": step * 1e3, "limit_ms": limit * 1e3, "share": limit / step})
+                    same = sum(a == b for a, b in zip(tokens, expected.setdefault(size, tokens), strict=True))
+                    assert same >= 0.8 * size, f"{same} of {size} tokens equal those of the first combination"
+        runner._graphs = graphs = None  # frees their memory, and that of the pool, before the next backend
+
+
+def check_prefill(part: Part, shape: dict[str, Any], rate: float, lengths: Sequence[int], repeat: int) -> None:
+    runner, pool = new_runner(shape, part.device, "chosen")
+    num_weights = sum(p.numel() for p in runner._model.parameters()) - shape["vocab_size"] * shape["hidden_size"]
+    for length in lengths:
+        with part.case(f"prefill of {length}"):
+            batch = Batch([BatchItem([7] * length, 0, list(range(-(-length // 64))), [GREEDY])])
+            step = seconds(partial(runner.run, batch), repeat)
+            per_layer = 2 * shape["num_attention_heads"] * pool.layout.head_dim * length**2
+            operations = 2 * num_weights * length + per_layer * shape["num_hidden_layers"]
+            part.add(f"prefill of {length}", {"step_ms": step * 1e3, "share": operations / step / rate})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.engine", description=__doc__)
-    add_common_options(parser)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device, but none is visible")
-    figures = measure(SMALL if options.quick else LLAMA_8B, options.quick)
-    table = Table("case", "step ms", "share of the limit")
-    for kind in ("decode", "prefill"):
-        for size, values in figures[kind].items():
-            table.add_row(f"{kind} {size}", f"{values['step_ms']:.2f}", f"{values['share']:.2f}")
-    Console().print(table)
-    aims = [
-        Aim.of(f"decode of {size}, share of the memory limit", v["share"], 0.7, "higher")
-        for size, v in figures["decode"].items()
-    ]
-    aims += [
-        Aim.of(f"prefill of {size}, share of the matrix rate", v["share"], 0.5, "higher")
-        for size, v in figures["prefill"].items()
-    ]
-    finish(Report.of("gpu.engine", figures, aims), options.json)
+    part = Part("engine", __doc__)
+    is_cuda = part.device == "cuda"
+    shape = TINY if not is_cuda else SMALL if part.quick else LLAMA_8B
+    part.add("gpu", torch.cuda.get_device_name() if is_cuda else "none")
+    part.add("copy bandwidth, GB/s", (bandwidth := copy_bandwidth(part.device)) / 1e9)
+    part.add("matrix rate, TFLOPS", (rate := matrix_rate(part.device)) / 1e12)
+    repeat = 20 if is_cuda and not part.quick else 3
+    check_decode(part, shape, bandwidth, (1, 16, 64) if is_cuda else (1, 4), repeat)
+    check_prefill(part, shape, rate, (1024, 8192) if is_cuda else (64,), repeat)
+    part.end()
 
 
 if __name__ == "__main__":

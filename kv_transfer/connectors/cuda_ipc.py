@@ -1,7 +1,7 @@
 """The `ipc` connector on GPUs: prefill maps the pool of a decode worker on the same GPU (CUDA IPC) and copies into it.
 
-Copies run on a side stream behind the work that was queued when `send` was called. A transfer is done when the host
-has seen its event, so nothing is written after `on_closed`.
+Mapping, copies and unmapping happen on the path's thread, because the driver may block. Copies run on a side stream.
+A transfer is done when the host has seen its event, so nothing is written after `on_closed`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem.kv_transfer.connectors.cuda_stream import SideStream
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.connectors.mapped_memory import same_heads
 from tandem.protocol.messages.transfer import ConnectorParams, CudaPoolHandle
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 
 
 def device_id(device: torch.device) -> str:
@@ -36,7 +36,10 @@ def export_pool(blocks: torch.Tensor) -> CudaPoolHandle:
 
 
 def map_peer_pool(params: ConnectorParams, device: torch.device) -> torch.Tensor:
-    """Map the peer's pool as uint8 [num_blocks, block_bytes] on `device`. Raises KVTransferFailed."""
+    """Map the peer's pool as uint8 [num_blocks, block_bytes] on `device`.
+
+    May block. Raises KVPathRefused if the driver refuses, and KVTransferFailed for parameters that cannot be right.
+    """
     pool = params.cuda
     if pool is None:
         raise KVTransferFailed("the peer's KV pool is not on a GPU")
@@ -54,32 +57,41 @@ def map_peer_pool(params: ConnectorParams, device: torch.device) -> torch.Tensor
             pool.event_sync_required,
         )
     except RuntimeError as error:
-        raise KVTransferFailed(f"cannot map the peer's KV pool: {str(error).splitlines()[0]}") from error
+        raise KVPathRefused(f"cannot map the peer's KV pool: {str(error).splitlines()[0]}") from error
     mapped = torch.empty(0, dtype=torch.uint8, device=device)
     mapped.set_(storage, 0, (params.num_bytes,), (1,))
     return mapped.view(params.num_blocks, -1)
 
 
 class CudaIpcSender:
-    """The prefill end. The peer's pool must be on the GPU of `blocks`. Raises KVTransferFailed."""
+    """The prefill end. The peer's pool must be on the GPU of `blocks`. on_ready: see `KVConnector.open_sender`."""
 
-    def __init__(self, name: str, blocks: torch.Tensor, params: ConnectorParams, peer_view: PeerView) -> None:
+    def __init__(
+        self, name: str, blocks: torch.Tensor, params: ConnectorParams, peer_view: PeerView, on_ready: OnDone
+    ) -> None:
         self._src = blocks
-        self._dst: torch.Tensor | None = same_heads(map_peer_pool(params, blocks.device), blocks, peer_view)
-        self._side_stream = SideStream(blocks.device)
+        self._params = params
+        self._peer_view = peer_view
+        self._dst: torch.Tensor | None = None
+        self._side_stream: SideStream | None = None
         self._thread = JobThread(name)
+        self._thread.submit(self._open, on_ready)
+
+    def _open(self) -> None:
+        self._dst = same_heads(map_peer_pool(self._params, self._src.device), self._src, self._peer_view)
+        self._side_stream = SideStream(self._src.device)
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         """Does nothing: GPU memory is allocated from the start."""
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         src, dst = list(src_block_ids), list(dst_block_ids)
-        computed = self._side_stream.after_computed()
-        self._thread.submit(lambda: self._side_stream.run(lambda: self._copy(src, dst), computed), on_done)
+        self._thread.submit(lambda: self._copy(src, dst), on_done)
 
     def _copy(self, src: list[int], dst: list[int]) -> None:
-        assert self._dst is not None
-        copy_runs(self._src, src, self._dst, dst)
+        mapped, side_stream = self._dst, self._side_stream
+        assert mapped is not None and side_stream is not None
+        side_stream.run(lambda: copy_runs(self._src, src, mapped, dst))
 
     def close(self, on_closed: Callable[[], None]) -> None:
         def closed() -> None:

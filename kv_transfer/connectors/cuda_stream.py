@@ -7,34 +7,39 @@ from collections.abc import Callable
 
 import torch
 
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVTransferFailed, first_line
+from tandem.runtime.process import end_process
 
 _POLL_INTERVAL_S = 0.0002
 
 
 class SideStream:
-    """Belongs to the path's thread, except `after_computed`. device: of the pool."""
+    """Belongs to the path's thread.
 
-    def __init__(self, device: torch.device) -> None:
+    A step of the model ends when the device is done with it, so blocks that a step has written may be sent, and blocks
+    that it has read may be overwritten, without an event between the streams.
+
+    device: of the pool. on_lost(reason): called when the device has failed for good; by default it ends the process.
+    """
+
+    def __init__(self, device: torch.device, on_lost: Callable[[str], None] = end_process) -> None:
         self._device = device
+        self._on_lost = on_lost
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def after_computed(self) -> torch.cuda.Event:
-        """Record an event behind all work queued on the model's stream. Call it before the next step starts."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.default_stream(self._device))
-        return event
-
-    def run(self, job: Callable[[], None], computed: torch.cuda.Event) -> None:
-        """Queue the job's copies behind `computed` and block, without spinning, until they are complete."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(computed)
-            try:
-                job()
-            finally:  # copies queued before an error may still be running
-                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                done.record(self._stream)
-                done.synchronize()
+    def run(self, job: Callable[[], None]) -> None:
+        """Run the job, which queues copies, and block, without spinning, until they are complete."""
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                try:
+                    job()
+                finally:  # copies queued before an error may still be running
+                    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                    done.record(self._stream)
+                    done.synchronize()
+        except torch.AcceleratorError as error:  # out of memory is no AcceleratorError
+            self._on_lost(f"the device has failed; the worker ends: {first_line(error)}")
+            raise
 
     def wait(self, timeout_s: float) -> None:
         """Block until all queued work is complete. Raises KVTransferFailed after `timeout_s`.

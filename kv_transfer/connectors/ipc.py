@@ -19,8 +19,10 @@ class IpcConnector:
     meets_in_store = False
 
     def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> KVSender:
-        make = CudaIpcSender if blocks.device.type == "cuda" else MappedMemorySender
-        sender = make(f"ship-{peer.path_id}", blocks, peer.params, peer.view)
+        name = f"ship-{peer.path_id}"
+        if blocks.device.type == "cuda":
+            return CudaIpcSender(name, blocks, peer.params, peer.view, on_ready)
+        sender = MappedMemorySender(name, blocks, peer.params, peer.view)
         on_ready(None)
         return sender
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tandem.kv_transfer.connector import OnDone
-from tandem.runtime.errors import KVTransferFailed, first_line
+from tandem.runtime.errors import KVPathRefused, KVTransferFailed, first_line
 from tandem.runtime.threads import show_thread_name
 
 
@@ -40,6 +40,8 @@ class JobThread:
             job()
         except Exception as error:
             failure = KVTransferFailed(f"the KV transfer failed: {first_line(error)}")
+            if isinstance(error, KVPathRefused):
+                failure = error
             if not self._keeps_going:
                 self._broken = failure
             return failure

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,7 @@ NCCL_GROUP_TIMEOUT = timedelta(days=365)
 """Of NCCL's watchdog, which would end the process. The deadlines above end a group instead."""
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
@@ -117,9 +118,17 @@ def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup
     raise KVTransferFailed(f"unknown process group backend {backend!r}; known are gloo and nccl")
 
 
-def _abort_apart(group: ProcessGroup) -> None:
-    """Aborts and drops a group on a thread of its own, as both may block for seconds."""
-    threading.Thread(target=group.abort, name="abort-group", daemon=True).start()
+def _abort_apart(group: ProcessGroup | None, then: Callable[[], None] = lambda: None) -> None:
+    """Aborts and drops a group on a thread of its own, as both may block for seconds. Then calls `then`."""
+
+    def abort() -> None:
+        nonlocal group
+        if group is not None:
+            group.abort()
+        group = None
+        then()
+
+    threading.Thread(target=abort, name="abort-group", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -152,19 +161,23 @@ class _ProcessGroupEnd:
         self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
         self._blocks_per_message, self._max_in_flight = message_plan(backend, blocks[0].numel())
         self._buffers: torch.Tensor | None = None  # allocated when first needed
-        self._backend = backend
+        self._is_nccl = backend == "nccl"
         self._thread = JobThread(name)
+        self._lock = threading.Lock()  # of the next three
         self._group: ProcessGroup | None = None
-        self._side_stream = SideStream(blocks.device) if blocks.device.type == "cuda" else None
-
-        if backend == "nccl":
-            on_ready = self._with_deadline(on_ready)
+        self._is_connected = self._is_closed = False
+        self._side_stream: SideStream | None = None
 
         def build() -> None:
-            self._group = group = _new_group(backend, open_store(), self._rank, host)
-            self._handshake(group)
+            group = _new_group(backend, open_store(), self._rank, host)
+            with self._lock:
+                if not self._is_closed:
+                    self._group = group
+            if self._group is None and self._is_nccl:
+                _abort_apart(group)
+            self._handshake()
 
-        self._submit(build, on_ready)
+        self._submit(build, self._with_deadline(on_ready) if self._is_nccl else on_ready)
 
     def _with_deadline(self, on_ready: OnDone) -> OnDone:
         """Returns an `on_ready` that counts once, and fails by itself when connecting takes too long."""
@@ -177,7 +190,6 @@ class _ProcessGroupEnd:
 
         def give_up() -> None:
             if once.acquire(blocking=False):
-                self._drop_group()
                 on_ready(KVTransferFailed(f"the peer was not connected in {2 * CONNECT_TIMEOUT_S:g} s"))
 
         timer = threading.Timer(2 * CONNECT_TIMEOUT_S, give_up)  # the store and the group have one deadline each
@@ -185,45 +197,59 @@ class _ProcessGroupEnd:
         timer.start()
         return report
 
-    def _drop_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            _abort_apart(group)
-
     def _submit(self, job: Callable[[], None], on_done: OnDone) -> None:
-        """Run `job` on the thread. On CUDA its copies are queued behind the work computed so far."""
-        side_stream = self._side_stream
-        if side_stream is None:
-            self._thread.submit(job, on_done)
-        else:
-            computed = side_stream.after_computed()
-            self._thread.submit(lambda: side_stream.run(job, computed), on_done)
+        """Run `job` on the thread. On CUDA its copies run on the side stream, and are done when it ends."""
+        self._thread.submit(lambda: self._run(job), on_done)
 
-    def _handshake(self, group: ProcessGroup) -> None:
-        """Move one byte, because gloo connects lazily: a path is ready only once it has carried data."""
+    def _run(self, job: Callable[[], None]) -> None:
+        if not self._is_nccl:
+            job()
+            return
+        if self._side_stream is None:
+            self._side_stream = SideStream(self._blocks.device)
+        self._side_stream.run(job)
+
+    def _open_group(self) -> ProcessGroup:
+        """Returns the group. Raises KVTransferFailed once it has been dropped."""
+        group = self._group
+        if group is None:
+            raise KVTransferFailed("the pair was closed")
+        return group
+
+    def _handshake(self) -> None:
+        """Move one byte, because groups connect lazily: a path is ready only once it has carried data."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._blocks.device)
         try:
-            self._wait(self._start(group, byte), CONNECT_TIMEOUT_S)
+            self._wait(self._start(byte), CONNECT_TIMEOUT_S)
         except Exception:
-            self._drop_group()
+            group, self._group = self._group, None
+            if group is not None and self._is_nccl:
+                _abort_apart(group)
             raise
+        with self._lock:
+            self._open_group()
+            self._is_connected = True
 
     def _transfer(
         self, block_ids: list[int], before: Callable[[_Message], None], after: Callable[[_Message], None]
     ) -> None:
         """Move the blocks in messages, a limited number in flight. Calls `before` and `after` for each message.
 
-        After an error nothing more is written: gloo cancels a receive when its work is dropped, and NCCL's group is
-        aborted.
+        After an error nothing more is written: gloo cancels a receive when its work is dropped. NCCL's group is
+        aborted, and the side stream waits for the messages in flight, as another thread may be aborting it.
         """
         in_flight: deque[tuple[Work, _Message]] = deque()
         try:
             self._move(block_ids, before, after, in_flight)
         except Exception:
-            in_flight.clear()
             group, self._group = self._group, None
-            if group is not None and self._backend == "nccl":
-                group.abort()
+            if self._is_nccl:
+                if group is not None:
+                    group.abort()
+                for work, _ in in_flight:
+                    with suppress(Exception):
+                        work.wait()
+            in_flight.clear()
             raise
 
     def _move(
@@ -244,10 +270,7 @@ class _ProcessGroupEnd:
                 finish_first()
             message = self._message(block_ids[first : first + self._blocks_per_message], index % self._max_in_flight)
             before(message)
-            group = self._group
-            if group is None:
-                raise KVTransferFailed("the pair was closed")
-            in_flight.append((self._start(group, message.data), message))
+            in_flight.append((self._start(message.data), message))
         while in_flight:
             finish_first()
 
@@ -259,20 +282,32 @@ class _ProcessGroupEnd:
             self._buffers = self._blocks.new_empty(shape)
         return _Message(block_ids, self._buffers[buffer, : len(block_ids)], is_staged=True)
 
-    def _start(self, group: ProcessGroup, data: torch.Tensor) -> Work:
+    def _start(self, data: torch.Tensor) -> Work:
+        group = self._open_group()
         return group.send([data], _RECEIVER, 0) if self._rank == _SENDER else group.recv([data], _SENDER, 0)
 
     def _wait(self, work: Work, timeout_s: float) -> None:
-        if self._side_stream is None:
+        """Block until a message has been sent or has arrived. Raises after `timeout_s`."""
+        if not self._is_nccl:
             work.wait(timedelta(seconds=timeout_s))
             return
+        assert self._side_stream is not None
         work.wait()  # blocks the stream, not this thread
         self._side_stream.wait(timeout_s)
+        self._open_group()  # a message that was aborted ends like one that has arrived
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
-        self._thread.close(on_closed)
-        if self._backend == "nccl":
-            self._drop_group()
+        if not self._is_nccl:
+            self._thread.close(on_closed)
+            return
+        with self._lock:
+            group, self._group = self._group, None
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
+        # A path that was never connected has carried nothing, and NCCL's initialisation may hold its thread for long.
+        self._thread.close(on_closed if self._is_connected else lambda: None)
+        _abort_apart(group, (lambda: None) if self._is_connected else on_closed)
 
 
 class ProcessGroupSender(_ProcessGroupEnd):

@@ -20,5 +20,10 @@ def copy_blocks(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, ds
         for src_start, dst_start, count in paired_runs(src_ids, dst_ids):
             destination[dst_start : dst_start + count] = source[src_start : src_start + count]
     else:
-        gathered = src.index_select(0, torch.tensor(src_ids, device=src.device))
-        dst.index_copy_(0, torch.tensor(dst_ids, device=dst.device), gathered)
+        copy_on_device(src, src_ids, dst, dst_ids)
+
+
+def copy_on_device(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst_ids: Sequence[int]) -> None:
+    """Queue the copy on the current stream."""
+    gathered = src.index_select(0, torch.tensor(src_ids, device=src.device))
+    dst.index_copy_(0, torch.tensor(dst_ids, device=dst.device), gathered)

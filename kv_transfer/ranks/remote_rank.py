@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone
@@ -14,19 +15,21 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import InternalError, KVTransferFailed
+from tandem.runtime.threads import show_thread_name
 
 MakeOrder = Callable[[int], Order]
 """Makes the order with the given job id."""
 
 
 class RemoteRank:
-    """One follower. Callbacks run on a thread of this object, or in the call if the follower is gone."""
+    """One follower. No call blocks: orders are sent, and callbacks run, on threads of this object."""
 
     def __init__(self, connection: Connection) -> None:
         self._channel: RankChannel[PoolReady | OrderDone] = RankChannel(connection, Codec(PoolReady | OrderDone))
         self._job_ids = itertools.count()
         self._pending: dict[int, Callable[[OrderDone], None]] = {}
         self._lock = threading.Lock()
+        self._sending = ThreadPoolExecutor(1, "rank-orders", show_thread_name)  # a frozen follower reads nothing
         self._gone = False
 
     def wait_until_ready(self, timeout_s: float) -> ConnectorParams:
@@ -62,6 +65,9 @@ class RemoteRank:
         self._send(make, lambda answer: on_done(_failure(answer)))
 
     def _send(self, make: MakeOrder, on_answer: Callable[[OrderDone], None]) -> None:
+        self._sending.submit(self._send_now, make, on_answer)
+
+    def _send_now(self, make: MakeOrder, on_answer: Callable[[OrderDone], None]) -> None:
         job_id = next(self._job_ids)
         with self._lock:
             gone = self._gone

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from dataclasses import dataclass
-from importlib.metadata import version
 from types import UnionType
 from typing import Any, get_args
 
@@ -42,6 +41,7 @@ from tandem.proxy.api.schema import (
 from tandem.proxy.batches.batch import BatchObject, BatchRequest
 from tandem.proxy.batches.file_store import StoredFile
 from tandem.proxy.http.routes.batches import BatchList, DeletedFile, FileList, UploadForm
+from tandem.runtime.version import own_version
 
 Json = dict[str, Any]
 
@@ -181,7 +181,7 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
         paths.setdefault(route.path, {})[route.method] = _operation(route, schema_of, has_api_key)
     document: Json = {
         "openapi": "3.1.0",
-        "info": {"title": "Tandem", "version": version("tandem-serve")},
+        "info": {"title": "Tandem", "version": own_version()},
         "paths": paths,
         "components": {"schemas": components},
     }

@@ -32,7 +32,7 @@ from tandem.protocol.messages.transfer import (
     PairRefused,
     ShipKV,
 )
-from tandem.runtime.errors import TandemError
+from tandem.runtime.errors import KVPathRefused, TandemError
 
 OPEN_TIMEOUT_S = 25.0
 RETRY_INTERVAL_S = 2.0
@@ -234,6 +234,8 @@ class OutgoingPairTable:
         pair = self._by_id.get(pair_id)
         if pair is None or pair.state != "opening":
             return []
+        if isinstance(error, KVPathRefused):
+            return self.on_sender_impossible(now, pair_id, error)
         if error is not None:
             return self.fail(now, pair_id, error.message)
         pair.state = "ready"

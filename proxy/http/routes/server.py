@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -28,6 +27,7 @@ from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.routes.admin import PAGE_HEADERS
 from tandem.proxy.http.starlette_app import ApiRoute, fixed_answer, json_answer
 from tandem.runtime.errors import Overloaded
+from tandem.runtime.version import own_version
 
 _SHOWN_CONFIG = (
     "model", "served_model_name", "num_proxies", "tokenizer_threads", "trust_request_chat_template", "tool_call_parser",
@@ -68,7 +68,7 @@ def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     async def server_info(request: Request) -> Response:
         shown = {name: getattr(config, name) for name in _SHOWN_CONFIG}
         defaults = state.text.sampling_defaults.known()
-        return json_answer(request, ServerInfo(version("tandem-serve"), max_model_len(state), defaults, shown))
+        return json_answer(request, ServerInfo(own_version(), max_model_len(state), defaults, shown))
 
     async def load(request: Request) -> Response:
         return json_answer(request, ServerLoad(state.dispatcher.num_running))
@@ -87,7 +87,7 @@ def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
         ApiRoute("GET", "/ping", show_health, is_open=True),
         ApiRoute("POST", "/ping", show_health, is_open=True),
         ApiRoute("GET", "/live", fixed_answer(HealthResponse("ok")), is_open=True),
-        ApiRoute("GET", "/version", fixed_answer(VersionResponse(version("tandem-serve")))),
+        ApiRoute("GET", "/version", fixed_answer(VersionResponse(own_version()))),
         ApiRoute("GET", "/openapi.json", fixed_answer(document), is_open=True),
         ApiRoute("GET", "/docs", fixed_answer(docs_page(document), "text/html"), is_open=True),
     ]

@@ -1,152 +1,219 @@
-"""What NCCL is told, and on which threads it may block. The group is a double: there is no GPU here.
+"""What NCCL is told, and on which threads it may block. The device and the groups are doubles: there is no GPU here.
 
-As in NCCL, connecting and aborting block for as long as they like.
+`tests/simulation/test_stream_order.py` runs them through random schedules.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed
-from torch.distributed import HashStore
 
-from tandem.kv_transfer.connectors import process_group
-from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver
+from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, process_group
+from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
+from tandem.kv_transfer.connectors.cuda_stream import SideStream
+from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver, ProcessGroupSender
+from tandem.kv_transfer.handshake import agree
 from tandem.kv_transfer.ranks import rank_pool
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
-from tandem.runtime.errors import KVTransferFailed
+from tandem.protocol.messages.membership import PROTOCOL_VERSION
+from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, OpenPair
+from tandem.runtime.errors import KVPathRefused, KVTransferFailed
+from tests.support.late_device import LOOP, LateDevice, install
+from tests.support.late_nccl import LateNCCL, NCCLWorld
 
 WATCHDOG = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING",
-    "TORCH_NCCL_PROPAGATE_ERROR",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_PROPAGATE_ERROR",
 }  # fmt: skip
-
-
-class Work:
-    def __init__(self, group: NCCLDouble) -> None:
-        self._group = group
-
-    def wait(self, timeout: timedelta) -> None:
-        if not self._group.may_connect.wait(30):
-            raise RuntimeError("no test lets it connect")
-        if self._group.aborting.is_set():
-            raise RuntimeError("aborted")
-
-
-class NCCLDouble:
-    """may_connect, may_abort: what it waits for."""
-
-    Options = SimpleNamespace
-    made: ClassVar[list[NCCLDouble]] = []
-
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self.told = {name: os.environ.get(name) for name in WATCHDOG}
-        self.timeout: timedelta = options._timeout
-        self.may_connect, self.may_abort, self.aborting = threading.Event(), threading.Event(), threading.Event()
-        self.aborted_on: queue.SimpleQueue[str] = queue.SimpleQueue()
-        NCCLDouble.made.append(self)
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
-        return Work(self)
-
-    def abort(self) -> None:
-        self.aborting.set()
-        self.may_connect.set()
-        self.may_abort.wait(30)
-        self.aborted_on.put(threading.current_thread().name)
+LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, 16)
 
 
 @pytest.fixture
-def doubles(monkeypatch: pytest.MonkeyPatch) -> list[NCCLDouble]:
-    NCCLDouble.made = []
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NCCLDouble)
-    return NCCLDouble.made
+def device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    device = LateDevice(0)
+    install(device, monkeypatch)
+    return device
 
 
-def open_receiver() -> tuple[ProcessGroupReceiver, queue.Queue[KVTransferFailed | None]]:
-    ready: queue.Queue[KVTransferFailed | None] = queue.Queue()
-    blocks = torch.zeros((4, 64), dtype=torch.uint8)
-    return ProcessGroupReceiver("take", "nccl", HashStore, "127.0.0.1", blocks, ready.put), ready
+@pytest.fixture
+def nccl(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> NCCLWorld:
+    world = NCCLWorld(device)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", world)
+    return world
 
 
-def wait_for_group(doubles: list[NCCLDouble]) -> NCCLDouble:
-    while not doubles:
-        threading.Event().wait(0.001)
-    return doubles[0]
+def on_loop(device: LateDevice, function: Callable[[], None]) -> None:
+    """Runs the function as the event loop, where nothing may block, until it ends."""
+    device.start(LOOP, function, is_daemon=False)
+    device.run()
+
+
+class Ends:
+    """The ends of a path that are opened. ready: what their `on_ready` got."""
+
+    def __init__(self, device: LateDevice, senders: int = 1) -> None:
+        self.ready: list[KVTransferFailed | None] = []
+        self.pool = torch.zeros((4, 64), dtype=torch.uint8)
+        store: Any = lambda: "path"  # noqa: E731
+        self.receiver = ProcessGroupReceiver("take", "nccl", store, "", self.pool, self.ready.append)
+        source = torch.full((4, 64), 7, dtype=torch.uint8)
+        self.senders = [
+            ProcessGroupSender("ship", "nccl", store, "", source, self.ready.append) for _ in range(senders)
+        ]
+        self.device = device
+
+    def connect(self) -> None:
+        self.device.wait_until(lambda: len(self.ready) == 2)
+        assert self.ready == [None, None]
 
 
 def test_the_watchdog_is_off_while_a_pairs_group_is_made_and_only_then(
-    doubles: list[NCCLDouble], monkeypatch: pytest.MonkeyPatch
+    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told: list[dict[str, str | None]] = []
+    make = LateNCCL.__init__
+
+    def look(self: LateNCCL, *arguments: Any) -> None:
+        told.append({name: os.environ.get(name) for name in WATCHDOG})
+        make(self, *arguments)
+
+    monkeypatch.setattr(LateNCCL, "__init__", look)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    receiver, ready = open_receiver()
-    group = wait_for_group(doubles)
-    group.may_connect.set()
-    assert ready.get(timeout=30) is None
-    assert group.told == dict.fromkeys(WATCHDOG, "0")
+    on_loop(device, lambda: Ends(device).connect())
+    assert told == [dict.fromkeys(WATCHDOG, "0")] * 2
     assert {name: os.environ[name] for name in WATCHDOG if name in os.environ} == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     ours = max(process_group.CONNECT_TIMEOUT_S, process_group.TRANSFER_TIMEOUT_S)
-    assert group.timeout > 1000 * timedelta(seconds=ours), "our deadlines must come first"
-    group.may_abort.set()
-    receiver.close()
+    assert all(group.timeout > 1000 * timedelta(seconds=ours) for group in nccl.groups), "our deadlines come first"
 
 
-def test_closing_does_not_wait_for_the_abort(doubles: list[NCCLDouble]) -> None:
-    receiver, ready = open_receiver()
-    group = wait_for_group(doubles)
-    group.may_connect.set()
-    assert ready.get(timeout=30) is None
-    receiver.close()  # would wait for `may_abort` if it aborted here
-    group.may_abort.set()
-    assert group.aborted_on.get(timeout=30) == "abort-group"
+def test_closing_does_not_wait_for_the_abort(device: LateDevice, nccl: NCCLWorld) -> None:
+    def serve() -> None:
+        ends = Ends(device)
+        ends.connect()
+        closed: list[bool] = []
+        ends.senders[0].close(lambda: closed.append(True))
+        ends.receiver.close()  # `LateNCCL.abort` would fail here, as on any call that blocks the loop
+        device.wait_until(lambda: bool(closed) and all(group.is_aborted for group in nccl.groups))
+
+    on_loop(device, serve)
 
 
-def test_a_peer_that_never_connects_is_given_up_once(
-    doubles: list[NCCLDouble], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_group, "CONNECT_TIMEOUT_S", 0.05)
-    receiver, ready = open_receiver()
-    error = ready.get(timeout=30)
-    assert error is not None and "not connected" in error.message
-    group = wait_for_group(doubles)
-    group.may_abort.set()
-    assert group.aborted_on.get(timeout=30) == "abort-group"
-    receiver.close()
-    with pytest.raises(queue.Empty):
-        ready.get(timeout=0.2)
+def test_a_peer_that_never_connects_is_given_up_once_and_can_be_closed(device: LateDevice, nccl: NCCLWorld) -> None:
+    """The path's thread is still in NCCL's initialisation, which nothing can end."""
+
+    def serve() -> None:
+        nccl.reaches = False
+        ends = Ends(device)
+        device.wait_until(lambda: len(ends.ready) == 2)
+        assert all(error is not None and "not connected" in error.message for error in ends.ready)
+        assert device.now == 2 * process_group.CONNECT_TIMEOUT_S
+        closed: list[bool] = []
+        ends.senders[0].close(lambda: closed.append(True))
+        ends.receiver.close()
+        device.wait_until(lambda: bool(closed))
+        assert len(ends.ready) == 2
+
+    on_loop(device, serve)
+
+
+def test_a_group_that_is_made_after_the_path_was_closed_is_aborted(device: LateDevice, nccl: NCCLWorld) -> None:
+    def serve() -> None:
+        ready: list[KVTransferFailed | None] = []
+        asked: list[bool] = []
+        closed: list[bool] = []
+
+        def open_store() -> Any:
+            asked.append(True)
+            device.block("a store that answers late", lambda: bool(closed))
+            return "path"
+
+        receiver = ProcessGroupReceiver("take", "nccl", open_store, "", torch.zeros(4, 64), ready.append)
+        device.wait_until(lambda: bool(asked))
+        receiver.close(lambda: closed.append(True))
+        device.wait_until(lambda: bool(ready) and bool(nccl.groups) and nccl.groups[0].is_aborted)
+        assert ready[0] is not None
+
+    on_loop(device, serve)
 
 
 def test_nothing_is_written_after_an_error_was_reported(
-    doubles: list[NCCLDouble], monkeypatch: pytest.MonkeyPatch
+    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver, ready = open_receiver()
-    group = wait_for_group(doubles)
-    group.may_connect.set()
-    assert ready.get(timeout=30) is None
+    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (1, 2))
 
-    def fail(*arguments: Any) -> None:
-        raise ValueError("no room for a copy")
+    def serve() -> None:
+        ends = Ends(device)
+        ends.connect()
+        make, mistake = ends.receiver._message, ValueError("no room for a copy")
 
-    monkeypatch.setattr(process_group, "copy_blocks", fail)
-    done: queue.Queue[KVTransferFailed | None] = queue.Queue()
-    receiver.receive([0, 2], done.put)
-    assert group.aborting.wait(30)
-    with pytest.raises(queue.Empty):
-        done.get(timeout=0.1)  # a receive may still write until the group is gone
-    group.may_abort.set()
-    error = done.get(timeout=30)
-    assert error is not None and "no room" in error.message
-    receiver.close()
+        def fail_at_the_third(block_ids: list[int], buffer: int) -> Any:
+            if block_ids == [3]:
+                raise mistake
+            return make(block_ids, buffer)
+
+        ends.receiver._message = fail_at_the_third  # type: ignore[method-assign]
+        done: list[KVTransferFailed | None] = []
+        ends.receiver.receive([0, 2, 3], done.append)
+        device.wait_until(lambda: bool(done))
+        assert done[0] is not None and ("no room" in done[0].message or "no data" in done[0].message)
+        before = ends.pool.clone()
+        ends.senders[0].send([0, 1, 2], [0, 2, 3], done.append)
+        device.wait_until(lambda: len(done) == 2)
+        assert torch.equal(ends.pool, before)
+
+    on_loop(device, serve)
+
+
+def test_a_path_whose_device_has_failed_ends_the_worker(device: LateDevice) -> None:
+    lost: list[str] = []
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+
+    def no_room() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def serve() -> None:
+        stream = SideStream(torch.device("cuda", 0), lost.append)
+        for job in (no_room, fail):
+            with pytest.raises((torch.AcceleratorError, torch.OutOfMemoryError)):
+                stream.run(job)
+
+    device.start("path", serve, is_daemon=False)
+    device.run()
+    assert lost == ["the device has failed; the worker ends: CUDA error: an illegal memory access was encountered"]
+    assert cuda_stream.end_process is SideStream.__init__.__defaults__[0]  # type: ignore[index]
+
+
+def test_a_pool_that_cannot_be_mapped_is_refused_from_the_paths_thread(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> torch.Tensor:
+        device.block("cudaIpcOpenMemHandle")
+        raise KVPathRefused("cannot map the peer's KV pool: invalid device context")
+
+    monkeypatch.setattr(cuda_ipc, "map_peer_pool", refuse)
+
+    def serve() -> None:
+        ready: list[KVTransferFailed | None] = []
+        sender = CudaIpcSender("ship", torch.zeros(2, 8), ConnectorParams(), lambda pool: pool, ready.append)
+        device.wait_until(lambda: bool(ready))
+        assert isinstance(ready[0], KVPathRefused) and "invalid device context" in ready[0].message
+        closed: list[bool] = []
+        sender.close(lambda: closed.append(True))
+        device.wait_until(lambda: bool(closed))
+
+    on_loop(device, serve)
 
 
 def test_a_torch_without_nccl_can_import_and_use_gloo() -> None:
@@ -164,6 +231,10 @@ def test_a_worker_starts_where_cuda_ipc_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rank_pool, "device_id", lambda device: "GPU-a")
     monkeypatch.setattr(rank_pool, "export_pool", refuse)
     blocks: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    params = RankPool(0, KVLayout("model", "bfloat16", 2, 2, 16, 16), blocks, "127.0.0.1").located(ConnectorParams())
+    params = RankPool(0, LAYOUT, blocks, "127.0.0.1").located(ConnectorParams())
     assert params.cuda is None
     assert params.device_id not in ("", "GPU-a"), "no peer may think that it can map the pool"
+    offer = OpenPair(PROTOCOL_VERSION, "p", "e", [1], "pair", LAYOUT, "here", "cuda", ["ipc", "nccl"])
+    for ours, theirs in ((params.device_id, "GPU-a"), ("GPU-a", params.device_id)):
+        message = msgspec.structs.replace(offer, device_ids=[theirs])
+        assert agree(message, LAYOUT, "here", "cuda", ["ipc", "nccl"], [ours]) == "nccl"

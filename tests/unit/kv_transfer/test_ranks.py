@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.fan_out import when_all
 from tandem.kv_transfer.ranks.head_slices import head_routes
+from tandem.kv_transfer.ranks.orders import PrepareBlocks
 from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
@@ -210,3 +212,23 @@ def test_the_last_rank_reports_for_all(failures: list[bool]) -> None:
     threads[-1].join()
     error = outcomes.next()
     assert (error is not None) == any(failures) and outcomes.is_empty
+
+
+def test_orders_do_not_wait_for_a_frozen_follower() -> None:
+    """A full channel blocks a sender for seconds."""
+    end, follower_end = open_channel()
+    sent, released = threading.Event(), threading.Event()
+
+    def send(message: object) -> None:
+        sent.set()
+        assert released.wait(30), "the caller waits for the channel"
+
+    rank = RemoteRank(end)
+    rank._channel.send = send  # type: ignore[method-assign]
+    outcomes = Outcomes()
+    rank.order(lambda job_id: PrepareBlocks(job_id, "pair", [1]), outcomes)
+    rank.order(lambda job_id: PrepareBlocks(job_id, "pair", [2]), outcomes)
+    assert sent.wait(30) and outcomes.is_empty
+    released.set()
+    for each in (end, follower_end):
+        each.close()

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.membership import Role, WorkerInfo
-from tandem.protocol.messages.transfer import KVLayout
-from tandem.worker.pairs.outgoing_table import Connect, OutgoingPairAction, OutgoingPairTable
+from tandem.protocol.messages.transfer import KVLayout, PairAccepted
+from tandem.runtime.errors import KVPathRefused
+from tandem.worker.pairs.outgoing_table import Connect, OutgoingPairAction, OutgoingPairTable, StopSender
 
 LAYOUT = KVLayout("m", "float32", 1, 1, 8, 4)
 
@@ -45,3 +46,16 @@ def test_a_new_role_opens_pairs_and_keeps_those_that_exist() -> None:
     assert [pair.peer.worker_id for pair in table.pairs()] == ["peer"], "transfers may be in flight"
     assert table.on_view(4.0, [me]) != [], "it has left the cluster"
     assert not list(table.pairs())
+
+
+def test_a_connector_that_the_driver_refuses_is_not_offered_again() -> None:
+    me, peer = worker("me", "prefill"), worker("peer", "decode")
+    table = OutgoingPairTable(me, [1], LAYOUT, "host", "cuda", ["ipc", "nccl"], False, 10.0, ["GPU-a"])
+    (first,) = [action for action in table.on_view(0.0, [me, peer]) if isinstance(action, Connect)]
+    assert first.message.connectors == ["ipc", "nccl"]
+    table.on_message(0.0, PairAccepted(first.pair_id, peer.epoch, "ipc", []))
+    actions = table.on_sender_ready(0.0, first.pair_id, KVPathRefused("cannot map the peer's KV pool"))
+    assert StopSender(first.pair_id) in actions
+    table.on_sender_closed(first.pair_id)
+    (second,) = [action for action in table.on_tick(60.0) if isinstance(action, Connect)]
+    assert second.message.connectors == ["nccl"]

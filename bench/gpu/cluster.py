@@ -1,0 +1,80 @@
+"""A cluster of a prefill and a decode worker on one GPU, and one engine on the same GPU, at rising rates.
+
+    python -m bench.gpu.cluster [--device cpu] [--quick] [--json FILE]
+
+Prompts of 1,024 tokens, 32 output tokens, Poisson arrivals by locust. The model has the shape of Llama 3.1 8B, or is
+small with --quick.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+from bench.gpu.engine import LLAMA_8B, SMALL
+from bench.gpu.part import Part
+from bench.noise_model import ensure_noise_model
+from bench.ports import free_port
+from bench.support.servers import MODEL, server, tandem
+
+CONFIGURATIONS = {"cluster": ("--prefill", "1", "--decode", "1"), "one engine": ("--workers", "1")}
+RATES = (4, 8, 16, 32)
+LOAD_LIMIT_S = 20
+
+
+def new_model(folder: Path, shape: dict[str, Any]) -> Path:
+    """Writes a config and a tokenizer; the workers make the weights."""
+    tokenizer = ensure_noise_model()
+    LlamaConfig(**shape, eos_token_id=0, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((tokenizer / file).read_bytes())
+    return folder
+
+
+def load(port: int, rate: int, input_len: int, run_time_s: int, scratch: Path) -> dict[str, Any]:
+    """Returns locust's figures. Raises RuntimeError with its output."""
+    (figures := scratch / "figures.json").unlink(missing_ok=True)
+    command = [
+        sys.executable, "-m", "locust", "-f", str(Path(__file__).parents[1] / "locustfile.py"), "--headless",
+        "--users", "1", "--host", f"http://127.0.0.1:{port}", "--model", MODEL, "--request-rate", str(rate),
+        "--run-time", f"{run_time_s}s", "--stop-timeout", "10", "--input-len", str(input_len), "--output-len", "32",
+        "--figures", str(figures),
+    ]  # fmt: skip
+    done = subprocess.run(command, timeout=LOAD_LIMIT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if not figures.is_file():
+        raise RuntimeError(f"locust ended with status {done.returncode}: {done.stdout[-1500:]}")
+    found: dict[str, Any] = json.loads(figures.read_text())["figures"]
+    return found
+
+
+def main() -> None:
+    part = Part("cluster", __doc__)
+    is_tiny = part.device == "cpu"
+    flags = ["--device", part.device, "--load-format", "dummy", "--max-model-len", "2048"]
+    if not is_tiny:
+        flags += ["--dtype", "bfloat16", "--kv-cache-gib", "8", "--max-num-batched-tokens", "2048"]
+    with tempfile.TemporaryDirectory() as folder:
+        shape = LLAMA_8B if not (part.quick or is_tiny) else SMALL
+        model = ensure_noise_model() if is_tiny else new_model(Path(folder), shape)
+        for name, roles in CONFIGURATIONS.items():
+            port = free_port()
+            with part.case(f"{name} starts and ends"):
+                try:
+                    with server(tandem(model, port, *roles, *flags), port):
+                        for rate in (2,) if is_tiny else RATES:
+                            with part.case(f"{name}, {rate}/s"):
+                                figures = load(port, rate, 64 if is_tiny else 1024, 2 if is_tiny else 6, Path(folder))
+                                part.add(f"{name}, {rate}/s", figures)
+                except SystemExit as error:  # how `server` reports that nothing came up
+                    raise RuntimeError(str(error)) from error
+    part.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Our attention kernels against plain attention, over block sizes, head sizes, windows, soft caps and sinks.
+
+    python -m bench.gpu.kernels [--device cpu] [--quick] [--json FILE]
+
+Both write the same keys and values, to the same slots. On CPU the kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from bench.gpu.part import Part
+from tandem.engine.attention.interface import AttentionOptions, StepAttention
+from tandem.engine.attention.plain import PlainAttention
+from tandem.engine.batch import BatchItem
+
+NUM_LAYERS, NUM_BLOCKS = 2, 48
+MAX_ERROR = {torch.float32: 5e-3, torch.bfloat16: 0.05}
+"""Of values around 1. GPUs round the factors of float32 products to ten bits."""
+
+
+def new_pool(block_size: int, head_dim: int, num_kv_heads: int, dtype: torch.dtype, device: str) -> Any:
+    """A pool with the attributes that attention uses, filled with noise."""
+    shape = (NUM_BLOCKS, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    rows = tensor.view(-1, block_size * head_dim)
+    layout = SimpleNamespace(
+        num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
+    )  # fmt: skip
+    first = [2 * layer * num_kv_heads for layer in range(NUM_LAYERS)]
+    return SimpleNamespace(
+        tensor=tensor, layout=layout, layer_blocks=[(rows[row:], rows[row + num_kv_heads :]) for row in first],
+        layer_tokens=list(tensor.permute(1, 2, 0, 4, 3, 5)),
+    )  # fmt: skip
+
+
+def new_items(block_size: int, is_decode: bool, seed: int) -> list[BatchItem]:
+    """Sequences of different lengths in scattered blocks; without `is_decode`, chunks of prompts among them."""
+    rng = random.Random(seed)
+    free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    items: list[BatchItem] = []
+    while len(free) > 12 and len(items) < 6:
+        start = rng.choice([0, 1, block_size - 1, block_size, 3 * block_size + 2])
+        num_tokens = 1 if is_decode else rng.choice([1, 2, block_size, 2 * block_size + 1])
+        num_blocks = -(-(start + num_tokens) // block_size)
+        items.append(BatchItem([0] * num_tokens, start, free[:num_blocks]))
+        free = free[num_blocks:]
+    return items
+
+
+def compare(
+    pool: Any, items: Sequence[BatchItem], options: AttentionOptions, group: int,
+    make: Callable[[Any, Sequence[BatchItem]], StepAttention],
+) -> None:  # fmt: skip
+    """Raises AssertionError where the two differ."""
+    layout, like = pool.layout, pool.tensor
+    num_tokens = sum(len(item.token_ids) for item in items)
+    generator = torch.Generator().manual_seed(2)
+
+    def noise(num_heads: int) -> torch.Tensor:
+        values = torch.randn((1, num_tokens, num_heads, layout.head_dim), generator=generator)
+        return values.to(like.device, like.dtype).transpose(1, 2)
+
+    query, key, value = noise(layout.num_kv_heads * group), noise(layout.num_kv_heads), noise(layout.num_kv_heads)
+    before = like.clone()
+    expected = PlainAttention(pool, items).attend(1, query, key, value, options)
+    written = like.clone()
+    like.copy_(before)
+    got = make(pool, items).attend(1, query, key, value, options)
+    assert torch.equal(like, written), "other slots, or other keys and values, were written"
+    error = float((got.view_as(expected).float() - expected.float()).abs().max())
+    assert error < MAX_ERROR[like.dtype], f"the largest error is {error:.3g}"
+
+
+def main() -> None:
+    part = Part("kernels", __doc__)
+    if part.device == "cpu" and "TRITON_INTERPRET" not in os.environ:  # read when Triton is imported, which it is
+        environment = os.environ | {"TRITON_INTERPRET": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    from tandem.engine.cuda.triton_attention import find_kernels, triton_attention
+
+    kernels = find_kernels()
+    is_short = part.device == "cpu" or part.quick
+    shapes = itertools.product(
+        [16] if is_short else [16, 64, 256], [32, 80] if is_short else [64, 80, 128, 256], [(1, 4), (2, 1), (8, 4)],
+        [torch.float32] if part.device == "cpu" else [torch.bfloat16, torch.float32],
+    )  # fmt: skip
+    for block_size, head_dim, (num_kv_heads, group), dtype in list(shapes)[:: 3 if is_short else 1]:
+        with part.case(f"block {block_size}, head {head_dim}, {num_kv_heads} x {group} heads, {dtype}"):
+            pool = new_pool(block_size, head_dim, num_kv_heads, dtype, part.device)
+            sinks = torch.linspace(-1, 2, num_kv_heads * group, device=part.device)
+            for window, softcap, has_sinks, is_decode in itertools.product([0, 20], [0.0, 5.0], [False, True], [0, 1]):
+                items = new_items(block_size, bool(is_decode), window)
+                options = AttentionOptions(head_dim**-0.5, window, softcap, sinks if has_sinks else None)
+                make = lambda pool, items: triton_attention(pool, items, kernels)  # noqa: E731
+                try:
+                    compare(pool, items, options, group, make)
+                except Exception as error:
+                    what = f"window {window}, soft cap {softcap}, sinks {has_sinks}, decode {bool(is_decode)}"
+                    raise AssertionError(f"{what}: {error}") from error
+    part.end()
+
+
+if __name__ == "__main__":
+    main()

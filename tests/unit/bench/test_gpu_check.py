@@ -1,0 +1,92 @@
+"""`make gpu-check` without a GPU: its parts run one by one under deadlines, and its wheels are complete and small."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.check import PARTS, PartOfCheck, run_all
+from bench.gpu.wheels import LEFT_OUT, locked, needed, pieces
+from tandem.runtime import version
+
+ROOT = Path(__file__).parents[3]
+WRITES = "import json, sys; print('a line'); json.dump({'passed': 1}, open(sys.argv[-1], 'w'))"
+
+
+def test_a_part_that_fails_or_hangs_costs_only_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    parts = [
+        PartOfCheck("crashes", 60, ("-c", "print('on its way'); import os; os.abort()")),
+        PartOfCheck("hangs", 15, ("-c", f"{WRITES}\nimport time; sys.stdout.flush(); time.sleep(600)")),
+        PartOfCheck("passes", 60, ("-c", WRITES)),
+    ]
+    report = tmp_path / "check.json"
+    assert not run_all(parts, ["--device", "cpu"], report)
+    found = json.loads(report.read_text())["figures"]
+    assert list(found["parts"]) == ["crashes", "hangs", "passes"]
+    assert [part["problem"] for part in found["parts"].values()] == ["status -6", "not finished within 15 s", ""]
+    assert found["parts"]["hangs"]["passed"] == 1, "what it had found is kept"
+    assert "on its way" in found["parts"]["crashes"]["output"] and "a line" in found["parts"]["passes"]["output"]
+    assert (tmp_path / "check" / "passes.log").read_text() == "a line\n"
+    assert {"host"} <= found["memory_before"].keys() and {"host"} <= found["memory_after"].keys()
+    printed = capfd.readouterr().out
+    assert "a line" in printed and "crashes: status -6" in printed and "passes: passed" in printed
+
+
+def test_the_report_is_written_after_each_part_and_time_is_shared(tmp_path: Path) -> None:
+    report = tmp_path / "check.json"
+    look = f"import json; json.dump({{'figures': list(json.load(open({str(report)!r}))['figures']['parts'])}}, " \
+        "open(__import__('sys').argv[-1], 'w'))"  # fmt: skip
+    parts = [PartOfCheck("first", 60, ("-c", WRITES)), PartOfCheck("second", 60, ("-c", look))]
+    assert run_all(parts, [], report)
+    assert json.loads(report.read_text())["figures"]["parts"]["second"]["figures"] == ["first"]
+    assert not run_all(parts, [], report, limit_s=1)
+    problems = [part["problem"] for part in json.loads(report.read_text())["figures"]["parts"].values()]
+    assert problems == ["no time left of 1 s"] * 2
+
+
+def test_all_parts_together_fit_into_nine_minutes() -> None:
+    assert sum(part.limit_s for part in PARTS) < 9 * 60
+    assert [part.name for part in PARTS[:3]] == ["kernels", "families", "kv_transfer"]
+
+
+@pytest.mark.timeout(600)
+def test_parts_pass_on_a_cpu(tmp_path: Path) -> None:
+    """`tests/faults/test_gpu_check.py` runs the others."""
+    report = tmp_path / "check.json"
+    command = [sys.executable, "-m", "bench.gpu.check", "--device", "cpu", "--quick", "--json", str(report)]
+    command += ["--parts", "kernels,kv_transfer"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for name, part in json.loads(report.read_text())["figures"]["parts"].items():
+        assert part["passed"] and not part["failures"], name
+
+
+def test_a_checkout_without_a_distribution_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise version.PackageNotFoundError(name)
+
+    monkeypatch.setattr(version, "version", missing)
+    assert version.own_version() == "0+checkout"
+    uses = [file for folder in ("deploy", "proxy", "worker") for file in (ROOT / folder).rglob("*.py")]
+    assert not [file for file in uses if re.search(r"version\(['\"]tandem", file.read_text())]
+
+
+def test_the_wheels_are_locked_and_leave_torch_out() -> None:
+    names = needed()
+    assert {"transformers", "tokenizers", "msgspec", "pyzmq", "locust", "gevent", "llvmlite"} <= names
+    assert not [name for name in names if LEFT_OUT.fullmatch(name)]
+    lock = locked(names, (ROOT / "requirements.lock").read_text())
+    entries = [line for line in lock.splitlines() if line and not line.startswith(" ")]
+    assert len(entries) >= len(names) - 3 and all("==" in entry for entry in entries)
+    assert lock.count("--hash=") >= len(entries)
+
+
+def test_pieces_are_few_and_small() -> None:
+    assert pieces({"a": 5, "b": 4, "c": 3, "d": 3}, 8) == [["a", "c"], ["b", "d"]]
+    with pytest.raises(SystemExit, match="big has"):
+        pieces({"big": 9}, 8)
