@@ -425,7 +425,7 @@ class World:
             for transfer in scheduler.decode._transfers.values():
                 owners.update(transfer.own_block_ids)
             tables = [sequence.block_table for sequence in scheduler.decode._running.sequences]
-            tables += [prompt.block_table for prompt in scheduler.prefill.prompts()]
+            tables += [prompt.block_table for prompt in scheduler.prefill._by_transfer.values()]
             assert all(count == 1 for count in owners.values()), "a block has two owners"
             in_tables = {block_id for table in tables for block_id in table}
             assert not in_tables & owners.keys(), "a block in use may still be written by a peer"

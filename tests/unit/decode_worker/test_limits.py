@@ -18,7 +18,7 @@ from tandem.worker.pairs import incoming_table
 from tandem.worker.pairs.incoming_table import AcceptPair, RefusePair
 from tandem.worker.scheduler import WorkerScheduler
 from tests.simulation.test_scheduler_nonsense import prepare
-from tests.unit.decode_worker.test_replaced_pairs import FIRST, open_first
+from tests.unit.worker.test_incoming_pairs import FIRST, open_first
 
 
 def messages(actions: list[Any], kind: type[Any]) -> list[Any]:
