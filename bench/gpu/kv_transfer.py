@@ -174,10 +174,10 @@ def measure(part: Part, connector: str) -> None:
     has_two = is_cuda and connector == "nccl" and torch.cuda.device_count() > 1
     first = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
     devices = first, torch.device("cuda", 1) if has_two else first
-    sizes = SIZES[:2] if part.quick or not is_cuda else SIZES
+    sizes = SIZES[: 1 if not is_cuda else 2 if part.quick else None]
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    arguments = (theirs, connector, devices, sizes, 3 if part.quick or not is_cuda else 20)
+    arguments = (theirs, connector, devices, sizes, 1 if not is_cuda else 3 if part.quick else 20)
     process = context.Process(target=prefill_side, args=arguments)
     process.start()
     theirs.close()
