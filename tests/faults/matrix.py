@@ -48,7 +48,8 @@ END_LIMIT_S = 180.0
 WHOLE_LIMIT_S = 240.0
 LEAK_LIMIT_S = 30.0
 MAX_TRIES = 6
-TRANSFER_PHASES = ("shipping", "first token")
+PLACED_PHASES = ("shipping", "first token", LOCAL_PREFILL)
+"""Phases that need a transfer, or a worker that does both phases."""
 NUM_PROMPT_TOKENS, NUM_LOCAL_PROMPT_TOKENS = 1400, 1000
 """Prompt lengths of other phases and of LOCAL_PREFILL."""
 NUM_LAYERS = 10
@@ -106,8 +107,8 @@ def all_cases(layout: Layout) -> list[Case]:
 class Matrix:
     """Runs cases on one cluster that was started with OPTIONS and a model that takes images.
 
-    layout: see ROLES_OF_LAYOUT. With elastic workers the request is transferred where the phase needs it, and else runs
-    on one worker: the other role is taken from one of them until the fault has struck.
+    layout: see ROLES_OF_LAYOUT. In PLACED_PHASES, elastic workers have fixed roles until the fault has struck. In other
+    phases the router places the request.
     """
 
     def __init__(self, cluster: Cluster, shared_before: set[str], layout: Layout = "fixed", seed: int = 0) -> None:
@@ -169,8 +170,8 @@ class Matrix:
             pairs = self._cluster.ready_pairs()
             try:
                 with self._bystander() as bystander:
-                    if self._is_elastic:
-                        self._place(bystander, case.phase)
+                    if self._is_elastic and case.phase in PLACED_PHASES:
+                        self._place(bystander)
                     result = self._strike(case, body, reference.token_ids, bystander, before, num_missed)
                 if case.fault == CLOSES and self._cluster.ready_pairs() != pairs:
                     result.problems.append("a pair was made anew")
@@ -282,12 +283,12 @@ class Matrix:
             case "client":
                 return 0
 
-    def _place(self, bystander: _Bystander, phase: str) -> None:
-        """Decides where the next request runs, by a worker that may only compute prompts: the one without the bystander
-        if KV must be transferred, or the other, so that the free worker does both phases."""
+    def _place(self, bystander: _Bystander) -> None:
+        """Has the bystander's worker decode and the other one compute prompts, but for those below the threshold."""
         [event] = [each for each in self._phases.events(bystander.stream) if each["event"] == "dispatched"]
         [free] = [name for name in self._phases.prefills if name != event["decode"]]
-        assert not self._cluster.give_role(free if phase in TRANSFER_PHASES else event["decode"], "prefill")
+        assert not self._cluster.give_role(free, "prefill")
+        assert not self._cluster.give_role(event["decode"], "decode")
 
     def _make_elastic(self) -> None:
         """Ends `_place`, also for a worker that restarts with the role that it had."""
