@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ import httpx
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.messages.membership import Role as WorkerRole
 from tandem.protocol.messages.membership import StatusReport
 from tandem.runtime.errors import TandemError
 from tests.faults.leaks import Footprint, shared_memory
@@ -46,7 +48,8 @@ END_LIMIT_S = 180.0
 WHOLE_LIMIT_S = 240.0
 LEAK_LIMIT_S = 30.0
 MAX_TRIES = 6
-TRANSFER_PHASES = ("shipping", "first token")
+PLACED_PHASES = ("shipping", "first token", LOCAL_PREFILL)
+"""Phases that need a transfer, or a worker that does both phases."""
 NUM_PROMPT_TOKENS, NUM_LOCAL_PROMPT_TOKENS = 1400, 1000
 """Prompt lengths of other phases and of LOCAL_PREFILL."""
 NUM_LAYERS = 10
@@ -104,8 +107,8 @@ def all_cases(layout: Layout) -> list[Case]:
 class Matrix:
     """Runs cases on one cluster that was started with OPTIONS and a model that takes images.
 
-    layout: see ROLES_OF_LAYOUT. Elastic workers do both phases of a request on one worker. Where a case needs a
-    transfer, the one without the other stream is told to compute prompts only, until the fault has struck.
+    layout: see ROLES_OF_LAYOUT. In PLACED_PHASES, elastic workers have fixed roles until the fault has struck. In other
+    phases the router places the request.
     """
 
     def __init__(self, cluster: Cluster, shared_before: set[str], layout: Layout = "fixed", seed: int = 0) -> None:
@@ -149,6 +152,9 @@ class Matrix:
         """Waits until the cluster is idle, with everything open that processes open on first use."""
         if not wait_until(self.is_whole, WHOLE_LIMIT_S):
             raise AssertionError(f"the cluster is not whole: {self.why_not_whole()}")
+        roles: tuple[WorkerRole, ...] = ("prefill", "any")  # the first change opens a thread and writes a file
+        for name, role in product(ELASTIC if self._is_elastic else (), roles):
+            assert not self._cluster.give_role(name, role)
         for _ in range(12):  # any proxy can answer
             httpx.get(f"{self._cluster.admin_url}/debug/requests/unknown", timeout=10)
 
@@ -164,8 +170,8 @@ class Matrix:
             pairs = self._cluster.ready_pairs()
             try:
                 with self._bystander() as bystander:
-                    if self._is_elastic and case.phase in TRANSFER_PHASES:
-                        self._separate(bystander)
+                    if self._is_elastic and case.phase in PLACED_PHASES:
+                        self._place(bystander)
                     result = self._strike(case, body, reference.token_ids, bystander, before, num_missed)
                 if case.fault == CLOSES and self._cluster.ready_pairs() != pairs:
                     result.problems.append("a pair was made anew")
@@ -277,14 +283,15 @@ class Matrix:
             case "client":
                 return 0
 
-    def _separate(self, bystander: _Bystander) -> None:
-        """Lets the worker without the bystander compute prompts only, so that the next request is transferred."""
+    def _place(self, bystander: _Bystander) -> None:
+        """Has the bystander's worker decode and the other one compute prompts, but for those below the threshold."""
         [event] = [each for each in self._phases.events(bystander.stream) if each["event"] == "dispatched"]
         [free] = [name for name in self._phases.prefills if name != event["decode"]]
         assert not self._cluster.give_role(free, "prefill")
+        assert not self._cluster.give_role(event["decode"], "decode")
 
     def _make_elastic(self) -> None:
-        """Ends `_separate`, also for a worker that restarts with the role that it had."""
+        """Ends `_place`, also for a worker that restarts with the role that it had."""
         if self._is_elastic:
             names = self._phases.prefills
             assert wait_until(lambda: not any(self._cluster.give_role(name, "any") for name in names), WHOLE_LIMIT_S)
