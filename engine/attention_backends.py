@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.engine.attention.interface import NO_WINDOW, StepAttention
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import BatchItem
-from tandem.engine.cuda.attention import find_varlen_attn, varlen_attention, varlen_problem
-from tandem.engine.cuda.triton_attention import find_kernels, triton_attention, triton_problem
+from tandem.engine.cuda.triton_attention import triton_problem
 
 if TYPE_CHECKING:
     from tandem.engine.kv_pool import KVPool
@@ -18,8 +17,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def attention_maker(pool: KVPool, model_config: Any) -> Callable[[Sequence[BatchItem]], StepAttention]:
-    """Returns the factory of each step's attention over this pool: the fastest that works here."""
+def uses_triton(pool: KVPool, model_config: Any) -> bool:
+    """Whether steps run with `engine.cuda.triton_attention.TritonAttention`: on a GPU where its check passes."""
+    if pool.tensor.device.type != "cuda":
+        return False
+    windows = sorted({NO_WINDOW, getattr(model_config, "sliding_window", None) or NO_WINDOW})
+    problem = triton_problem(pool, model_config.num_attention_heads, windows)
+    if problem is not None:
+        log.warning("using plain attention without CUDA graphs, which is slower; our kernel is not used: %s", problem)
+    return problem is None
+
+
+def attention_maker(pool: KVPool) -> Callable[[Sequence[BatchItem]], StepAttention]:
+    """Returns the factory of each step's attention over this pool, where our GPU kernel is not used."""
     if pool.tensor.device.type == "cpu":
         # Imported here because they load a compiler, which GPU workers may lack.
         from tandem.engine.cpu.attention import CPUAttention
@@ -28,16 +38,4 @@ def attention_maker(pool: KVPool, model_config: Any) -> Callable[[Sequence[Batch
         if pool.tensor.dtype in DTYPES:
             return lambda items: CPUAttention(pool, items)
         log.warning("using plain attention, which is slower: the CPU kernel does not support %s", pool.tensor.dtype)
-    elif pool.tensor.device.type == "cuda":
-        windows = sorted({NO_WINDOW, getattr(model_config, "sliding_window", None) or NO_WINDOW})
-        kernels = find_kernels()
-        problem = triton_problem(pool, kernels, model_config.num_attention_heads, windows)
-        if problem is None:
-            return lambda items: triton_attention(pool, items, kernels)
-        log.warning("our attention kernel is not used: %s", problem)
-        varlen = find_varlen_attn()
-        problem = varlen_problem(pool, varlen, model_config.num_attention_heads, windows)
-        if problem is None and varlen is not None:
-            return lambda items: varlen_attention(pool, items, varlen)
-        log.warning("using plain attention, which is slower; varlen_attn is not used: %s", problem)
     return lambda items: PlainAttention(pool, items)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
+from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.kv_pool import KVPool, block_bytes
 from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.model_runner import ModelRunner
@@ -183,7 +184,7 @@ def _profile(loaded: LoadedModel, config: EngineConfig, memory: DeviceMemory) ->
     num_bytes = _PROFILE_BLOCKS * block_bytes(loaded)
     memory.reset()
     pool = KVPool(loaded, msgspec.structs.replace(config, kv_cache_bytes=num_bytes))
-    runner = ModelRunner(loaded, pool)
+    runner = ModelRunner(loaded, pool, GraphLimits.of(config))
     runner.warm_up()
     runner.run(largest_step(config, loaded.max_model_len, loaded.layout.block_size))
     peak = memory.peak()

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from tandem.engine.attention.step_index import StepIndex
-from tandem.engine.attention_backends import attention_maker
+from tandem.engine.attention_backends import attention_maker, uses_triton
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.cpu.heap import keep_freed_memory
 from tandem.engine.cpu.packed_linear import pack_linears
-from tandem.engine.cuda.attention import StepTensors, VarlenAttention
-from tandem.engine.cuda.decode_graphs import Capture, DecodeGraphs, cuda_capture
+from tandem.engine.cuda.step_graphs import GraphLimits, StepGraphs
+from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host
+from tandem.engine.cuda.streams import Array, Capture, cuda_capture, device_waiter, upload
 from tandem.engine.cuda.triton_attention import TritonAttention
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.lora.layers import StepAdapters, wrap_layers
 from tandem.engine.model_head import ModelHead
 from tandem.engine.sampling.grammar_mask import GrammarMasks
-from tandem.engine.sampling.sampler import sample
+from tandem.engine.sampling.sampler import SamplingStep
 from tandem.engine.vision.media_input import MediaInput, positions_of
 from tandem.protocol.messages.generation import SamplingParams, TokenLogprobs
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, first_line
@@ -32,35 +34,37 @@ log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns the model, on the engine thread."""
+    """Owns the model, on the engine thread. limits: for CUDA graphs."""
 
-    def __init__(self, loaded: LoadedModel, pool: KVPool) -> None:
+    def __init__(self, loaded: LoadedModel, pool: KVPool, limits: GraphLimits | None = None) -> None:
         self._model = loaded.model
         self._media_input = MediaInput(loaded.vision, loaded.model) if loaded.vision is not None else None
         self._pool = pool
         self.device = self._device = loaded.device
         self._wait_for_device = device_waiter(loaded.device)
         self._max_model_len = loaded.max_model_len
-        # Sharded layers contain collectives; neither fusing nor graph capture supports those.
-        self._is_whole = loaded.layout.tensor_parallel_size == 1
+        self._vocab_size = loaded.vocab_size
         if loaded.device.type == "cpu":
             # Imported here because it loads a compiler, which GPU workers may lack.
             from tandem.engine.cpu.fused_layers import fuse_layers
 
             keep_freed_memory()
             with torch.inference_mode():
-                if self._is_whole:
+                if loaded.layout.tensor_parallel_size == 1:  # sharded layers contain collectives
                     fuse_layers(self._model)
                 pack_linears(self._model)
-        self._make_attention = attention_maker(pool, self._model.config.get_text_config(decoder=True))
-        self._graphs: DecodeGraphs | None = None
+        self._uses_triton = uses_triton(pool, self._model.config.get_text_config(decoder=True))
+        self._make_attention = attention_maker(pool)
+        self._graphs: StepGraphs | None = None
+        if self._uses_triton:
+            self.use_graphs(limits or GraphLimits(), cuda_capture())
         self._lora_modules = loaded.lora_modules
         self._adapters: StepAdapters | None = None  # from the first step with an adapter on
         self._grammar_masks = GrammarMasks()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[ItemOutput]:
-        """Runs a step and returns one output per item, when the device is done.
+        """Runs a step and return one output per item, when the device is done.
 
         A step that samples nothing reads nothing back, and its blocks may be released and written by a peer at once.
         """
@@ -70,8 +74,8 @@ class ModelRunner:
 
     def _run(self, batch: Batch) -> list[ItemOutput]:
         if batch.block_copies:
-            sources, destinations = zip(*batch.block_copies, strict=True)
-            self._pool.tensor[list(destinations)] = self._pool.tensor[list(sources)]
+            sources, destinations = upload([np.array(batch.block_copies, np.int64)], self._device)[0].unbind(1)
+            self._pool.tensor[destinations] = self._pool.tensor[sources]
         if batch.encodes or any(item.media is not None or item.adapter is not None for item in batch.items):
             return self._run_with_attachments(batch)
         return self._run_items(batch.items)
@@ -101,53 +105,89 @@ class ModelRunner:
     def _run_items(self, items: list[BatchItem]) -> list[ItemOutput]:
         samples = [s for item in items for s in item.samples]
         masking = self._grammar_masks.start(samples)  # runs beside the model
+        positions = [item.start + len(item.token_ids) for item in items for _ in item.samples]
+        sampling = SamplingStep(samples, positions, self._vocab_size)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         pooled: dict[int, bytes] = {}
         if any(item.num_prompt_logprobs is not None or item.pooling is not None for item in items):
             rows, prompt_logprobs, pooled = self._run_with_head(items)
+            tensors = upload(sampling.arrays, self._device)
         else:
-            rows = self._sampled_logits(items)
-        positions = [item.start + len(item.token_ids) for item in items for _ in item.samples]
+            rows, tensors = self._sampled_logits(items, sampling.arrays)
         mask = masking.result() if masking is not None else None
-        tokens = iter(sample(rows, samples, positions, mask) if samples else [])
+        tokens = iter(sampling.run(rows, tensors, mask) if samples else [])
         outputs = [
             ItemOutput([next(tokens) for _ in item.samples], prompt_logprobs.get(number, []), pooled=pooled.get(number))
             for number, item in enumerate(items)
         ]
         return with_errors(outputs, mask.errors) if mask is not None and mask.errors else outputs
 
-    def _inputs(self, items: list[BatchItem]) -> dict[str, Any]:
-        if self._media_input is not None and any(item.media is not None for item in items):
-            inputs = self._media_input.inputs(items)
+    def _inputs(
+        self, items: list[BatchItem], arrays: Sequence[Array] = ()
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Returns the model's inputs, and `arrays` on the device."""
+        inputs: dict[str, Any] = {"use_cache": False}
+        if self._uses_triton:
+            index = StepIndex.of(items, self._pool.layout.block_size)
+            flat, *tensors = upload([flat_on_host(index), *arrays], self._device)
+            inputs |= self._inputs_of(StepTensors.of(flat, index))
         else:
+            tensors = upload(arrays, self._device)
+            inputs["tandem"] = self._make_attention(items)
+        if self._media_input is not None and any(item.media is not None for item in items):
+            for name in ("input_ids", "position_ids"):
+                inputs.pop(name, None)
+            inputs |= self._media_input.inputs(items)
+        elif not self._uses_triton:
             token_ids = [token_id for item in items for token_id in item.token_ids]
-            inputs = {
-                "input_ids": torch.tensor([token_ids], device=self._device),
-                "position_ids": torch.tensor([positions_of(items)], device=self._device),
-            }
-        return inputs | {"use_cache": False, "tandem": self._make_attention(items)}
+            inputs["input_ids"] = torch.tensor([token_ids], device=self._device)
+            inputs["position_ids"] = torch.tensor([positions_of(items)], device=self._device)
+        return inputs, tensors
 
-    def _sampled_logits(self, items: list[BatchItem]) -> torch.Tensor:
-        """Returns [num_samples, vocab_size]. Only sampled rows are computed, and once per item."""
+    def _inputs_of(self, step: StepTensors) -> dict[str, Any]:
+        return {
+            "input_ids": step.token_ids.long()[None],
+            "position_ids": step.positions.long()[None],
+            "tandem": TritonAttention(self._pool, step),
+        }
+
+    def _sampled_logits(
+        self, items: list[BatchItem], arrays: Sequence[Array]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Returns logits [num_samples, vocab_size], and `arrays` on the device.
+
+        Without a graph only sampled rows are computed, and once per item.
+        """
         has_adapters = self._adapters is not None and self._adapters.parts  # the graphs were captured without them
-        if self._graphs is not None and not has_adapters and all(len(item.samples) == 1 for item in items):
-            captured = self._graphs.run(StepIndex.of(items, self._pool.layout.block_size))
-            if captured is not None:
-                return captured
-        last_rows = list(itertools.accumulate(len(item.token_ids) for item in items))
+        if self._graphs is not None and not has_adapters and all(item.media is None for item in items):
+            index = StepIndex.of(items, self._pool.layout.block_size)
+            if (shape := self._graphs.shape_for(index)) is not None:
+                padded = self._graphs.padded(index, shape)
+                choice = [number for number, item in enumerate(items) for _ in item.samples]
+                flat, chosen, *tensors = upload(
+                    [flat_on_host(padded), np.array(choice, np.int64), *arrays], self._device
+                )
+                try:
+                    return _select(self._graphs.run(shape, padded, flat), choice, chosen), tensors
+                except Exception as problem:  # e.g. mixtures of experts that synchronise with the host
+                    if shape in self._graphs.captured:
+                        raise
+                    log.warning("steps run without CUDA graphs: %s", first_line(problem))
+                    self._graphs = None
+        last_rows = itertools.accumulate(len(item.token_ids) for item in items)
         sampled = [(last - 1, len(item.samples)) for last, item in zip(last_rows, items, strict=True) if item.samples]
         # At least one row, because models do not support an empty selection.
-        keep = torch.tensor([row for row, _ in sampled] or [0], device=self._device)
-        logits: torch.Tensor = self._model(**self._inputs(items), logits_to_keep=keep).logits[0]
-        if len(sampled) == sum(num for _, num in sampled):
-            return logits
-        return logits.repeat_interleave(torch.tensor([num for _, num in sampled], device=self._device), 0)
+        keep = np.array([row for row, _ in sampled] or [0], np.int64)
+        choice = [number for number, (_, times) in enumerate(sampled) for _ in range(times)]
+        inputs, (kept, chosen, *tensors) = self._inputs(items, [keep, np.array(choice, np.int64), *arrays])
+        logits: torch.Tensor = self._model(**inputs, logits_to_keep=kept).logits[0]
+        return _select(logits, choice, chosen), tensors
 
     def _run_with_head(
         self, items: list[BatchItem]
     ) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]], dict[int, bytes]]:
         """Returns what `_sampled_logits` returns; by item number, prompt logprobs and pooled hidden states."""
-        head = ModelHead(self._model, self._inputs(items))
+        head = ModelHead(self._model, self._inputs(items)[0])
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         pooled: dict[int, bytes] = {}
         sampled_rows: list[int] = []
@@ -165,52 +205,34 @@ class ModelRunner:
         return rows, prompt_logprobs, pooled
 
     def warm_up(self) -> None:
-        """Runs each kind of step once, on the unused block 0, because first calls are slow."""
+        """Captures the graphs that the worker's role needs, and run each kind of step once.
+
+        First calls are slow. All steps use block 0, which is unused.
+        """
+        for items in self._graphs.startup_steps() if self._graphs is not None else []:
+            if self._graphs is not None:  # not a model that cannot be captured
+                self.run(Batch(items))
         num_tokens = min(self._pool.layout.block_size, 16)
         self.run(Batch([BatchItem([0] * num_tokens, 0, [0])]))
         for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=10)):
             self.run(Batch([BatchItem([0], num_tokens - 1, [0], [Sample(params)])]))
-        if self._device.type == "cuda" and self._is_whole:
-            self._capture_graphs(cuda_capture())
 
-    def _capture_graphs(self, capture: Capture) -> None:
-        """Captures graphs for decode steps, if the model supports it."""
-        example = self._make_attention([BatchItem([0], 0, [0])])
-        if not isinstance(example, TritonAttention | VarlenAttention):
-            return
+    def use_graphs(self, limits: GraphLimits, capture: Capture) -> None:
+        """Runs steps from CUDA graphs. `warm_up` captures those that the worker's role needs."""
+        block_size = self._pool.layout.block_size
 
         def run_model(step: StepTensors) -> torch.Tensor:
-            logits: torch.Tensor = self._model(
-                input_ids=step.token_ids.long()[None],
-                position_ids=step.positions.long()[None],
-                use_cache=False,
-                logits_to_keep=0,  # all tokens
-                tandem=example.at(step),
-            ).logits[0]
+            inputs = self._inputs_of(step)
+            logits: torch.Tensor = self._model(**inputs, use_cache=False, logits_to_keep=step.last_rows).logits[0]
             return logits
 
-        block_size, max_len = self._pool.layout.block_size, self._max_model_len
-        graphs = DecodeGraphs(run_model, -(-max_len // block_size), max_len, self._device, capture)
-        try:
-            with torch.inference_mode():
-                graphs.capture_all(StepIndex.of([BatchItem([0], 0, [0])], block_size))
-        except Exception as problem:  # e.g. mixtures of experts that synchronise with the host
-            log.warning("decode runs without CUDA graphs: %s", first_line(problem))
-            return
-        self._graphs = graphs
+        max_blocks = -(-self._max_model_len // block_size)
+        self._graphs = StepGraphs(run_model, limits, block_size, max_blocks, capture)
 
 
-def device_waiter(device: torch.device) -> Callable[[], None]:
-    """Returns a function that blocks, without spinning, until the work queued on the device is done."""
-    if device.type != "cuda":
-        return lambda: None
-
-    def wait() -> None:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        event.synchronize()
-
-    return wait
+def _select(logits: torch.Tensor, choice: list[int], chosen: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of `logits` that `choice` names. chosen: the same, on the device."""
+    return logits[: len(choice)] if choice == list(range(len(choice))) else logits.index_select(0, chosen)
 
 
 def _attachment_error(item: BatchItem) -> ErrorInfo | None:
@@ -220,7 +242,7 @@ def _attachment_error(item: BatchItem) -> ErrorInfo | None:
 
 
 def with_errors(outputs: list[ItemOutput], errors: dict[int, ErrorInfo]) -> list[ItemOutput]:
-    """Attaches errors to outputs. errors: by sample index over all items; samples of one item share their grammar."""
+    """Attach errors to outputs. errors: by sample index over all items; samples of one item share their grammar."""
     merged = []
     first = 0
     for output in outputs:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store, TCPStore  # typed here, not where 
 
 from tandem.engine.batch import Batch, ItemOutput, Sample
 from tandem.engine.config import EngineConfig
+from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel, check_model, load_model
 from tandem.engine.model_runner import ModelRunner
@@ -126,8 +127,12 @@ class TensorParallelGroup:
             return load_model(self._engine)
         return load_share(self._engine, 0, self._store)
 
-    def make_runner(self, loaded: LoadedModel, pool: KVPool) -> ModelRunner:
-        return LeadingRunner(loaded, pool, self._steps, self._on_lost) if self._steps else ModelRunner(loaded, pool)
+    def make_runner(self, loaded: LoadedModel, pool: KVPool, decodes: bool = True) -> ModelRunner:
+        """decodes: see `GraphLimits`."""
+        limits = GraphLimits.of(self._engine, decodes)
+        if not self._steps:
+            return ModelRunner(loaded, pool, limits)
+        return LeadingRunner(loaded, pool, limits, self._steps, self._on_lost)
 
     def close(self) -> None:
         """Terminates the followers and closes the channels."""
@@ -150,10 +155,11 @@ class LeadingRunner(ModelRunner):
         self,
         loaded: LoadedModel,
         pool: KVPool,
+        limits: GraphLimits,
         followers: list[RankChannel[Batch]],
         on_lost: Callable[[str, int], None],
     ) -> None:
-        super().__init__(loaded, pool)
+        super().__init__(loaded, pool, limits)
         self._followers = followers
         self._on_lost = on_lost
 

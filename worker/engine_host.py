@@ -59,8 +59,9 @@ class EngineHost:
         await loop.run_in_executor(None, _check_adapters, config, loaded)
         loaded, engine_config = await loop.run_in_executor(None, fit_kv_cache, loaded, config.engine)
         pool = await loop.run_in_executor(None, KVPool, loaded, engine_config)
+        decodes = config.role != "prefill"
         engine = EngineThread(
-            lambda: ranks.make_runner(loaded, pool), loop.call_soon_threadsafe, config.engine.num_threads
+            lambda: ranks.make_runner(loaded, pool, decodes), loop.call_soon_threadsafe, config.engine.num_threads
         )
         ready: asyncio.Future[None] = loop.create_future()
         engine.start(lambda error: ready.set_exception(error) if error else ready.set_result(None))

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
+from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.kv_cache_size import fit_kv_cache
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.model_runner import ModelRunner
@@ -34,7 +35,7 @@ def serve(config: FollowerConfig) -> None:
     pool = KVPool(loaded, engine)
     rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), config.host)
     TransferServer(Connection(config.transfers_fd), rank_pool, pool.location()).start()
-    runner = ModelRunner(loaded, pool)
+    runner = ModelRunner(loaded, pool, GraphLimits.of(config.engine))
     freeze_loaded_objects()
     follow(Connection(config.steps_fd), runner)
 

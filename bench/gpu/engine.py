@@ -19,7 +19,6 @@ import torch
 from transformers import LlamaConfig
 
 from bench.gpu.part import Part
-from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
@@ -85,7 +84,7 @@ def new_runner(shape: dict[str, Any], device: Any, backend: str) -> tuple[ModelR
     pool = KVPool(loaded, config)
     runner = ModelRunner(loaded, pool)
     if backend == "plain":
-        runner._make_attention = lambda items: PlainAttention(pool, items)
+        runner._uses_triton, runner._graphs = False, None
     runner.warm_up()
     return runner, pool
 
@@ -107,7 +106,10 @@ def check_decode(part: Part, shape: dict[str, Any], bandwidth: float, sizes: Seq
         token_bytes = pool.block_bytes / pool.layout.block_size
         pool.tensor.normal_(generator=torch.Generator(part.device).manual_seed(1))
         graphs = runner._graphs
-        part.add(f"{backend}: attention", type(runner._make_attention(decode_items(1))).__name__)
+        part.add(
+            f"{backend}: attention",
+            "Triton" if runner._uses_triton else type(runner._make_attention(decode_items(1))).__name__,
+        )
         for has_graphs in (True, False) if graphs is not None else (False,):
             runner._graphs = graphs if has_graphs else None
             for size in sizes:

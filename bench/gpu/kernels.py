@@ -85,9 +85,8 @@ def main() -> None:
     if part.device == "cpu" and "TRITON_INTERPRET" not in os.environ:  # read when Triton is imported, which it is
         environment = os.environ | {"TRITON_INTERPRET": "1"}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    from tandem.engine.cuda.triton_attention import find_kernels, triton_attention
+    from tandem.engine.cuda.triton_attention import triton_attention
 
-    kernels = find_kernels()
     is_short = part.device == "cpu" or part.quick
     shapes = itertools.product(
         [16] if is_short else [16, 64, 256], [32, 80] if is_short else [64, 80, 128, 256], [(1, 4), (2, 1), (8, 4)],
@@ -101,9 +100,8 @@ def main() -> None:
             for window, softcap, has_sinks, is_decode in variants[:: 5 if is_short else 1]:
                 items = new_items(block_size, bool(is_decode), window)
                 options = AttentionOptions(head_dim**-0.5, window, softcap, sinks if has_sinks else None)
-                make = lambda pool, items: triton_attention(pool, items, kernels)  # noqa: E731
                 try:
-                    compare(pool, items, options, group, make)
+                    compare(pool, items, options, group, triton_attention)
                 except Exception as error:
                     what = f"window {window}, soft cap {softcap}, sinks {has_sinks}, decode {bool(is_decode)}"
                     raise AssertionError(f"{what}: {error}") from error

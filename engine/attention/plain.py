@@ -151,10 +151,20 @@ def _attend_single(
         for blocks in pool.layer_blocks[layer]
     )
     # The query heads of a group share one KV head: [num_seqs, num_kv_heads, group, ...]
-    scores = torch.matmul(query.reshape(num_seqs, num_kv_heads, -1, head_dim), key.transpose(2, 3)).float()
+    scores = _scores(query.reshape(num_seqs, num_kv_heads, -1, head_dim), key, options.scale)
     sinks = None if options.sinks is None else options.sinks.view(1, num_kv_heads, -1, 1)
-    weights = _softmax(_capped(scores * options.scale, options) + view.bias, sinks).to(value.dtype)
+    weights = _softmax(_capped(scores, options) + view.bias, sinks).to(value.dtype)
     return torch.matmul(weights, value).view(num_seqs, num_heads, head_dim)
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+    """Returns scaled dot products in float32: [..., num_queries, num_keys].
+
+    On a CPU they are rounded to the model's dtype, because float32 products of bfloat16 states take 1.6 times as long.
+    """
+    if query.device.type != "cpu":
+        query, key = query.float(), key.float()
+    return torch.matmul(query * scale, key.transpose(-1, -2)).float()
 
 
 def _capped(scores: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
@@ -194,7 +204,7 @@ def _attend_chunk(
     if is_plain:
         mixed = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask.repeat(group, 1), scale=options.scale)
         return mixed.view(num_heads, chunk.num_tokens, -1).transpose(0, 1)
-    scores = _capped(torch.matmul(folded * options.scale, key.transpose(-1, -2)).float(), options)
+    scores = _capped(_scores(folded, key, options.scale), options)
     scores = scores.view(num_kv_heads, group, chunk.num_tokens, -1).masked_fill(~mask, float("-inf"))
     sinks = None if options.sinks is None else options.sinks.view(num_kv_heads, group, 1, 1)
     weights = _softmax(scores, sinks).to(value.dtype).view((*folded.shape[:3], -1))

@@ -69,18 +69,28 @@ class StepIndex(NamedTuple):
         """[N], tokens of each sequence in this step."""
         return np.diff(self.cu_seqlens)
 
-    def padded(self, num_sequences: int, max_blocks: int) -> StepIndex:
-        """Pads a step of single tokens to `num_sequences` rows of `max_blocks` blocks.
+    def padded(self, num_tokens: int, num_sequences: int, max_blocks: int) -> StepIndex:
+        """Pads to a fixed size. Padding tokens have block -1, and padding sequences a context of 0.
 
-        Padding rows repeat the first sequence. They write the same keys and values to the same slots, so they change
-        nothing.
+        So they are not written, and attend to nothing. Each padding sequence gets at most one token, except that the
+        last one gets all that remain.
         """
-        assert self.num_tokens == self.num_sequences <= num_sequences
-        rows = np.zeros(num_sequences, np.int64)
-        rows[: self.num_sequences] = np.arange(self.num_sequences)
-        table = np.repeat(self.block_table[:, :1], max_blocks, 1)
-        table[:, : self.block_table.shape[1]] = self.block_table
+        more_tokens, more = num_tokens - self.num_tokens, num_sequences - self.num_sequences
+        lengths = (np.arange(more) < more_tokens).astype(np.int32)
+        if more_tokens > more:
+            lengths[-1] += more_tokens - more
+        table = np.zeros((num_sequences, max_blocks), np.int32)
+        table[: self.num_sequences, : self.block_table.shape[1]] = self.block_table
+
+        def longer(array: Int32, number: int, value: int = 0) -> Int32:
+            return np.concatenate((array, np.full(number, value, np.int32)))
+
         return StepIndex(
-            self.token_ids[rows], self.positions[rows], self.blocks[rows], self.offsets[rows],
-            np.arange(num_sequences + 1, dtype=np.int32), self.num_context[rows], table[rows],
-        )  # fmt: skip
+            token_ids=longer(self.token_ids, more_tokens),
+            positions=longer(self.positions, more_tokens),
+            blocks=longer(self.blocks, more_tokens, -1),
+            offsets=longer(self.offsets, more_tokens),
+            cu_seqlens=np.concatenate((self.cu_seqlens, self.num_tokens + lengths.cumsum())).astype(np.int32),
+            num_context=longer(self.num_context, more),
+            block_table=table,
+        )

@@ -1,12 +1,16 @@
 """Triton kernels of paged attention: write a step's keys and values to the pool, and attend to them by block table.
 
-One kernel serves prompt chunks and single tokens. A program computes BLOCK_M rows: some tokens of one sequence, times
-the query heads that share one KV head. Finding a program's sequence without help from the host is the idea of vLLM's
-unified attention kernel; the running softmax is that of FlashAttention (Dao et al., 2022).
+`attend_chunks` computes sequences with several new tokens. A program computes BLOCK_M rows: some tokens of one
+sequence, times the query heads that share one KV head. Finding a program's sequence without help from the host is the
+idea of vLLM's unified attention kernel; the running softmax is that of FlashAttention (Dao et al., 2022).
 
-The number of compiled variants is bounded: nothing that changes from step to step is a constant, except BLOCK_M, which
-has two values. By itself Triton would also compile for numbers that are 1 or multiples of 16 and for aligned addresses,
-so it is told not to for arguments that differ between steps.
+`attend_tokens` and `combine_splits` compute sequences with one new token. The context is cut into splits of SPLIT
+keys, which programs compute side by side (Flash-Decoding, Dao et al., 2023). Where a sequence is cut depends on its own
+length only, so its result is the same in every batch.
+
+Each kernel has one compiled variant per kind of layer: nothing that changes from step to step is a constant. By itself
+Triton would also compile for numbers that are 1 or multiples of 16 and for aligned addresses, so it is told not to for
+arguments that differ between steps.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ def write_kv(
     value,
     key_cache,  # the layer's first block, its keys
     value_cache,
-    blocks,  # [num_tokens]
-    offsets,  # [num_tokens]
+    blocks,  # int32 [num_tokens]; tokens of a negative block are not written
+    offsets,  # int32 [num_tokens]
     key_token_stride,
     key_head_stride,
     value_token_stride,
@@ -34,29 +38,93 @@ def write_kv(
 ):
     """Grid: [num_tokens, num_kv_heads]. Elements of a head are adjacent everywhere."""
     token, head = tl.program_id(0), tl.program_id(1)
+    block = tl.load(blocks + token).to(tl.int64)
+    if block >= 0:
+        dims = tl.arange(0, PADDED_DIM)
+        inside = dims < HEAD_DIM
+        slot = block * block_stride + head * head_stride + tl.load(offsets + token) * HEAD_DIM + dims
+        row = token.to(tl.int64)
+        new_key = tl.load(key + row * key_token_stride + head * key_head_stride + dims, mask=inside)
+        new_value = tl.load(value + row * value_token_stride + head * value_head_stride + dims, mask=inside)
+        tl.store(key_cache + slot, new_key, mask=inside)
+        tl.store(value_cache + slot, new_value, mask=inside)
+
+
+@triton.jit
+def find_row(starts, number, num_rows):
+    """Returns the last row whose start is at most `number`. starts: int32 [num_rows + 1], ascending."""
+    low, high = 0, num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) <= number:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def mix_keys(
+    q,  # [BLOCK_M, PADDED_DIM]
+    position,  # [BLOCK_M], of each row's token in its sequence
+    largest,  # float32 [BLOCK_M], of the scores so far
+    total,  # float32 [BLOCK_M], of the weights so far, relative to `largest`
+    mixed,  # float32 [BLOCK_M, PADDED_DIM], weighted sum of the values so far
+    key_cache,  # this KV head in the layer's first block
+    value_cache,
+    block_row,  # int32, the sequence's row of the block table
+    begin,  # first key, a multiple of TILE
+    end,
+    block_stride,
+    scale,
+    softcap,
+    window,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Lets the rows attend to the keys from `begin` to `end`. Return the new largest, total and mixed."""
     dims = tl.arange(0, PADDED_DIM)
     inside = dims < HEAD_DIM
-    block = tl.load(blocks + token).to(tl.int64)
-    slot = block * block_stride + head * head_stride + tl.load(offsets + token) * HEAD_DIM + dims
-    new_key = tl.load(key + token.to(tl.int64) * key_token_stride + head * key_head_stride + dims, mask=inside)
-    new_value = tl.load(value + token.to(tl.int64) * value_token_stride + head * value_head_stride + dims, mask=inside)
-    tl.store(key_cache + slot, new_key, mask=inside)
-    tl.store(value_cache + slot, new_value, mask=inside)
+    for first_key in range(begin, end, TILE):
+        keys = first_key + tl.arange(0, TILE)
+        is_key = keys < end
+        block = tl.load(block_row + keys // BLOCK_SIZE, mask=is_key, other=0)
+        slot = block.to(tl.int64) * block_stride + (keys % BLOCK_SIZE) * HEAD_DIM
+        k = tl.load(key_cache + slot[None, :] + dims[:, None], mask=is_key[None, :] & inside[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
+        seen = is_key[None, :] & (keys[None, :] <= position[:, None])
+        if window > 0:
+            seen = seen & (keys[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
+        weights = tl.exp(scores - shift[:, None])
+        shrink = tl.exp(largest - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(value_cache + slot[:, None] + dims[None, :], mask=is_key[:, None] & inside[None, :], other=0.0)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = new_largest
+    return largest, total, mixed
 
 
 @triton.jit(
     do_not_specialize=["num_sequences", "table_width"],
     do_not_specialize_on_alignment=["block_table", "cu_seqlens", "num_context"],
 )
-def attend(
+def attend_chunks(
     query,  # [num_tokens, num_heads, head_dim], with strides
     key_cache,
     value_cache,
     output,  # [num_tokens, num_heads, head_dim], contiguous
     sinks,  # [num_heads], or anything if HAS_SINKS is False
-    block_table,  # [num_sequences, table_width]
-    cu_seqlens,  # [num_sequences + 1]
-    num_context,  # [num_sequences]
+    block_table,  # int32 [num_sequences, table_width]
+    cu_seqlens,  # int32 [num_sequences + 1]
+    num_context,  # int32 [num_sequences]; 0 for padding, whose output is 0
     num_sequences,
     table_width,
     query_token_stride,
@@ -76,8 +144,8 @@ def attend(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Grid: [num_tokens // (BLOCK_M // GROUP) + num_sequences, num_kv_heads]; programs beyond the last token end at
-    once."""
+    """Grid: [num_tokens // (BLOCK_M // GROUP) + num_sequences, num_kv_heads]. Programs beyond the last token, and those
+    of sequences with one new token, end at once."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     program, kv_head = tl.program_id(0), tl.program_id(1)
     # Sequence s begins at program cu_seqlens[s] // TOKENS + s, which leaves room for each one's last, partial group.
@@ -92,14 +160,13 @@ def attend(
     first_token = tl.load(cu_seqlens + sequence)
     query_len = tl.load(cu_seqlens + sequence + 1) - first_token
     first_row = (program - first_token // TOKENS - sequence) * TOKENS
-    if first_row < query_len:
+    if (query_len > 1) & (first_row < query_len):
         context_len = tl.load(num_context + sequence)
         start = context_len - query_len + first_row  # position of the first row's token
         rows = tl.arange(0, BLOCK_M)
         local = rows // GROUP
         head = kv_head * GROUP + rows % GROUP
         is_row = (local < TOKENS) & (first_row + local < query_len)
-        position = start + local
         dims = tl.arange(0, PADDED_DIM)
         inside = dims < HEAD_DIM
         token = (first_token + first_row + local).to(tl.int64)
@@ -114,36 +181,157 @@ def attend(
         else:
             largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.full([BLOCK_M], 0.0, tl.float32)
-        mixed = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-        end = tl.minimum(context_len, start + TOKENS)
         begin = 0
         if window > 0:
             begin = tl.maximum(0, start - window + 1) // TILE * TILE
-        for first_key in range(begin, end, TILE):
-            keys = first_key + tl.arange(0, TILE)
-            is_key = keys < end
-            column = sequence.to(tl.int64) * table_width + keys // BLOCK_SIZE
-            block = tl.load(block_table + column, mask=is_key, other=0)
-            slot = block.to(tl.int64) * block_stride + kv_head * head_stride + (keys % BLOCK_SIZE) * HEAD_DIM
-            k = tl.load(key_cache + slot[None, :] + dims[:, None], mask=is_key[None, :] & inside[:, None], other=0.0)
-            scores = tl.dot(q, k, input_precision="ieee") * scale
-            if HAS_SOFTCAP:
-                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
-            seen = is_key[None, :] & (keys[None, :] <= position[:, None])
-            if window > 0:
-                seen = seen & (keys[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
-            weights = tl.exp(scores - shift[:, None])
-            shrink = tl.exp(largest - shift)
-            total = total * shrink + tl.sum(weights, 1)
-            v = tl.load(value_cache + slot[:, None] + dims[None, :], mask=is_key[:, None] & inside[None, :], other=0.0)
-            mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            largest = new_largest
+        largest, total, mixed = mix_keys(
+            q,
+            start + local,
+            largest,
+            total,
+            tl.zeros([BLOCK_M, PADDED_DIM], tl.float32),
+            key_cache + kv_head * head_stride,
+            value_cache + kv_head * head_stride,
+            block_table + sequence * table_width,
+            begin,
+            tl.minimum(context_len, start + TOKENS),
+            block_stride,
+            scale,
+            softcap,
+            window,
+            HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            TILE,
+            HAS_SOFTCAP,
+        )
         mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(
             output + (token[:, None] * num_heads + head[:, None]) * HEAD_DIM + dims[None, :],
             mixed.to(output.dtype.element_ty),
             mask=is_row[:, None] & inside[None, :],
         )
+
+
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_width"],
+    do_not_specialize_on_alignment=["block_table", "cu_seqlens", "num_context", "split_starts"],
+)
+def attend_tokens(
+    query,  # [num_tokens, num_heads, head_dim], with strides
+    key_cache,
+    value_cache,
+    partial,  # float32 [num_splits, num_heads, PADDED_DIM]: each split's weighted sum of values
+    statistics,  # float32 [num_splits, num_heads, 2]: each split's largest score and total weight
+    block_table,  # int32 [num_sequences, table_width]
+    cu_seqlens,  # int32 [num_sequences + 1]
+    num_context,  # int32 [num_sequences]
+    split_starts,  # int32 [num_sequences + 1], where each sequence's splits begin; it has none if it is a chunk
+    num_sequences,
+    table_width,
+    query_token_stride,
+    query_head_stride,
+    block_stride,
+    head_stride,
+    num_heads,
+    scale,
+    softcap,
+    window,  # 0: none
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # at least GROUP
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,  # keys, a multiple of TILE
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Grid: [any number of programs, num_kv_heads]. Each program computes every n-th split of all sequences."""
+    kv_head = tl.program_id(1)
+    rows = tl.arange(0, BLOCK_M)
+    is_row = rows < GROUP
+    head = kv_head * GROUP + rows
+    dims = tl.arange(0, PADDED_DIM)
+    for slot in range(tl.program_id(0), tl.load(split_starts + num_sequences), tl.num_programs(0)):
+        sequence = find_row(split_starts, slot, num_sequences)
+        context_len = tl.load(num_context + sequence)
+        begin = (slot - tl.load(split_starts + sequence)) * SPLIT
+        end = tl.minimum(context_len, begin + SPLIT)
+        if window > 0:
+            begin = tl.maximum(begin, tl.maximum(0, context_len - window) // TILE * TILE)
+        token = tl.load(cu_seqlens + sequence).to(tl.int64)
+        q = tl.load(
+            query + token * query_token_stride + head[:, None] * query_head_stride + dims[None, :],
+            mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        largest, total, mixed = mix_keys(
+            q,
+            tl.zeros([BLOCK_M], tl.int32) + context_len - 1,
+            tl.full([BLOCK_M], float("-inf"), tl.float32),
+            tl.full([BLOCK_M], 0.0, tl.float32),
+            tl.zeros([BLOCK_M, PADDED_DIM], tl.float32),
+            key_cache + kv_head * head_stride,
+            value_cache + kv_head * head_stride,
+            block_table + sequence * table_width,
+            begin,
+            end,
+            block_stride,
+            scale,
+            softcap,
+            window,
+            HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            TILE,
+            HAS_SOFTCAP,
+        )
+        row = (slot * num_heads + head).to(tl.int64)
+        tl.store(partial + row[:, None] * PADDED_DIM + dims[None, :], mixed, mask=is_row[:, None])
+        tl.store(statistics + row * 2, largest, mask=is_row)
+        tl.store(statistics + row * 2 + 1, total, mask=is_row)
+
+
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens", "num_context", "split_starts"])
+def combine_splits(
+    partial,  # as of attend_tokens
+    statistics,
+    output,  # [num_tokens, num_heads, head_dim], contiguous
+    sinks,  # [num_heads], or anything if HAS_SINKS is False
+    cu_seqlens,
+    split_starts,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Grid: [num_sequences, num_heads]. A sequence without splits gets 0, and one with several new tokens is left as
+    it is. Splits before a sliding window have a total of 0."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(cu_seqlens + sequence)
+    if tl.load(cu_seqlens + sequence + 1) - token == 1:
+        first = tl.load(split_starts + sequence)
+        end = tl.load(split_starts + sequence + 1)
+        dims = tl.arange(0, PADDED_DIM)
+        mixed = tl.zeros([PADDED_DIM], tl.float32)
+        largest, total = float("-inf"), 0.0
+        if HAS_SINKS:
+            largest, total = tl.load(sinks + head).to(tl.float32), 1.0
+        for first_slot in range(first, end, SPLITS_AT_ONCE):
+            slots = first_slot + tl.arange(0, SPLITS_AT_ONCE)
+            is_slot = slots < end
+            row = slots.to(tl.int64) * num_heads + head
+            largest_of = tl.load(statistics + row * 2, mask=is_slot, other=float("-inf"))
+            total_of = tl.load(statistics + row * 2 + 1, mask=is_slot, other=0.0)
+            new_largest = tl.maximum(largest, tl.max(largest_of, 0))
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weights = tl.exp(largest_of - shift)
+            shrink = tl.exp(largest - shift)
+            values = tl.load(partial + row[:, None] * PADDED_DIM + dims[None, :], mask=is_slot[:, None], other=0.0)
+            mixed = mixed * shrink + tl.sum(values * weights[:, None], 0)
+            total = total * shrink + tl.sum(total_of * weights, 0)
+            largest = new_largest
+        mixed = mixed / tl.where(total == 0.0, 1.0, total)
+        where = (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims
+        tl.store(output + where, mixed.to(output.dtype.element_ty), mask=dims < HEAD_DIM)

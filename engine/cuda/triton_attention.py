@@ -1,7 +1,8 @@
 """Paged attention on CUDA by our own kernels (`engine.cuda.attention_kernel`).
 
 It takes any block size, head size, sliding window, soft cap and sinks, and a new step shape compiles nothing. The
-worker tries it once at startup (`triton_problem`).
+worker tries it once at startup (`triton_problem`). The kernels are launched by two torch operators, so that graphs can
+be recorded and steps traced without a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.attention.self_check import attention_problem
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
-from tandem.engine.cuda.attention import StepTensors
+from tandem.engine.cuda.step_tensors import SPLIT, StepTensors, flat_on_host
+from tandem.engine.cuda.streams import upload
 
 if TYPE_CHECKING:
     from tandem.engine.kv_pool import KVPool
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 _MIN_ROWS = 16
 """Of a matrix product on tensor cores."""
 _CHUNK_ROWS = 64
+_SPLITS_AT_ONCE = 16
+_TOKEN_PROGRAMS = 2048
+"""Programs of attention of single tokens: a few for each multiprocessor of the largest GPUs. Not measured."""
 
 
 def find_kernels() -> ModuleType | None:
@@ -39,15 +44,19 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def constants(head_dim: int, group: int, block_size: int, max_query_len: int) -> dict[str, int]:
-    """Returns the kernel's sizes. group: query heads of one KV head.
+def _padded_dim(head_dim: int) -> int:
+    return max(16, next_power_of_2(head_dim))
+
+
+def constants(head_dim: int, group: int, block_size: int, *, for_chunks: bool) -> dict[str, int]:
+    """Returns the sizes of `attend_chunks` or `attend_tokens`. group: query heads of one KV head.
 
     Chunks of prompts get more rows, so that each key is read for more queries. Tiles are smaller for large heads: keys
     and values of two tiles must fit into 99 KiB of shared memory, the least of the GPUs that are supported.
     """
-    padded_dim = max(16, next_power_of_2(head_dim))
-    rows = _MIN_ROWS if max_query_len == 1 else _CHUNK_ROWS
-    return {
+    padded_dim = _padded_dim(head_dim)
+    rows = _CHUNK_ROWS if for_chunks else _MIN_ROWS
+    sizes = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": padded_dim,
@@ -55,44 +64,117 @@ def constants(head_dim: int, group: int, block_size: int, max_query_len: int) ->
         "BLOCK_M": max(rows, next_power_of_2(group)),
         "TILE": 64 if padded_dim <= 64 else 32 if padded_dim <= 128 else 16,
     }
+    return sizes if for_chunks else sizes | {"SPLIT": SPLIT}
+
+
+_library: Any = torch.library.Library("tandem", "DEF")  # type: ignore[no-untyped-call]
+_library.define("write_kv(Tensor key, Tensor value, Tensor(a!) cache, Tensor blocks, Tensor offsets) -> ()")
+_library.define(
+    "paged_attention(Tensor query, Tensor cache, Tensor? sinks, Tensor block_table, Tensor cu_seqlens, "
+    "Tensor num_context, Tensor split_starts, int max_splits, bool has_chunks, float scale, float softcap, int window"
+    ") -> Tensor"
+)
+
+
+def _write_kv(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor
+) -> None:
+    """Stores new keys and values in one layer of the pool.
+
+    key, value: [num_tokens, num_kv_heads, head_dim]. cache: [num_blocks, 2, num_kv_heads, block_size, head_dim].
+    blocks, offsets: int32 [num_tokens].
+    """
+    num_tokens, num_kv_heads, head_dim = key.shape
+    find_kernels().write_kv[num_tokens, num_kv_heads](  # type: ignore[union-attr]
+        key, value, cache[:, 0], cache[:, 1], blocks, offsets,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), cache.stride(0), cache.stride(2),
+        HEAD_DIM=head_dim, PADDED_DIM=_padded_dim(head_dim), enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _paged_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    sinks: torch.Tensor | None,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    num_context: torch.Tensor,
+    split_starts: torch.Tensor,
+    max_splits: int,
+    has_chunks: bool,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> torch.Tensor:
+    """Attends to one layer of the pool. query and result: [num_tokens, num_heads, head_dim]. Others: `StepTensors`."""
+    kernels: Any = find_kernels()
+    (num_tokens, num_heads, head_dim), num_kv_heads, block_size = query.shape, cache.shape[2], cache.shape[3]
+    group, (num_sequences, table_width) = num_heads // num_kv_heads, block_table.shape
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    key_cache, value_cache = cache[:, 0], cache[:, 1]
+    shape = num_sequences, table_width, query.stride(0), query.stride(1), cache.stride(0), cache.stride(2), num_heads
+    any_sinks = output if sinks is None else sinks
+    if has_chunks:
+        sizes = constants(head_dim, group, block_size, for_chunks=True)
+        num_programs = num_tokens // (sizes["BLOCK_M"] // group) + num_sequences
+        kernels.attend_chunks[num_programs, num_kv_heads](
+            query, key_cache, value_cache, output, any_sinks, block_table, cu_seqlens, num_context,
+            *shape, scale, softcap, window,
+            **sizes, HAS_SOFTCAP=bool(softcap), HAS_SINKS=sinks is not None, enable_fp_fusion=True,
+        )  # fmt: skip
+    if not has_chunks or max_splits:
+        sizes = constants(head_dim, group, block_size, for_chunks=False)
+        partial = torch.empty((max_splits, num_heads, sizes["PADDED_DIM"]), dtype=torch.float32, device=query.device)
+        statistics = torch.empty((max_splits, num_heads, 2), dtype=torch.float32, device=query.device)
+        num_programs = max(1, min(max_splits, _TOKEN_PROGRAMS // num_kv_heads))
+        kernels.attend_tokens[num_programs, num_kv_heads](
+            query, key_cache, value_cache, partial, statistics, block_table, cu_seqlens, num_context, split_starts,
+            *shape, scale, softcap, window,
+            **sizes, HAS_SOFTCAP=bool(softcap), enable_fp_fusion=True,
+        )  # fmt: skip
+        kernels.combine_splits[num_sequences, num_heads](
+            partial, statistics, output, any_sinks, cu_seqlens, split_starts, num_heads,
+            HEAD_DIM=head_dim, PADDED_DIM=sizes["PADDED_DIM"], SPLITS_AT_ONCE=_SPLITS_AT_ONCE,
+            HAS_SINKS=sinks is not None, enable_fp_fusion=True,
+        )  # fmt: skip
+    return output
+
+
+for _device in ("CUDA", "CPU"):  # on a CPU the kernels run where Triton interprets them
+    _library.impl("write_kv", _write_kv, _device)
+    _library.impl("paged_attention", _paged_attention, _device)
+
+
+def _no_result(*_: Any) -> None:
+    pass
+
+
+def _shape_of_result(query: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+torch.library.register_fake("tandem::write_kv", _no_result, lib=_library)
+torch.library.register_fake("tandem::paged_attention", _shape_of_result, lib=_library)
 
 
 class TritonAttention:
-    """Implements `engine.attention.interface.StepAttention`. kernels: `engine.cuda.attention_kernel`."""
+    """Implements `engine.attention.interface.StepAttention`."""
 
-    def __init__(self, pool: KVPool, step: StepTensors, kernels: Any) -> None:
+    def __init__(self, pool: KVPool, step: StepTensors) -> None:
         self._pool = pool
         self._step = step
-        self._kernels = kernels
-
-    def at(self, step: StepTensors) -> TritonAttention:
-        """Returns the attention of another step, for capture in a graph."""
-        return TritonAttention(self._pool, step, self._kernels)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        step, layout = self._step, self._pool.layout
+        step = self._step
         queries, keys, values = (_by_token(states) for states in (query, key, value))
-        num_tokens, num_heads, head_dim = queries.shape
         cache = self._pool.tensor[:, layer]  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-        block_stride, head_stride = cache.stride(0), cache.stride(2)
-        sizes = constants(head_dim, num_heads // layout.num_kv_heads, layout.block_size, step.max_query_len)
-        self._kernels.write_kv[num_tokens, layout.num_kv_heads](
-            keys, values, cache[:, 0], cache[:, 1], step.blocks, step.offsets,
-            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), block_stride, head_stride,
-            HEAD_DIM=head_dim, PADDED_DIM=sizes["PADDED_DIM"], enable_fp_fusion=True,
-        )  # fmt: skip
-        output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
-        num_sequences, table_width = step.block_table.shape
-        num_programs = num_tokens // (sizes["BLOCK_M"] // sizes["GROUP"]) + num_sequences
-        sinks = options.sinks
-        self._kernels.attend[num_programs, layout.num_kv_heads](
-            queries, cache[:, 0], cache[:, 1], output, output if sinks is None else sinks.contiguous(),
-            step.block_table, step.cu_seqlens, step.num_context, num_sequences, table_width,
-            queries.stride(0), queries.stride(1), block_stride, head_stride, num_heads,
-            float(options.scale), float(options.softcap), options.window,
-            **sizes, HAS_SOFTCAP=bool(options.softcap), HAS_SINKS=sinks is not None, enable_fp_fusion=True,
+        torch.ops.tandem.write_kv(keys, values, cache, step.blocks, step.offsets)
+        sinks = None if options.sinks is None else options.sinks.contiguous()
+        output: torch.Tensor = torch.ops.tandem.paged_attention(
+            queries, cache, sinks, step.block_table, step.cu_seqlens, step.num_context, step.split_starts,
+            step.max_splits, step.has_chunks, float(options.scale), float(options.softcap), options.window,
         )  # fmt: skip
         return output
 
@@ -103,14 +185,14 @@ def _by_token(states: torch.Tensor) -> torch.Tensor:
     return by_token if by_token.stride(2) == 1 else by_token.contiguous()
 
 
-def triton_attention(pool: KVPool, items: Sequence[BatchItem], kernels: Any) -> TritonAttention:
-    """Create the attention of one step."""
-    step = StepTensors.of(StepIndex.of(items, pool.layout.block_size), pool.tensor.device)
-    return TritonAttention(pool, step, kernels)
+def triton_attention(pool: KVPool, items: Sequence[BatchItem]) -> TritonAttention:
+    """Creates the attention of one step."""
+    index = StepIndex.of(items, pool.layout.block_size)
+    return TritonAttention(pool, StepTensors.of(upload([flat_on_host(index)], pool.tensor.device)[0], index))
 
 
-def triton_problem(pool: KVPool, kernels: ModuleType | None, num_heads: int, windows: Sequence[int]) -> str | None:
+def triton_problem(pool: KVPool, num_heads: int, windows: Sequence[int]) -> str | None:
     """See `engine.attention.self_check.attention_problem`."""
-    if kernels is None:
+    if find_kernels() is None:
         return "Triton is not installed"
-    return attention_problem(pool, lambda items: triton_attention(pool, items, kernels), num_heads, windows)
+    return attention_problem(pool, lambda items: triton_attention(pool, items), num_heads, windows)

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.loading.block_size import default_block_size
 from tandem.engine.loading.dummy_weights import dummy_recipe, make_dummy_model
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
 from tandem.engine.loading.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
@@ -24,6 +23,8 @@ from tandem.engine.vision.models import Decoder, VisionTower, takes_media
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError, InternalError, first_line
 
+BLOCK_SIZE = 64
+"""Tokens per KV block: enough for one copy per block, few enough for prefixes to be shared in steps of it."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,7 +90,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         num_layers=probed.num_layers,
         num_kv_heads=probed.num_kv_heads,  # of this rank
         head_dim=probed.head_dim,
-        block_size=config.block_size or default_block_size(device),
+        block_size=config.block_size or BLOCK_SIZE,
         tensor_parallel_size=config.tensor_parallel_size,
     )
     takes_adapters = vision is None and config.tensor_parallel_size == 1

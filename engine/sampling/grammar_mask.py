@@ -9,9 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.engine.batch import Sample
+from tandem.engine.cuda.streams import Array, upload
 from tandem.engine.sampling.grammar import GrammarState
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError
 from tandem.runtime.threads import show_thread_name
@@ -28,16 +30,16 @@ class StepMask:
 
     rows: list[int]
     mask_rows: list[int]
-    bits: torch.Tensor
+    bits: npt.NDArray[np.uint8]
     errors: dict[int, ErrorInfo]
 
     def apply(self, logits: torch.Tensor) -> None:
         """Sets forbidden tokens to -inf in place. logits: [num_rows, vocab_size]."""
         if not self.rows:
             return
-        allowed = _allowed(self.bits.to(logits.device), logits.shape[-1])
-        index = torch.tensor(self.rows, device=logits.device)
-        allowed = allowed.index_select(0, torch.tensor(self.mask_rows, device=logits.device))
+        arrays: list[Array] = [self.bits, np.array(self.rows, np.int64), np.array(self.mask_rows, np.int64)]
+        bits, index, mask_rows = upload(arrays, logits.device)
+        allowed = _allowed(bits, logits.shape[-1]).index_select(0, mask_rows)
         if len(self.rows) == len(logits):
             logits.masked_fill_(~allowed, float("-inf"))
         else:
@@ -59,7 +61,7 @@ def _allowed(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def _table(device: torch.device) -> torch.Tensor:
     """Returns int64 [256]; the eight bytes of entry i are the bits of i as booleans, lowest first."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return torch.from_numpy(bits).view(torch.int64)[:, 0].contiguous().to(device)
+    return upload([bits.view(np.int64)[:, 0].copy()], device)[0]
 
 
 class GrammarMasks:
@@ -103,7 +105,7 @@ def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
             bits[mask_row] = 0xFF
             errors |= dict.fromkeys(users[key], _error_info(error))
     constrained = [row for row in rows if row not in errors]
-    return StepMask(constrained, [mask_row_of[row] for row in constrained], torch.from_numpy(bits), errors)
+    return StepMask(constrained, [mask_row_of[row] for row in constrained], bits, errors)
 
 
 def _error_info(error: BaseException) -> ErrorInfo:

@@ -9,38 +9,46 @@ import torch
 from tandem.protocol.messages.generation import TokenLogprobs
 
 
-def token_logprobs(
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    nums_top: Sequence[int],
-    named: Sequence[tuple[int, ...]] = (),
-) -> list[TokenLogprobs]:
-    """Return, per row of `logits` [num_rows, vocab_size], the logprobs of its token and its `nums_top` likeliest.
+def logprob_columns(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, named: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns what `read_logprobs` reads, on the device of `logits` [num_rows, vocab_size]: float64 [num_rows, any].
 
-    named: token ids of each row. A row that has some gets the logprobs of its token and of these in place of the
-    likeliest. Ids beyond the vocabulary are left out.
+    token_ids: [num_rows]. named: int64 [num_rows, any], more token ids of each row, padded with -1.
     """
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(-1, token_ids[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
-    values, ids = logprobs.topk(min(max(nums_top), logprobs.shape[-1]), dim=-1)
-    # One copy to the host; float64 holds token ids and float32 values exactly.
-    rows = torch.cat((own.double(), ranks[:, None].double(), values.double(), ids.double()), -1).tolist()
-    width = values.shape[-1]
-    results = [
-        TokenLogprobs(
-            row[0],
-            int(row[1]),
-            [(int(token_id), value) for token_id, value in zip(row[2 + width :], row[2 : 2 + width], strict=True)][
-                :num_top
-            ],
-        )
-        for row, num_top in zip(rows, nums_top, strict=True)
-    ]
-    for row, wanted in enumerate(named):
-        if wanted:
-            ids_of_row = [int(token_ids[row]), *(i for i in wanted if i < logprobs.shape[-1] and i != token_ids[row])]
-            row_values = logprobs[row, torch.tensor(ids_of_row, device=logits.device)].tolist()
-            top = list(zip(ids_of_row, row_values, strict=True))
-            results[row] = TokenLogprobs(results[row].logprob, results[row].rank, top)
+    ranks = (logprobs > own).sum(-1, keepdim=True) + 1
+    values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    # float64 holds token ids and float32 values exactly.
+    columns = [token_ids[:, None].double(), own.double(), ranks.double(), values.double(), ids.double()]
+    if named is not None:
+        columns.append(logprobs.gather(-1, named.clamp(0, logprobs.shape[-1] - 1)).double())
+    return torch.cat(columns, -1)
+
+
+def read_logprobs(
+    rows: list[list[float]], nums_top: Sequence[int], vocab_size: int, named: Sequence[Sequence[int]] = ()
+) -> list[TokenLogprobs]:
+    """Returns, per row of `logprob_columns`, the logprobs of its token and its `nums_top` likeliest.
+
+    A row with named ids gets the logprobs of its token and of these in place of the likeliest. Ids beyond the
+    vocabulary are left out.
+    """
+    width = min(max(nums_top), vocab_size)
+    results = []
+    for number, (row, num_top) in enumerate(zip(rows, nums_top, strict=True)):
+        token_id, own, rank = int(row[0]), row[1], int(row[2])
+        top = [(int(i), value) for i, value in zip(row[3 + width : 3 + 2 * width], row[3 : 3 + width], strict=True)]
+        top = top[:num_top]
+        if named and named[number]:
+            others = zip(named[number], row[3 + 2 * width :], strict=False)
+            top = [(token_id, own), *((i, value) for i, value in others if i < vocab_size and i != token_id)]
+        results.append(TokenLogprobs(own, rank, top))
     return results
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, nums_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Returns, per row of `logits` [num_rows, vocab_size], the logprobs of its token and its `nums_top` likeliest."""
+    rows: list[list[float]] = logprob_columns(logits, token_ids, max(nums_top)).tolist()
+    return read_logprobs(rows, nums_top, logits.shape[-1])

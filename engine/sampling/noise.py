@@ -24,9 +24,14 @@ def noise_key(seed: int, position: int) -> int:
     return _splitmix64(_splitmix64(seed & _MASK) ^ position)
 
 
+def signed_noise_key(seed: int, position: int) -> int:
+    """Returns `noise_key` as the int64 number of the same bits."""
+    return _signed(noise_key(seed, position))
+
+
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
     """Returns each row's `noise_key`, int64 [num_rows, 1]."""
-    keys = [_signed(noise_key(seed, position)) for seed, position in zip(seeds, positions, strict=True)]
+    keys = [signed_noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     return torch.tensor(keys, device=device)[:, None]
 
 

@@ -4,20 +4,27 @@ Order: bans, bias, penalties and grammars (`engine.sampling.penalties`), tempera
 Logprobs are of the unchanged logits. The noise is a pure function of (seed, position, token id)
 (`engine.sampling.noise`): a request gives the same text in any batch and on any worker.
 
+What a step needs of its samples goes to the device before the model runs, in one copy with the step's other indices,
+and the tokens come back in one copy (`SamplingStep`).
+
 A row of NaN logits gives an arbitrary token and does not affect other rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tandem.engine.batch import Sample
+from tandem.engine.cuda.streams import upload
+from tandem.engine.sampling.columns import Columns, Tensors
 from tandem.engine.sampling.grammar_mask import StepMask
-from tandem.engine.sampling.logprobs import token_logprobs
-from tandem.engine.sampling.noise import first_to_arrive, noise_keys
-from tandem.engine.sampling.penalties import adjusted
+from tandem.engine.sampling.logprobs import logprob_columns, read_logprobs
+from tandem.engine.sampling.noise import first_to_arrive, signed_noise_key
+from tandem.engine.sampling.penalties import Adjustments
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, TokenLogprobs
 
 _FULL_SORT_VOCAB_SIZE = 4096
@@ -28,25 +35,162 @@ _SEGMENT_SIZE = 512
 """Tokens in a segment of a row; `argmax` first finds the segment, then the token in it."""
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Rows that are sampled in one way: places of their columns among the uploaded tensors.
+
+    rows: int64 [num_rows]. keys: int64 [num_rows, 1], noise. temperatures: float32 [num_rows, 1]; None if all are 1.
+    """
+
+    rows: int
+    keys: int
+    temperatures: int | None
+
+    @classmethod
+    def of(cls, rows: list[int], params: Sequence[SamplingParams], positions: Sequence[int], columns: Columns) -> _Rows:
+        keys = [[signed_noise_key(params[i].seed, positions[i])] for i in rows]
+        temperatures = [[params[i].temperature] for i in rows]
+        is_hot = any(temperature != [1.0] for temperature in temperatures)
+        return cls(
+            columns.add(rows, np.int64),
+            columns.add(keys, np.int64),
+            columns.add(temperatures, np.float32) if is_hot else None,
+        )
+
+
+@dataclass(frozen=True)
+class _Filtered:
+    """Rows with top_k, top_p or min_p that consider the same number of candidates.
+
+    limits: float64 [3, num_rows, 1]: top_k, or the vocabulary's size for none; top_p; min_p. is_whole: bool
+    [num_rows, 1], whether neither top_k nor min_p applies.
+    """
+
+    num_candidates: int
+    rows: _Rows
+    limits: int
+    is_whole: int
+
+
+class SamplingStep:
+    """The sampling of one step. Made on the host before the model runs; `arrays` go to the device.
+
+    samples, positions: of the sampled tokens, one per row of the logits. vocab_size: of the logits.
+    """
+
+    def __init__(self, samples: Sequence[Sample], positions: Sequence[int], vocab_size: int) -> None:
+        self._columns = Columns()
+        self._num_rows = len(samples)
+        self._vocab_size = vocab_size
+        params = [s.params for s in samples]
+        self._adjustments = Adjustments(samples, vocab_size, self._columns)
+        self._is_any_greedy = any(p.temperature == 0 for p in params)
+        # Rows with and without a filter use different algorithms, so that a row's result is independent of the batch.
+        plain = [i for i, p in enumerate(params) if p.temperature > 0 and not _is_filtered(p)]
+        self._plain = _Rows.of(plain, params, positions, self._columns) if plain else None
+        groups: dict[int, list[int]] = {}
+        for i, p in enumerate(params):
+            if p.temperature > 0 and _is_filtered(p):
+                groups.setdefault(_num_candidates(p, vocab_size), []).append(i)
+        self._filtered = [self._filter(number, rows, params, positions) for number, rows in groups.items()]
+        logged = [i for i, p in enumerate(params) if p.logprobs is not None]
+        self._logged = logged
+        self._named = [params[i].logprob_token_ids for i in logged]
+        self._nums_top = [0 if params[i].logprob_token_ids else params[i].logprobs or 0 for i in logged]
+        self._logged_rows = self._columns.add(logged, np.int64) if logged else None
+        self._named_ids = self._columns.add_padded(self._named) if any(self._named) else None
+        self.arrays = self._columns.arrays
+
+    def _filter(
+        self, num_candidates: int, rows: list[int], params: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> _Filtered:
+        chosen = [params[i] for i in rows]
+        limits = [
+            [[p.top_k or self._vocab_size] for p in chosen],
+            [[p.top_p] for p in chosen],
+            [[p.min_p] for p in chosen],
+        ]
+        return _Filtered(
+            num_candidates,
+            _Rows.of(rows, params, positions, self._columns),
+            self._columns.add(limits, np.float64),
+            self._columns.add([[p.top_k == 0 and p.min_p == 0] for p in chosen], np.bool_),
+        )
+
+    def run(self, logits: torch.Tensor, tensors: Tensors, mask: StepMask | None = None) -> list[SampledToken]:
+        """Samples one token per row of `logits` [num_rows, vocab_size]. tensors: `arrays`, on the device."""
+        shaped = self._adjustments.apply(logits, tensors, mask)
+        if self._is_any_greedy:
+            chosen = argmax(shaped)
+        else:
+            chosen = torch.empty(self._num_rows, dtype=torch.long, device=logits.device)
+        if self._plain is not None:
+            rows, keys, temperatures = self._parts(self._plain, tensors)
+            chosen.index_copy_(0, rows, _sample_plain(self._select(shaped, rows), keys, temperatures))
+        are_exact = [
+            self._sample_filtered(group, shaped, chosen, tensors, group.num_candidates) for group in self._filtered
+        ]
+        token_ids, logprobs, is_exact = self._read(logits, chosen, tensors, are_exact)
+        if not is_exact:
+            for group in self._filtered:
+                self._sample_filtered(group, shaped, chosen, tensors, self._vocab_size)
+            token_ids, logprobs, _ = self._read(logits, chosen, tensors, [])
+        return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
+
+    def _sample_filtered(
+        self, group: _Filtered, shaped: torch.Tensor, chosen: torch.Tensor, tensors: Tensors, num_candidates: int
+    ) -> torch.Tensor:
+        """Samples the group's rows into `chosen`. Return per row whether `num_candidates` suffice.
+
+        The number of candidates depends only on the row's own parameters, and a full sort gives the same token where
+        they suffice.
+        """
+        rows, keys, temperatures = self._parts(group.rows, tensors)
+        selected = self._select(shaped, rows).float()
+        if temperatures is not None:
+            selected = selected / temperatures
+        top_k, top_p, min_p = tensors[group.limits]
+        tokens, is_exact = _sample_among(num_candidates, selected, keys, top_k, top_p, min_p, tensors[group.is_whole])
+        chosen.index_copy_(0, rows, tokens)
+        return is_exact if num_candidates < self._vocab_size else torch.ones_like(is_exact)
+
+    def _read(
+        self, logits: torch.Tensor, chosen: torch.Tensor, tensors: Tensors, are_exact: list[torch.Tensor]
+    ) -> tuple[list[int], dict[int, TokenLogprobs], bool]:
+        """Returns the token ids, the logprobs by row, and whether all of `are_exact` hold: one copy to the host."""
+        if self._logged_rows is None and not are_exact:
+            return chosen.tolist(), {}, True
+        columns: list[torch.Tensor] = [chosen, *are_exact]
+        if self._logged_rows is not None:
+            index = tensors[self._logged_rows]
+            named = None if self._named_ids is None else tensors[self._named_ids]
+            selected = logits.index_select(0, index), chosen.index_select(0, index)
+            columns.append(logprob_columns(*selected, max(self._nums_top), named).view(-1))
+        values: list[float] = torch.cat([column.double() for column in columns]).tolist()
+        num_exact = sum(map(len, are_exact))
+        end = self._num_rows + num_exact
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self._logged:
+            width = (len(values) - end) // len(self._logged)
+            rows = [values[first : first + width] for first in range(end, len(values), width)]
+            found = read_logprobs(rows, self._nums_top, self._vocab_size, self._named)
+            logprobs = dict(zip(self._logged, found, strict=True))
+        return [int(value) for value in values[: self._num_rows]], logprobs, all(values[self._num_rows : end])
+
+    def _parts(self, rows: _Rows, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        temperatures = None if rows.temperatures is None else tensors[rows.temperatures]
+        return tensors[rows.rows], tensors[rows.keys], temperatures
+
+    def _select(self, shaped: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return shaped if len(rows) == self._num_rows else shaped.index_select(0, rows)
+
+
 def sample(
     logits: torch.Tensor, samples: Sequence[Sample], positions: Sequence[int], mask: StepMask | None = None
 ) -> list[SampledToken]:
     """Samples one token per row of `logits` [num_rows, vocab_size]. positions: of the sampled tokens."""
-    params = [s.params for s in samples]
-    shaped = adjusted(logits, samples, mask)
-    is_any_greedy = any(p.temperature == 0 for p in params)
-    chosen = argmax(shaped) if is_any_greedy else torch.empty(len(params), dtype=torch.long, device=logits.device)
-    # Rows with and without a filter use different algorithms, so that a row's result is independent of the batch.
-    plain = [i for i, p in enumerate(params) if p.temperature > 0 and not _is_filtered(p)]
-    filtered = [i for i, p in enumerate(params) if p.temperature > 0 and _is_filtered(p)]
-    for rows, choose in ((plain, _sample_plain), (filtered, _sample_filtered)):
-        if rows:
-            index = torch.tensor(rows, device=logits.device)
-            selected = shaped if len(rows) == len(params) else shaped.index_select(0, index)
-            keys = noise_keys([params[i].seed for i in rows], [positions[i] for i in rows], logits.device)
-            chosen.index_copy_(0, index, choose(selected, keys, [params[i] for i in rows]))
-    logprobs = _logprobs(logits, params, chosen)
-    return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(chosen.tolist())]
+    step = SamplingStep(samples, positions, logits.shape[-1])
+    return step.run(logits, upload(step.arrays, logits.device), mask)
 
 
 def argmax(rows: torch.Tensor) -> torch.Tensor:
@@ -73,23 +217,14 @@ def _is_filtered(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _logprobs(logits: torch.Tensor, params: list[SamplingParams], chosen: torch.Tensor) -> dict[int, TokenLogprobs]:
-    rows = [i for i, p in enumerate(params) if p.logprobs is not None]
-    if not rows:
-        return {}
-    index = torch.tensor(rows, device=logits.device)
-    named = [params[i].logprob_token_ids for i in rows]
-    nums_top = [0 if ids else params[i].logprobs or 0 for i, ids in zip(rows, named, strict=True)]
-    logprobs = token_logprobs(logits.index_select(0, index), chosen.index_select(0, index), nums_top, named)
-    return dict(zip(rows, logprobs, strict=True))
+def _num_candidates(params: SamplingParams, vocab_size: int) -> int:
+    if vocab_size <= _FULL_SORT_VOCAB_SIZE:
+        return vocab_size
+    few, many = _NUM_CANDIDATES
+    return few if 0 < params.top_k <= few // 2 else many
 
 
-def _temperatures(params: list[SamplingParams], device: torch.device) -> torch.Tensor:
-    """Returns [num_rows, 1]."""
-    return torch.tensor([p.temperature for p in params], device=device)[:, None]
-
-
-def _sample_plain(logits: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+def _sample_plain(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
     """Samples without filters in two races: among segments by their total weight, then among the winner's tokens.
 
     P(token) = P(segment) * P(token | segment), so the distribution is unchanged, but only about sqrt(vocab_size) random
@@ -101,8 +236,8 @@ def _sample_plain(logits: torch.Tensor, keys: torch.Tensor, params: list[Samplin
     weights = torch.zeros(num_rows, num_segments * segment_size, device=logits.device)  # padded with zero weights
     own = weights[:, :size].copy_(logits)
     own -= own.amax(-1, keepdim=True)
-    if any(p.temperature != 1 for p in params):
-        own /= _temperatures(params, logits.device)
+    if temperatures is not None:
+        own /= temperatures
     own.exp_()
     segments = weights.view(num_rows, num_segments, segment_size)
     numbers = torch.arange(max(num_segments, segment_size), device=logits.device)
@@ -123,59 +258,49 @@ def segment_ids(numbers: torch.Tensor) -> torch.Tensor:
     return -1 - numbers
 
 
-def _sample_filtered(logits: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Samples with top_k, top_p or min_p, among each row's most likely candidates; fall back to a full sort.
-
-    The number of candidates depends only on the row's own parameters, and both ways give the same token.
-    """
-    vocab_size = logits.shape[-1]
-    logits = logits.float() / _temperatures(params, logits.device)
-    chosen = torch.empty(len(params), dtype=torch.long, device=logits.device)
-    groups: dict[int, list[int]] = {}
-    for i, p in enumerate(params):
-        few, many = _NUM_CANDIDATES
-        num_candidates = few if 0 < p.top_k <= few // 2 else many
-        groups.setdefault(vocab_size if vocab_size <= _FULL_SORT_VOCAB_SIZE else num_candidates, []).append(i)
-    for num_candidates, rows in groups.items():
-        index = torch.tensor(rows, device=logits.device)
-        selected = logits.index_select(0, index), keys.index_select(0, index), [params[i] for i in rows]
-        tokens, is_exact = _sample_among(num_candidates, *selected)
-        if num_candidates < vocab_size and not bool(is_exact.all()):
-            tokens = torch.where(is_exact, tokens, _sample_among(vocab_size, *selected)[0])
-        chosen.index_copy_(0, index, tokens)
-    return chosen
-
-
 def _sample_among(
-    num_candidates: int, logits: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]
+    num_candidates: int,
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    is_whole: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples among each row's `num_candidates` likeliest tokens.
 
-    Returns the tokens, and per row whether the candidates include every token that the filters keep.
+    Returns the tokens, and per row whether the candidates include every token that the filters keep. min_p keeps
+    tokens with p >= min_p * max(p) (Nguyen et al., ICLR 2025).
     """
-    device = logits.device
     values, order = most_likely(logits, num_candidates)
-    probs = (values.double() - logits.double().logsumexp(-1, keepdim=True)).exp()
-    top_k = torch.tensor([p.top_k or logits.shape[-1] for p in params], device=device)[:, None]
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
-    # min_p: p >= min_p * max(p) (Nguyen et al., ICLR 2025).
-    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)[:, None]
-    ranks = torch.arange(num_candidates, device=device)
+    probs = (values.double() - log_total(logits)).exp()
+    ranks = torch.arange(num_candidates, device=logits.device)
     # Tokens of probability zero are never kept: a grammar may leave fewer than top_k tokens.
     kept = (ranks < top_k) & (probs >= min_p * probs[:, :1]) & (probs > 0)
     probs = probs * kept
-    is_whole = torch.tensor([p.top_k == 0 and p.min_p == 0 for p in params], device=device)[:, None]
     total = torch.where(is_whole, 1.0, probs.sum(-1, keepdim=True))
     # Nucleus sampling: the fewest tokens whose mass reaches top_p (Holtzman et al., ICLR 2020).
     nucleus = kept & ((probs.cumsum(-1) - probs) / total < top_p)
     # The kept tokens come first. Counting them saves work on CPU; on a GPU it would wait for the device.
-    width = max(1, int(nucleus.sum(-1).max())) if device.type == "cpu" else num_candidates
+    width = max(1, int(nucleus.sum(-1).max())) if logits.device.type == "cpu" else num_candidates
     place = first_to_arrive((probs * nucleus)[:, :width], keys, order[:, :width])
     tokens = order.gather(-1, place)[:, 0]
     # Ties with the last candidate may be missing, so all kept tokens must be strictly more likely.
     num_sure = (values > values[:, -1:]).sum(-1)
     num_counted = torch.where(is_whole[:, 0], nucleus.sum(-1), kept.sum(-1))
     return tokens, num_counted <= num_sure
+
+
+def log_total(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the logarithm of each row's sum of exponentials, float64 [num_rows, 1], within about 1e-7.
+
+    Only sums of segments are computed in float64, because that is slow on many GPUs.
+    """
+    largest = logits.amax(-1, keepdim=True)
+    weights = (logits - largest).exp_()
+    covered = weights.shape[1] // _SEGMENT_SIZE * _SEGMENT_SIZE
+    sums = weights[:, :covered].view(len(weights), -1, _SEGMENT_SIZE).sum(-1).double().sum(-1, keepdim=True)
+    return (sums + weights[:, covered:].sum(-1, keepdim=True).double()).log_() + largest.double()
 
 
 def most_likely(logits: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
-from tandem.engine.cuda.attention import find_varlen_attn, varlen_problem
-from tandem.engine.cuda.triton_attention import find_kernels, triton_problem
+from tandem.engine.cuda.triton_attention import triton_problem
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
@@ -90,31 +89,16 @@ def test_greedy_equals_generate_in_float32(folder: Path) -> None:
     assert greedy(runner, 16) == expected
 
 
-def test_torch_has_varlen_attn_with_block_tables() -> None:
-    assert find_varlen_attn() is not None, f"torch {torch.__version__} lacks it; plain attention is used"
-
-
-@pytest.mark.parametrize("block_size", [16, 64, 256])
-@pytest.mark.parametrize("window", [0, 100])
-def test_varlen_attn_accepts_our_block_layout(folder: Path, block_size: int, window: int) -> None:
-    """Uses strided views of a block-major pool; the supported block sizes depend on torch's backend."""
-    config = EngineConfig(
-        str(folder), dtype="bfloat16", device="cuda", kv_cache_bytes=1 << 28, block_size=block_size, load_format="dummy"
-    )
-    pool = KVPool(load_model(config), config)
-    assert varlen_problem(pool, find_varlen_attn(), 8, [window]) is None
-
-
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("window", [0, 5, 100])
 def test_our_kernel_computes_what_plain_attention_does(folder: Path, block_size: int, window: int) -> None:
     config = EngineConfig(
         str(folder), dtype="bfloat16", device="cuda", kv_cache_bytes=1 << 28, block_size=block_size, load_format="dummy"
     )
-    assert triton_problem(KVPool(load_model(config), config), find_kernels(), 8, [window]) is None
+    assert triton_problem(KVPool(load_model(config), config), 8, [window]) is None
 
 
-def test_decode_steps_run_from_graphs_and_equal_eager(bfloat16: tuple[ModelRunner, KVPool]) -> None:
+def test_steps_run_from_graphs_and_equal_eager(bfloat16: tuple[ModelRunner, KVPool]) -> None:
     runner, _ = bfloat16
     assert runner._graphs is not None, "no graphs were captured; the log says why"
     with_graphs = greedy(runner, 24)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tandem.engine.batch import Batch, BatchItem
+from tandem.engine.cuda.streams import device_waiter
 from tandem.engine.device_errors import why_lost
 from tandem.engine.engine_thread import EngineThread
-from tandem.engine.model_runner import ModelRunner, device_waiter
+from tandem.engine.model_runner import ModelRunner
 from tests.support.garbage import frames_in, kept_garbage
 
 

@@ -48,7 +48,7 @@ def group_and_lost(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     split = msgspec.structs.replace(config, tensor_parallel_size=2)
     lost: list[str] = []
-    group = TensorParallelGroup("worker", split, "127.0.0.1", "info", lambda reason, code: lost.append(reason))
+    group = TensorParallelGroup("worker", split, "127.0.0.1", "info", on_lost=lambda reason, code: lost.append(reason))
     yield group, lost
     group.close()
     if dist.is_initialized():

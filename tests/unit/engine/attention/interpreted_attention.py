@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 
+from tandem.engine import model_runner
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.attention.plain import PlainAttention
+from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
-from tandem.engine.cuda import attention_kernel
-from tandem.engine.cuda.triton_attention import triton_attention, triton_problem
+from tandem.engine.cpu import fused_layers
+from tandem.engine.cuda import attention_kernel, step_tensors, triton_attention
+from tandem.engine.cuda.step_graphs import GraphLimits
+from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host, num_splits
+from tandem.engine.cuda.triton_attention import TritonAttention, triton_problem
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
+from tandem.engine.tensor_parallel import without_sampling
 from tandem.protocol.messages.generation import SamplingParams
+from tests.support.recorded_graphs import RecordedGraphs
 
 NUM_LAYERS, NUM_BLOCKS = 2, 24
 GREEDY = Sample(SamplingParams(temperature=0.0))
+SPLIT = 32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_splits() -> Iterator[None]:
+    """The contexts of these tests take several splits, and their partial results several rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_tensors, "SPLIT", SPLIT)
+        patch.setattr(triton_attention, "SPLIT", SPLIT)
+        patch.setattr(triton_attention, "_SPLITS_AT_ONCE", 2)
+        yield
 
 
 def new_pool(num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -45,7 +66,7 @@ def new_pool(num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dty
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: (tokens before the step, tokens in it) of each sequence."""
+    """lengths: (tokens before the step, tokens in it) of each sequence. padding: (tokens, sequences)."""
 
     block_size: int
     head_dim: int
@@ -57,6 +78,7 @@ class Case:
     has_sinks: bool
     layer: int
     seed: int
+    padding: tuple[int, int]
 
     @property
     def items(self) -> list[BatchItem]:
@@ -69,6 +91,24 @@ class Case:
             free = free[num_blocks:]
         return items
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(number for _, number in self.lengths)
+
+    @property
+    def options(self) -> AttentionOptions:
+        sinks = torch.linspace(-1, 2, self.num_kv_heads * self.group) if self.has_sinks else None
+        return AttentionOptions(self.head_dim**-0.5, self.window, self.softcap, sinks)
+
+    def states(self) -> list[torch.Tensor]:
+        """Query, key and value as models make them: views of a projection's output."""
+        generator = torch.Generator().manual_seed(2)
+        heads = self.num_kv_heads * self.group, self.num_kv_heads, self.num_kv_heads
+        return [
+            torch.randn((1, self.num_tokens, number, self.head_dim), generator=generator).transpose(1, 2)
+            for number in heads
+        ]
+
 
 CASES = st.builds(
     Case,
@@ -76,87 +116,212 @@ CASES = st.builds(
     head_dim=st.sampled_from([16, 20]),
     num_kv_heads=st.sampled_from([1, 2]),
     group=st.sampled_from([1, 3, 4]),
-    lengths=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 2, 33])), min_size=1, max_size=4),
+    lengths=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 2, 17])), min_size=1, max_size=4),
     window=st.sampled_from([0, 1, 7, 40]),
     softcap=st.sampled_from([0.0, 5.0]),
     has_sinks=st.booleans(),
     layer=st.integers(0, 1),
     seed=st.integers(0, 9),
+    padding=st.sampled_from([(0, 0), (0, 2), (1, 1), (3, 3), (20, 2)]),
 )
 
 
-@settings(max_examples=25, deadline=None)
+def attend(pool: Any, case: Case, items: list[BatchItem], states: list[torch.Tensor]) -> torch.Tensor:
+    """Runs the kernels on a padded step, with more splits than it has, as graphs do."""
+    index = StepIndex.of(items, case.block_size)
+    more_tokens, more = case.padding
+    index = index.padded(index.num_tokens + more_tokens, index.num_sequences + more, 12)
+    step = StepTensors.of(torch.from_numpy(flat_on_host(index)), index, num_splits(index) + 1)
+    padded = [torch.nn.functional.pad(each, (0, 0, 0, more_tokens)) for each in states]
+    got = TritonAttention(pool, step).attend(case.layer, *padded, case.options)
+    num_tokens = states[0].shape[2]
+    assert not got[num_tokens:].any(), "padding gives 0, not what the memory held"
+    return got[:num_tokens]
+
+
+@settings(max_examples=8, deadline=None)
 @given(CASES)
 def test_the_kernels_compute_what_plain_attention_does(case: Case) -> None:
     pool = new_pool(case.num_kv_heads, case.head_dim, case.block_size)
-    num_heads, num_tokens = case.num_kv_heads * case.group, sum(number for _, number in case.lengths)
-    sinks = torch.linspace(-1, 2, num_heads) if case.has_sinks else None
-    options = AttentionOptions(case.head_dim**-0.5, case.window, case.softcap, sinks)
-    generator = torch.Generator().manual_seed(2)
-    # As models make them: views of a projection's output.
-    query = torch.randn((1, num_tokens, num_heads, case.head_dim), generator=generator).transpose(1, 2)
-    key = torch.randn((1, num_tokens, case.num_kv_heads, case.head_dim), generator=generator).transpose(1, 2)
-    value = torch.randn((1, case.num_kv_heads, num_tokens, case.head_dim), generator=generator)
     before = pool.tensor.clone()
-    expected = PlainAttention(pool, case.items).attend(case.layer, query, key, value, options)
+    states = case.states()
+    expected = PlainAttention(pool, case.items).attend(case.layer, *states, case.options)
     written = pool.tensor.clone()
     pool.tensor.copy_(before)
-    got = triton_attention(pool, case.items, attention_kernel).attend(case.layer, query, key, value, options)
+    got = attend(pool, case, case.items, states)
     assert torch.equal(pool.tensor, written), "the same slots are written, and no others"
     torch.testing.assert_close(got, expected.view_as(got), rtol=2e-5, atol=2e-5)
 
 
-def test_the_check_at_startup_finds_a_wrong_kernel_and_restores_the_pool() -> None:
+@settings(max_examples=4, deadline=None)
+@given(CASES.filter(lambda case: len(case.lengths) > 1))
+def test_a_sequence_has_the_same_result_in_every_batch(case: Case) -> None:
+    """To the last bit: alone, and beside others and padding."""
+    pool = new_pool(case.num_kv_heads, case.head_dim, case.block_size)
+    states = case.states()
+    together = attend(pool, case, case.items, states)
+    first_token = 0
+    for item in case.items:
+        rows = slice(first_token, first_token := first_token + len(item.token_ids))
+        alone = TritonAttention(pool, step_of([item], case.block_size)).attend(
+            case.layer, *(each[:, :, rows] for each in states), case.options
+        )
+        assert torch.equal(alone, together[rows])
+
+
+def step_of(items: list[BatchItem], block_size: int) -> StepTensors:
+    index = StepIndex.of(items, block_size)
+    return StepTensors.of(torch.from_numpy(flat_on_host(index)), index)
+
+
+def test_the_check_at_startup_finds_a_wrong_kernel_and_restores_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = new_pool(2, 64, 16)
     before = pool.tensor.clone()
-    assert triton_problem(pool, attention_kernel, 4, [0, 8]) is None
+    assert triton_problem(pool, 4, [0, 8]) is None
 
     class Wrong:
         write_kv = attention_kernel.write_kv
+        attend_tokens = attention_kernel.attend_tokens
+        combine_splits = attention_kernel.combine_splits
 
-        class attend:
+        class attend_chunks:
             def __class_getitem__(cls, grid: Any) -> Any:
                 return lambda query, keys, values, output, *rest, **sizes: output.fill_(0.5)
 
-    wrong: Any = Wrong
-    assert "is off by" in str(triton_problem(pool, wrong, 4, [0]))
-    assert triton_problem(pool, None, 4, [0]) == "Triton is not installed"
+    monkeypatch.setattr(triton_attention, "find_kernels", lambda: Wrong)
+    assert "is off by" in str(triton_problem(pool, 4, [0]))
+    monkeypatch.setattr(triton_attention, "find_kernels", lambda: None)
+    assert triton_problem(pool, 4, [0]) == "Triton is not installed"
     assert torch.equal(pool.tensor, before)
 
 
-def test_a_model_with_a_sliding_window_generates_what_it_does_with_plain_attention(tmp_path: Path) -> None:
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> ModelRunner:
     torch.manual_seed(4)
-    shape: dict[str, Any] = {
-        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
-    }  # fmt: skip
-    MistralForCausalLM(MistralConfig(**shape, sliding_window=10)).save_pretrained(tmp_path)
-    config = EngineConfig(str(tmp_path), dtype="float32", device="cpu", block_size=8, kv_cache_bytes=1 << 21)
+    MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=10)).save_pretrained(tmp_path)
+    return new_runner(tmp_path)
+
+
+def new_runner(folder: Path) -> ModelRunner:
+    """The layers are transformers' own, as on a GPU: kernels for CPUs could not be recorded."""
+    config = EngineConfig(str(folder), dtype="float32", device="cpu", block_size=8, kv_cache_bytes=1 << 21)
     model = load_model(config)
-    pool = KVPool(model, config)
-    runner = ModelRunner(model, pool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_layers, "fuse_layers", lambda model: None)
+        patch.setattr(model_runner, "pack_linears", lambda model: None)
+        return ModelRunner(model, KVPool(model, config))
+
+
+def test_a_model_generates_the_same_from_recorded_graphs(runner: ModelRunner) -> None:
+    """A recorded graph holds what was captured, as a CUDA graph does: other inputs, read by Python, are not seen."""
     expected = generate(runner)
-    runner._make_attention = lambda items: triton_attention(pool, items, attention_kernel)
+    runner._uses_triton = True
     assert generate(runner) == expected
-    replayed: list[int] = []
-
-    def capture(function: Any) -> Any:
-        return lambda: replayed.append(1) or function()
-
-    runner._capture_graphs(capture)
+    graphs = RecordedGraphs()
+    runner.use_graphs(GraphLimits(max_num_seqs=4, max_num_batched_tokens=28), graphs.capture)
+    runner.warm_up()
+    assert runner._graphs is not None
+    captured = runner._graphs.captured
+    assert set(captured) == {*runner._graphs.decode_shapes, *runner._graphs.chunk_shapes}
+    graphs.num_replays = 0
     assert generate(runner) == expected
-    assert len(replayed) == 5, "all steps except the first, which has prompts, run from graphs"
+    assert graphs.num_replays == 7, "every step runs from a graph: the last ones beside a prompt, too"
+    assert runner._graphs.captured == captured, "nothing is captured after startup"
 
 
 def generate(runner: ModelRunner) -> list[list[int]]:
+    """Prompts first, then single tokens, then single tokens beside a new prompt and beside the rest of it."""
     rng = random.Random(1)
-    tokens = [[rng.randrange(320) for _ in range(length)] for length in (1, 23, 12)]
+    tokens = [[rng.randrange(320) for _ in range(length)] for length in (1, 12, 11)]
     starts = [0, 0, 0]
-    for _ in range(6):
-        items = [
-            BatchItem(tokens[i][starts[i] :], starts[i], list(range(8 * i, 8 * i + 8)), [GREEDY]) for i in range(3)
-        ]
-        for i, output in enumerate(runner.run(Batch(items))):
+    late, tables = [rng.randrange(320) for _ in range(19)], [list(range(8 * i, 8 * i + 8)) for i in range(4)]
+    for number in range(7):
+        items = [BatchItem(tokens[i][starts[i] :], starts[i], tables[i], [GREEDY]) for i in range(3)]
+        if number == 5:
+            items.insert(1, BatchItem(late[:9], 0, tables[3]))
+        if number == 6:
+            items.append(BatchItem(late[9:], 9, tables[3], [GREEDY, GREEDY]))
+        outputs = runner.run(Batch(items))
+        if number == 5:
+            assert outputs.pop(1).tokens == []
+        if number == 6:
+            tokens.append([token.token_id for token in outputs.pop().tokens])
+        for i, output in enumerate(outputs):
             starts[i] = len(tokens[i])
             tokens[i].append(output.tokens[0].token_id)
     return tokens
+
+
+def test_a_worker_of_prompts_captures_graphs_of_single_tokens_when_it_first_needs_them(runner: ModelRunner) -> None:
+    runner._uses_triton = True
+    runner.use_graphs(GraphLimits(max_num_seqs=2, max_num_batched_tokens=20, decodes=False), RecordedGraphs().capture)
+    runner.warm_up()
+    graphs = runner._graphs
+    one, two = graphs.decode_shapes  # type: ignore[union-attr]
+    assert graphs is not None and two not in graphs.captured, "only the one that warms up sampling"
+    runner.run(Batch([BatchItem([1], 3, [2], [GREEDY])] * 2))
+    assert graphs.captured[-1] == two != one
+
+
+def test_all_ranks_capture_the_same_graphs_in_the_same_order(runner: ModelRunner, tmp_path: Path) -> None:
+    """Rank 0 sends each step, so that the others reach the same collectives."""
+    follower = new_runner(tmp_path)
+    sent: list[Batch] = []
+    run = runner.run
+
+    def send_and_run(batch: Batch) -> Any:
+        sent.append(without_sampling(batch))
+        return run(batch)
+
+    runner.run = send_and_run  # type: ignore[method-assign]
+    for each in (runner, follower):
+        each._uses_triton = True
+        limits = GraphLimits(max_num_seqs=3, max_num_batched_tokens=9)
+        each.use_graphs(limits, RecordedGraphs().capture)
+    runner.warm_up()
+    for batch in sent:
+        follower.run(batch)
+    assert runner._graphs is not None and follower._graphs is not None
+    assert runner._graphs.captured == follower._graphs.captured
+    assert len(runner._graphs.captured) == len(runner._graphs.decode_shapes) + len(runner._graphs.chunk_shapes)
+
+
+def test_a_model_that_reads_from_the_device_runs_without_graphs(
+    runner: ModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generate(runner)
+    runner._uses_triton = True
+    layer = runner._model.base_model.layers[1]
+    layer.register_forward_pre_hook(lambda _, args: float(args[0].sum()) and None)
+    runner.use_graphs(GraphLimits(max_num_seqs=4), RecordedGraphs().capture)
+    runner.warm_up()
+    assert runner._graphs is None and "without CUDA graphs" in caplog.text
+    assert generate(runner) == expected
+
+
+def test_a_model_with_sinks_and_experts(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = GptOssConfig(
+        **SHAPE, sliding_window=10, num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    GptOssForCausalLM(config).save_pretrained(tmp_path)
+    runner = new_runner(tmp_path)
+    expected = generate(runner)
+    runner._uses_triton = True
+    assert generate(runner) == expected
+
+
+def test_splits_are_of_the_sequence_alone() -> None:
+    """Also where the context is a multiple of a split."""
+    lengths = [(SPLIT - 1, 1), (SPLIT, 1), (0, 5), (3 * SPLIT - 1, 1)]
+    items = [BatchItem([0] * number, start, [0] * 9) for start, number in lengths]
+    starts = step_of(items, 16).split_starts
+    assert np.diff(starts.numpy()).tolist() == [1, 2, 0, 3]

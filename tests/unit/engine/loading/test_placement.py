@@ -20,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.loading import model_loader
-from tandem.engine.loading.block_size import gpu_block_size
 from tandem.engine.loading.model_probe import ProbedModel
 
 
@@ -99,9 +98,3 @@ def test_a_rank_copies_only_its_slices(folder: Path, monkeypatch: pytest.MonkeyP
     whole = load(folder, "cpu", monkeypatch)
     half = load(folder, "cpu", monkeypatch, num_ranks=2)
     assert half.cpu_bytes < 0.55 * whole.cpu_bytes
-
-
-def test_blocks_fit_the_attention_backend() -> None:
-    assert gpu_block_size(True, (8, 0)) == gpu_block_size(True, (12, 0)) == gpu_block_size(False, (9, 0)) == 64
-    for capability in ((8, 0), (8, 9), (12, 0)):
-        assert gpu_block_size(False, capability) % 256 == 0, "Flash Attention 2 refuses other blocks"

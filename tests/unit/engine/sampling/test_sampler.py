@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import tandem.engine.sampling.sampler
 from tandem.engine.batch import Sample
 from tandem.engine.sampling.noise import arrival_times, noise_keys
-from tandem.engine.sampling.sampler import sample
+from tandem.engine.sampling.sampler import SamplingStep, sample
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, Thinking
 
 VOCAB_SIZE = 50
@@ -298,13 +298,12 @@ def test_a_row_of_nan_does_not_affect_others(value: float, params: SamplingParam
 def test_greedy_batches_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A greedy batch is one argmax."""
     seen: list[torch.Tensor] = []
-    real: Callable[[torch.Tensor, list[Sample]], torch.Tensor] = tandem.engine.sampling.sampler.adjusted
-    monkeypatch.setattr(
-        tandem.engine.sampling.sampler, "adjusted", lambda logits, s, mask: seen.append(real(logits, s)) or seen[-1]
-    )
+    argmax = tandem.engine.sampling.sampler.argmax
+    monkeypatch.setattr(tandem.engine.sampling.sampler, "argmax", lambda logits: seen.append(logits) or argmax(logits))
     logits = torch.randn(3, 9)
-    sample(logits, [Sample(SamplingParams(temperature=0.0))] * 3, [0, 1, 2])
-    assert seen[0] is logits
+    step = SamplingStep([Sample(SamplingParams(temperature=0.0))] * 3, [0, 1, 2], 9)
+    step.run(logits, [])
+    assert seen[0] is logits and not step.arrays
 
 
 @pytest.mark.parametrize("vocab_size", [3, 127, 128, 129, 1300, 20_000])

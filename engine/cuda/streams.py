@@ -1,0 +1,80 @@
+"""All that the engine does with CUDA streams, events, graphs and pinned memory, so that tests replace one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[Any]
+Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
+"""Captures a function in a graph, and returns what replays the graph and returns its output."""
+
+_ALIGNMENT = 16
+
+
+def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+    """Returns the arrays as tensors on the device. All go there in one copy, for which the host does not wait."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    if not arrays:
+        return []
+    ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
+    host = np.empty(int(ends[-1]), np.uint8)
+    tensors, begin = [], 0
+    for array, end in zip(arrays, ends.tolist(), strict=True):
+        host[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        begin = end
+    flat, begin = _copy_to_device(host, device), 0
+    for array, end in zip(arrays, ends.tolist(), strict=True):
+        dtype = torch.from_numpy(array).dtype
+        tensors.append(flat[begin : begin + array.nbytes].view(dtype).view(array.shape))
+        begin = end
+    return tensors
+
+
+def _copy_to_device(host: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(host).pin_memory().to(device, non_blocking=True)
+
+
+def device_waiter(device: torch.device) -> Callable[[], None]:
+    """Returns a function that blocks, without spinning, until the work queued on the device is done."""
+    if device.type != "cuda":
+        return lambda: None
+
+    def wait() -> None:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+
+    return wait
+
+
+def cuda_capture() -> Capture:
+    """Returns a function that captures a function and returns its replay. All graphs share one memory pool."""
+    pool: Any = None
+
+    def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        nonlocal pool
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # warm up: first calls select kernels and allocate
+            for _ in range(2):
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Calls of other threads, such as those of KV transfer and of NCCL's watchdog, must not end the capture.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            output = function()
+        pool = graph.pool()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    return capture

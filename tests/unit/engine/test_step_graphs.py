@@ -1,0 +1,84 @@
+"""Which steps run from which graphs, over random traffic."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engine.attention.step_index import StepIndex
+from tandem.engine.batch import BatchItem
+from tandem.engine.cuda.step_graphs import GraphLimits, StepGraphs, ladder
+
+BLOCK_SIZE, MAX_LEN = 64, 8192
+
+
+def new_graphs(**limits: Any) -> StepGraphs:
+    def run_model(step: Any) -> torch.Tensor:
+        raise AssertionError("nothing is captured here")
+
+    return StepGraphs(run_model, GraphLimits(**limits), BLOCK_SIZE, MAX_LEN // BLOCK_SIZE, lambda run: run)
+
+
+def step(lengths: list[int], context: int = 500) -> StepIndex:
+    return StepIndex.of([BatchItem([0] * length, context, [0] * 64) for length in lengths], BLOCK_SIZE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([1, 3, 64, 300, 4096]),
+    st.floats(0, 1),
+    st.lists(st.integers(1, 300), max_size=3),
+    st.sampled_from([1, 512, 8192]),
+)
+def test_every_batch_within_the_limits_has_a_graph(
+    max_num_seqs: int, share: float, chunks: list[int], max_num_batched_tokens: int
+) -> None:
+    graphs = new_graphs(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    singles = max(1, int(share * max_num_seqs))
+    index = step([1] * singles)
+    shape = graphs.shape_for(index)
+    assert shape is not None and shape.num_tokens <= singles * 1.5 + 1
+    chunks = chunks[: max_num_seqs - 1]
+    mixed = step([1] * min(singles, max_num_seqs - len(chunks)) + chunks)
+    if mixed.num_tokens > mixed.num_sequences and sum(chunks) <= max_num_batched_tokens:
+        shape = graphs.shape_for(mixed)
+        assert (shape is not None) == (mixed.num_tokens <= 1024)
+        if shape is not None:
+            padded = graphs.padded(mixed, shape)
+            assert (padded.num_tokens, padded.num_sequences) == shape[:2]
+
+
+def test_the_number_of_graphs_is_limited() -> None:
+    graphs = new_graphs(max_num_seqs=4096, max_num_batched_tokens=8192)
+    assert len(graphs.decode_shapes) + len(graphs.chunk_shapes) <= 40
+    assert graphs.decode_shapes[-1].num_tokens == 4096
+
+
+def test_a_step_whose_contexts_take_more_splits_than_reserved_has_no_graph() -> None:
+    graphs = StepGraphs(lambda step: torch.empty(0), GraphLimits(), BLOCK_SIZE, 2048, lambda run: run)
+    assert graphs.shape_for(step([1] * 64, 500)) is not None
+    shared = StepIndex.of([BatchItem([0], (1 << 17) - 1, [0] * 2048)] * 64, BLOCK_SIZE)
+    assert graphs.shape_for(shared) is None
+
+
+def test_a_worker_of_prompts_captures_no_graphs_of_single_tokens_at_startup() -> None:
+    graphs = new_graphs(decodes=False)
+    assert all(any(len(item.token_ids) > 1 for item in items) for items in graphs.startup_steps())
+
+
+def test_startup_reaches_every_graph_the_largest_first() -> None:
+    graphs = new_graphs()
+    reached = [graphs.shape_for(StepIndex.of(items, BLOCK_SIZE)) for items in graphs.startup_steps()]
+    assert reached == [*reversed(graphs.chunk_shapes), *reversed(graphs.decode_shapes)]
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(1, 1), (1, 64), (32, 576), (1, 4096), (32, 1000)])
+def test_ladder(smallest: int, largest: int) -> None:
+    sizes = ladder(smallest, largest)
+    assert sizes[0] == smallest and sizes[-1] == largest and sizes == sorted(set(sizes))
+    assert all(larger <= max(size * 1.5, size + 1) for size, larger in itertools.pairwise(sizes))

@@ -1,0 +1,140 @@
+"""Whole steps on a GPU without values: no devices are mixed, and the host waits only where it must."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine.batch import Batch, BatchItem, Sample
+from tandem.engine.config import EngineConfig
+from tandem.engine.cuda.streams import upload
+from tandem.engine.loading.model_loader import load_model
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.sampling import sampler
+from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask
+from tandem.engine.sampling.sampler import SamplingStep
+from tandem.protocol.messages.generation import SamplingParams, Thinking
+from tests.support.fake_gpu import CUDA, ValuelessGPU, fake_gpu, runner_on_fake_gpu
+from tests.unit.engine.test_engine_parity import COMMON, MODELS
+
+TOKENS = "_read: tolist"
+VOCAB_SIZE: int = COMMON["vocab_size"]
+THINKING = Thinking(True, (7,), (8,), (8, 9), max_tokens=1)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 1.0},
+    "temperature": {"temperature": 0.7, "seed": 3},
+    "top_k": {"temperature": 1.0, "top_k": 10},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "penalties": {"frequency_penalty": 1.0, "repetition_penalty": 1.2},
+    "logit_bias": {"temperature": 0.0, "logit_bias": ((3, 1.0),)},
+    "allowed tokens": {"temperature": 0.0, "allowed_token_ids": (1, 2)},
+    "bad words": {"bad_words": ((4,), (1, 5))},
+    "thinking": {"thinking": THINKING},
+    "logprobs": {"temperature": 0.0, "logprobs": 2},
+    "named logprobs": {"temperature": 0.0, "logprobs": 2, "logprob_token_ids": (4, 5)},
+    "filters and logprobs": {"top_k": 10, "logprobs": 2},
+}
+SAMPLES = [Sample(SamplingParams(**options), (1, 2), (1,), frozenset({6})) for options in OPTIONS.values()]
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 150_000])
+@pytest.mark.parametrize("name", [*OPTIONS, "all"])
+def test_sampling_reads_once(name: str, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = SAMPLES if name == "all" else [SAMPLES[list(OPTIONS).index(name)]] * 3
+    with fake_gpu(monkeypatch) as gpu:
+        logits = torch.empty((len(samples), vocab_size), dtype=torch.bfloat16, device=CUDA)
+        step = SamplingStep(samples, range(5, 5 + len(samples)), vocab_size)
+        tokens = step.run(logits, upload(step.arrays, CUDA))
+    assert len(tokens) == len(samples) and all((t.logprobs is None) == (s.params.logprobs is None)
+                                               for t, s in zip(tokens, samples, strict=True))  # fmt: skip
+    assert gpu.waits == [TOKENS]
+    assert gpu.num_uploads <= 1
+    if vocab_size > 4096:  # smaller ones are sorted as a whole
+        assert gpu.largest_float64 < vocab_size, "no float64 over the vocabulary"
+
+
+def test_a_grammar_uploads_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = StepMask([0, 2], [0, 0], np.full((1, 128), 0xF0, np.uint8), {})
+    with fake_gpu(monkeypatch) as gpu:
+        logits = torch.empty((3, 1000), device=CUDA)
+        for expected in (3, 2):  # the first step also uploads the table of bits
+            step = SamplingStep(SAMPLES[:3], [5, 6, 7], 1000)
+            gpu.num_uploads = 0
+            step.run(logits, upload(step.arrays, CUDA), mask)
+            assert gpu.num_uploads == expected
+    assert gpu.waits == [TOKENS] * 2
+
+
+@pytest.fixture(params=["llama", "gemma2", "qwen3_moe"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
+    model_class, config_class, extra = MODELS[request.param]
+    model_class(config_class(**COMMON, **extra)).save_pretrained(tmp_path)
+    return EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24)
+
+
+def steps(runner: ModelRunner, gpu: ValuelessGPU) -> dict[str, tuple[list[str], int]]:
+    """Returns the waits and uploads of a few kinds of steps."""
+    every = [BatchItem([1], 9 + i, [i, i + 20, i + 40], [sample]) for i, sample in enumerate(SAMPLES)]
+    prompt = BatchItem([1] * 9, 8, [60, 61, 62], [SAMPLES[0]])
+    batches = {
+        "single tokens": Batch(every),
+        "beside a prompt": Batch([*every, prompt]),
+        "a prompt's first chunk": Batch([msgspec.structs.replace(prompt, samples=[])]),
+        "two of a prompt": Batch([msgspec.structs.replace(prompt, samples=[SAMPLES[1]] * 2)]),
+        "a copied block": Batch(every[:1], [(3, 4)]),
+    }
+    found = {}
+    for name, batch in batches.items():
+        gpu.waits, gpu.num_uploads = [], 0
+        outputs = runner.run(batch)
+        assert [len(output.tokens) for output in outputs] == [len(item.samples) for item in batch.items]
+        found[name] = gpu.waits, gpu.num_uploads
+    return found
+
+
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])
+def test_a_step_uploads_once_and_reads_once(
+    model: EngineConfig, has_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(model)
+    with fake_gpu(monkeypatch) as gpu:
+        runner = runner_on_fake_gpu(loaded, model, monkeypatch, has_graphs=has_graphs)
+        found = steps(runner, gpu)
+        assert (runner._graphs is not None) == has_graphs
+    assert found == {
+        "single tokens": ([TOKENS], 1),
+        "beside a prompt": ([TOKENS], 1),
+        "a prompt's first chunk": ([], 1),
+        "two of a prompt": ([TOKENS], 1),
+        "a copied block": ([TOKENS], 2),
+    }
+
+
+def test_the_check_finds_a_wait_an_upload_and_a_mix_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    argmax = sampler.argmax
+
+    def run() -> list[str]:
+        gpu.waits = []
+        SamplingStep([Sample(SamplingParams(temperature=0.0))], [5], 1000).run(torch.empty((1, 1000), device=CUDA), [])
+        return gpu.waits
+
+    with fake_gpu(monkeypatch) as gpu:
+        assert run() == [TOKENS]
+        monkeypatch.setattr(sampler, "argmax", lambda rows: argmax(rows) + int(rows.sum() > 0))
+        assert len(run()) == 2
+        monkeypatch.setattr(sampler, "argmax", lambda rows: argmax(rows) + torch.tensor([0], device=CUDA))
+        assert len(run()) == 2
+        monkeypatch.setattr(sampler, "argmax", lambda rows: argmax(rows) + torch.zeros(1, dtype=torch.long))
+        with pytest.raises(Exception, match="device"):
+            run()
+
+
+def test_no_thread_computes_masks_without_a_grammar() -> None:
+    assert GrammarMasks().start(SAMPLES) is None
