@@ -42,7 +42,7 @@ class DeviceMemory(Protocol):
     """What the device and torch's allocator report, in bytes."""
 
     def reset(self) -> None:
-        """Return unused memory to the device, and begin a new measurement of the peak."""
+        """Returns unused memory to the device and begins a new measurement of the peak."""
 
     def reserved(self) -> int:
         """Memory that torch's allocator holds for this process."""

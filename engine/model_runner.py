@@ -64,7 +64,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[ItemOutput]:
-        """Runs a step and return one output per item, when the device is done.
+        """Runs a step and returns one output per item, when the device is done.
 
         A step that samples nothing reads nothing back, and its blocks may be released and written by a peer at once.
         """
@@ -205,7 +205,7 @@ class ModelRunner:
         return rows, prompt_logprobs, pooled
 
     def warm_up(self) -> None:
-        """Captures the graphs that the worker's role needs, and run each kind of step once.
+        """Captures the graphs that the worker's role needs, and runs each kind of step once.
 
         First calls are slow. All steps use block 0, which is unused.
         """
@@ -242,7 +242,7 @@ def _attachment_error(item: BatchItem) -> ErrorInfo | None:
 
 
 def with_errors(outputs: list[ItemOutput], errors: dict[int, ErrorInfo]) -> list[ItemOutput]:
-    """Attach errors to outputs. errors: by sample index over all items; samples of one item share their grammar."""
+    """Attaches errors to outputs. errors: by sample index over all items; samples of one item share their grammar."""
     merged = []
     first = 0
     for output in outputs:

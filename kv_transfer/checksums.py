@@ -44,5 +44,5 @@ def combine(by_rank: Sequence[list[int]]) -> list[int]:
 
 
 def corrupt_blocks(block_ids: Sequence[int], sent: Sequence[int], arrived: Sequence[int]) -> list[int]:
-    """Return the block ids whose received checksum differs from the sent one."""
+    """Returns the block ids whose received checksum differs from the sent one."""
     return [b for b, ours, theirs in zip(block_ids, arrived, sent, strict=True) if ours != theirs]

@@ -48,7 +48,7 @@ class KVSender(Protocol):
         """Prepare to write these blocks, which the peer has reserved, while their content is being computed."""
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
-        """Copy own blocks `src_block_ids` to the peer's `dst_block_ids` (same length)."""
+        """Copies own blocks `src_block_ids` to the peer's `dst_block_ids` (same length)."""
 
     def close(self, on_closed: Callable[[], None]) -> None:
         """Close without waiting. Queued jobs fail; the running one ends within its deadline.

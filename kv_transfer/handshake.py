@@ -12,7 +12,7 @@ from tandem.runtime.errors import ConfigError, KVLayoutMismatch
 
 
 def offered_connectors(wanted: str, device: str) -> list[str]:
-    """Return the connectors that a worker offers, by preference. wanted: a connector's name, or `auto`.
+    """Returns the connectors that a worker offers, by preference. wanted: a connector's name, or `auto`.
 
     Raises ConfigError for an unknown name, and for a connector that does not support the device.
     """
@@ -35,7 +35,7 @@ def agree(
     connectors: list[str],
     device_ids: Sequence[str] = (),
 ) -> str:
-    """Choose the connector of a pair: the first that prefill prefers, decode offers and that reaches decode's pool.
+    """Chooses the connector of a pair: the first that prefill prefers, decode offers and that reaches decode's pool.
 
     message: prefill's offer; the other arguments describe the decode worker. device_ids: GPUs of its ranks, as in
     OpenPair. Raises KVLayoutMismatch.

@@ -47,7 +47,7 @@ def check_name(name: str) -> None:
 
 @functools.cache
 def load_connector(name: str) -> KVConnector:
-    """Load a connector by name (not `auto`). Raises ConfigError if it is unknown or cannot be loaded."""
+    """Loads a connector by name (not `auto`). Raises ConfigError if it is unknown or cannot be loaded."""
     check_name(name)
     entry_point = BUILT_IN[name] if name in BUILT_IN else _entry_points()[name]
     package = entry_point.dist.name if entry_point.dist is not None else entry_point.value

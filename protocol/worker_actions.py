@@ -14,7 +14,7 @@ class SendToProxy(msgspec.Struct, frozen=True):
 
 
 class SendToPeer(msgspec.Struct, frozen=True):
-    """Send over the pair's control connection, in order."""
+    """Sends over the pair's control connection, in order."""
 
     pair_id: str
     message: ReserveKV | FinishTransfer | CloseTransfer | KVReserved | KVRefused

@@ -85,7 +85,7 @@ def mix_keys(
     TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Lets the rows attend to the keys from `begin` to `end`. Return the new largest, total and mixed."""
+    """Lets the rows attend to the keys from `begin` to `end`. Returns the new largest, total and mixed."""
     dims = tl.arange(0, PADDED_DIM)
     inside = dims < HEAD_DIM
     for first_key in range(begin, end, TILE):

@@ -46,7 +46,7 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Load the model, or this rank's share of it.
+    """Loads the model, or this rank's share of it.
 
     Raises ConfigError, and InternalError if the checkpoint is replaced meanwhile.
     """
@@ -99,7 +99,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def check_model(config: EngineConfig) -> tuple[Any, Any]:
-    """Return the model's config and its decoder's config. Raises ConfigError if the model cannot be served."""
+    """Returns the model's config and its decoder's config. Raises ConfigError if the model cannot be served."""
     model_config = _load_config(config)
     text_config = model_config.get_text_config(decoder=True)
     check_config(config.model, model_config, text_config)

@@ -64,7 +64,7 @@ class _Call:
 
 @torch.inference_mode()
 def probe_model(model: Any, max_model_len: int) -> ProbedModel:
-    """Check the model, attach a `LayerPlan` to each attention module, and switch the model to `paged_attention`.
+    """Checks the model, attaches a `LayerPlan` to each attention module, and switches the model to `paged_attention`.
 
     The model must have been created with `attn_implementation=PROBE_NAME`. Raises UnsuitableModelError.
     """
@@ -97,7 +97,7 @@ def probe_model(model: Any, max_model_len: int) -> ProbedModel:
 def _forward(
     model: Any, probe: _Probe, token_ids: list[int], positions: Iterable[int] | None, keep: list[int] | None = None
 ) -> torch.Tensor:
-    """Return the logits of the rows `keep`: [1, num_rows, vocab_size]. positions: None lets the model count them."""
+    """Returns the logits of the rows `keep`: [1, num_rows, vocab_size]. positions: None lets the model count them."""
     device = next(model.parameters()).device
     keep = keep or [len(token_ids) - 1]
     try:
@@ -165,7 +165,7 @@ def _probe_attention(
 def _probe_mask(
     q_length: int, kv_length: int, mask_function: _MaskFunction, device: torch.device, **_: Any
 ) -> torch.Tensor:
-    """Return a mask with its mask function attached; the attribute is lost if the model computes with the mask."""
+    """Returns a mask with its mask function attached; the attribute is lost if the model computes with the mask."""
     mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
     mask.tandem_sees = mask_function  # type: ignore[attr-defined]
     return mask
@@ -176,7 +176,7 @@ AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
 
 
 def _window_of(sees: _MaskFunction | None, max_model_len: int, device: torch.device) -> int:
-    """Return the window of a causal mask, or NO_WINDOW if it covers `max_model_len`. Raises UnsuitableModelError."""
+    """Returns the window of a causal mask, or NO_WINDOW if it covers `max_model_len`. Raises UnsuitableModelError."""
     if sees is None:
         raise UnsuitableModelError("its attention does not get one of transformers' masks as it was made")
     keys = torch.arange(max_model_len, device=device)
@@ -207,7 +207,7 @@ def _check_alike(rows: torch.Tensor, reason: str) -> None:
 
 
 def _plan(calls: list[_Call]) -> ProbedModel:
-    """Attach a LayerPlan to each called module. Raises UnsuitableModelError if their heads do not fit one pool."""
+    """Attaches a LayerPlan to each called module. Raises UnsuitableModelError if their heads do not fit one pool."""
     num_kv_heads = max(call.key.shape[0] for call in calls)
     head_dim = max(max(call.key.shape[-1], call.value.shape[-1]) for call in calls)
     for layer, call in enumerate(calls):

@@ -36,7 +36,7 @@ class _ReportingBar:
 
 @contextlib.contextmanager
 def report_progress(file: str) -> Iterator[None]:
-    """Write the progress of transformers' weight loading to `file`, from 0 to 1. Does nothing if `file` is empty."""
+    """Writes the progress of transformers' weight loading to `file`, from 0 to 1. Does nothing if `file` is empty."""
     if not file:
         yield
         return

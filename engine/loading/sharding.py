@@ -39,7 +39,7 @@ def check_shards(name: str, text_config: Any, size: int) -> None:
 
 
 def placement_arguments(size: int, device: torch.device) -> dict[str, Any]:
-    """Return arguments for `from_pretrained`, with which it copies each tensor from the file to the device at once.
+    """Returns arguments for `from_pretrained`, with which it copies each tensor from the file to the device at once.
 
     With several ranks transformers does so by itself: it copies this rank's slices to the GPU of LOCAL_RANK. The
     default process group must exist then. On CPU weights stay mapped files until they are packed.
@@ -108,7 +108,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """Return an `nn.Linear` with these parameters."""
+    """Returns an `nn.Linear` with these parameters."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

@@ -17,7 +17,7 @@ _STATE_SPACE_KEYS = ("ssm_state_size", "mamba_d_state", "state_size", "rwkv_vers
 
 
 def unsuitable(name: str, model_config: Any, reason: str) -> ConfigError:
-    """Return the error for a model that cannot be served."""
+    """Returns the error for a model that cannot be served."""
     return ConfigError(f"{name} ({model_config.model_type}) cannot be served: {reason}")
 
 

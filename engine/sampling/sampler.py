@@ -140,7 +140,7 @@ class SamplingStep:
     def _sample_filtered(
         self, group: _Filtered, shaped: torch.Tensor, chosen: torch.Tensor, tensors: Tensors, num_candidates: int
     ) -> torch.Tensor:
-        """Samples the group's rows into `chosen`. Return per row whether `num_candidates` suffice.
+        """Samples the group's rows into `chosen`. Returns per row whether `num_candidates` suffice.
 
         The number of candidates depends only on the row's own parameters, and a full sort gives the same token where
         they suffice.

@@ -25,7 +25,7 @@ def device_id(device: torch.device) -> str:
 
 
 def export_pool(blocks: torch.Tensor) -> CudaPoolHandle:
-    """Return the handle with which a peer maps this pool. blocks: uint8 [num_blocks, block_bytes], a whole storage.
+    """Returns the handle with which a peer maps this pool. blocks: uint8 [num_blocks, block_bytes], a whole storage.
 
     Call once per pool: torch counts the users of each exported handle.
     """
@@ -102,6 +102,6 @@ class CudaIpcSender:
 
 
 def copy_runs(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst_ids: Sequence[int]) -> None:
-    """Copy each run that is adjacent on both sides, on the current stream, without staging memory."""
+    """Copies each run that is adjacent on both sides, on the current stream, without staging memory."""
     for src_start, dst_start, count in paired_runs(src_ids, dst_ids):
         dst[dst_start : dst_start + count].copy_(src[src_start : src_start + count], non_blocking=True)

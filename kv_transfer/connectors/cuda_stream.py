@@ -28,7 +28,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run the job, which queues copies, and block, without spinning, until they are complete."""
+        """Runs the job, which queues copies, and blocks, without spinning, until they are complete."""
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 try:

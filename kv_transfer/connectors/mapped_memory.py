@@ -65,7 +65,7 @@ def populate_pages(blocks: torch.Tensor, block_ids: Sequence[int], for_writing: 
 
 
 def _take_new(block_ids: Sequence[int], seen: set[int]) -> list[int]:
-    """Return the ids that are not in `seen`, and add them to it."""
+    """Returns the ids that are not in `seen`, and adds them to it."""
     new = [block_id for block_id in block_ids if block_id not in seen]
     seen.update(new)
     return new

@@ -198,7 +198,7 @@ class _ProcessGroupEnd:
         return report
 
     def _submit(self, job: Callable[[], None], on_done: OnDone) -> None:
-        """Run `job` on the thread. On CUDA its copies run on the side stream, and are done when it ends."""
+        """Runs `job` on the thread. On CUDA its copies run on the side stream, and are done when it ends."""
         self._thread.submit(lambda: self._run(job), on_done)
 
     def _run(self, job: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from tandem.kv_transfer.connectors.block_runs import paired_runs
 
 
 def copy_blocks(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst_ids: Sequence[int]) -> None:
-    """Copy blocks `src_ids` of `src` to `dst_ids` of `dst`: uint8 [num_blocks, ...] on one device, strided or not.
+    """Copies blocks `src_ids` of `src` to `dst_ids` of `dst`: uint8 [num_blocks, ...] on one device, strided or not.
 
     On CPU this uses numpy: one memcpy per run on the calling thread, without the GIL. torch's copy would start an
     OpenMP team in each path's thread.

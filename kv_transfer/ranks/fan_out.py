@@ -10,7 +10,7 @@ from tandem.runtime.errors import KVTransferFailed
 
 
 def when_all(count: int, on_done: OnDone) -> OnDone:
-    """Return a callback for `count` jobs, callable from any thread; its last call reports the first error, or None."""
+    """Returns a callback for `count` jobs, callable from any thread; its last call reports the first error, or None."""
     if count == 1:
         return on_done
     lock = threading.Lock()
@@ -31,12 +31,12 @@ def when_all(count: int, on_done: OnDone) -> OnDone:
 
 
 def combine_senders(senders: Sequence[KVSender]) -> KVSender:
-    """Return one sender for all; a single sender is returned as it is."""
+    """Returns one sender for all; a single sender is returned as it is."""
     return senders[0] if len(senders) == 1 else FanOutSender(senders)
 
 
 def combine_receivers(receivers: Sequence[KVReceiver]) -> KVReceiver:
-    """Return one receiver for all; a single receiver is returned as it is."""
+    """Returns one receiver for all; a single receiver is returned as it is."""
     return receivers[0] if len(receivers) == 1 else FanOutReceiver(receivers)
 
 

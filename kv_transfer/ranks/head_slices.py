@@ -35,7 +35,7 @@ class HeadRoute:
 
 
 def head_routes(num_kv_heads: int, src_size: int, dst_size: int) -> list[HeadRoute]:
-    """Return all routes by source, then destination. num_kv_heads: of the whole model; both sizes divide it."""
+    """Returns all routes by source, then destination. num_kv_heads: of the whole model; both sizes divide it."""
     assert num_kv_heads % src_size == 0 and num_kv_heads % dst_size == 0
     src_heads, dst_heads = num_kv_heads // src_size, num_kv_heads // dst_size
     routes = []

@@ -80,7 +80,7 @@ class RankPool:
         return combine_receivers(receivers)
 
     def located(self, params: ConnectorParams) -> ConnectorParams:
-        """Add what a peer on this GPU needs to map the pool; on CPU `params` is already complete.
+        """Adds what a peer on this GPU needs to map the pool; on CPU `params` is already complete.
 
         Where the driver refuses to export memory (some containers and virtual GPUs), the device gets an id that no peer
         has, so that peers on it use another connector.

@@ -61,7 +61,7 @@ class RemoteRank:
         self._send(lambda job_id: orders.ComputeChecksums(job_id, list(block_ids)), answered)
 
     def order(self, make: MakeOrder, on_done: OnDone) -> None:
-        """Send an order; `on_done` is called once with its result."""
+        """Sends an order; `on_done` is called once with its result."""
         self._send(make, lambda answer: on_done(_failure(answer)))
 
     def _send(self, make: MakeOrder, on_answer: Callable[[OrderDone], None]) -> None:

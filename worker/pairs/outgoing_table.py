@@ -55,13 +55,13 @@ class StartSender(msgspec.Struct, frozen=True):
 
 
 class StopSender(msgspec.Struct, frozen=True):
-    """Stop the sender. `on_sender_closed` must follow once nothing more can be written; at once if there is none."""
+    """Stops the sender. `on_sender_closed` must follow once nothing more can be written; at once if there is none."""
 
     pair_id: str
 
 
 class SendCloseToReceiver(msgspec.Struct, frozen=True):
-    """Send over the pair's control connection."""
+    """Sends over the pair's control connection."""
 
     message: ClosePair
 
