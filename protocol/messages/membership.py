@@ -50,7 +50,7 @@ class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Loads of a worker. Blocks that are neither free nor quarantined belong to waiting or running requests. Counts
+    """Load of a worker. Blocks that are neither free nor quarantined belong to waiting or running requests. Counts
     without a unit of time are totals since the start.
 
     num_cached_blocks: free blocks that hold a prefix. num_cached_tokens: prompt tokens found in the prefix cache, of

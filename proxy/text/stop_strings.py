@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Stops strings of one sequence. The match that ends first wins, however the text is split into pieces.
+    """Stop strings of one sequence. The match that ends first wins, however the text is split into pieces.
 
     is_shown: the text includes the stop string. matched: the stop string that has ended the text.
     """
