@@ -285,7 +285,7 @@ class Matrix:
 
     def _place(self, bystander: _Bystander) -> None:
         """Has the bystander's worker decode and the other one compute prompts, but for those below the threshold."""
-        [event] = [each for each in self._phases.events(bystander.stream) if each["event"] == "dispatched"]
+        *_, event = [each for each in self._phases.events(bystander.stream) if each["event"] == "dispatched"]
         [free] = [name for name in self._phases.prefills if name != event["decode"]]
         assert not self._cluster.give_role(free, "prefill")
         assert not self._cluster.give_role(event["decode"], "decode")
