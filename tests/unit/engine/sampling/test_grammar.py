@@ -264,7 +264,7 @@ def test_a_failed_compilation_keeps_no_reference_to_its_sequences() -> None:
 
 def test_logits_beyond_the_tokenizer_are_not_allowed() -> None:
     logits = torch.zeros(2, 50)
-    StepMask([1], [0], torch.tensor([[0b101, 0, 0, 0x80]], dtype=torch.uint8), {}).apply(logits)
+    StepMask([1], [0], np.array([[0b101, 0, 0, 0x80]], np.uint8), {}).apply(logits)
     assert logits[0].eq(0).all()
     assert torch.isfinite(logits[1]).nonzero()[:, 0].tolist() == [0, 2, 31]
 
@@ -350,7 +350,7 @@ def test_only_allowed_tokens_are_sampled_from_a_large_vocabulary(seed: int, num_
     allowed_ids = torch.randperm(vocab_size)[:num_allowed]
     is_allowed = np.zeros(8 * 632, dtype=np.uint8)
     is_allowed[allowed_ids.numpy()] = 1
-    bits = torch.from_numpy(np.packbits(is_allowed, bitorder="little"))[None]
+    bits = np.packbits(is_allowed, bitorder="little")[None]
     mask = StepMask(list(range(len(params))), [0] * len(params), bits, {})
     samples = [Sample(p, output_token_ids=[1, 2]) for p in params]
     logits = torch.randn(len(params), vocab_size) * scale
