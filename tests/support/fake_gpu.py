@@ -23,6 +23,7 @@ from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.sampling import grammar_mask
 
 CUDA = torch.device("cuda", 0)
+_VALUES = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"}  # item: in inference mode
 _READS = {"aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2", "aten::repeat_interleave"}
 
 
@@ -50,7 +51,7 @@ class ValuelessGPU(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name
         inputs = {t.device.type for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
-        if name == "aten::_local_scalar_dense":
+        if name in _VALUES:
             self.wait("a value")
             return args[0].dtype == torch.bool or 1
         if name in _READS and "cuda" in inputs and kwargs.get("output_size") is None:

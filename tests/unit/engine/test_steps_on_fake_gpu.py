@@ -136,5 +136,17 @@ def test_the_check_finds_a_wait_an_upload_and_a_mix_of_devices(monkeypatch: pyte
             run()
 
 
+def test_the_check_finds_a_wait_in_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_class, config_class, extra = MODELS["llama"]
+    model_class(config_class(**COMMON, **extra)).save_pretrained(tmp_path)
+    config = EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24)
+    loaded = load_model(config)
+    loaded.model.base_model.layers[1].register_forward_pre_hook(lambda _, args: args[0].sum().item() and None)
+    with fake_gpu(monkeypatch) as gpu:
+        runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=False)
+        runner.run(Batch([BatchItem([1], 0, [0], SAMPLES[:1])]))
+    assert len(gpu.waits) == 2
+
+
 def test_no_thread_computes_masks_without_a_grammar() -> None:
     assert GrammarMasks().start(SAMPLES) is None

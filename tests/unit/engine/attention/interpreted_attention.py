@@ -299,7 +299,7 @@ def test_a_model_that_reads_from_the_device_runs_without_graphs(
     runner._uses_triton = True
     layer = runner._model.base_model.layers[1]
     layer.register_forward_pre_hook(lambda _, args: float(args[0].sum()) and None)
-    runner.use_graphs(GraphLimits(max_num_seqs=4), RecordedGraphs().capture)
+    runner.use_graphs(GraphLimits(max_num_seqs=2, max_num_batched_tokens=9), RecordedGraphs().capture)
     runner.warm_up()
     assert runner._graphs is None and "without CUDA graphs" in caplog.text
     assert generate(runner) == expected
