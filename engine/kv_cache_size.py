@@ -180,7 +180,7 @@ def _measured_bytes(loaded: LoadedModel, config: EngineConfig, memory: DeviceMem
 
 
 def _profile(loaded: LoadedModel, config: EngineConfig, memory: DeviceMemory) -> MemoryUse:
-    """Capture the graphs and run the largest step, over a small pool that is released again."""
+    """Captures the graphs and runs the largest step, over a small pool that is released again."""
     num_bytes = _PROFILE_BLOCKS * block_bytes(loaded)
     memory.reset()
     pool = KVPool(loaded, msgspec.structs.replace(config, kv_cache_bytes=num_bytes))

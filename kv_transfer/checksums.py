@@ -39,7 +39,7 @@ def rank_checksums(blocks: torch.Tensor, block_ids: Sequence[int], layout: KVLay
 
 
 def combine(by_rank: Sequence[list[int]]) -> list[int]:
-    """Merge every rank's checksums of the same blocks into checksums of whole blocks."""
+    """Merges every rank's checksums of the same blocks into checksums of whole blocks."""
     return [reduce(xor, checksums) for checksums in zip(*by_rank, strict=True)]
 
 

@@ -51,7 +51,7 @@ class KVSender(Protocol):
         """Copies own blocks `src_block_ids` to the peer's `dst_block_ids` (same length)."""
 
     def close(self, on_closed: Callable[[], None]) -> None:
-        """Close without waiting. Queued jobs fail; the running one ends within its deadline.
+        """Closes without waiting. Queued jobs fail; the running one ends within its deadline.
 
         `on_closed` is called on the path's thread once nothing can be written any more.
         """
@@ -61,10 +61,10 @@ class KVReceiver(Protocol):
     """The decode end of a path."""
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
-        """Receive the blocks that the peer announced into own blocks `block_ids`."""
+        """Receives the blocks that the peer announced into own blocks `block_ids`."""
 
     def close(self) -> None:
-        """Close without waiting, as `KVSender.close`. After the last `on_done` nothing is written any more."""
+        """Closes without waiting, as `KVSender.close`. After the last `on_done` nothing is written any more."""
 
 
 class KVConnector(Protocol):
@@ -97,11 +97,11 @@ class KVConnector(Protocol):
     def meets_in_store(self) -> bool: ...
 
     def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> KVSender:
-        """Open the prefill end. Raises KVTransferFailed, e.g. if the peer's memory cannot be mapped."""
+        """Opens the prefill end. Raises KVTransferFailed, e.g. if the peer's memory cannot be mapped."""
         ...
 
     def open_receiver(
         self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
     ) -> KVReceiver:
-        """Open the decode end. Raises KVTransferFailed. Calls `open_store` only if `meets_in_store`."""
+        """Opens the decode end. Raises KVTransferFailed. Calls `open_store` only if `meets_in_store`."""
         ...

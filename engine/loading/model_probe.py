@@ -140,7 +140,7 @@ def _probe_attention(
     tandem: _Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record a call, and refuse what `paged_attention` could not compute. Returns the tokens' own values."""
+    """Records a call, and refuses what `paged_attention` could not compute. Returns the tokens' own values."""
     if tandem is None:
         raise UnsuitableModelError("it does not hand our metadata on to its attention")
     given = [name for name, argument in kwargs.items() if argument is not None and not name.startswith("output_")]

@@ -78,7 +78,7 @@ class GatheredLinear(nn.Module):
 
 
 def unwrap_linears(model: Any) -> None:
-    """Replace sharded linear layers by plain ones with explicit collectives, which can be packed on CPU.
+    """Replaces sharded linear layers by plain ones with explicit collectives, which can be packed on CPU.
 
     This removes the overhead of DTensors and hooks from each call. Other sharded modules, such as embeddings, stay.
     """

@@ -36,7 +36,7 @@ def export_pool(blocks: torch.Tensor) -> CudaPoolHandle:
 
 
 def map_peer_pool(params: ConnectorParams, device: torch.device) -> torch.Tensor:
-    """Map the peer's pool as uint8 [num_blocks, block_bytes] on `device`.
+    """Maps the peer's pool as uint8 [num_blocks, block_bytes] on `device`.
 
     May block. Raises KVPathRefused if the driver refuses, and KVTransferFailed for parameters that cannot be right.
     """

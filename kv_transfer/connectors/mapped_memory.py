@@ -25,7 +25,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; on older kerne
 
 
 def map_peer_pool(params: ConnectorParams) -> torch.Tensor:
-    """Map the peer's pool as uint8 [num_blocks, block_bytes], shared. Raises KVTransferFailed."""
+    """Maps the peer's pool as uint8 [num_blocks, block_bytes], shared. Raises KVTransferFailed."""
     path = f"/proc/{params.pid}/fd/{params.fd}"
     try:
         if Path(path).stat().st_size < params.num_bytes:  # torch would grow the file

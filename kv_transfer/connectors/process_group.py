@@ -217,7 +217,7 @@ class _ProcessGroupEnd:
         return group
 
     def _handshake(self) -> None:
-        """Move one byte, because groups connect lazily: a path is ready only once it has carried data."""
+        """Moves one byte, because groups connect lazily: a path is ready only once it has carried data."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._blocks.device)
         try:
             self._wait(self._start(byte), CONNECT_TIMEOUT_S)
@@ -287,7 +287,7 @@ class _ProcessGroupEnd:
         return group.send([data], _RECEIVER, 0) if self._rank == _SENDER else group.recv([data], _SENDER, 0)
 
     def _wait(self, work: Work, timeout_s: float) -> None:
-        """Block until a message has been sent or has arrived. Raises after `timeout_s`."""
+        """Blocks until a message has been sent or has arrived. Raises after `timeout_s`."""
         if not self._is_nccl:
             work.wait(timedelta(seconds=timeout_s))
             return

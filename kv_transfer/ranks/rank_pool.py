@@ -34,7 +34,7 @@ class RankPool:
     host: str
 
     def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
-        """Open the paths to the decode worker's ranks. peers: one per rank. Raises KVTransferFailed."""
+        """Opens the paths to the decode worker's ranks. peers: one per rank. Raises KVTransferFailed."""
         layout = self.layout
         routes = head_routes(layout.total_kv_heads, layout.tensor_parallel_size, len(peers))
         routes = [route for route in routes if route.src_rank == self.rank]
@@ -55,7 +55,7 @@ class RankPool:
     def open_receiver(
         self, connector: str, pair_id: str, num_senders: int, open_store: Callable[[str], Store], on_ready: OnDone
     ) -> KVReceiver:
-        """Open the paths from the prefill worker's `num_senders` ranks. Raises KVTransferFailed.
+        """Opens the paths from the prefill worker's `num_senders` ranks. Raises KVTransferFailed.
 
         open_store: returns the store of a path id.
         """

@@ -41,7 +41,7 @@ class WorkerPools:
         self.params += [follower.wait_until_ready(READY_TIMEOUT_S) for follower in self._followers]
 
     def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
-        """Open all paths to a decode worker. peers: one per decode rank. Raises KVTransferFailed."""
+        """Opens all paths to a decode worker. peers: one per decode rank. Raises KVTransferFailed."""
         ready = when_all(self._num_ranks, on_ready)
         own = self._own.open_sender(connector, pair_id, peers, ready)
         others = [follower.open_sender(connector, pair_id, peers, ready) for follower in self._followers]
@@ -56,7 +56,7 @@ class WorkerPools:
         store: ConnectorParams,
         on_ready: OnDone,
     ) -> KVReceiver:
-        """Open all paths from a prefill worker of `num_senders` ranks. Raises KVTransferFailed.
+        """Opens all paths from a prefill worker of `num_senders` ranks. Raises KVTransferFailed.
 
         open_store: rank 0's access to the store. store: the address at which followers reach it.
         """

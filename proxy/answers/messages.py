@@ -106,10 +106,8 @@ def joined_blocks(events: Iterable[BlockEvent]) -> list[AnsweredBlock]:
 def _input(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except (
-        msgspec.DecodeError,
-        RecursionError,
-    ):  # the answer ends within the call, or its grammar could not be enforced
+    except (msgspec.DecodeError, RecursionError):
+        # The answer ends within the call, or its grammar could not be enforced.
         return {"INVALID_JSON": text}
 
 
