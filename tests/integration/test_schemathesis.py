@@ -77,10 +77,9 @@ def test_answers_match_the_openapi_document(cluster: Cluster, operation: Any, mo
                 case.body["n"] = 2
         response = case.call(base_url=cluster.url, timeout=HANG_S)
         statuses[response.status_code] += 1
-        if response.status_code == 504 and isinstance(case.body, dict) and "timeout" in case.body:
-            assert (
-                response.json()["error"]["code"] == "deadline_exceeded"
-            )  # the request's own timeout may be almost zero
+        if response.status_code in (503, 504) and isinstance(case.body, dict) and "timeout" in case.body:
+            # The request's own timeout may be almost zero: refused when predicted, ended when reached.
+            assert response.json()["error"]["code"] in ("ttft_slo_unreachable", "deadline_exceeded")
             return
         case.validate_response(response, checks=CHECKS)
 
