@@ -70,11 +70,12 @@ gpu-check:
 		echo "installing $$(echo $$names | wc -w) packages from .whl into .gpu-site"; \
 		$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target .gpu-site \
 			$$(find .whl -type d -printf '--find-links %p ') $$names; fi
+	@PYTHONPATH=.gpu-site $(PYTHON) -c 'import msgspec, psutil, torch, transformers, zmq' || { echo "packages are missing: run make gpu-wheels where there is a network, and copy .whl here; torch must be installed"; exit 2; }
 	PYTHONPATH=$(CURDIR):$(CURDIR)/.tree:$(CURDIR)/.gpu-site $(PYTHON) -m bench.gpu.check --json $(or $(OUT),bench/results)/gpu_check.json $(ARGS)
 
-# Collects those wheels in .whl/1, .whl/2 and so on, less than 64 MiB each; needs a network.
+# Collects those wheels in .whl/1, .whl/2 and so on, less than 64 MiB each; needs a network. ARGS=3.12 only for that Python.
 gpu-wheels: setup
-	$(BIN)/python -m bench.gpu.wheels .whl
+	$(BIN)/python -m bench.gpu.wheels .whl $(ARGS)
 
 format: setup
 	$(BIN)/ruff format .

@@ -2,27 +2,31 @@
 
     python -m bench.gpu.check [--device cpu] [--quick] [--parts NAME,...] [--json FILE]
 
-The parts run in order of their value, each in a process group of its own under a deadline. What one prints appears at
-once and is kept in a file beside the report. The report is written after each part; a part that fails, hangs or
-crashes costs only itself. `--device cpu` runs the same parts on tiny cases, to test this script.
+The parts run in order of their value, each under a deadline. Time that earlier parts leave unused goes to the next, as
+much again as its own at most.
+What a part prints appears at once and is kept in a file beside the report. The report is written after each part. A
+part that fails, hangs or crashes costs only itself, because all processes that it leaves behind are killed. A table of
+what was measured, beside its prediction, is printed at the end. `--device cpu` runs the same parts on tiny cases, to
+test this script.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+import psutil
 
 from bench.gpu.part import write_json
 from bench.support.report import Report
@@ -44,14 +48,35 @@ class PartOfCheck:
 
 PARTS = (
     PartOfCheck("kernels", 60, ("-m", "bench.gpu.kernels")),
-    PartOfCheck("families", 75, ("-m", "bench.gpu.families")),
+    PartOfCheck("families", 65, ("-m", "bench.gpu.families")),
     PartOfCheck("kv_transfer", 80, ("-m", "bench.gpu.kv_transfer")),
-    PartOfCheck("engine", 85, ("-m", "bench.gpu.engine")),
-    PartOfCheck("prompt_lengths", 40, ("-m", "bench.gpu.prompt_lengths")),
-    PartOfCheck("cluster", 105, ("-m", "bench.gpu.cluster")),
+    PartOfCheck("engine", 90, ("-m", "bench.gpu.engine")),
+    PartOfCheck("prompt_lengths", 30, ("-m", "bench.gpu.prompt_lengths")),
+    PartOfCheck("cluster", 120, ("-m", "bench.gpu.cluster")),
     PartOfCheck("kills", 50, ("-m", "bench.gpu.kills")),
     PartOfCheck("tests", 35, ("-m", "bench.gpu.tests")),
 )
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose parent ends, so that `kill_children` finds all of them."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_children(before: set[int]) -> None:
+    """Kills the children that are not in `before`, and then the orphans that they leave.
+
+    A cluster, for example, has a session of its own, and would keep the GPU's memory.
+    """
+    while started := [child for child in psutil.Process().children() if child.pid not in before]:
+        for child in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        _, alive = psutil.wait_procs(started, timeout=10)
+        if alive:  # in the driver, for example
+            print(f"not ended: {', '.join(str(child) for child in alive)}", flush=True)
+            return
 
 
 def run_part(part: PartOfCheck, options: Sequence[str], folder: Path, limit_s: float) -> dict[str, Any]:
@@ -60,6 +85,7 @@ def run_part(part: PartOfCheck, options: Sequence[str], folder: Path, limit_s: f
     file.unlink(missing_ok=True)
     began = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    others = {child.pid for child in psutil.Process().children()}
     with log.open("wb") as kept:
         process = subprocess.Popen(
             [sys.executable, *part.command, *options, "--json", str(file)],
@@ -72,8 +98,7 @@ def run_part(part: PartOfCheck, options: Sequence[str], folder: Path, limit_s: f
             status: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             status = None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what the part has left behind
+        kill_children(others)
         process.wait()
         reader.join(5)
     result: dict[str, Any] = {}
@@ -124,14 +149,16 @@ def run_all(parts: Sequence[PartOfCheck], options: Sequence[str], file: Path, li
         "gpus": ask_nvidia_smi("name,memory.total,driver_version"), "options": list(options),
         "memory_before": memory_in_use(), "parts": {},
     }  # fmt: skip
-    for part in parts:
+    for number, part in enumerate(parts):
         left = limit_s - (time.monotonic() - began)
-        print(f"{part.name} (at most {min(part.limit_s, max(0, left)):.0f} s)", flush=True)
+        unused = left - sum(later.limit_s for later in parts[number:])
+        part_limit_s = min(left, part.limit_s + min(max(0.0, unused), part.limit_s))
+        print(f"{part.name} (at most {max(0.0, part_limit_s):.0f} s)", flush=True)
         try:
             if left < 5:
                 result: dict[str, Any] = {"problem": f"no time left of {limit_s:.0f} s"}
             else:
-                result = run_part(part, options, folder, min(part.limit_s, left))
+                result = run_part(part, options, folder, part_limit_s)
         except Exception as error:  # this part's, and no reason to lose the next
             result = {"problem": f"{type(error).__name__}: {error}"}
         print(f"{part.name}: {result['problem'] or 'passed'}", flush=True)
@@ -139,8 +166,27 @@ def run_all(parts: Sequence[PartOfCheck], options: Sequence[str], file: Path, li
         figures["seconds"] = round(time.monotonic() - began, 1)
         figures["memory_after"] = memory_in_use()
         write_json(file, Report.of("gpu.check", figures))
-    print(f"wrote {file}", flush=True)
+    print("\n".join(["", *result_table(figures["parts"]), f"wrote {file}"]), flush=True)
     return not any(result["problem"] for result in figures["parts"].values())
+
+
+def result_table(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yields the lines of the table that ends the check: how each part ended, and what was measured."""
+    for name, result in parts.items():
+        failures = ", ".join(result.get("failures", {}))
+        passed, problem = result.get("passed", 0), result["problem"] or "passed"
+        yield f"{name:<40} {problem}, {passed} cases passed{f'; failed: {failures}' if failures else ''}"
+    yield ""
+    yield f"{'':<40} {'measured':>10} {'predicted':>10} {'ratio':>7}  share"
+    for result in parts.values():
+        for row in result.get("comparisons", []):
+            measured, predicted, share, aim = (row[name] for name in ("measured", "predicted", "share", "aim"))
+            ratio = f"{measured / predicted:.2f}" if predicted else "-"
+            shown = "" if share is None else f"{share:.2f} of the {row['of']}"
+            aimed = "" if aim is None else f", aim {aim} {'reached' if share >= aim else 'missed'}"
+            expected = "-" if predicted is None else f"{predicted:.4g}"
+            yield f"{row['what']:<40} {measured:>10.4g} {expected:>10} {ratio:>7}  {shown}{aimed}".rstrip()
+    yield ""
 
 
 def main() -> None:
@@ -157,6 +203,7 @@ def main() -> None:
     passed_on = ["--device", options.device, *(["--quick"] if options.quick else [])]
     factor = CPU_FACTOR if options.device == "cpu" else 1
     parts = [replace(part, limit_s=factor * part.limit_s) for part in PARTS if part.name in options.parts.split(",")]
+    adopt_orphans()
     if not run_all(parts, passed_on, options.json, factor * LIMIT_S):
         raise SystemExit(1)
 

@@ -19,12 +19,12 @@ from transformers import LlamaConfig
 
 from bench.gpu.engine import LLAMA_8B, SMALL
 from bench.gpu.part import Part
+from bench.gpu.served import served
 from bench.noise_model import ensure_noise_model
-from bench.ports import free_port
-from bench.support.servers import MODEL, server, tandem
+from bench.support.servers import MODEL
 
 CONFIGURATIONS = {"cluster": ("--prefill", "1", "--decode", "1"), "one engine": ("--workers", "1")}
-RATES = (4, 8, 16, 32)
+RATES = (4, 16, 32)
 LOAD_LIMIT_S = 20
 
 
@@ -56,23 +56,19 @@ def load(port: int, rate: int, input_len: int, run_time_s: int, scratch: Path) -
 def main() -> None:
     part = Part("cluster", __doc__)
     is_tiny = part.device == "cpu"
-    flags = ["--device", part.device, "--load-format", "dummy", "--max-model-len", "2048"]
+    flags = ["--load-format", "dummy", "--max-model-len", "2048"]
     if not is_tiny:
-        flags += ["--dtype", "bfloat16", "--kv-cache-gib", "8", "--max-num-batched-tokens", "2048"]
+        flags += ["--dtype", "bfloat16", "--kv-cache-gib", "8", "--max-num-seqs", "64"]
     with tempfile.TemporaryDirectory() as folder:
         shape = LLAMA_8B if not (part.quick or is_tiny) else SMALL
         model = ensure_noise_model() if is_tiny else new_model(Path(folder), shape)
         for name, roles in CONFIGURATIONS.items():
-            port = free_port()
-            with part.case(f"{name} starts and ends"):
-                try:
-                    with server(tandem(model, port, *roles, *flags), port):
-                        for rate in (2,) if is_tiny else RATES:
-                            with part.case(f"{name}, {rate}/s"):
-                                figures = load(port, rate, 64 if is_tiny else 1024, 2 if is_tiny else 6, Path(folder))
-                                part.add(f"{name}, {rate}/s", figures)
-                except SystemExit as error:  # how `server` reports that nothing came up
-                    raise RuntimeError(str(error)) from error
+            with part.case(f"{name} starts and ends"), served(part, model, *roles, *flags) as port:
+                for rate in (2,) if is_tiny else RATES:
+                    with part.case(f"{name}, {rate}/s"):
+                        figures = load(port, rate, 64 if is_tiny else 1024, 2 if is_tiny else 4, Path(folder))
+                        part.add(f"{name}, {rate}/s", figures)
+                        assert figures["num_completed"], figures["errors"]
     part.end()
 
 

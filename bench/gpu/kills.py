@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.gpu.part import Part
+from bench.gpu.served import served
 from bench.noise_model import ensure_noise_model
-from bench.ports import free_port
-from bench.support.servers import MODEL, server, tandem
+from bench.support.servers import MODEL
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import WorkerReport
 
@@ -83,15 +83,12 @@ def check_kills(part: Part, port: int, length: int) -> None:
 
 def main() -> None:
     part = Part("kills", __doc__)
-    port = free_port()
-    flags = ("--prefill", "2", "--decode", "2", "--dtype", "float32", "--device", part.device,
-             "--kv-cache-gib", "0.25", "--decode-prefill-threshold", "0")  # fmt: skip
-    with part.case("the cluster starts and ends"):
-        try:
-            with server(tandem(ensure_noise_model(), port, *flags), port, {"TANDEM_KV_CHECKSUMS": "1"}):
-                check_kills(part, port, 100 if part.quick else 600)
-        except SystemExit as error:  # how `server` reports that nothing came up
-            raise RuntimeError(str(error)) from error
+    flags = ("--prefill", "2", "--decode", "2", "--dtype", "float32", "--kv-cache-gib", "0.25",
+             "--decode-prefill-threshold", "0")  # fmt: skip
+    environment = {"TANDEM_KV_CHECKSUMS": "1"}
+    model = ensure_noise_model()
+    with part.case("the cluster starts and ends"), served(part, model, *flags, env=environment) as port:
+        check_kills(part, port, 100 if part.quick else 600)
     part.end()
 
 

@@ -186,7 +186,12 @@ def measure(part: Part, connector: str) -> None:
         while ours.poll(max(0.0, deadline - time.monotonic())):
             if (result := ours.recv()) is None:
                 return
-            part.add(f"{connector}, {result[0]} MiB", result[1])
+            size, figures = result
+            part.add(f"{connector}, {size} MiB", figures)
+            if size == str(sizes[-1] // MIB):
+                for mode in MODES:
+                    rates = figures[f"{mode}_gb_per_s"], figures["copy_gb_per_s"]
+                    part.compare(f"{connector}, {mode} blocks, GB/s", *rates, figures[mode], "copy rate")
         raise RuntimeError(f"not finished within {LIMIT_S:.0f} s")
     except EOFError:
         raise RuntimeError("the sending process ended early; see its output above") from None

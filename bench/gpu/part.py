@@ -28,6 +28,7 @@ class Part:
         self._file: Path | None = options.json
         self._figures: dict[str, Any] = {}
         self._failures: dict[str, str] = {}
+        self._comparisons: list[dict[str, Any]] = []
         self._num_passed = 0
         if self.device == "cuda":
             import torch
@@ -35,10 +36,24 @@ class Part:
             if not torch.cuda.is_available():
                 raise SystemExit("no CUDA device is visible; --device cpu runs a self-test")
 
+    @property
+    def num_failures(self) -> int:
+        return len(self._failures)
+
     def add(self, name: str, figure: Any) -> None:
         """Records a figure."""
         print(f"  {name}: {figure}", flush=True)
         self._figures[name] = figure
+        self._write()
+
+    def compare(
+        self, what: str, measured: float, predicted: float | None = None, share: float | None = None,
+        of: str = "", aim: float | None = None,
+    ) -> None:  # fmt: skip
+        """Records a row of the table that ends the check. share: of a limit, which `of` names. aim: for the share."""
+        row = {"what": what, "measured": measured, "predicted": predicted, "share": share, "of": of, "aim": aim}
+        self._comparisons.append(row)
+        print(f"  {what}: {', '.join(f'{name} {value}' for name, value in row.items() if name != 'what')}", flush=True)
         self._write()
 
     @contextmanager
@@ -55,6 +70,11 @@ class Part:
             print(f"  passed {name} ({time.monotonic() - began:.1f} s)", flush=True)
         self._write()
 
+    def skip(self, reason: str) -> None:
+        """Ends the part without a case. Raises SystemExit."""
+        self.add("skipped", reason)
+        raise SystemExit(0)
+
     def end(self) -> None:
         """Raises SystemExit: 1 after a failure."""
         print(f"  {self._num_passed} passed, {len(self._failures)} failed", flush=True)
@@ -62,7 +82,10 @@ class Part:
 
     def _write(self) -> None:
         if self._file is not None:
-            result = {"passed": self._num_passed, "failures": self._failures, "figures": self._figures}
+            result = {
+                "passed": self._num_passed, "failures": self._failures, "figures": self._figures,
+                "comparisons": self._comparisons,
+            }  # fmt: skip
             write_json(self._file, result)
 
 

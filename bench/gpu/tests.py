@@ -17,7 +17,7 @@ from bench.gpu.part import Part
 def main() -> None:
     part = Part("tests", __doc__)
     with part.case("tests/gpu"):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+        command = [sys.executable, "-m", "pytest", "-v", "--timeout", "60", "-p", "no:cacheprovider", "tests/gpu"]
         status = subprocess.run(command, cwd=Path(__file__).parents[2]).returncode
         assert status == 0, f"pytest ended with status {status}"
     part.end()

@@ -1,10 +1,11 @@
 """Collects the wheels that `make gpu-check` needs on a machine that has torch 2.11 or newer and no network.
 
-    python -m bench.gpu.wheels FOLDER
+    python -m bench.gpu.wheels FOLDER [PYTHON ...]
 
-Linux on x86-64, Python 3.11 and 3.12. Versions and hashes are those of requirements.lock. torch, what it brings
-(Triton, NVIDIA's libraries) and torchvision, which fits only one torch, are left out. The wheels are put into folders
-1, 2, ... of at most 60 MiB, so that each can be copied where file transfers are limited.
+Linux on x86-64; Python 3.11 and 3.12, or those that are named. Versions and hashes are those of requirements.lock.
+torch, what it brings (Triton, NVIDIA's libraries) and torchvision, which fits only one torch, are left out. The wheels
+are put into folders 1, 2, ... that can each be copied with a checkout where transfers are limited to 64 MiB. The last
+folders hold what is only used without a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -28,7 +30,10 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 4, -1)] + ["ma
 ALSO = ("locust", "pytest", "pytest-timeout", "hypothesis", "httpx")
 """What the checks need besides Tandem's own dependencies."""
 LEFT_OUT = re.compile(r"torch|torchvision|triton|nvidia-.*|cuda-.*|setuptools")
-MAX_PIECE_BYTES = 60 * 2**20
+ONLY_WITHOUT_GPU = ("av", "llvmlite", "numba")
+"""Compilers of the engine on CPUs, and the decoder of videos."""
+MAX_PIECE_BYTES, MAX_LAST_PIECE_BYTES = 45 * 2**20, 60 * 2**20
+"""Of folders that a GPU needs, and of the last ones."""
 
 
 def needed() -> set[str]:
@@ -74,12 +79,17 @@ def pieces(sizes: dict[str, int], limit: int) -> list[list[str]]:
     return found
 
 
-def collect(folder: Path) -> None:
+def distribution(wheel: str) -> str:
+    """Returns the name in a wheel's file name."""
+    return canonicalize_name(wheel.split("-")[0])
+
+
+def collect(folder: Path, pythons: Sequence[str] = PYTHONS) -> None:
     lock = locked(needed(), (ROOT / "requirements.lock").read_text())
     with tempfile.TemporaryDirectory() as scratch:
         (listed := Path(scratch) / "requirements.txt").write_text(lock)
         (wheels := Path(scratch) / "wheels").mkdir()
-        for python in PYTHONS:
+        for python in pythons:
             print(f"collecting {lock.count('==')} packages for Python {python} ...", flush=True)
             command = [
                 sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
@@ -88,12 +98,17 @@ def collect(folder: Path) -> None:
             subprocess.run([*command, *(f"--platform={platform}" for platform in PLATFORMS)], check=True)
         shutil.rmtree(folder, ignore_errors=True)
         sizes = {file.name: file.stat().st_size for file in wheels.iterdir()}
-        for number, piece in enumerate(pieces(sizes, MAX_PIECE_BYTES), 1):
+        last = {name: size for name, size in sizes.items() if distribution(name) in ONLY_WITHOUT_GPU}
+        first = {name: size for name, size in sizes.items() if name not in last}
+        divided = [*pieces(first, MAX_PIECE_BYTES), *pieces(last, MAX_LAST_PIECE_BYTES)]
+        for number, piece in enumerate(divided, 1):
             (folder / str(number)).mkdir(parents=True)
             for name in piece:
                 shutil.move(wheels / name, folder / str(number) / name)
-            print(f"{folder / str(number)}: {len(piece)} wheels, {sum(sizes[n] for n in piece) / 2**20:.0f} MiB")
+            use = "only without a GPU, " if piece[0] in last else ""
+            total = sum(sizes[name] for name in piece) / 2**20
+            print(f"{folder / str(number)}: {use}{len(piece)} wheels, {total:.0f} MiB")
 
 
 if __name__ == "__main__":
-    collect(Path(sys.argv[1]))
+    collect(Path(sys.argv[1]), sys.argv[2:] or PYTHONS)

@@ -62,10 +62,12 @@ def vllm_serve(venv: Path, model: Path, port: int, dtype: str = "bfloat16") -> t
 
 
 @contextlib.contextmanager
-def server(command: list[str], port: int, env: dict[str, str] | None = None) -> Iterator[int]:
+def server(
+    command: list[str], port: int, env: dict[str, str] | None = None, start_timeout_s: float = START_TIMEOUT_S
+) -> Iterator[int]:
     """Yields the process id once a completion works; kills the process group at the end.
 
-    Raises SystemExit when the server ends or is not ready within START_TIMEOUT_S.
+    Raises SystemExit when the server ends or is not ready within `start_timeout_s`.
     """
     with tempfile.TemporaryDirectory() as logs:
         process = subprocess.Popen(
@@ -75,12 +77,12 @@ def server(command: list[str], port: int, env: dict[str, str] | None = None) -> 
             stdout=subprocess.DEVNULL,
         )
         try:
-            deadline = time.monotonic() + START_TIMEOUT_S
+            deadline = time.monotonic() + start_timeout_s
             while not is_up(port):
                 if process.poll() is not None:
                     raise SystemExit(f"{Path(command[0]).name} ended with status {process.returncode}")
                 if time.monotonic() > deadline:
-                    raise SystemExit(f"{Path(command[0]).name} was not ready within {START_TIMEOUT_S:.0f} s")
+                    raise SystemExit(f"{Path(command[0]).name} was not ready within {start_timeout_s:.0f} s")
                 time.sleep(0.5)
             yield process.pid
         finally:

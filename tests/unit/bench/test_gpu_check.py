@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from bench.gpu.check import PARTS, PartOfCheck, run_all
+from bench.gpu.check import PARTS, PartOfCheck, result_table, run_all
 from bench.gpu.wheels import LEFT_OUT, locked, needed, pieces
 from tandem.runtime import version
 
@@ -20,15 +21,15 @@ WRITES = "import json, sys; print('a line'); json.dump({'passed': 1}, open(sys.a
 
 def test_a_part_that_fails_or_hangs_costs_only_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     parts = [
-        PartOfCheck("crashes", 60, ("-c", "print('on its way'); import os; os.abort()")),
         PartOfCheck("hangs", 15, ("-c", f"{WRITES}\nimport time; sys.stdout.flush(); time.sleep(600)")),
+        PartOfCheck("crashes", 60, ("-c", "print('on its way'); import os; os.abort()")),
         PartOfCheck("passes", 60, ("-c", WRITES)),
     ]
     report = tmp_path / "check.json"
-    assert not run_all(parts, ["--device", "cpu"], report)
+    assert not run_all(parts, ["--device", "cpu"], report, limit_s=135)
     found = json.loads(report.read_text())["figures"]
-    assert list(found["parts"]) == ["crashes", "hangs", "passes"]
-    assert [part["problem"] for part in found["parts"].values()] == ["status -6", "not finished within 15 s", ""]
+    assert list(found["parts"]) == ["hangs", "crashes", "passes"]
+    assert [part["problem"] for part in found["parts"].values()] == ["not finished within 15 s", "status -6", ""]
     assert found["parts"]["hangs"]["passed"] == 1, "what it had found is kept"
     assert "on its way" in found["parts"]["crashes"]["output"] and "a line" in found["parts"]["passes"]["output"]
     assert (tmp_path / "check" / "passes.log").read_text() == "a line\n"
@@ -37,13 +38,50 @@ def test_a_part_that_fails_or_hangs_costs_only_itself(tmp_path: Path, capfd: pyt
     assert "a line" in printed and "crashes: status -6" in printed and "passes: passed" in printed
 
 
-def test_the_report_is_written_after_each_part_and_time_is_shared(tmp_path: Path) -> None:
+LEAVES_CLUSTER = """
+import subprocess, sys, time
+leader = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", leader], start_new_session=True)
+time.sleep(600)
+"""
+
+
+def test_a_part_leaves_no_process_behind(tmp_path: Path) -> None:
+    """As a cluster whose benchmark is killed: its launcher leads a session of its own."""
+    check = (
+        "import pathlib; from bench.gpu import check; check.adopt_orphans(); "
+        f"part = check.PartOfCheck('leaves', 5, ('-c', {LEAVES_CLUSTER!r})); "
+        f"print(check.run_part(part, [], pathlib.Path({str(tmp_path)!r}), 5)['problem'])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    pid, problem = done.stdout.splitlines()
+    assert problem == "not finished within 5 s", done.stderr
+    assert not psutil.pid_exists(int(pid))
+
+
+def test_the_table_compares_what_was_measured() -> None:
+    row = {"what": "decode of 1, ms", "measured": 5.0, "predicted": 4.0, "share": 0.72, "of": "bandwidth", "aim": 0.7}
+    copies = {"what": "copies", "measured": 3.0, "predicted": None, "share": None, "of": "", "aim": None}
+    lines = list(result_table({
+        "engine": {"problem": "status 1", "passed": 2, "failures": {"a case": "..."}, "comparisons": [row, copies]},
+        "kills": {"problem": "no time left of 530 s"},
+    }))  # fmt: skip
+    assert lines[0].split(maxsplit=1)[1] == "status 1, 2 cases passed; failed: a case"
+    assert lines[1].split(maxsplit=1)[1] == "no time left of 530 s, 0 cases passed"
+    assert lines[4].split(maxsplit=4)[4].split(maxsplit=2) == ["5", "4", "1.25  0.72 of the bandwidth, aim 0.7 reached"]
+    assert lines[5].split() == ["copies", "3", "-", "-"]
+
+
+def test_the_report_is_written_after_each_part_and_time_is_shared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     report = tmp_path / "check.json"
     look = f"import json; json.dump({{'figures': list(json.load(open({str(report)!r}))['figures']['parts'])}}, " \
         "open(__import__('sys').argv[-1], 'w'))"  # fmt: skip
     parts = [PartOfCheck("first", 60, ("-c", WRITES)), PartOfCheck("second", 60, ("-c", look))]
     assert run_all(parts, [], report)
     assert json.loads(report.read_text())["figures"]["parts"]["second"]["figures"] == ["first"]
+    assert "second (at most 120 s)" in capfd.readouterr().out, "as much again of the time that is left"
     assert not run_all(parts, [], report, limit_s=1)
     problems = [part["problem"] for part in json.loads(report.read_text())["figures"]["parts"].values()]
     assert problems == ["no time left of 1 s"] * 2
