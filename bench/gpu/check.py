@@ -174,8 +174,9 @@ def result_table(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yields the lines of the table that ends the check: how each part ended, and what was measured."""
     for name, result in parts.items():
         failures = ", ".join(result.get("failures", {}))
-        passed, problem = result.get("passed", 0), result["problem"] or "passed"
-        yield f"{name:<40} {problem}, {passed} cases passed{f'; failed: {failures}' if failures else ''}"
+        skipped = result.get("figures", {}).get("skipped")
+        ended = result["problem"] or (f"skipped: {skipped}" if skipped else "passed")
+        yield f"{name:<40} {ended}, {result.get('passed', 0)} cases passed{f'; failed: {failures}' if failures else ''}"
     yield ""
     yield f"{'':<40} {'measured':>10} {'predicted':>10} {'ratio':>7}  share"
     for result in parts.values():
