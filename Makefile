@@ -70,7 +70,9 @@ gpu-check:
 		echo "installing $$(echo $$names | wc -w) packages from .whl into .gpu-site"; \
 		$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target .gpu-site \
 			$$(find .whl -type d -printf '--find-links %p ') $$names; fi
-	@PYTHONPATH=.gpu-site $(PYTHON) -c 'import msgspec, psutil, torch, transformers, zmq' || { echo "packages are missing: run make gpu-wheels where there is a network, and copy .whl here; torch must be installed"; exit 2; }
+	@PYTHONPATH=.gpu-site $(PYTHON) -c 'import sys; from importlib.util import find_spec; \
+		missing = [each for each in ("torch", "triton", "msgspec", "psutil", "transformers", "zmq", "locust") if not find_spec(each)]; \
+		sys.exit(f"{missing} are missing: copy what make gpu-wheels has put into .whl here; torch must be installed" if missing else 0)'
 	PYTHONPATH=$(CURDIR):$(CURDIR)/.tree:$(CURDIR)/.gpu-site $(PYTHON) -m bench.gpu.check --json $(or $(OUT),bench/results)/gpu_check.json $(ARGS)
 
 # Collects those wheels in .whl/1, .whl/2 and so on, less than 64 MiB each; needs a network. ARGS=3.12 only for that Python.

@@ -76,6 +76,15 @@ def test_the_image_does_not_run_as_root() -> None:
     assert not [text for kind, text in instructions()[index:] if kind in ("RUN", "COPY", "ADD")]
 
 
+def test_triton_can_compile_on_gpus() -> None:
+    last = [text for kind, text in instructions() if kind == "RUN"][-1]
+    assert re.search(r"apt-get install .*\bgcc libc6-dev\b", last), "without a compiler our kernels do not run"
+    [cache] = [text for kind, text in instructions() if kind == "ENV"]
+    service = yaml.safe_load((ROOT / "deploy" / "docker" / "compose.yaml").read_text())["services"]["tandem"]
+    [volume] = service["volumes"]
+    assert cache.removeprefix("TRITON_CACHE_DIR=").startswith(f"{volume.partition(':')[2]}/"), "all else is read-only"
+
+
 def test_the_container_of_the_compose_file_has_no_privileges() -> None:
     service = yaml.safe_load((ROOT / "deploy" / "docker" / "compose.yaml").read_text())["services"]["tandem"]
     assert service["read_only"] is True
