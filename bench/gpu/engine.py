@@ -165,22 +165,34 @@ class EngineBench:
                 self.part.compare(f"prefill of {length}, ms", step * 1e3, predicted * 1e3, least / step, *share)
                 self.part.add(f"prefill of {length}, tokens/s", length / step)
 
-    def profile(self, batches: dict[str, Batch]) -> None:
-        """Counts what a step does, and measures the host's gap between steps."""
-        for name, batch in batches.items():
+    def profile(self, sizes: Sequence[int]) -> None:
+        """Counts what decode steps do, and measures the device's time and the host's gap between steps.
+
+        The device's time is that of a step whose host work is hidden behind the step before.
+        """
+        for size in sizes:
+            name = f"decode of {size}"
             with self.part.case(f"profile of {name}"):
-                step = seconds(partial(self.runner.run, batch), self.repeat, self.part.device)
-                found = profile_steps(partial(self.runner.run, batch))
+                run = partial(self.runner.run, Batch(decode_items(size)))
+                step_ms = seconds(run, self.repeat, self.part.device) * 1e3
+                found = profile_steps(run)
                 self.part.add(f"profile of {name}", dataclasses.asdict(found))
                 if self.part.device == "cuda":
                     assert found.num_kernels, "the profiler has seen no kernel"
-                self.part.compare(f"kernels, {name}", found.num_kernels, self.model.num_kernels)
-                self.part.compare(f"launches, {name}", found.num_launches)
-                self.part.compare(f"copies, {name}", found.num_copies, COPIES)
-                self.part.compare(f"waits of the host, {name}", found.num_waits, WAITS)
+                    arguments = self.model, self.card, size, CONTEXT, self.precision
+                    least, predicted = roofline.decode_s(*arguments), roofline.design_decode_s(*arguments)
+                    share = 1e3 * least / found.device_ms
+                    self.part.compare(
+                        f"{name}, device only, ms", found.device_ms, predicted * 1e3, share, "bandwidth",
+                        roofline.DECODE_SHARE,
+                    )  # fmt: skip
                 gaps = self.model.num_kernels * roofline.KERNEL_GAP_S * 1e3
-                self.part.compare(f"device idle in a step, ms, {name}", found.device_ms - found.busy_ms, gaps)
-                self.part.compare(f"host's gap between steps, ms, {name}", max(0.0, step * 1e3 - found.device_ms))
+                self.part.compare(f"{name}, kernels", found.num_kernels, self.model.num_kernels)
+                self.part.compare(f"{name}, idle between kernels, ms", found.device_ms - found.busy_ms, gaps)
+                self.part.compare(f"{name}, launches", found.num_launches)
+                self.part.compare(f"{name}, copies", found.num_copies, COPIES)
+                self.part.compare(f"{name}, waits of the host", found.num_waits, WAITS)
+                self.part.compare(f"{name}, host's gap, ms", max(0.0, step_ms - found.device_ms))
 
 
 def main() -> None:
@@ -196,7 +208,7 @@ def main() -> None:
     sizes = (1, 16, 64) if is_cuda else (1, 4)
     bench.decode("as served", sizes, is_compared=True)
     bench.prefill((2048, 8192) if is_cuda else (64,))
-    bench.profile({f"decode of {size}": Batch(decode_items(size)) for size in (sizes[0], sizes[-1])})
+    bench.profile((sizes[0], sizes[-1]))
     if runner._graphs is not None:
         runner._graphs = None
         bench.decode("without graphs", sizes)
