@@ -10,13 +10,16 @@ model has the shape of Llama 3.1 8B (or a small one with --quick) and random wei
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import LlamaConfig
@@ -25,6 +28,7 @@ from bench.gpu import roofline
 from bench.gpu.part import Part
 from bench.gpu.roofline import Gpu, Model, Precision
 from bench.gpu.step_profile import profile_steps
+from tandem.engine import model_runner
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
@@ -96,7 +100,8 @@ def measured_card(part: Part) -> Gpu:
     return card
 
 
-def new_runner(shape: dict[str, Any], device: Any) -> tuple[ModelRunner, KVPool]:
+def new_runner(shape: dict[str, Any], device: Any, *, is_plain: bool = False) -> ModelRunner:
+    """Returns a runner as workers have it, over a pool of noise. is_plain: without our kernels, and without graphs."""
     is_cuda = device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
@@ -106,9 +111,14 @@ def new_runner(shape: dict[str, Any], device: Any) -> tuple[ModelRunner, KVPool]
         )  # fmt: skip
         loaded = load_model(config)
     pool = KVPool(loaded, config)
-    runner = ModelRunner(loaded, pool, GraphLimits(max_num_seqs=64, max_num_batched_tokens=2048))
+    pool.tensor.normal_(generator=torch.Generator(device).manual_seed(1))
+    plain: Any = mock.patch.multiple(
+        model_runner, uses_triton=lambda *_: False, attention_maker=lambda pool: partial(PlainAttention, pool)
+    )
+    with plain if is_plain else nullcontext():
+        runner = ModelRunner(loaded, pool, GraphLimits(max_num_seqs=64, max_num_batched_tokens=2048))
     runner.warm_up()
-    return runner, pool
+    return runner
 
 
 def decode_items(size: int) -> list[BatchItem]:
@@ -200,8 +210,7 @@ def main() -> None:
     is_cuda = part.device == "cuda"
     shape = TINY if not is_cuda else SMALL if part.quick else LLAMA_8B
     card = measured_card(part)
-    runner, pool = new_runner(shape, part.device)
-    pool.tensor.normal_(generator=torch.Generator(part.device).manual_seed(1))
+    runner = new_runner(shape, part.device)
     part.add("attention", "Triton" if runner._uses_triton else type(runner._make_attention(decode_items(1))).__name__)
     part.add("graphs", 0 if runner._graphs is None else len(runner._graphs.captured))
     bench = EngineBench(part, Model.of("Llama", shape), card, runner, 20 if is_cuda and not part.quick else 3)
@@ -212,8 +221,11 @@ def main() -> None:
     if runner._graphs is not None:
         runner._graphs = None
         bench.decode("without graphs", sizes)
-    runner._uses_triton, runner._make_attention = False, lambda items: PlainAttention(pool, items)
-    bench.decode("plain attention", sizes)
+    del bench.runner, runner
+    gc.collect()  # frees the model and the pool before the next are made
+    with part.case("plain attention starts"):
+        bench.runner = new_runner(shape, part.device, is_plain=True)
+        bench.decode("plain attention", sizes)
     part.end()
 
 
