@@ -65,22 +65,24 @@ def test_the_table_compares_what_was_measured() -> None:
     lines = list(result_table({
         "engine": {"problem": "status 1", "passed": 2, "failures": {"a case": "..."}, "comparisons": [row, copies]},
         "kills": {"problem": "no time left of 530 s"},
+        "kernels": {"problem": "", "figures": {"skipped": "why"}},
     }))  # fmt: skip
     assert lines[0].split(maxsplit=1)[1] == "status 1, 2 cases passed; failed: a case"
     assert lines[1].split(maxsplit=1)[1] == "no time left of 530 s, 0 cases passed"
-    assert lines[4].split(maxsplit=4)[4].split(maxsplit=2) == ["5", "4", "1.25  0.72 of the bandwidth, aim 0.7 reached"]
-    assert lines[5].split() == ["copies", "3", "-", "-"]
+    assert lines[2].split(maxsplit=1)[1] == "skipped: why, 0 cases passed"
+    assert lines[5].split(maxsplit=4)[4].split(maxsplit=2) == ["5", "4", "1.25  0.72 of the bandwidth, aim 0.7 reached"]
+    assert lines[6].split() == ["copies", "3", "-", "-"]
 
 
 def test_the_report_is_written_after_each_part_and_time_is_shared(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "check.json"
-    look = f"import json; json.dump({{'figures': list(json.load(open({str(report)!r}))['figures']['parts'])}}, " \
+    look = f"import json; json.dump({{'found': list(json.load(open({str(report)!r}))['figures']['parts'])}}, " \
         "open(__import__('sys').argv[-1], 'w'))"  # fmt: skip
     parts = [PartOfCheck("first", 60, ("-c", WRITES)), PartOfCheck("second", 60, ("-c", look))]
     assert run_all(parts, [], report)
-    assert json.loads(report.read_text())["figures"]["parts"]["second"]["figures"] == ["first"]
+    assert json.loads(report.read_text())["figures"]["parts"]["second"]["found"] == ["first"]
     assert "second (at most 120 s)" in capfd.readouterr().out, "as much again of the time that is left"
     assert not run_all(parts, [], report, limit_s=1)
     problems = [part["problem"] for part in json.loads(report.read_text())["figures"]["parts"].values()]
