@@ -13,8 +13,8 @@ from tandem.runtime.errors import ErrorInfo
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of one KV block: [num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`, contiguous.
 
-    model_id: what keys and values depend on, with the model's own dtype where the cache has another. dtype: of the cache,
-    as torch names it. num_kv_heads: heads of one of the worker's tensor_parallel_size ranks.
+    model_id: what keys and values depend on, with the model's own dtype where the cache has another. dtype: of the
+    cache, as torch names it. num_kv_heads: heads of one of the worker's tensor_parallel_size ranks.
     """
 
     model_id: str

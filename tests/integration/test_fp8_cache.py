@@ -39,7 +39,7 @@ def test_two_workers_answer_as_one_does(float32_cluster: Cluster) -> None:
     with Cluster(*OPTIONS, env={"TANDEM_KV_CHECKSUMS": "1"}) as cluster:
         by_two = ask_all(cluster)
         decode = cluster.worker("decode-0").load
-        assert decode.num_transferred_bytes > 0 and decode.num_corrupt_blocks == 0
+        assert decode.num_compared_blocks > 0 and decode.num_corrupt_blocks == 0
         num_blocks = decode.num_blocks
         cluster.wait_for(cluster.all_blocks_free)
     with Cluster(*OPTIONS, "--prefill", "0", "--decode-prefill-threshold", "2000") as cluster:
