@@ -135,7 +135,7 @@ CASES = st.builds(
     block_size=st.sampled_from([16, 24, 32, 64]),
     head_dim=st.sampled_from([16, 20, 96, 192]),
     num_kv_heads=st.sampled_from([1, 2]),
-    group=st.sampled_from([1, 3, 4, 7]),
+    group=st.sampled_from([1, 3, 4, 7, 20]),
     lengths=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 2, 17])), min_size=1, max_size=4),
     window=st.sampled_from([0, 1, 7, 40]),
     softcap=st.sampled_from([0.0, 5.0]),

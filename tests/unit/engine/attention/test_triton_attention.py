@@ -116,27 +116,29 @@ def compiled(name: str, capability: int, dtype: str, cache: str, sizes: dict[str
     return triton.compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": True})
 
 
-def compiles_and_fits(name: str, capability: int, dtype: str, cache: str, head_dim: int, group: int) -> None:
-    sizes = constants(head_dim, group, 64, for_chunks=name == "attend_chunks")
+def compiles_and_fits(
+    name: str, capability: int, dtype: str, cache: str, head_dim: int, group: int, block_size: int = 64
+) -> None:
+    sizes = constants(head_dim, group, block_size, for_chunks=name == "attend_chunks")
     result = compiled(name, capability, dtype, cache, sizes)
     assert result.asm["cubin"]
     assert result.metadata.shared <= MAX_SHARED_BYTES, name
 
 
+OTHER_SIZES = [
+    (64, 1, "bf16", 16), (256, 8, "fp16", 256), (80, 7, "bf16", 64), (96, 3, "fp16", 32), (192, 5, "bf16", 128),
+    (128, 48, "bf16", 64),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("capability", [80, *(pytest.param(each, marks=EXTENDED) for each in (89, 90, 100, 120))])
 @pytest.mark.parametrize(
-    ("head_dim", "group", "dtype"),
-    [
-        (128, 4, "bf16"),
-        *(
-            pytest.param(*each, marks=EXTENDED)
-            for each in ((64, 1, "bf16"), (256, 8, "fp16"), (80, 7, "bf16"), (96, 3, "fp16"), (192, 5, "bf16"))
-        ),
-    ],
+    ("head_dim", "group", "dtype", "block_size"),
+    [(128, 4, "bf16", 64), *(pytest.param(*each, marks=EXTENDED) for each in OTHER_SIZES)],
 )
-def test_the_kernels_compile_and_fit(capability: int, head_dim: int, group: int, dtype: str) -> None:
+def test_the_kernels_compile_and_fit(capability: int, head_dim: int, group: int, dtype: str, block_size: int) -> None:
     for name in ("write_kv", "attend_chunks", "attend_tokens", "combine_splits"):
-        compiles_and_fits(name, capability, dtype, dtype, head_dim, group)
+        compiles_and_fits(name, capability, dtype, dtype, head_dim, group, block_size)
 
 
 @pytest.mark.parametrize(
