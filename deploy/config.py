@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.deploy.removed_flags import REMOVED_FLAGS
-from tandem.engine.config import Device, Dtype, LoadFormat
+from tandem.engine.config import Device, Dtype, KVCacheDtype, LoadFormat
 from tandem.kv_transfer.registry import check_name
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -96,6 +96,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_cache_gib: Annotated[float, _in("KV cache", ge=0, description=
         "Size of each worker's KV cache in GiB, per tensor parallel process; 0 uses 1 GiB on CPU and, on GPUs, the "
         "memory that --gpu-memory-fraction leaves.")] = 0.0
+    kv_cache_dtype: Annotated[KVCacheDtype, _in("KV cache", description=
+        "Data type of the KV cache: auto uses the model's; fp8 (e4m3, without scales) takes half the memory of 16-bit "
+        "types and rounds keys and values to 4 significant bits.")] = "auto"
     gpu_memory_fraction: Annotated[float, _in("KV cache", gt=0, le=1, description=
         "Share of each GPU's memory that this cluster may use. The workers on one GPU divide it equally. Each measures "
         "its largest step and uses the rest for its KV cache, unless --kv-cache-gib is given.")] = 0.9

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -20,6 +21,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel_size: ranks, one process each, that share the model. progress_file: receives the loading progress
     from 0 to 1; empty for none.
 
+    kv_cache_dtype: "auto" stores keys and values as the model computes them, "fp8" rounds them to float8_e4m3fn.
     kv_cache_bytes: KV pool size per rank; 0 chooses it, see `engine.kv_cache_size`. gpu_memory_fraction: of each GPU,
     for all ranks of the cluster that use it. ranks_per_gpu: how many those are. num_peers: workers that this one may
     exchange KV with. max_num_batched_tokens: prompt tokens per step, which is the chunk size. max_num_seqs: sequences
@@ -32,6 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Device = "auto"
     max_model_len: int = 0
     block_size: int = 0
+    kv_cache_dtype: KVCacheDtype = "auto"
     kv_cache_bytes: int = 0
     gpu_memory_fraction: float = 0.9
     ranks_per_gpu: int = 1

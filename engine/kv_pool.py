@@ -21,17 +21,20 @@ def block_bytes(loaded: LoadedModel) -> int:
     """Returns the size of one block of one rank."""
     layout = loaded.layout
     elements = prod((layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim))
-    return elements * loaded.dtype.itemsize
+    return elements * loaded.kv_dtype.itemsize
 
 
 class KVPool:
     """tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], of `config.kv_cache_bytes`.
+
+    model_dtype: of the keys and values that attention gets, before they are stored.
 
     Raises ConfigError if the device has less memory left.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.layout: KVLayout = loaded.layout
+        self.model_dtype: torch.dtype = loaded.dtype
         layout = self.layout
         block_shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         self.block_bytes: int = block_bytes(loaded)
@@ -44,10 +47,10 @@ class KVPool:
             os.ftruncate(self.fd, self.num_bytes)
             path = f"/proc/{os.getpid()}/fd/{self.fd}"
             raw = torch.from_file(path, shared=True, size=self.num_bytes, dtype=torch.uint8)
-            self.tensor = raw.view(loaded.dtype).view(shape)
+            self.tensor = raw.view(loaded.kv_dtype).view(shape)
         else:
             try:
-                self.tensor = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
+                self.tensor = torch.zeros(shape, dtype=loaded.kv_dtype, device=loaded.device)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"the GPU has not {self.num_bytes / 2**30:.2f} GiB left for the KV cache: lower --kv-cache-gib, or "

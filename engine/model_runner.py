@@ -75,7 +75,8 @@ class ModelRunner:
     def _run(self, batch: Batch) -> list[ItemOutput]:
         if batch.block_copies:
             sources, destinations = upload([np.array(batch.block_copies, np.int64)], self._device)[0].unbind(1)
-            self._pool.tensor[destinations] = self._pool.tensor[sources]
+            words = self._pool.as_blocks().view(torch.int64)
+            words[destinations] = words[sources]
         if batch.encodes or any(item.media is not None or item.adapter is not None for item in batch.items):
             return self._run_with_attachments(batch)
         return self._run_items(batch.items)

@@ -1,4 +1,4 @@
-"""Our attention kernels against plain attention, over block sizes, head sizes, windows, soft caps and sinks.
+"""Our attention kernels against plain attention: block and head sizes, windows, soft caps, sinks, and pools in FP8.
 
     python -m bench.gpu.kernels [--device cpu] [--quick] [--json FILE]
 
@@ -24,6 +24,7 @@ from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import BatchItem
 
 NUM_LAYERS, NUM_BLOCKS = 2, 48
+FP8 = torch.float8_e4m3fn
 MAX_ERROR = {torch.float32: 5e-3, torch.float16: 0.01, torch.bfloat16: 0.05}
 """Of values around 1. Plain attention's products may round the factors of float32 to ten bits."""
 
@@ -58,17 +59,17 @@ def new_items(block_size: int, is_decode: bool, seed: int) -> list[BatchItem]:
 
 
 def compare(
-    pool: Any, items: Sequence[BatchItem], options: AttentionOptions, group: int,
+    pool: Any, items: Sequence[BatchItem], options: AttentionOptions, group: int, dtype: torch.dtype,
     make: Callable[[Any, Sequence[BatchItem]], StepAttention],
 ) -> None:  # fmt: skip
-    """Raises AssertionError where the two differ."""
+    """Raises AssertionError where the two differ. dtype: of queries, keys and values before they are stored."""
     layout, like = pool.layout, pool.tensor
     num_tokens = sum(len(item.token_ids) for item in items)
     generator = torch.Generator().manual_seed(2)
 
     def noise(num_heads: int) -> torch.Tensor:
         values = torch.randn((1, num_tokens, num_heads, layout.head_dim), generator=generator)
-        return values.to(like.device, like.dtype).transpose(1, 2)
+        return values.to(like.device, dtype).transpose(1, 2)
 
     query, key, value = noise(layout.num_kv_heads * group), noise(layout.num_kv_heads), noise(layout.num_kv_heads)
     before = like.clone()
@@ -76,9 +77,10 @@ def compare(
     written = like.clone()
     like.copy_(before)
     got = make(pool, items).attend(1, query, key, value, options)
-    assert torch.equal(like, written), "other slots, or other keys and values, were written"
+    same_bits = torch.equal(like.view(torch.uint8), written.view(torch.uint8))
+    assert same_bits, "other slots, or other keys and values, were written"
     error = float((got.view_as(expected).float() - expected.float()).abs().max())
-    assert error < MAX_ERROR[like.dtype], f"the largest error is {error:.3g}"
+    assert error < MAX_ERROR[dtype], f"the largest error is {error:.3g}"
 
 
 def shapes(device: str, is_short: bool) -> list[tuple[int, int, tuple[int, int], torch.dtype]]:
@@ -113,16 +115,21 @@ def main() -> None:
     if part.device == "cpu" and (problem := why_not_interpreted()):
         part.skip(problem)
     is_short = part.device == "cpu" or part.quick
-    for block_size, head_dim, (num_kv_heads, group), dtype in shapes(part.device, is_short):
-        with part.case(f"block {block_size}, head {head_dim}, {num_kv_heads} x {group} heads, {dtype}"):
-            pool = new_pool(block_size, head_dim, num_kv_heads, dtype, part.device)
+    cases = [(*shape, shape[3]) for shape in shapes(part.device, is_short)]
+    if part.device == "cpu":
+        cases.append((16, 32, (1, 4), torch.float32, FP8))
+    else:
+        cases += [(64, head_dim, (8, 4), torch.bfloat16, FP8) for head_dim in (128, 80)]
+    for block_size, head_dim, (num_kv_heads, group), dtype, stored in cases:
+        with part.case(f"block {block_size}, head {head_dim}, {num_kv_heads} x {group} heads, {dtype} in {stored}"):
+            pool = new_pool(block_size, head_dim, num_kv_heads, stored, part.device)
             sinks = torch.linspace(-1, 2, num_kv_heads * group, device=part.device)
             variants = list(itertools.product([0, 20], [0.0, 5.0], [False, True], [0, 1]))
             for window, softcap, has_sinks, is_decode in variants[:: 5 if is_short else 1]:
                 items = new_items(block_size, bool(is_decode), window)
                 options = AttentionOptions(head_dim**-0.5, window, softcap, sinks if has_sinks else None)
                 try:
-                    compare(pool, items, options, group, triton_attention)
+                    compare(pool, items, options, group, dtype, triton_attention)
                 except Exception as error:
                     what = f"window {window}, soft cap {softcap}, sinks {has_sinks}, decode {bool(is_decode)}"
                     raise AssertionError(f"{what}: {error}") from error

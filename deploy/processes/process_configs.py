@@ -193,6 +193,7 @@ class ProcessConfigs:
             device=cluster.device,
             max_model_len=cluster.max_model_len,
             block_size=0 if cluster.block_size == "auto" else cluster.block_size,
+            kv_cache_dtype=cluster.kv_cache_dtype,
             kv_cache_bytes=int(cluster.kv_cache_gib * (1 << 30)),
             gpu_memory_fraction=cluster.gpu_memory_fraction,
             ranks_per_gpu=self._ranks_per_gpu,

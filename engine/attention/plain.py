@@ -2,6 +2,8 @@
 
 Sequences with one new token are batched. Longer chunks run one by one; a chunk that begins its sequence attends to its
 own keys without reading the pool.
+
+In a pool of FP8, keys and values are rounded before anything attends to them, so results do not depend on chunks.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from tandem.engine.batch import BatchItem
 
 if TYPE_CHECKING:
     from tandem.engine.kv_pool import KVPool
+
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8).max
+"""Larger values are stored as this one."""
 
 
 @dataclass
@@ -74,8 +80,9 @@ class PlainAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        for tokens, new in zip(self.pool.layer_tokens[layer], (key, value), strict=True):
-            torch.ops.aten.index_put_(tokens, self.slots, new[0].transpose(0, 1))
+        key, value = (
+            self._store(tokens, new) for tokens, new in zip(self.pool.layer_tokens[layer], (key, value), strict=True)
+        )
         # A single group or chunk covers all tokens in the step's order.
         if not self.chunks and len(self.singles) == 1:
             return _attend_single(self.pool, layer, self.singles[0], query[0].transpose(0, 1), options)
@@ -91,6 +98,16 @@ class PlainAttention:
                 self.pool, layer, chunk, query[:, :, rows], key[:, :, rows], value[:, :, rows], options
             )
         return output
+
+    def _store(self, tokens: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Stores new keys or values. Returns them as they will be read. tokens: those of the layer in the pool."""
+        if tokens.dtype != _FP8:
+            torch.ops.aten.index_put_(tokens, self.slots, new[0].transpose(0, 1))
+            return new
+        stored = new.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8)
+        bits = stored[0].transpose(0, 1).view(torch.uint8)
+        torch.ops.aten.index_put_(tokens.view(torch.uint8), self.slots, bits)
+        return stored.to(new.dtype)
 
     def _single_tokens(self, index: StepIndex, rows: list[int]) -> _SingleTokens:
         num_context = index.num_context[rows]
@@ -147,7 +164,7 @@ def _attend_single(
         view = singles.views[options.window] = _context_view(pool, singles, options.window)
     num_kv_heads = pool.layout.num_kv_heads
     key, value = (
-        blocks.index_select(0, view.rows).view(num_seqs, num_kv_heads, -1, head_dim)
+        _select(blocks, view.rows, query.dtype).view(num_seqs, num_kv_heads, -1, head_dim)
         for blocks in pool.layer_blocks[layer]
     )
     # The query heads of a group share one KV head: [num_seqs, num_kv_heads, group, ...]
@@ -155,6 +172,13 @@ def _attend_single(
     sinks = None if options.sinks is None else options.sinks.view(1, num_kv_heads, -1, 1)
     weights = _softmax(_capped(scores, options) + view.bias, sinks).to(value.dtype)
     return torch.matmul(weights, value).view(num_seqs, num_heads, head_dim)
+
+
+def _select(blocks: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Gathers rows of a layer's keys or values, and converts FP8 to `dtype`. Not every device can index FP8 itself."""
+    if blocks.dtype == _FP8:
+        return blocks.view(torch.uint8).index_select(0, rows).view(_FP8).to(dtype)
+    return blocks.index_select(0, rows)
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
@@ -197,7 +221,9 @@ def _attend_chunk(
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=options.scale)
         return mixed[0].transpose(0, 1)
     if chunk.block_table is not None:
-        key, value = (_context(pool, chunk, chunk.block_table, blocks) for blocks in pool.layer_blocks[layer])
+        key, value = (
+            _context(pool, chunk, chunk.block_table, blocks, query.dtype) for blocks in pool.layer_blocks[layer]
+        )
     mask = _chunk_mask(chunk, options.window, query.device)
     # The query heads of a group are stacked along the query axis, because SDPA's enable_gqa is slow on CPU.
     folded = query.reshape(1, num_kv_heads, group * chunk.num_tokens, -1)
@@ -211,10 +237,12 @@ def _attend_chunk(
     return torch.matmul(weights, value).view(num_heads, chunk.num_tokens, -1).transpose(0, 1)
 
 
-def _context(pool: KVPool, chunk: _Chunk, block_table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def _context(
+    pool: KVPool, chunk: _Chunk, block_table: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """Gathers the keys or values of the whole context: [1, num_kv_heads, num_context_tokens, head_dim]."""
     layout = pool.layout
     heads = torch.arange(layout.num_kv_heads, device=block_table.device)[:, None]
     rows = block_table * (2 * layout.num_layers * layout.num_kv_heads) + heads  # [num_kv_heads, num_blocks]
-    flat = blocks.index_select(0, rows.view(-1)).view(1, layout.num_kv_heads, -1, layout.head_dim)
+    flat = _select(blocks, rows.view(-1), dtype).view(1, layout.num_kv_heads, -1, layout.head_dim)
     return flat[:, :, : chunk.start + chunk.num_tokens]

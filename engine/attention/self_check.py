@@ -37,7 +37,7 @@ def attention_problem(
 
     def random(heads: int, num_tokens: int) -> torch.Tensor:
         shape = (1, heads, num_tokens, layout.head_dim)
-        return torch.randn(shape, generator=generator).to(pool.tensor.dtype).to(pool.tensor.device)
+        return torch.randn(shape, generator=generator).to(pool.model_dtype).to(pool.tensor.device)
 
     try:
         first = layout.block_size + 3

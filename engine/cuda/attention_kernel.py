@@ -11,12 +11,48 @@ length only, so its result is the same in every batch.
 Each kernel has one compiled variant per kind of layer: nothing that changes from step to step is a constant. By itself
 Triton would also compile for numbers that are 1 or multiples of 16 and for aligned addresses, so it is told not to for
 arguments that differ between steps.
+
+An FP8 pool (e4m3) is written as bytes, and is read as bytes by GPUs that cannot convert it.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def to_cache(values, cache):
+    """Converts new keys or values to the type of the elements of `cache`, a pointer.
+
+    For uint8 these are the bits of e4m3, rounded to nearest even; values beyond 448 become 448. The result does not
+    depend on the GPU.
+    """
+    if cache.dtype.element_ty == tl.uint8:
+        values = values.to(tl.float32)
+        sign = (values.to(tl.uint32, bitcast=True) >> 24) & 0x80
+        size = tl.minimum(tl.abs(values), 448.0)
+        bits = size.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # 3 bits of mantissa, a bias of 7
+        subnormal = (size + 16384.0).to(tl.uint32, bitcast=True) & 0xF  # multiples of 2^-9
+        code = tl.where(size < 0.015625, subnormal, normal)
+        converted = (tl.where(values != values, 0x7F, code) | sign).to(tl.uint8)
+    else:
+        converted = values.to(cache.dtype.element_ty)
+    return converted
+
+
+@triton.jit
+def from_cache(stored, dtype: tl.constexpr):
+    """Converts loaded keys or values to `dtype`, exactly. uint8: bits of e4m3, which have the order of float16's."""
+    if stored.dtype == tl.uint8:
+        bits = stored.to(tl.uint16)
+        half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
+        values = half.to(tl.float32) * 256.0  # the biases differ by 8
+        converted = tl.where((bits & 0x7F) == 0x7F, float("nan"), values).to(dtype)
+    else:
+        converted = stored.to(dtype)
+    return converted
 
 
 @triton.jit(do_not_specialize_on_alignment=["blocks", "offsets"])
@@ -46,8 +82,8 @@ def write_kv(
         row = token.to(tl.int64)
         new_key = tl.load(key + row * key_token_stride + head * key_head_stride + dims, mask=inside)
         new_value = tl.load(value + row * value_token_stride + head * value_head_stride + dims, mask=inside)
-        tl.store(key_cache + slot, new_key, mask=inside)
-        tl.store(value_cache + slot, new_value, mask=inside)
+        tl.store(key_cache + slot, to_cache(new_key, key_cache), mask=inside)
+        tl.store(value_cache + slot, to_cache(new_value, value_cache), mask=inside)
 
 
 @triton.jit
@@ -94,7 +130,7 @@ def mix_keys(
         block = tl.load(block_row + keys // BLOCK_SIZE, mask=is_key, other=0)
         slot = block.to(tl.int64) * block_stride + (keys % BLOCK_SIZE) * HEAD_DIM
         k = tl.load(key_cache + slot[None, :] + dims[:, None], mask=is_key[None, :] & inside[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.dot(q, from_cache(k, q.dtype), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
         seen = is_key[None, :] & (keys[None, :] <= position[:, None])
@@ -107,6 +143,7 @@ def mix_keys(
         shrink = tl.exp(largest - shift)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(value_cache + slot[:, None] + dims[None, :], mask=is_key[:, None] & inside[None, :], other=0.0)
+        v = from_cache(v, q.dtype)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = new_largest
     return largest, total, mixed

@@ -1,12 +1,13 @@
 """Paged attention on CUDA by our own kernels (`engine.cuda.attention_kernel`).
 
-It takes any block size, head size, sliding window, soft cap and sinks, and a new step shape compiles nothing. The
-worker tries it once at startup (`triton_problem`). The kernels are launched by two torch operators, so that graphs can
-be recorded and steps traced without a GPU.
+It takes any block size, head size, sliding window, soft cap and sinks, and pools in FP8. A new step shape compiles
+nothing. The worker tries it once at startup (`triton_problem`). The kernels are launched by two torch operators, so
+that graphs can be recorded and steps traced without a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from tandem.engine.cuda.streams import upload
 if TYPE_CHECKING:
     from tandem.engine.kv_pool import KVPool
 
+_FP8 = torch.float8_e4m3fn
 _MIN_ROWS = 16
 """Of a matrix product on tensor cores."""
 _CHUNK_ROWS = 64
@@ -38,6 +40,12 @@ def find_kernels() -> ModuleType | None:
     except ImportError:
         return None
     return attention_kernel
+
+
+@functools.cache
+def _converts_fp8(device: torch.device) -> bool:
+    """Whether the device has instructions for e4m3. Others, and the interpreter, convert its bits in the kernel."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def next_power_of_2(number: int) -> int:
@@ -85,6 +93,8 @@ def _write_kv(
     blocks, offsets: int32 [num_tokens].
     """
     num_tokens, num_kv_heads, head_dim = key.shape
+    if cache.dtype == _FP8:
+        cache = cache.view(torch.uint8)
     find_kernels().write_kv[num_tokens, num_kv_heads](  # type: ignore[union-attr]
         key, value, cache[:, 0], cache[:, 1], blocks, offsets,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), cache.stride(0), cache.stride(2),
@@ -111,6 +121,8 @@ def _paged_attention(
     (num_tokens, num_heads, head_dim), num_kv_heads, block_size = query.shape, cache.shape[2], cache.shape[3]
     group, (num_sequences, table_width) = num_heads // num_kv_heads, block_table.shape
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if cache.dtype == _FP8 and not _converts_fp8(cache.device):
+        cache = cache.view(torch.uint8)
     key_cache, value_cache = cache[:, 0], cache[:, 1]
     shape = num_sequences, table_width, query.stride(0), query.stride(1), cache.stride(0), cache.stride(2), num_heads
     any_sinks = output if sinks is None else sinks

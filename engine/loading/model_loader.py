@@ -44,6 +44,12 @@ class LoadedModel:
     vision: VisionTower | None = None
     lora_modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The KV cache's."""
+        dtype: torch.dtype = getattr(torch, self.layout.dtype)
+        return dtype
+
 
 def load_model(config: EngineConfig) -> LoadedModel:
     """Loads the model, or this rank's share of it.
@@ -54,6 +60,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model_config, text_config = check_model(config)
     max_model_len = _resolve_max_model_len(config, text_config)
     dtype = _DTYPES.get(config.dtype) or getattr(text_config, "dtype", None) or torch.float32
+    kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
     auto_class: Any = AutoModelForCausalLM
     attention: Any = PROBE_NAME
     if takes_media(model_config):
@@ -85,8 +92,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     except UnsuitableModelError as error:
         raise unsuitable(config.model, model_config, str(error)) from error
     layout = KVLayout(
-        model_id=model_id,
-        dtype=str(dtype).removeprefix("torch."),
+        model_id=model_id if kv_dtype == dtype else f"{model_id}+{_name(dtype)} as {_name(kv_dtype)}",
+        dtype=_name(kv_dtype),
         num_layers=probed.num_layers,
         num_kv_heads=probed.num_kv_heads,  # of this rank
         head_dim=probed.head_dim,
@@ -96,6 +103,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     takes_adapters = vision is None and config.tensor_parallel_size == 1
     lora_modules = adaptable_layers(model) if takes_adapters else {}
     return LoadedModel(model, max_model_len, text_config.vocab_size, dtype, device, layout, vision, lora_modules)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_model(config: EngineConfig) -> tuple[Any, Any]:

@@ -13,7 +13,8 @@ from tandem.runtime.errors import ErrorInfo
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of one KV block: [num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`, contiguous.
 
-    num_kv_heads: heads of one of the worker's tensor_parallel_size ranks.
+    model_id: what keys and values depend on, with the model's own dtype where the cache has another. dtype: of the
+    cache, as torch names it. num_kv_heads: heads of one of the worker's tensor_parallel_size ranks.
     """
 
     model_id: str
@@ -34,7 +35,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         The number of ranks may differ, because heads are moved individually; the total number of heads must agree.
         """
-        for field in ("model_id", "dtype", "num_layers", "total_kv_heads", "head_dim", "block_size"):
+        for field in ("dtype", "model_id", "num_layers", "total_kv_heads", "head_dim", "block_size"):
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
                 return field, str(ours), str(theirs)

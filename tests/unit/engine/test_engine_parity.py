@@ -43,7 +43,7 @@ from transformers import (
 
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.block_manager import BlockManager
-from tandem.engine.config import EngineConfig
+from tandem.engine.config import EngineConfig, KVCacheDtype
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
@@ -132,8 +132,11 @@ def reference(folder: Path, prompts: list[list[int]], num_new: int) -> list[Gene
 class Engine:
     """A model runner with its own pool and tables of scattered blocks."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        config = EngineConfig(model=str(folder), dtype="float32", device="cpu", block_size=8, kv_cache_bytes=1 << 24)
+    def __init__(self, folder: Path, seed: int, kv_cache_dtype: KVCacheDtype = "auto") -> None:
+        config = EngineConfig(
+            str(folder), dtype="float32", device="cpu", block_size=8, kv_cache_bytes=1 << 24,
+            kv_cache_dtype=kv_cache_dtype,
+        )  # fmt: skip
         loaded = load_model(config)
         self.pool = KVPool(loaded, config)
         self.runner = ModelRunner(loaded, self.pool)
@@ -156,9 +159,11 @@ def run(engine: Engine, items: list[BatchItem], owners: list[int], done: list[in
             generated[i][1].append(token.logprobs.logprob)
 
 
-def generate_in_odd_chunks(folder: Path, prompts: list[list[int]], num_new: int) -> list[Generated]:
+def generate_in_odd_chunks(
+    folder: Path, prompts: list[list[int]], num_new: int, kv_cache_dtype: KVCacheDtype = "auto"
+) -> list[Generated]:
     """Every step mixes chunks of random size with single tokens."""
-    engine, rng = Engine(folder, 0), random.Random(0)
+    engine, rng = Engine(folder, 0, kv_cache_dtype), random.Random(0)
     tables = [engine.table(len(p) + num_new) for p in prompts]
     done = [0] * len(prompts)
     generated: list[Generated] = [([], []) for _ in prompts]
@@ -178,9 +183,11 @@ def generate_in_odd_chunks(folder: Path, prompts: list[list[int]], num_new: int)
     return generated
 
 
-def generate_by_two(folder: Path, prompts: list[list[int]], num_new: int) -> list[Generated]:
+def generate_by_two(
+    folder: Path, prompts: list[list[int]], num_new: int, kv_cache_dtype: KVCacheDtype = "auto"
+) -> list[Generated]:
     """One engine computes the prompts; another gets copies of the blocks and continues."""
-    prefill, decode = Engine(folder, 1), Engine(folder, 2)
+    prefill, decode = Engine(folder, 1, kv_cache_dtype), Engine(folder, 2, kv_cache_dtype)
     done = [0] * len(prompts)
     generated: list[Generated] = [([], []) for _ in prompts]
     everyone = list(range(len(prompts)))
@@ -209,6 +216,20 @@ def test_greedy_and_logprobs_equal_transformers(
     ):
         assert token_ids == expected_ids
         assert logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def test_an_fp8_cache_gives_the_same_in_chunks_and_by_two(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**COMMON)).save_pretrained(tmp_path)
+    rng = random.Random(2)
+    prompts = [[rng.randrange(320) for _ in range(n)] for n in (1, 8, 31, 150)]
+    whole, chunked = (generate(tmp_path, prompts, 16, "fp8") for generate in (generate_by_two, generate_in_odd_chunks))
+    for (token_ids, logprobs), (others, expected), (exact_ids, exact) in zip(
+        whole, chunked, reference(tmp_path, prompts, 16), strict=True
+    ):
+        assert token_ids == others
+        assert logprobs == pytest.approx(expected, abs=1e-3)
+        assert token_ids != exact_ids or logprobs != pytest.approx(exact, abs=1e-3), "nothing was rounded"
 
 
 REFUSED = {

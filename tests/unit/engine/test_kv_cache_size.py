@@ -255,3 +255,20 @@ def test_a_pool_for_which_the_gpu_has_no_memory_names_the_setting(
     on_gpu = msgspec.structs.replace(config, kv_cache_bytes=GIB)
     with pytest.raises(ConfigError, match=r"has not 1.00 GiB left for the KV cache: lower --kv-cache-gib"):
         KVPool(kv_cache_size.replace(loaded, device=torch.device("cuda")), on_gpu)
+
+
+@pytest.mark.parametrize(("dtype", "gain"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
+def test_fp8_holds_more_tokens_in_the_same_memory(config: EngineConfig, dtype: Any, gain: int) -> None:
+    """Its blocks are never taken for those of another type, also not of a model that computes in another."""
+    num_blocks, identities = [], set()
+    for kv_cache_dtype in ("auto", "fp8"):
+        own = msgspec.structs.replace(config, dtype=dtype, kv_cache_dtype=kv_cache_dtype, kv_cache_bytes=3 * MIB)
+        loaded, sized = fit_kv_cache(load_model(own), own)
+        pool = KVPool(loaded, sized)
+        num_blocks.append(pool.num_blocks)
+        assert pool.num_bytes == pool.num_blocks * pool.block_bytes == pool.as_blocks().nbytes <= 3 * MIB
+        identities.add(loaded.layout.model_id)
+        assert dtype in loaded.layout.model_id or kv_cache_dtype == "auto"
+        pool.close()
+    assert num_blocks[1] == num_blocks[0] * gain
+    assert len(identities) == 2

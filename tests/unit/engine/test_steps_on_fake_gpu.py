@@ -117,6 +117,23 @@ def test_a_step_uploads_once_and_reads_once(
     }
 
 
+def test_a_step_over_an_fp8_cache_waits_for_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_class, config_class, extra = MODELS["llama"]
+    model_class(config_class(**COMMON, **extra)).save_pretrained(tmp_path)
+    found = []
+    for kv_cache_dtype in ("auto", "fp8"):
+        config = EngineConfig(
+            str(tmp_path), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24,
+            kv_cache_dtype=kv_cache_dtype,
+        )  # fmt: skip
+        loaded = load_model(config)
+        with fake_gpu(monkeypatch) as gpu:
+            runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=True)
+            assert runner._pool.tensor.dtype == loaded.kv_dtype
+            found.append(steps(runner, gpu))
+    assert found[0] == found[1]
+
+
 def test_the_check_finds_a_wait_an_upload_and_a_mix_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     argmax = sampler.argmax
 

@@ -202,6 +202,16 @@ def test_handshake_names_the_field_that_differs(field: str) -> None:
     assert str(getattr(LAYOUT, named)) in caught.value.message and str(getattr(other, named)) in caught.value.message
 
 
+def test_handshake_refuses_another_type_of_the_cache_and_names_both() -> None:
+    """`engine.loading.model_loader` gives FP8 caches another model id, too."""
+    fp8 = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn", model_id="model+bfloat16 as float8_e4m3fn")
+    with pytest.raises(KVLayoutMismatch, match="in dtype: prefill has float8_e4m3fn, decode has bfloat16"):
+        agree(offer(layout=fp8), LAYOUT, host_id(), "cpu", ["ipc"])
+    with pytest.raises(KVLayoutMismatch, match="in dtype: prefill has bfloat16, decode has float8_e4m3fn"):
+        agree(offer(), fp8, host_id(), "cpu", ["ipc"])
+    assert agree(offer(layout=fp8), fp8, host_id(), "cpu", ["ipc"]) == "ipc"
+
+
 def test_handshake_lets_workers_of_different_numbers_of_ranks_pair() -> None:
     split = msgspec.structs.replace(LAYOUT, num_kv_heads=1, tensor_parallel_size=2)
     assert agree(offer(layout=split), LAYOUT, host_id(), "cpu", ["ipc"]) == "ipc"

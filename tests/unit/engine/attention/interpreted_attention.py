@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+import triton
+import triton.language as tl
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -21,7 +23,7 @@ from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import Batch, BatchItem, Sample
-from tandem.engine.config import EngineConfig
+from tandem.engine.config import EngineConfig, KVCacheDtype
 from tandem.engine.cpu import fused_layers
 from tandem.engine.cuda import attention_kernel, step_tensors, triton_attention
 from tandem.engine.cuda.step_graphs import GraphLimits
@@ -35,6 +37,7 @@ from tandem.protocol.messages.generation import SamplingParams
 from tests.support.recorded_graphs import RecordedGraphs
 
 NUM_LAYERS, NUM_BLOCKS = 2, 24
+FP8 = torch.float8_e4m3fn
 GREEDY = Sample(SamplingParams(temperature=0.0))
 SPLIT = 32
 
@@ -49,13 +52,20 @@ def small_splits() -> Iterator[None]:
         yield
 
 
-def new_pool(num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.float32) -> Any:
+def new_pool(
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    model_dtype: torch.dtype = torch.float32,
+) -> Any:
     shape = (NUM_BLOCKS, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     rows = tensor.view(-1, block_size * head_dim)
     layout = SimpleNamespace(num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim)
     return SimpleNamespace(
         tensor=tensor,
+        model_dtype=model_dtype,
         layout=layout,
         layer_blocks=[
             (rows[2 * layer * num_kv_heads :], rows[(2 * layer + 1) * num_kv_heads :]) for layer in range(NUM_LAYERS)
@@ -66,7 +76,10 @@ def new_pool(num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dty
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: (tokens before the step, tokens in it) of each sequence. padding: (tokens, sequences)."""
+    """lengths: (tokens before the step, tokens in it) of each sequence. padding: (tokens, sequences).
+
+    pool: its dtype, that of the states unless it is FP8. converts_fp8: as on a GPU that can.
+    """
 
     block_size: int
     head_dim: int
@@ -79,6 +92,13 @@ class Case:
     layer: int
     seed: int
     padding: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+    is_fp8: bool = False
+    converts_fp8: bool = False
+
+    def new_pool(self) -> Any:
+        dtype = FP8 if self.is_fp8 else self.dtype
+        return new_pool(self.num_kv_heads, self.head_dim, self.block_size, dtype, self.dtype)
 
     @property
     def items(self) -> list[BatchItem]:
@@ -105,17 +125,17 @@ class Case:
         generator = torch.Generator().manual_seed(2)
         heads = self.num_kv_heads * self.group, self.num_kv_heads, self.num_kv_heads
         return [
-            torch.randn((1, self.num_tokens, number, self.head_dim), generator=generator).transpose(1, 2)
+            torch.randn((1, self.num_tokens, number, self.head_dim), generator=generator).to(self.dtype).transpose(1, 2)
             for number in heads
         ]
 
 
 CASES = st.builds(
     Case,
-    block_size=st.sampled_from([16, 24]),
-    head_dim=st.sampled_from([16, 20]),
+    block_size=st.sampled_from([16, 24, 32, 64]),
+    head_dim=st.sampled_from([16, 20, 96, 192]),
     num_kv_heads=st.sampled_from([1, 2]),
-    group=st.sampled_from([1, 3, 4]),
+    group=st.sampled_from([1, 3, 4, 7, 20]),
     lengths=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 2, 17])), min_size=1, max_size=4),
     window=st.sampled_from([0, 1, 7, 40]),
     softcap=st.sampled_from([0.0, 5.0]),
@@ -123,7 +143,16 @@ CASES = st.builds(
     layer=st.integers(0, 1),
     seed=st.integers(0, 9),
     padding=st.sampled_from([(0, 0), (0, 2), (1, 1), (3, 3), (20, 2)]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),  # the interpreter multiplies no bfloat16
+    is_fp8=st.booleans(),
+    converts_fp8=st.booleans(),
 )
+MIXED = [(40, 1), (3, 17), (0, 5), (66, 1), (31, 2)]
+"""Lengths of chunks beside single tokens."""
+LARGE = Case(256, 256, 1, 5, MIXED, 0, 0.0, False, 1, 1, (3, 2), torch.float16)
+FP8_BITS = Case(16, 96, 2, 3, MIXED, 7, 5.0, True, 1, 2, (0, 0), torch.float16, is_fp8=True)
+FP8_TYPE = Case(32, 64, 1, 4, MIXED, 40, 0.0, True, 0, 3, (1, 1), torch.float32, is_fp8=True, converts_fp8=True)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
 def attend(pool: Any, case: Case, items: list[BatchItem], states: list[torch.Tensor]) -> torch.Tensor:
@@ -133,45 +162,89 @@ def attend(pool: Any, case: Case, items: list[BatchItem], states: list[torch.Ten
     index = index.padded(index.num_tokens + more_tokens, index.num_sequences + more, 12)
     step = StepTensors.of(torch.from_numpy(flat_on_host(index)), index, num_splits(index) + 1)
     padded = [torch.nn.functional.pad(each, (0, 0, 0, more_tokens)) for each in states]
-    got = TritonAttention(pool, step).attend(case.layer, *padded, case.options)
+    got = run_kernels(pool, case, step, padded)
     num_tokens = states[0].shape[2]
     assert not got[num_tokens:].any(), "padding gives 0, not what the memory held"
     return got[:num_tokens]
 
 
-@settings(max_examples=8, deadline=None)
+def run_kernels(pool: Any, case: Case, step: StepTensors, states: list[torch.Tensor]) -> torch.Tensor:
+    query, key, value = states
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "_converts_fp8", lambda device: case.converts_fp8)
+        return TritonAttention(pool, step).attend(case.layer, query, key, value, case.options)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+@settings(max_examples=6, deadline=None)
 @given(CASES)
+@example(LARGE)
+@example(FP8_BITS)
+@example(FP8_TYPE)
 def test_the_kernels_compute_what_plain_attention_does(case: Case) -> None:
-    pool = new_pool(case.num_kv_heads, case.head_dim, case.block_size)
+    """FP8: both round the same way, and attend to what they have rounded."""
+    pool = case.new_pool()
     before = pool.tensor.clone()
     states = case.states()
     expected = PlainAttention(pool, case.items).attend(case.layer, *states, case.options)
     written = pool.tensor.clone()
     pool.tensor.copy_(before)
     got = attend(pool, case, case.items, states)
-    assert torch.equal(pool.tensor, written), "the same slots are written, and no others"
-    torch.testing.assert_close(got, expected.view_as(got), rtol=2e-5, atol=2e-5)
+    assert torch.equal(bits(pool.tensor), bits(written)), "the same slots are written, and no others"
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(got, expected.view_as(got), rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=4, deadline=None)
 @given(CASES.filter(lambda case: len(case.lengths) > 1))
+@example(FP8_BITS)
+@example(FP8_TYPE)
 def test_a_sequence_has_the_same_result_in_every_batch(case: Case) -> None:
-    """To the last bit: alone, and beside others and padding."""
-    pool = new_pool(case.num_kv_heads, case.head_dim, case.block_size)
+    """To the last bit: alone, and beside others, both chunks and single tokens, and padding."""
+    pool = case.new_pool()
     states = case.states()
     together = attend(pool, case, case.items, states)
     first_token = 0
     for item in case.items:
         rows = slice(first_token, first_token := first_token + len(item.token_ids))
-        alone = TritonAttention(pool, step_of([item], case.block_size)).attend(
-            case.layer, *(each[:, :, rows] for each in states), case.options
-        )
+        alone = run_kernels(pool, case, step_of([item], case.block_size), [each[:, :, rows] for each in states])
         assert torch.equal(alone, together[rows])
 
 
 def step_of(items: list[BatchItem], block_size: int) -> StepTensors:
     index = StepIndex.of(items, block_size)
     return StepTensors.of(torch.from_numpy(flat_on_host(index)), index)
+
+
+@triton.jit
+def convert(values, stored, loaded, SIZE: tl.constexpr):
+    """stored: `values` as FP8, uint8. loaded: the bits in `stored` as another type."""
+    places = tl.arange(0, SIZE)
+    tl.store(stored + places, attention_kernel.to_cache(tl.load(values + places), stored))
+    tl.store(loaded + places, attention_kernel.from_cache(tl.load(stored + places), loaded.dtype.element_ty))
+
+
+def test_bits_of_fp8_are_those_of_torch() -> None:
+    """All numbers of FP8 and the middles between them, and others from below the smallest to above the largest."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+    sizes = torch.cat((numbers, (numbers[1:] + numbers[:-1]) / 2, torch.logspace(-5, 5, 3800)))
+    special = torch.tensor([448.0, 449, 464, 465, 480, 500, 1e9, torch.inf, torch.nan])
+    exact = torch.cat((sizes, -sizes, special, -special))
+    exact = torch.nn.functional.pad(exact, (0, 8192 - len(exact)))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        values = exact.to(dtype)
+        stored, loaded = torch.empty(8192, dtype=torch.uint8), torch.empty(8192, dtype=dtype)
+        convert[(1,)](values, stored, loaded, SIZE=8192)
+        expected = values.clamp(-448, 448).to(FP8)
+        assert torch.equal(stored, bits(expected)), dtype
+        torch.testing.assert_close(loaded, expected.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_check_at_startup_passes_with_fp8() -> None:
+    assert triton_problem(new_pool(2, 64, 16, FP8), 4, [0, 8]) is None
 
 
 def test_the_check_at_startup_finds_a_wrong_kernel_and_restores_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +281,11 @@ def runner(tmp_path: Path) -> ModelRunner:
     return new_runner(tmp_path)
 
 
-def new_runner(folder: Path) -> ModelRunner:
+def new_runner(folder: Path, kv_cache_dtype: KVCacheDtype = "auto") -> ModelRunner:
     """The layers are transformers' own, as on a GPU: kernels for CPUs could not be recorded."""
-    config = EngineConfig(str(folder), dtype="float32", device="cpu", block_size=8, kv_cache_bytes=1 << 21)
+    config = EngineConfig(
+        str(folder), dtype="float32", device="cpu", block_size=8, kv_cache_bytes=1 << 21, kv_cache_dtype=kv_cache_dtype
+    )
     model = load_model(config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_layers, "fuse_layers", lambda model: None)
@@ -233,6 +308,17 @@ def test_a_model_generates_the_same_from_recorded_graphs(runner: ModelRunner) ->
     assert generate(runner) == expected
     assert graphs.num_replays == 7, "every step runs from a graph: the last ones beside a prompt, too"
     assert runner._graphs.captured == captured, "nothing is captured after startup"
+
+
+def test_a_model_with_an_fp8_cache_from_recorded_graphs(runner: ModelRunner, tmp_path: Path) -> None:
+    """The tokens are those of plain attention, which rounds keys and values to FP8, too."""
+    own = new_runner(tmp_path, "fp8")
+    expected = generate(own)
+    assert own._pool.tensor.dtype == FP8 and expected != generate(runner), "rounding changes this model's tokens"
+    own._uses_triton = True
+    own.use_graphs(GraphLimits(max_num_seqs=4, max_num_batched_tokens=28), RecordedGraphs().capture)
+    own.warm_up()
+    assert own._graphs is not None and generate(own) == expected
 
 
 def generate(runner: ModelRunner) -> list[list[int]]:

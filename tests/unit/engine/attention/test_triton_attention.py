@@ -40,12 +40,18 @@ def run_interpreted(*names: str) -> None:
 
 
 def test_the_kernels_compute_what_plain_attention_does() -> None:
-    run_interpreted("what_plain_attention_does", "same_result_in_every_batch", "splits_are_of", "check_at_startup")
+    run_interpreted(
+        "what_plain_attention_does", "same_result_in_every_batch", "splits_are_of", "startup_finds", "startup_passes",
+        "bits_of_fp8",
+    )  # fmt: skip
 
 
 @EXTENDED
 def test_models_run_with_the_kernels_from_recorded_graphs() -> None:
-    run_interpreted("recorded_graphs", "worker_of_prompts", "all_ranks", "without_graphs", "sinks_and_experts")
+    run_interpreted(
+        "same_from_recorded_graphs", "fp8_cache_from_recorded_graphs", "worker_of_prompts", "all_ranks",
+        "without_graphs", "sinks_and_experts",
+    )  # fmt: skip
 
 
 class Binders:
@@ -65,10 +71,11 @@ class Binders:
         return Launch()
 
 
-def test_one_variant_of_each_kernel_serves_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_one_variant_of_each_kernel_serves_all_steps(pool_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     num_kv_heads, group, head_dim, block_size = 2, 4, 64, 64
     pool: Any = SimpleNamespace(
-        tensor=torch.empty((4, 2, 2, num_kv_heads, block_size, head_dim), dtype=torch.bfloat16),
+        tensor=torch.empty((4, 2, 2, num_kv_heads, block_size, head_dim), dtype=pool_dtype),
         layout=SimpleNamespace(num_kv_heads=num_kv_heads, block_size=block_size),
     )
     binders = Binders()
@@ -97,10 +104,11 @@ POINTERS = {
 STATES = ("query", "key", "value", "key_cache", "value_cache", "output", "sinks")
 
 
-def compiled(name: str, capability: int, dtype: str, sizes: dict[str, Any]) -> Any:
-    """Compiles a kernel as a launch would, without a GPU."""
+def compiled(name: str, capability: int, dtype: str, cache: str, sizes: dict[str, Any]) -> Any:
+    """Compiles a kernel as a launch would, without a GPU. cache: type of the pool's elements."""
     kernel = getattr(attention_kernel, name)
     types = POINTERS | dict.fromkeys(STATES, f"*{dtype}") | {"scale": "fp32", "softcap": "fp32"}
+    types |= dict.fromkeys(("key_cache", "value_cache"), f"*{cache}")
     sizes = {"HAS_SOFTCAP": True, "HAS_SINKS": True, "SPLITS_AT_ONCE": 16} | sizes
     sizes = {size: value for size, value in sizes.items() if size in kernel.arg_names}
     signature = {each: "constexpr" if each in sizes else types.get(each, "i32") for each in kernel.arg_names}
@@ -108,17 +116,50 @@ def compiled(name: str, capability: int, dtype: str, sizes: dict[str, Any]) -> A
     return triton.compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": True})
 
 
+def compiles_and_fits(
+    name: str, capability: int, dtype: str, cache: str, head_dim: int, group: int, block_size: int = 64
+) -> None:
+    sizes = constants(head_dim, group, block_size, for_chunks=name == "attend_chunks")
+    result = compiled(name, capability, dtype, cache, sizes)
+    assert result.asm["cubin"]
+    assert result.metadata.shared <= MAX_SHARED_BYTES, name
+
+
+OTHER_SIZES = [
+    (64, 1, "bf16", 16), (256, 8, "fp16", 256), (80, 7, "bf16", 64), (96, 3, "fp16", 32), (192, 5, "bf16", 128),
+    (128, 48, "bf16", 64),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("capability", [80, *(pytest.param(each, marks=EXTENDED) for each in (89, 90, 100, 120))])
 @pytest.mark.parametrize(
-    ("head_dim", "group", "dtype"),
-    [
-        (128, 4, "bf16"),
-        *(pytest.param(*each, marks=EXTENDED) for each in ((64, 1, "bf16"), (256, 8, "fp16"), (80, 7, "bf16"))),
-    ],
+    ("head_dim", "group", "dtype", "block_size"),
+    [(128, 4, "bf16", 64), *(pytest.param(*each, marks=EXTENDED) for each in OTHER_SIZES)],
 )
-def test_the_kernels_compile_and_fit(capability: int, head_dim: int, group: int, dtype: str) -> None:
+def test_the_kernels_compile_and_fit(capability: int, head_dim: int, group: int, dtype: str, block_size: int) -> None:
     for name in ("write_kv", "attend_chunks", "attend_tokens", "combine_splits"):
-        sizes = constants(head_dim, group, 64, for_chunks=name == "attend_chunks")
-        result = compiled(name, capability, dtype, sizes)
-        assert result.asm["cubin"]
-        assert result.metadata.shared <= MAX_SHARED_BYTES, name
+        compiles_and_fits(name, capability, dtype, dtype, head_dim, group, block_size)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cache"),
+    [(80, "u8"), (90, "fp8e4nv"), *(pytest.param(each, "fp8e4nv", marks=EXTENDED) for each in (89, 100, 120))],
+)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(128, "bf16"), *(pytest.param(*each, marks=EXTENDED) for each in ((64, "bf16"), (256, "fp16")))],
+)
+def test_the_kernels_compile_and_fit_with_an_fp8_pool(capability: int, cache: str, head_dim: int, dtype: str) -> None:
+    """GPUs from capability 8.9 on load FP8, others its bits. All store bits."""
+    compiles_and_fits("write_kv", capability, dtype, "u8", head_dim, 4)
+    for name in ("attend_chunks", "attend_tokens"):
+        compiles_and_fits(name, capability, dtype, cache, head_dim, 4)
+
+
+def test_gpus_before_capability_8_9_read_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend._converts_fp8.cache_clear()
+    expected = {(8, 0): False, (8, 6): False, (8, 9): True, (9, 0): True, (12, 0): True}
+    for number, (capability, converts) in enumerate(expected.items()):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, result=capability: result)
+        assert backend._converts_fp8(torch.device("cuda", number)) == converts
+    backend._converts_fp8.cache_clear()
