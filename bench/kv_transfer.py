@@ -1,11 +1,12 @@
 """Throughput of the CPU KV connectors between two processes, relative to the raw transport in the same run.
 
-    python -m bench.kv_transfer [--connectors ipc,gloo] [--quick] [--json FILE]
+    python -m bench.kv_transfer [--connectors ipc,tcp,tls,gloo] [--quick] [--json FILE]
 
 The raw transport of `ipc` is memmove into the peer's mapped memory; that of `gloo` is one send and receive of the whole
-size. Connectors move blocks of 1 MiB (64 tokens of a 1 B model), adjacent in the pool or scattered, and announce every
-transfer to the receiving process as the workers do. Copying scattered blocks is slower than copying one range for
-any method, so scattered `ipc` transfers are compared with a scattered memmove. GPUs: `bench.gpu.kv_transfer`.
+size; that of `tcp`, without keys and with them (`tls`), is one plain socket. Connectors move blocks of 1 MiB (64 tokens
+of a 1 B model), adjacent in the pool or scattered, and announce every transfer to the receiving process as the workers
+do. Copying scattered blocks is slower than copying one range for any method, so scattered `ipc` transfers are compared
+with a scattered memmove. GPUs: `bench.gpu.kv_transfer`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import socket
 import statistics
 import sys
 import tempfile
@@ -37,11 +39,13 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Proces
 from torch.distributed import ProcessGroupGloo
 
 from bench.support.report import Aim, Report, add_common_options, finish
-from tandem.kv_transfer.connector import Peer
+from tandem.kv_transfer.connector import DataNetwork, KVConnector, Peer
 from tandem.kv_transfer.connectors.mapped_memory import map_peer_pool
 from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import ConnectorParams
+from tandem.protocol.network_keys import load_keys, make_keys
+from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import KVTransferFailed
 
 HOST = "127.0.0.1"
@@ -52,7 +56,7 @@ PAIR_COUNTS = (1, 4)
 ROUND_BYTES = 64 * MIB  # smaller transfers are repeated until a round moves this much per pair
 STEADY_BYTES = 16 * MIB  # the aims apply from this size on
 NUM_ROUNDS = 5
-AIMS = {"ipc": 0.7, "gloo": 0.85}
+AIMS = {"ipc": 0.7, "tcp": 0.9, "tls": 0.6, "gloo": 0.85}
 TIMEOUT_S = 120.0
 
 Mode = Literal["raw", "raw scattered", "adjacent", "scattered"]
@@ -163,6 +167,44 @@ def raw_gloo(store: Path, pair: int, rank: int, blocks: torch.Tensor) -> Copy:
     return move
 
 
+def raw_socket(store: Path, pair: int, rank: int, blocks: torch.Tensor) -> Copy:
+    """Connects two plain sockets and returns a bare send (rank 0) or receive (rank 1)."""
+    meeting = PrefixStore(f"raw-{pair}", FileStore(str(store), 2))
+    if rank == 0:
+        connection = socket.create_connection((HOST, int(meeting.get("port"))), TIMEOUT_S)
+    else:
+        with socket.create_server((HOST, 0)) as listener:
+            meeting.set("port", str(listener.getsockname()[1]))
+            connection, _ = listener.accept()
+
+    def move(num_blocks: int, count: int) -> None:
+        data = blocks[:num_blocks].view(-1).numpy().data
+        for _ in range(count):
+            if rank == 0:
+                connection.sendall(data)
+            elif connection.recv_into(data, 0, socket.MSG_WAITALL) != len(data):
+                raise ConnectionError("the sender closed the connection")
+
+    return move
+
+
+RAW: dict[str, Callable[[Path, int, int, torch.Tensor], Copy]] = {
+    "gloo": raw_gloo, "tcp": raw_socket, "tls": raw_socket,
+}  # fmt: skip
+"""The raw transport of each connector that meets its peer in a store."""
+
+
+def opened_by(connector: str, store: Path) -> tuple[KVConnector, DataNetwork]:
+    """Returns the connector and its network. "tls" is the connector `tcp` with keys, in a folder beside the store."""
+    if connector != "tls":
+        return load_connector(connector), DataNetwork(HOST)
+    return load_connector("tcp"), DataNetwork(HOST, tls_contexts(load_keys(keys_beside(store), "worker")))
+
+
+def keys_beside(store: Path) -> Path:
+    return store.parent / "keys"
+
+
 def raw_ipc(source: torch.Tensor, destination: torch.Tensor, mode: Mode) -> Copy:
     """Returns a memmove of the whole range, or of block after block. ctypes releases the GIL during each."""
 
@@ -203,18 +245,21 @@ class DecodeSide:
         peer.send(params)
         self._shares = pool.view(num_pairs, -1, BLOCK_BYTES)
         ready = Countdown(num_pairs)
+        made_by, network = opened_by(connector, store)
         self._receivers = [
-            load_connector(connector).open_receiver(
+            made_by.open_receiver(
                 f"pair-{i}",
                 HashStore if server is None else partial(server.store, f"pair-{i}"),
                 pool.view(-1, BLOCK_BYTES),
-                HOST,
+                network,
                 ready.done,
             )
             for i in range(num_pairs)
         ]
         ready.wait()
-        self._raw = [] if server is None else [raw_gloo(store, i, 1, share) for i, share in enumerate(self._shares)]
+        self._raw = (
+            [] if server is None else [RAW[connector](store, i, 1, share) for i, share in enumerate(self._shares)]
+        )
 
     def serve(self) -> None:
         while (round_ := self._peer.recv()) is not None:
@@ -260,10 +305,10 @@ class PrefillSide:
         self._shares = pool.view(num_pairs, -1, BLOCK_BYTES)
         params: ConnectorParams = peer.recv()
         ready = Countdown(num_pairs)
-        connector_class = load_connector(connector)
-        self._is_one_sided = connector_class.one_sided
+        made_by, network = opened_by(connector, store)
+        self._is_one_sided = made_by.one_sided
         self._senders = [
-            connector_class.open_sender(Peer(f"pair-{i}", params), blocks, HOST, ready.done) for i in range(num_pairs)
+            made_by.open_sender(Peer(f"pair-{i}", params), blocks, network, ready.done) for i in range(num_pairs)
         ]
         ready.wait()
         self._raw: dict[Mode, list[Copy]] = {}
@@ -272,7 +317,7 @@ class PrefillSide:
             for mode in ("raw", "raw scattered"):
                 self._raw[mode] = [raw_ipc(a, b, mode) for a, b in zip(self._shares, mapped, strict=True)]
         else:
-            self._raw["raw"] = [raw_gloo(store, i, 0, share) for i, share in enumerate(self._shares)]
+            self._raw["raw"] = [RAW[connector](store, i, 0, share) for i, share in enumerate(self._shares)]
 
     def run(self, mode: Mode, num_blocks: int, count: int) -> tuple[float, float]:
         """Returns seconds until both sides know that all transfers ended, and CPU seconds of the receiving process."""
@@ -318,6 +363,7 @@ def both_sides(connector: str, num_pairs: int, pair_bytes: int) -> Iterator[Pref
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (connector, num_pairs, pair_bytes, Path(folder) / "store")
+        make_keys(keys_beside(arguments[3]))
         process = context.Process(target=serve_decode_side, args=(theirs, *arguments), daemon=True)
         process.start()
         theirs.close()
@@ -389,7 +435,7 @@ def print_table(figures: list[Figure]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kv_transfer", description=__doc__)
-    parser.add_argument("--connectors", default="ipc,gloo", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--connectors", default="ipc,tcp,tls,gloo", help="comma-separated (default: %(default)s)")
     add_common_options(parser)
     options = parser.parse_args()
     connectors = options.connectors.split(",")

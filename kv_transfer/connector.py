@@ -11,6 +11,7 @@ Whole blocks of the paged cache move from pool to pool, as in LightLLM.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from tandem.protocol.messages.transfer import ConnectorParams
+from tandem.protocol.tls_identity import TlsContexts
 from tandem.runtime.errors import KVTransferFailed
 
 OnDone = Callable[[KVTransferFailed | None], None]
@@ -26,6 +28,14 @@ OpenStore = Callable[[], Store]
 """Opens the store in which a path's two ends rendezvous. It may block, so never call it on the event loop."""
 PeerView = Callable[[torch.Tensor], torch.Tensor]
 """Selects the heads that a path writes from the peer's whole pool, uint8 [num_blocks, block_bytes]."""
+
+
+@dataclass(frozen=True)
+class DataNetwork:
+    """The network on which KV data travels. host: own address. tls: None if the cluster has no keys."""
+
+    host: str
+    tls: TlsContexts | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,27 @@ class Peer:
     path_id: str
     params: ConnectorParams
     view: PeerView = lambda pool: pool
+
+
+def when_all(count: int, on_done: OnDone) -> OnDone:
+    """Returns a callback for `count` jobs, callable from any thread; its last call reports the first error, or None."""
+    if count == 1:
+        return on_done
+    lock = threading.Lock()
+    errors: list[KVTransferFailed] = []
+    num_left = count
+
+    def done(error: KVTransferFailed | None) -> None:
+        nonlocal num_left
+        with lock:
+            if error is not None:
+                errors.append(error)
+            num_left -= 1
+            is_last = num_left == 0
+        if is_last:
+            on_done(errors[0] if errors else None)
+
+    return done
 
 
 class KVSender(Protocol):
@@ -77,7 +108,7 @@ class KVConnector(Protocol):
     announced before, because the receiver takes part.
 
     blocks: own pool, uint8 [num_blocks, ...], whole blocks or some heads of each; both sides have the same shape apart
-    from num_blocks. host: own address on the data network. Neither method blocks. `on_ready` is called once, on any
+    from num_blocks. Neither method blocks. `on_ready` is called once, on any
     thread, when the path is usable or has failed.
     """
 
@@ -96,12 +127,12 @@ class KVConnector(Protocol):
     @property
     def meets_in_store(self) -> bool: ...
 
-    def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> KVSender:
+    def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
         """Opens the prefill end. Raises KVTransferFailed, e.g. if the peer's memory cannot be mapped."""
         ...
 
     def open_receiver(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
+        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
     ) -> KVReceiver:
         """Opens the decode end. Raises KVTransferFailed. Calls `open_store` only if `meets_in_store`."""
         ...

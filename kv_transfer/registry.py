@@ -25,6 +25,7 @@ GROUP = "tandem.kv_connectors"
 AUTO = "auto"
 BUILT_IN = {
     "ipc": EntryPoint("ipc", "tandem.kv_transfer.connectors.ipc:connector", GROUP),
+    "tcp": EntryPoint("tcp", "tandem.kv_transfer.connectors.tcp:connector", GROUP),
     "gloo": EntryPoint("gloo", "tandem.kv_transfer.connectors.process_group:gloo", GROUP),
     "nccl": EntryPoint("nccl", "tandem.kv_transfer.connectors.process_group:nccl", GROUP),
 }

@@ -41,6 +41,16 @@ class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     insecure: bool = False
     keys: NetworkKeys | None = None
 
+    def keys_of(self, part: Part) -> NetworkKeys | None:
+        """Returns the keys of this process, if it has any. Raises ConfigError if they cannot be read or are another
+        part's."""
+        keys = self.keys
+        if keys is None and self.keys_folder:
+            keys = load_keys(Path(self.keys_folder), part)
+        if keys is not None and keys.part != part:
+            raise ConfigError(f"the keys that this process was given are a {keys.part}'s, not a {part}'s")
+        return keys
+
 
 class Context(zmq.Context[Any]):
     """One per process, created on its sockets' loop by `protocol.sockets.new_context`."""
@@ -53,11 +63,7 @@ class Context(zmq.Context[Any]):
 
     def protect(self, part: Part, config: NetworkConfig, on_refused: Callable[[RefusalReason], object] | None) -> None:
         """Loads the keys of this process. Raises ConfigError for keys that cannot be read or are another part's."""
-        self.keys = config.keys
-        if self.keys is None and config.keys_folder:
-            self.keys = load_keys(Path(config.keys_folder), part)
-        if self.keys is not None and self.keys.part != part:
-            raise ConfigError(f"the keys that this process was given are a {self.keys.part}'s, not a {part}'s")
+        self.keys = config.keys_of(part)
         self.insecure = config.insecure
         self.refusals = Refusals(on_refused)
         self._gate = None

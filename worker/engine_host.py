@@ -14,9 +14,11 @@ from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.lora.adapters import Adapters, load_adapter
 from tandem.engine.sampling.grammar import Grammars
 from tandem.engine.tensor_parallel import TensorParallelGroup
+from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.lora_files import InvalidAdapter
+from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import ConfigError
 from tandem.worker.config import WorkerConfig
 
@@ -66,8 +68,10 @@ class EngineHost:
         ready: asyncio.Future[None] = loop.create_future()
         engine.start(lambda error: ready.set_exception(error) if error else ready.set_result(None))
         await ready
-        own_pool = RankPool(0, loaded.layout, pool.as_blocks(), config.host)
-        pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections)
+        keys = config.network.keys_of("worker")
+        network = DataNetwork(config.host, tls_contexts(keys) if keys is not None else None)
+        own_pool = RankPool(0, loaded.layout, pool.as_blocks(), network)
+        pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections, keys)
         await loop.run_in_executor(None, pools.wait_until_ready)
         return cls(
             ranks,

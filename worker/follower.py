@@ -16,6 +16,7 @@ from tandem.engine.kv_cache_size import fit_kv_cache
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel import FollowerConfig, follow, join_as_follower
+from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
 from tandem.runtime.garbage_collection import freeze_loaded_objects
@@ -33,7 +34,7 @@ def serve(config: FollowerConfig) -> None:
     loaded = join_as_follower(config)
     loaded, engine = fit_kv_cache(loaded, config.engine)
     pool = KVPool(loaded, engine)
-    rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), config.host)
+    rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), DataNetwork(config.host))
     TransferServer(Connection(config.transfers_fd), rank_pool, pool.location()).start()
     runner = ModelRunner(loaded, pool, GraphLimits.of(config.engine))
     freeze_loaded_objects()

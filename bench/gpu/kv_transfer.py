@@ -25,7 +25,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from bench.gpu.part import Part
-from tandem.kv_transfer.connector import Peer
+from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.registry import load_connector
@@ -87,13 +87,13 @@ def decode_side(peer: Connection, connector: str, device: torch.device, sizes: S
     outcomes, server = Outcomes(), None
     params = ConnectorParams(os.getpid(), fd, blocks.nbytes, len(blocks))
     if connector == "ipc":
-        params = RankPool(0, LAYOUT, blocks, HOST).located(params)
+        params = RankPool(0, LAYOUT, blocks, DataNetwork(HOST)).located(params)
     else:
         server = StoreServer(HOST)
         params = ConnectorParams(store_host=HOST, store_port=server.port)
     peer.send(params)
     open_store = HashStore if server is None else partial(server.store, "pair")
-    receiver = load_connector(connector).open_receiver("pair", open_store, blocks, HOST, outcomes)
+    receiver = load_connector(connector).open_receiver("pair", open_store, blocks, DataNetwork(HOST), outcomes)
     outcomes.check_next()
     while (announced := peer.recv()) is not None:
         receiver.receive(announced, outcomes)
@@ -125,7 +125,7 @@ def prefill_side(
     target = torch.empty_like(source, device=peers)
     outcomes = Outcomes()
     is_one_sided = load_connector(connector).one_sided
-    sender = load_connector(connector).open_sender(Peer("pair", params), source, HOST, outcomes)
+    sender = load_connector(connector).open_sender(Peer("pair", params), source, DataNetwork(HOST), outcomes)
     outcomes.check_next()
     for size in sizes:
         num_blocks = size // BLOCK_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, OpenStore, Peer
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer
 from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
 from tandem.kv_transfer.connectors.mapped_memory import MappedMemoryReceiver, MappedMemorySender
 
@@ -18,7 +18,7 @@ class IpcConnector:
     one_sided = True
     meets_in_store = False
 
-    def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> KVSender:
+    def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
         name = f"ship-{peer.path_id}"
         if blocks.device.type == "cuda":
             return CudaIpcSender(name, blocks, peer.params, peer.view, on_ready)
@@ -27,7 +27,7 @@ class IpcConnector:
         return sender
 
     def open_receiver(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
+        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
     ) -> KVReceiver:
         receiver = MappedMemoryReceiver(f"take-{path_id}", blocks)
         on_ready(None)

@@ -20,7 +20,7 @@ from typing import ClassVar, cast
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore, Work  # typed here only
 
-from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, OpenStore, Peer
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer
 from tandem.kv_transfer.connectors.block_runs import is_run
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
 from tandem.kv_transfer.connectors.job_thread import JobThread
@@ -359,14 +359,14 @@ class ProcessGroupConnector:
         self._backend = backend
         self.devices = (device,)
 
-    def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> KVSender:
+    def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
         name, open_store = f"ship-{peer.path_id}", partial(connect_store, peer.path_id, peer.params)
-        return ProcessGroupSender(name, self._backend, open_store, host, blocks, on_ready)
+        return ProcessGroupSender(name, self._backend, open_store, network.host, blocks, on_ready)
 
     def open_receiver(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
+        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
     ) -> KVReceiver:
-        return ProcessGroupReceiver(f"take-{path_id}", self._backend, open_store, host, blocks, on_ready)
+        return ProcessGroupReceiver(f"take-{path_id}", self._backend, open_store, network.host, blocks, on_ready)
 
 
 gloo = ProcessGroupConnector("gloo", "cpu")

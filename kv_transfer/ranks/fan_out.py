@@ -2,32 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
-from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone
-from tandem.runtime.errors import KVTransferFailed
-
-
-def when_all(count: int, on_done: OnDone) -> OnDone:
-    """Returns a callback for `count` jobs, callable from any thread; its last call reports the first error, or None."""
-    if count == 1:
-        return on_done
-    lock = threading.Lock()
-    errors: list[KVTransferFailed] = []
-    num_left = count
-
-    def done(error: KVTransferFailed | None) -> None:
-        nonlocal num_left
-        with lock:
-            if error is not None:
-                errors.append(error)
-            num_left -= 1
-            is_last = num_left == 0
-        if is_last:
-            on_done(errors[0] if errors else None)
-
-    return done
+from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, when_all
 
 
 def combine_senders(senders: Sequence[KVSender]) -> KVSender:

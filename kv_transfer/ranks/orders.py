@@ -5,12 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from tandem.protocol.messages.transfer import ConnectorParams
+from tandem.protocol.network_keys import NetworkKeys
 
 
 class RankOrder(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Rank 0 to follower. Every order is answered by one OrderDone."""
 
     job_id: int
+
+
+class UseKeys(RankOrder, frozen=True):
+    """Protect the paths that are opened from now on by the cluster's keys."""
+
+    keys: NetworkKeys
 
 
 class OpenRankSender(RankOrder, frozen=True):
@@ -85,7 +92,8 @@ class OrderDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 Order = (
-    OpenRankSender
+    UseKeys
+    | OpenRankSender
     | OpenRankReceiver
     | PrepareBlocks
     | SendBlocks

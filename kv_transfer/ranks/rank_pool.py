@@ -13,9 +13,9 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from tandem.kv_transfer.checksums import rank_checksums
-from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, Peer
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer, when_all
 from tandem.kv_transfer.connectors.cuda_ipc import device_id, export_pool
-from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders, when_all
+from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankPool:
-    """blocks: uint8 [num_blocks, block_bytes]. host: own address on the data network."""
+    """blocks: uint8 [num_blocks, block_bytes]."""
 
     rank: int
     layout: KVLayout
     blocks: torch.Tensor
-    host: str
+    network: DataNetwork
 
     def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
         """Opens the paths to the decode worker's ranks. peers: one per rank. Raises KVTransferFailed."""
@@ -45,7 +45,7 @@ class RankPool:
                 view = partial(route.dst.of, num_layers=layout.num_layers)
                 peer = Peer(_path_id(pair_id, self.rank, route.dst_rank), peers[route.dst_rank], view)
                 blocks = route.src.of(self.blocks, layout.num_layers)
-                senders.append(load_connector(connector).open_sender(peer, blocks, self.host, ready))
+                senders.append(load_connector(connector).open_sender(peer, blocks, self.network, ready))
         except KVTransferFailed:
             for sender in senders:
                 sender.close(lambda: None)
@@ -70,7 +70,7 @@ class RankPool:
                 blocks = route.dst.of(self.blocks, layout.num_layers)
                 receivers.append(
                     load_connector(connector).open_receiver(
-                        path_id, partial(open_store, path_id), blocks, self.host, ready
+                        path_id, partial(open_store, path_id), blocks, self.network, ready
                     )
                 )
         except KVTransferFailed:

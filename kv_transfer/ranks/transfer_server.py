@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -17,6 +18,7 @@ from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel
+from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import KVTransferFailed
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,10 @@ class TransferServer:
 
     def _carry_out(self, order: Order, done: OnDone) -> None:
         match order:
+            case orders.UseKeys():
+                network = replace(self._pool.network, tls=tls_contexts(order.keys))
+                self._pool = replace(self._pool, network=network)
+                done(None)
             case orders.OpenRankSender():
                 self._senders[order.pair_id] = self._pool.open_sender(order.connector, order.pair_id, order.peers, done)
             case orders.OpenRankReceiver():

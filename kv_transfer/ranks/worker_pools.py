@@ -8,26 +8,38 @@ from multiprocessing.connection import Connection
 from torch._C._distributed_c10d import Store
 
 from tandem.kv_transfer.checksums import OnChecksums, combine
-from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone
+from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, when_all
 from tandem.kv_transfer.connectors.job_thread import JobThread
-from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders, when_all
+from tandem.kv_transfer.ranks import orders
+from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.protocol.messages.transfer import ConnectorParams
+from tandem.protocol.network_keys import NetworkKeys
 
 READY_TIMEOUT_S = 60.0
 
 
 class WorkerPools:
-    """own: rank 0's pool, at `params`. followers: connections to the other ranks, in order of rank."""
+    """own: rank 0's pool, at `params`. followers: connections to the other ranks, in order of rank.
 
-    def __init__(self, own: RankPool, params: ConnectorParams, followers: Sequence[Connection] = ()) -> None:
+    keys: which the followers get, to protect their paths.
+    """
+
+    def __init__(
+        self,
+        own: RankPool,
+        params: ConnectorParams,
+        followers: Sequence[Connection] = (),
+        keys: NetworkKeys | None = None,
+    ) -> None:
+        self._keys = keys
         self._own = own
         self._followers = [RemoteRank(connection) for connection in followers]
         self._num_ranks = 1 + len(followers)
         self._checksum_thread = JobThread("checksums", keeps_going=True)
         self.layout = own.layout
-        self.host = own.host
+        self.host = own.network.host
         self.params = [own.located(params)]
         """How each rank's pool is reached; complete after `wait_until_ready`."""
 
@@ -39,6 +51,9 @@ class WorkerPools:
     def wait_until_ready(self) -> None:
         """Block until every follower has allocated its pool. Raises InternalError on time-out."""
         self.params += [follower.wait_until_ready(READY_TIMEOUT_S) for follower in self._followers]
+        if (keys := self._keys) is not None:
+            for follower in self._followers:
+                follower.order(lambda job_id: orders.UseKeys(job_id, keys), lambda error: None)
 
     def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
         """Opens all paths to a decode worker. peers: one per decode rank. Raises KVTransferFailed."""

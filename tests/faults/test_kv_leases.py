@@ -1,6 +1,6 @@
 """Decode workers freeze for longer than a KV lease but less than the silence limit: only the leases expire.
 
-Over `ipc` only: with gloo and NCCL a message that takes five seconds fails the pair before the lease of ten expires.
+Over `ipc` only: with the other connectors five seconds without progress fail the pair before the lease of ten expires.
 """
 
 from __future__ import annotations

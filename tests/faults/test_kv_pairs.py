@@ -27,7 +27,7 @@ KV_CACHE_BYTES = 2**30 // 50
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
-@pytest.fixture(scope="module", params=["ipc", pytest.param("gloo", marks=pytest.mark.extended)])
+@pytest.fixture(scope="module", params=["ipc", pytest.param("tcp", marks=pytest.mark.extended)])
 def connector(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -110,7 +110,7 @@ def test_prompts_wait_while_decode_is_out_of_blocks(cluster: Cluster) -> None:
 def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, connector: str) -> None:
     """The worker leaves the cluster and rejoins under another epoch when it wakes.
 
-    With one-sided writes (ipc) its blocks are freed only then; with two-sided ones (gloo) already while it is frozen.
+    With one-sided writes (ipc) its blocks are freed only then; with two-sided ones (tcp) already while it is frozen.
     """
     before, failures = cluster.ready_pairs(), pair_failures(cluster)
     frozen = cluster.worker("prefill-0").worker

@@ -37,7 +37,7 @@ ELASTIC_CASES = [
     Case("client", CLOSES, LOCAL_PREFILL),
 ]
 """The worker of LOCAL_PREFILL does both phases."""
-GLOO_CASES = [
+TCP_CASES = [
     Case("prefill", "SIGKILL", "shipping"),
     Case("prefill", "SIGSTOP then SIGCONT", "shipping"),
     Case("decode", "SIGSTOP then SIGCONT", "first token"),
@@ -54,8 +54,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 
 
 @pytest.fixture(scope="module")
-def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with matrix(tmp_path_factory.mktemp("vision"), "gloo") as made:
+def over_tcp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    with matrix(tmp_path_factory.mktemp("vision"), "tcp") as made:
         yield made
 
 
@@ -73,9 +73,9 @@ def test_case(running: Matrix, case: Case) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", GLOO_CASES, ids=str)
-def test_case_over_gloo(over_gloo: Matrix, case: Case) -> None:
-    result = over_gloo.run(case)
+@pytest.mark.parametrize("case", TCP_CASES, ids=str)
+def test_case_over_tcp(over_tcp: Matrix, case: Case) -> None:
+    result = over_tcp.run(case)
     assert not result.problems, result
 
 

@@ -1,7 +1,7 @@
 """An authenticated cluster over five hosts (network namespaces), whose network delays, drops and cuts packets.
 
 Clients send requests throughout; every answer must equal that of an undisturbed network. After each fault every pair
-must be ready and every block free. The control path is ZeroMQ, the data path gloo.
+must be ready and every block free. The control path is ZeroMQ, the data path `tcp`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROLES = {PREFILL_A: "prefill", PREFILL_B: "prefill", DECODE_A: "decode", DECODE_
 CONTROL_PORT = 7777
 MODEL_FLAGS = ("--model", str(ensure_noise_model()), "--served-model-name", MODEL)
 SMALL = ("--kv-cache-gib", "0.02", "--dtype", "float32", "--device", "cpu", "--threads-per-worker", "1")
-PATHS = ("--kv-connector", "gloo", "--max-num-batched-tokens", "64", "--worker-wait-s", "80")
+PATHS = ("--kv-connector", "tcp", "--max-num-batched-tokens", "64", "--worker-wait-s", "80")
 _SKIP_REASON = unavailable_reason()
 
 

@@ -18,7 +18,7 @@ from tests.support.cluster import MODEL, Cluster
 QUESTIONS = exam()[::8]
 OPTIONS = {
     "ipc": ("--kv-connector", "ipc", "--max-num-batched-tokens", "100"),
-    "gloo": ("--kv-connector", "gloo", "--prefill", "2", "--decode", "2", "--block-size", "32"),
+    "tcp": ("--kv-connector", "tcp", "--prefill", "2", "--decode", "2", "--block-size", "32"),
     "local-prefill": ("--decode-prefill-threshold", "2048"),
 }
 

@@ -1,4 +1,4 @@
-"""Workers of a second launcher join over TCP with keys; KV caches move by gloo."""
+"""Workers of a second launcher join over TCP with keys; KV caches move by `tcp` with TLS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import Overloaded
 from tests.support.cluster import NOW, Cluster, tandem
 
-SMALL = ("--kv-cache-gib", "0.05", "--kv-connector", "gloo", "--device", "cpu")
+SMALL = ("--kv-cache-gib", "0.05", "--kv-connector", "tcp", "--device", "cpu")
 QUESTION = {"model": "tandem-demo", "prompt": "one two three four", "max_tokens": 8, "temperature": 0}
 
 
@@ -52,7 +52,7 @@ def test_a_decode_worker_joins_with_keys(tmp_path: Path) -> None:
             assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
             report = fetch(endpoint, NetworkConfig(str(keys)))
             (pair,) = [pair for worker in report.workers for pair in worker.pairs]
-            assert (pair.state, pair.connector) == ("ready", "gloo")
+            assert (pair.state, pair.connector) == ("ready", "tcp")
             assert all(each.worker.endpoint.startswith("tcp://127.0.0.1:") for each in report.workers)
             assert {each.worker.worker_id for each in report.workers} == {"prefill-0", f"decode-0-{tmp_path.name}"}
             with pytest.raises(Overloaded, match="did not answer"):

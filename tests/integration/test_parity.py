@@ -77,7 +77,7 @@ def test_shared_memory_and_short_chunks_match_transformers(
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(["--prefill", "2", "--decode", "2", "--kv-connector", "gloo"], id="gloo-2-prefill-2-decode"),
+        pytest.param(["--prefill", "2", "--decode", "2", "--kv-connector", "tcp"], id="tcp-2-prefill-2-decode"),
         pytest.param(
             ["--kv-connector", "gloo", "--max-num-batched-tokens", "333"],
             id="gloo-chunks-of-333",
@@ -97,7 +97,7 @@ def test_other_topologies_match_transformers(
 ) -> None:
     with Cluster("--dtype", "float32", *arguments) as cluster:
         assert complete_all(cluster, prompts) == expected
-        assert connectors(cluster) == {"gloo" if "gloo" in arguments else "ipc"}
+        assert connectors(cluster) == {next((name for name in ("tcp", "gloo") if name in arguments), "ipc")}
         cluster.wait_for(cluster.all_blocks_free)
         if "--decode" in arguments:
             transferred = [report.load.num_transferred_bytes for report in cluster.status().workers]

@@ -45,7 +45,7 @@ def expected(noise_model: Path, prompts: list[list[int]]) -> list[list[int]]:
     ("prefill_size", "decode_size", "connector"),
     [
         pytest.param(2, 1, "gloo", marks=pytest.mark.extended),
-        pytest.param(1, 2, "gloo"),
+        pytest.param(1, 2, "tcp"),
         pytest.param(2, 2, "ipc", marks=pytest.mark.extended),
     ],
 )

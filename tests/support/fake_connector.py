@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from tandem.kv_transfer.connector import OnDone, OpenStore, Peer
+from tandem.kv_transfer.connector import DataNetwork, OnDone, OpenStore, Peer
 from tandem.runtime.errors import KVTransferFailed
 
 TIMEOUT_S = 5.0
@@ -192,7 +192,7 @@ class FakeNetwork:
         self._random = random.Random(seed)
         self._paths: dict[str, _Path] = {}
 
-    def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> FakeSender:
+    def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> FakeSender:
         path = self._paths.setdefault(peer.path_id, _Path(peer.path_id))
         if "receiver" in path.ended:
             raise KVTransferFailed("the peer's process has ended")
@@ -200,7 +200,7 @@ class FakeNetwork:
         return path.sender
 
     def open_receiver(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
+        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
     ) -> FakeReceiver:
         path = self._paths.setdefault(path_id, _Path(path_id))
         path.receiver = FakeReceiver(self, blocks, on_ready)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 from tandem.deploy.config import load_config
-from tandem.kv_transfer.connector import Peer
+from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.handshake import agree, offered_connectors
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
@@ -53,12 +53,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 def test_an_installed_connector_is_found_by_name(install: Install) -> None:
-    with pytest.raises(ConfigError, match=r"unknown connector 'memory'; known are auto, ipc, gloo, nccl$"):
+    with pytest.raises(ConfigError, match=r"unknown connector 'memory'; known are auto, ipc, tcp, gloo, nccl$"):
         offered_connectors("memory", "cpu")
     install(MEMORY)
     assert offered_connectors("memory", "cpu") == ["memory"]
-    assert offered_connectors("auto", "cpu") == ["ipc", "gloo"], "plugins are used only by name"
-    with pytest.raises(ConfigError, match=r"unknown connector 'pigeon'; known are auto, ipc, gloo, nccl, memory$"):
+    assert offered_connectors("auto", "cpu") == ["ipc", "tcp", "gloo"], "plugins are used only by name"
+    with pytest.raises(ConfigError, match=r"unknown connector 'pigeon'; known are auto, ipc, tcp, gloo, nccl, memory$"):
         offered_connectors("pigeon", "cpu")
     assert load_config(None, {"kv_connector": "memory"}).kv_connector == "memory"
 
@@ -68,8 +68,8 @@ def test_an_installed_connector_moves_blocks(install: Install) -> None:
     source, target = torch.arange(32, dtype=torch.uint8).view(4, 8), torch.zeros(4, 8, dtype=torch.uint8)
     outcomes: list[object] = []
     memory = load_connector("memory")
-    receiver = memory.open_receiver("pair", HashStore, target, "127.0.0.1", outcomes.append)
-    sender = memory.open_sender(Peer("pair", ConnectorParams()), source, "127.0.0.1", outcomes.append)
+    receiver = memory.open_receiver("pair", HashStore, target, DataNetwork("127.0.0.1"), outcomes.append)
+    sender = memory.open_sender(Peer("pair", ConnectorParams()), source, DataNetwork("127.0.0.1"), outcomes.append)
     assert isinstance(receiver, FakeReceiver) and isinstance(sender, FakeSender)
     sender.send([1, 2], [3, 0], outcomes.append)
     sender.network.run_due()
@@ -107,10 +107,10 @@ FAILING = """
     class Network(FakeNetwork):
         opened = []
 
-        def open_receiver(self, path_id, open_store, blocks, host, on_ready):
+        def open_receiver(self, path_id, open_store, blocks, network, on_ready):
             if self.opened:
                 raise KVTransferFailed("no more queue pairs")
-            self.opened.append(super().open_receiver(path_id, open_store, blocks, host, on_ready))
+            self.opened.append(super().open_receiver(path_id, open_store, blocks, network, on_ready))
             return self.opened[0]
 
     network = Network(lambda: 0.0)
@@ -130,7 +130,7 @@ def test_a_path_that_cannot_be_opened_closes_the_pair(install: Install) -> None:
         pairs = IncomingPairs(
             "epoch",
             table,
-            WorkerPools(RankPool(0, layout, blocks, "127.0.0.1"), ConnectorParams()),
+            WorkerPools(RankPool(0, layout, blocks, DataNetwork("127.0.0.1")), ConnectorParams()),
             lambda pair_id, message: sent.append(message),
             lambda *loss: lost.append(loss),
             lambda epoch: None,

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tandem.kv_transfer.connector import Peer
+from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.connectors.block_runs import is_run, paired_runs
 from tandem.kv_transfer.connectors.process_group import DIRECT_BLOCK_BYTES, MESSAGE_BYTES, StoreServer, message_plan
 from tandem.kv_transfer.handshake import agree, offered_connectors
@@ -29,6 +29,7 @@ from tandem.runtime.errors import ConfigError, KVLayoutMismatch, KVTransferFaile
 from tandem.runtime.host import host_id
 
 NUM_BLOCKS, BLOCK_BYTES = 40, 4096
+NETWORK = DataNetwork("127.0.0.1")
 LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, 16)
 Call = Callable[[KVTransferFailed | None], None]
 
@@ -60,23 +61,23 @@ def pool_file() -> Iterator[tuple[int, torch.Tensor]]:
 def open_pair(connector: str, pool_file: tuple[int, torch.Tensor]) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
     fd, destination = pool_file
     source = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
-    server = StoreServer("127.0.0.1") if connector == "gloo" else None
+    server = StoreServer("127.0.0.1") if load_connector(connector).meets_in_store else None
     params = ConnectorParams(os.getpid(), fd, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS)
     if server is not None:
         params = ConnectorParams(store_host=server.host, store_port=server.port)
     ready = Outcomes()
     made_by = load_connector(connector)
     open_store = HashStore if server is None else (lambda: server.store("pair"))
-    receiver = made_by.open_receiver("pair", open_store, destination, "127.0.0.1", ready)
-    sender = made_by.open_sender(Peer("pair", params), source, "127.0.0.1", ready)
+    receiver = made_by.open_receiver("pair", open_store, destination, NETWORK, ready)
+    sender = made_by.open_sender(Peer("pair", params), source, NETWORK, ready)
     assert ready.next() is None and ready.next() is None
     return sender, receiver, source, destination
 
 
 @pytest.mark.parametrize(
     ("connector", "direct_bytes"),
-    [("ipc", 0), ("gloo", BLOCK_BYTES + 1), ("gloo", BLOCK_BYTES)],
-    ids=["ipc", "gloo-gathered", "gloo-direct"],
+    [("ipc", 0), ("tcp", 0), ("gloo", BLOCK_BYTES + 1), ("gloo", BLOCK_BYTES)],
+    ids=["ipc", "tcp", "gloo-gathered", "gloo-direct"],
 )
 def test_blocks_arrive_where_they_should(
     connector: str, direct_bytes: int, pool_file: tuple[int, torch.Tensor], monkeypatch: pytest.MonkeyPatch
@@ -109,9 +110,10 @@ def test_blocks_arrive_where_they_should(
     assert error is not None and "closed" in error.message
 
 
-def test_a_peer_that_exits_fails_the_transfer(pool_file: tuple[int, torch.Tensor]) -> None:
+@pytest.mark.parametrize("connector", ["tcp", "gloo"])
+def test_a_peer_that_exits_fails_the_transfer(connector: str, pool_file: tuple[int, torch.Tensor]) -> None:
     """Without a receiver, the sender's deadline ends the job and the jobs queued after it."""
-    sender, receiver, _, _ = open_pair("gloo", pool_file)
+    sender, receiver, _, _ = open_pair(connector, pool_file)
     receiver.close()
     outcomes, got = Outcomes(), Outcomes()
     receiver.receive([1], got)
@@ -124,14 +126,14 @@ def test_a_peer_that_exits_fails_the_transfer(pool_file: tuple[int, torch.Tensor
     sender.close(lambda: None)
 
 
-@pytest.mark.parametrize("connector", ["ipc", "gloo"])
+@pytest.mark.parametrize("connector", ["ipc", "tcp", "gloo"])
 def test_preparing_allocates_pages_and_changes_no_content(connector: str, pool_file: tuple[int, torch.Tensor]) -> None:
     sender, receiver, source, destination = open_pair(connector, pool_file)
     destination[5] = 7  # its page is already mapped
     num_before = os.fstat(pool_file[0]).st_blocks
     sender.prepare([4, 5, 6, 20])
     sent, received = Outcomes(), Outcomes()
-    if connector == "gloo":
+    if connector != "ipc":
         receiver.receive([5], received)
     sender.send([0], [5], sent)
     assert sent.next() is None
@@ -174,10 +176,10 @@ def test_mapping_refuses_a_pool_that_is_too_small(pool_file: tuple[int, torch.Te
     params = ConnectorParams(os.getpid(), fd, NUM_BLOCKS * BLOCK_BYTES + 1, NUM_BLOCKS)
     open_sender = load_connector("ipc").open_sender
     with pytest.raises(KVTransferFailed, match="smaller"):
-        open_sender(Peer("pair", params), torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8), "127.0.0.1", Outcomes())
+        open_sender(Peer("pair", params), torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8), NETWORK, Outcomes())
     with pytest.raises(KVTransferFailed, match="cannot map"):
         missing = ConnectorParams(os.getpid(), 100_000, 10, 1)
-        open_sender(Peer("pair", missing), torch.zeros(1, 10, dtype=torch.uint8), "127.0.0.1", Outcomes())
+        open_sender(Peer("pair", missing), torch.zeros(1, 10, dtype=torch.uint8), NETWORK, Outcomes())
 
 
 def offer(**changes: Any) -> OpenPair:
@@ -231,7 +233,7 @@ def test_handshake_refuses_another_device_and_names_both() -> None:
 
 
 def test_unknown_connectors_list_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown connector 'pigeon'; known are auto, ipc, gloo, nccl"):
+    with pytest.raises(ConfigError, match="unknown connector 'pigeon'; known are auto, ipc, tcp, gloo, nccl"):
         offered_connectors("pigeon", "cpu")
     with pytest.raises(ConfigError, match="nccl"):
         offered_connectors("gloo", "cuda")

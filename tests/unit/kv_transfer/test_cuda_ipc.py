@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors.block_runs import paired_runs
 from tandem.kv_transfer.connectors.cuda_ipc import copy_runs, device_id, map_peer_pool
 from tandem.kv_transfer.handshake import agree, offered_connectors
@@ -102,7 +103,7 @@ def test_a_process_without_a_gpu_cannot_map() -> None:
 
 
 def test_a_pool_on_cpu_has_no_handle() -> None:
-    pool = RankPool(0, LAYOUT, torch.zeros(4, 16, dtype=torch.uint8), "127.0.0.1")
+    pool = RankPool(0, LAYOUT, torch.zeros(4, 16, dtype=torch.uint8), DataNetwork("127.0.0.1"))
     params = ConnectorParams(1, 5, 64, 4)
     assert pool.located(params) == params
     assert device_id(torch.device("cpu")) == ""

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed
 
+from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, process_group
 from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
@@ -231,7 +232,7 @@ def test_a_worker_starts_where_cuda_ipc_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rank_pool, "device_id", lambda device: "GPU-a")
     monkeypatch.setattr(rank_pool, "export_pool", refuse)
     blocks: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    params = RankPool(0, LAYOUT, blocks, "127.0.0.1").located(ConnectorParams())
+    params = RankPool(0, LAYOUT, blocks, DataNetwork("127.0.0.1")).located(ConnectorParams())
     assert params.cuda is None
     assert params.device_id not in ("", "GPU-a"), "no peer may think that it can map the pool"
     offer = OpenPair(PROTOCOL_VERSION, "p", "e", [1], "pair", LAYOUT, "here", "cuda", ["ipc", "nccl"])

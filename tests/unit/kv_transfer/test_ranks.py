@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.kv_transfer.connector import DataNetwork, when_all
 from tandem.kv_transfer.connectors.process_group import StoreServer
-from tandem.kv_transfer.ranks.fan_out import when_all
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.ranks.orders import PrepareBlocks
 from tandem.kv_transfer.ranks.rank_pool import RankPool
@@ -31,6 +31,7 @@ from tandem.runtime.errors import InternalError, KVTransferFailed
 
 NUM_BLOCKS, NUM_LAYERS, NUM_KV_HEADS, HEAD_BYTES = 24, 3, 6, 64
 HOST = "127.0.0.1"
+NETWORK = DataNetwork(HOST)
 
 
 @given(st.data())
@@ -103,8 +104,8 @@ def worker_of(size: int) -> Iterator[Worker]:
         end, follower_end = open_channel()
         ends.append(end)
         follower_ends.append(follower_end)
-        TransferServer(follower_end, RankPool(rank, layout, blocks[rank], HOST), params[rank]).start()
-    pools = WorkerPools(RankPool(0, layout, blocks[0], HOST), params[0], ends)
+        TransferServer(follower_end, RankPool(rank, layout, blocks[rank], NETWORK), params[rank]).start()
+    pools = WorkerPools(RankPool(0, layout, blocks[0], NETWORK), params[0], ends)
     pools.wait_until_ready()
     assert pools.params == params
     yield Worker(pools, blocks, follower_ends)
@@ -131,7 +132,7 @@ def test_a_failed_checksum_fails_only_its_call() -> None:
 @pytest.mark.parametrize(
     "sizes", [(2, 2), (1, 2), (2, 1), (2, 3), (6, 3)], ids=lambda sizes: f"{sizes[0]}-to-{sizes[1]}"
 )
-@pytest.mark.parametrize("connector", ["ipc", "gloo"])
+@pytest.mark.parametrize("connector", ["ipc", "tcp", "gloo"])
 def test_blocks_of_all_ranks_arrive(connector: str, sizes: tuple[int, int]) -> None:
     with ExitStack() as stack:
         prefill, decode = (stack.enter_context(worker_of(size)) for size in sizes)
@@ -151,7 +152,7 @@ def test_blocks_of_all_ranks_arrive(connector: str, sizes: tuple[int, int]) -> N
             src = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
             dst = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
             expected[dst] = prefill.heads()[src]
-            if connector == "gloo":
+            if connector != "ipc":
                 receiver.receive(dst, received)
                 sender.send(src, dst, sent)
             else:
@@ -189,7 +190,7 @@ def test_a_rank_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tandem.kv_transfer.ranks.worker_pools.READY_TIMEOUT_S", 0.01)
     layout = KVLayout("model", "bfloat16", NUM_LAYERS, 3, 8, 4, 2)
     ours, theirs = open_channel()
-    pools = WorkerPools(RankPool(0, layout, torch.zeros(1, 1), HOST), ConnectorParams(), [ours])
+    pools = WorkerPools(RankPool(0, layout, torch.zeros(1, 1), NETWORK), ConnectorParams(), [ours])
     with pytest.raises(InternalError, match="did not come up"):
         pools.wait_until_ready()
     theirs.close()
