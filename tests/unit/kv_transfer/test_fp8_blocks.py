@@ -11,6 +11,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel
 from tandem.kv_transfer.checksums import combine
+from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
@@ -39,12 +40,12 @@ def heads(pools: list[KVPool]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (4, 2)], ids=lambda sizes: f"{sizes[0]}-to-{sizes[1]}")
-@pytest.mark.parametrize("connector", ["ipc", "gloo"])
+@pytest.mark.parametrize("connector", ["ipc", "tcp", "gloo"])
 def test_blocks_of_all_ranks_arrive_bit_for_bit(connector: str, sizes: tuple[int, int]) -> None:
     with ExitStack() as stack:
         prefill, decode = (pools_of(size, stack) for size in sizes)
         senders, receivers = (
-            [RankPool(rank, pool.layout, pool.as_blocks(), HOST) for rank, pool in enumerate(pools)]
+            [RankPool(rank, pool.layout, pool.as_blocks(), DataNetwork(HOST)) for rank, pool in enumerate(pools)]
             for pools in (prefill, decode)
         )
         server = StoreServer(HOST)
@@ -57,13 +58,13 @@ def test_blocks_of_all_ranks_arrive_bit_for_bit(connector: str, sizes: tuple[int
         src, dst = [3, 4, 5, 19, 0], [7, 8, 1, 2, 12]
         expected = heads(decode)
         expected[dst] = heads(prefill)[src]
-        if connector == "gloo":
+        if connector != "ipc":
             for receiver in incoming:
                 receiver.receive(dst, received)
         for sender in outgoing:
             sender.send(src, dst, sent)
         assert [sent.next() for _ in outgoing] == [None] * sizes[0]
-        if connector == "gloo":
+        if connector != "ipc":
             assert [received.next() for _ in incoming] == [None] * sizes[1]
         assert torch.equal(heads(decode), expected)
         assert combine([rank.checksums(src) for rank in senders]) == combine(
