@@ -81,6 +81,7 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[ValuelessGPU]:
         return torch.empty(len(host), dtype=torch.uint8, device=device)
 
     patch.setattr(FakeTensor, "tolist", tolist)
+    patch.setattr(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, raising=False)  # copies stay in this mode
     patch.setattr(streams, "_copy_to_device", copy_to_device)
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     grammar_mask._table.cache_clear()
