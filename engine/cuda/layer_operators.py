@@ -57,6 +57,7 @@ def _launch_norm(
     find_layer_kernels().rms_norm[num_rows,](
         inputs, inputs if residual is None else residual, weight, total, output, epsilon,
         SIZE=size, PADDED_SIZE=padded, HAS_RESIDUAL=residual is not None, num_warps=_num_warps(padded),
+        enable_fp_fusion=True,
     )  # fmt: skip
     return total, output
 
@@ -70,7 +71,9 @@ def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up: [num_rows, 2 * size], contiguous. Returns [num_rows, size]."""
     num_rows, size = len(gate_up), gate_up.shape[1] // 2
     output = _half(gate_up)
-    find_layer_kernels().silu_mul[num_rows, -(-size // _SILU_BLOCK)](gate_up, output, SIZE=size, BLOCK=_SILU_BLOCK)
+    find_layer_kernels().silu_mul[num_rows, -(-size // _SILU_BLOCK)](
+        gate_up, output, SIZE=size, BLOCK=_SILU_BLOCK, enable_fp_fusion=True
+    )
     return output
 
 
@@ -101,6 +104,7 @@ def _rotate_and_write(
         cos.stride(0), cache.stride(0), cache.stride(2), epsilon,
         NUM_HEADS=total_heads - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         PADDED_DIM=max(16, next_power_of_2(head_dim)), HEADS_AT_ONCE=_HEADS_AT_ONCE, HAS_NORMS=has_norms,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return query
 

@@ -75,4 +75,5 @@ def is_plain(linear: Any) -> bool:
     """Whether this is an `nn.Linear` with an ordinary weight, neither sharded nor quantised, and without hooks."""
     if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
         return False
-    return type(linear.weight.data) is torch.Tensor and "forward" not in vars(linear)
+    is_wrapped = hasattr(linear.weight, "__tensor_flatten__")  # as tensors that consist of others have
+    return not is_wrapped and "forward" not in vars(linear)

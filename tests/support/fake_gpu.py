@@ -30,7 +30,8 @@ _READS = {"aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_un
 class ValuelessGPU(TorchDispatchMode):
     """waits: "function of the engine: what it waits for". num_uploads: pinned copies, for which the host does not wait.
 
-    operators: names, in order. largest_float64: elements of the largest float64 tensor.
+    operators: names, in order. kernels: those that compute something, so neither views nor allocations.
+    largest_float64: elements of the largest float64 tensor.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class ValuelessGPU(TorchDispatchMode):
         self.waits: list[str] = []
         self.num_uploads = 0
         self.operators: list[str] = []
+        self.kernels: list[str] = []
         self.largest_float64 = 0
 
     def wait(self, what: str) -> None:
@@ -61,11 +63,19 @@ class ValuelessGPU(TorchDispatchMode):
         devices = {t.device.type for t in outputs}
         if name in ("aten::_to_copy", "aten::copy_", "aten::to") and len(inputs | devices) > 1:
             self.wait("a copy to the device" if "cuda" in devices else "a copy to the host")
+        if "cuda" in (devices or inputs) and _computes(func):
+            self.kernels.append(name)
         if "cuda" in devices:
             self.operators.append(name)
             sizes = [t.numel() for t in outputs if t.dtype == torch.float64]
             self.largest_float64 = max([self.largest_float64, *sizes])
         return result
+
+
+def _computes(func: Any) -> bool:
+    """Whether an operator is neither a view nor an allocation, nor asks for an attribute."""
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    return not is_view and not func._schema.name.startswith(("aten::empty", "aten::new_empty", "prim::"))
 
 
 @contextmanager
@@ -81,7 +91,6 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[ValuelessGPU]:
         return torch.empty(len(host), dtype=torch.uint8, device=device)
 
     patch.setattr(FakeTensor, "tolist", tolist)
-    patch.setattr(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, raising=False)  # copies stay in this mode
     patch.setattr(streams, "_copy_to_device", copy_to_device)
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     grammar_mask._table.cache_clear()
