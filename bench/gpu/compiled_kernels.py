@@ -99,7 +99,7 @@ def launches(sizes: LayerSizes, lengths: Sequence[int] = (2, 1)) -> list[Launch]
     )
     heads = torch.empty((num_tokens, sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim), dtype=dtype)
     query, key, value = (
-        part.transpose(0, 1)[None] for part in heads.split([sizes.num_heads, *[sizes.num_kv_heads] * 2], 1)
+        part.transpose(0, 1)[None] for part in torch.split(heads, [sizes.num_heads, *[sizes.num_kv_heads] * 2], 1)
     )
     angles, weight = heads[:, 0].contiguous(), torch.empty(sizes.head_dim, dtype=dtype)
     rows, norm = (torch.empty((*shape, sizes.hidden_size), dtype=dtype) for shape in ((num_tokens,), ()))
