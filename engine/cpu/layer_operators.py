@@ -72,7 +72,7 @@ class CPUHeads(nn.Module):
         self._query_norm = None if parameters.query_norm is None else CPUNorm(parameters.query_norm)
         self._key_norm = None if parameters.key_norm is None else CPUNorm(parameters.key_norm)
 
-    def forward(
+    def attend(
         self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
         num_heads, num_rotated = self._num_heads, self._num_rotated
@@ -100,7 +100,7 @@ class CPUGate(nn.Module):
         self._gate: Any = merge([gate], "swish")
         self._up: Any = merge([up])
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def gated(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self._up.combined(inputs, self._gate(inputs), "mul")
         return output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -84,13 +84,15 @@ class CUDAHeads(nn.Module):
             self._query_weight, self._key_weight = query_norm.weight, key_norm.weight
             self._epsilon = query_norm.epsilon
 
-    def forward(
-        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: RotatingAttention
+    def attend(
+        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
+        """attention: a RotatingAttention, as all steps have on a GPU whose layers are fused."""
+        rotating = cast(RotatingAttention, attention)
         norms = None
         if self._query_weight is not None and self._key_weight is not None:
             norms = self._query_weight, self._key_weight, self._epsilon
-        return attention.rotate_and_attend(self._layer, heads, cos, sin, norms, self._options)
+        return rotating.rotate_and_attend(self._layer, heads, cos, sin, norms, self._options)
 
 
 class CUDAGate(nn.Module):
@@ -101,7 +103,7 @@ class CUDAGate(nn.Module):
         self._linear = linear
         self._sizes = sizes
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def gated(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = torch.ops.tandem.silu_mul(self._linear(inputs))
         return output
 

@@ -59,7 +59,7 @@ class FusedNorm(Protocol):
 class FusedHeads(Protocol):
     """Attention with everything between the projections."""
 
-    def __call__(
+    def attend(
         self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
         """Normalises and rotates queries and keys, and attends. Returns [num_tokens, num_heads, head_dim].
@@ -69,9 +69,10 @@ class FusedHeads(Protocol):
 
 
 class FusedGate(Protocol):
-    """Computes `silu(gate(x)) * up(x)`."""
+    """The layers gate and up."""
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor: ...
+    def gated(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns `silu(gate(inputs)) * up(inputs)`."""
 
     def adapt_linears(self, names: Sequence[str], step: StepAdapters) -> None:
         """Wraps the linear layers for LoRA adapters. names: of gate and up, or of the layer that is both."""
@@ -158,9 +159,9 @@ class FusedLayer(nn.Module):
         num_tokens = len(residual)
         cos, sin = position_embeddings
         heads = self._qkv(self._input_norm(residual)).view(num_tokens, -1, self.head_dim)
-        attended = self._heads(heads, cos[0], sin[0], tandem)
+        attended = self._heads.attend(heads, cos[0], sin[0], tandem)
         residual, normed = self._mlp_norm.after(self._output, attended.reshape(num_tokens, -1), residual)
-        output: torch.Tensor = self._down.combined(self._gate(normed), residual, "add")[None]
+        output: torch.Tensor = self._down.combined(self._gate.gated(normed), residual, "add")[None]
         return output
 
 
