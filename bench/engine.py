@@ -26,8 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
-from tandem.engine.cpu.packed_linear import MergedLinear, PackedLinear
+from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.kv_pool import KVPool
+from tandem.engine.layers.linear import MergedLinear
 from tandem.engine.loading.model_loader import LoadedModel, load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.generation import SamplingParams

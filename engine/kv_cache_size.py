@@ -182,9 +182,9 @@ def _measured_bytes(loaded: LoadedModel, config: EngineConfig, memory: DeviceMem
 def _profile(loaded: LoadedModel, config: EngineConfig, memory: DeviceMemory) -> MemoryUse:
     """Captures the graphs and runs the largest step, over a small pool that is released again."""
     num_bytes = _PROFILE_BLOCKS * block_bytes(loaded)
-    memory.reset()
     pool = KVPool(loaded, msgspec.structs.replace(config, kv_cache_bytes=num_bytes))
     runner = ModelRunner(loaded, pool, GraphLimits.of(config))
+    memory.reset()  # not counted: what it takes to fuse the layers
     runner.warm_up()
     runner.run(largest_step(config, loaded.max_model_len, loaded.layout.block_size))
     peak = memory.peak()

@@ -16,11 +16,13 @@ from tandem.engine.attention_backends import attention_maker, uses_triton
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.cpu.heap import keep_freed_memory
 from tandem.engine.cpu.packed_linear import pack_linears
+from tandem.engine.cuda.fused_layers import CUDALayerOperators
 from tandem.engine.cuda.step_graphs import GraphLimits, StepGraphs
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host
 from tandem.engine.cuda.streams import Array, Capture, cuda_capture, device_waiter, upload
 from tandem.engine.cuda.triton_attention import TritonAttention
 from tandem.engine.kv_pool import KVPool
+from tandem.engine.layers.fusing import fuse_layers
 from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.lora.layers import StepAdapters, wrap_layers
 from tandem.engine.model_head import ModelHead
@@ -44,16 +46,18 @@ class ModelRunner:
         self._wait_for_device = device_waiter(loaded.device)
         self._max_model_len = loaded.max_model_len
         self._vocab_size = loaded.vocab_size
+        self._uses_triton = uses_triton(pool, self._model.config.get_text_config(decoder=True))
+        if self._uses_triton:
+            fuse_layers(self._model, CUDALayerOperators())
         if loaded.device.type == "cpu":
             # Imported here because it loads a compiler, which GPU workers may lack.
-            from tandem.engine.cpu.fused_layers import fuse_layers
+            from tandem.engine.cpu.layer_operators import CPULayerOperators
 
             keep_freed_memory()
             with torch.inference_mode():
                 if loaded.layout.tensor_parallel_size == 1:  # sharded layers contain collectives
-                    fuse_layers(self._model)
+                    fuse_layers(self._model, CPULayerOperators())
                 pack_linears(self._model)
-        self._uses_triton = uses_triton(pool, self._model.config.get_text_config(decoder=True))
         self._make_attention = attention_maker(pool)
         self._graphs: StepGraphs | None = None
         if self._uses_triton:

@@ -60,6 +60,26 @@ class StepAttention(Protocol):
         ...
 
 
+class RotatingAttention(StepAttention, Protocol):
+    """Attention that also computes what lies between a layer's projections and its keys and values in the pool."""
+
+    def rotate_and_attend(
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Normalises and rotates query and key heads, and does what `attend` does.
+
+        heads: [num_tokens, heads, head_dim], query, then key, then value heads. cos, sin: [num_tokens, head_dim].
+        norms: weights [head_dim] of the RMSNorm of query and key heads, and its epsilon.
+        """
+        ...
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-Activation = Literal["none", "swish"]
+from tandem.engine.layers.linear import Activation, MergedLinear, merged_parameters
 
 
 class PackedLinear(nn.Module):
@@ -44,29 +44,6 @@ class PackedLinear(nn.Module):
         return output
 
 
-class MergedLinear(nn.Module):
-    """The same interface in plain torch, for every dtype and build."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "none") -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.activation = activation
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output = nn.functional.linear(inputs, self.weight, self.bias)
-        return nn.functional.silu(output) if self.activation == "swish" else output
-
-    def before_activation(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the result without the activation."""
-        return nn.functional.linear(inputs, self.weight, self.bias)
-
-    def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
-        output: torch.Tensor = self(inputs)
-        return output.add_(other) if operation == "add" else output.mul_(other)
-
-
 def is_packable(weight: torch.Tensor) -> bool:
     """Whether oneDNN can pack this weight on this machine."""
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _packs_bfloat16()
@@ -81,13 +58,7 @@ def _packs_bfloat16() -> bool:
 
 def merge(linears: Sequence[nn.Linear], activation: Activation = "none") -> PackedLinear | MergedLinear:
     """Returns one layer that computes the concatenated outputs of `linears`, packed if possible."""
-    weights = [linear.weight.detach() for linear in linears]
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-    bias = None
-    if any(linear.bias is not None for linear in linears):
-        bias = torch.cat(
-            [weight.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(linears, weights, strict=True)]
-        )
+    weight, bias = merged_parameters(linears)
     return (PackedLinear if is_packable(weight) else MergedLinear)(weight, bias, activation)
 
 

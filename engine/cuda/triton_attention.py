@@ -18,6 +18,7 @@ from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.attention.self_check import attention_problem
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
+from tandem.engine.cuda.layer_operators import next_power_of_2
 from tandem.engine.cuda.step_tensors import SPLIT, StepTensors, flat_on_host
 from tandem.engine.cuda.streams import upload
 
@@ -46,10 +47,6 @@ def find_kernels() -> ModuleType | None:
 def _converts_fp8(device: torch.device) -> bool:
     """Whether the device has instructions for e4m3. Others, and the interpreter, convert its bits in the kernel."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _padded_dim(head_dim: int) -> int:
@@ -170,7 +167,7 @@ torch.library.register_fake("tandem::paged_attention", _shape_of_result, lib=_li
 
 
 class TritonAttention:
-    """Implements `engine.attention.interface.StepAttention`."""
+    """Implements `engine.attention.interface.RotatingAttention`."""
 
     def __init__(self, pool: KVPool, step: StepTensors) -> None:
         self._pool = pool
@@ -179,10 +176,32 @@ class TritonAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        step = self._step
         queries, keys, values = (_by_token(states) for states in (query, key, value))
-        cache = self._pool.tensor[:, layer]  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-        torch.ops.tandem.write_kv(keys, values, cache, step.blocks, step.offsets)
+        cache = self._cache(layer)
+        torch.ops.tandem.write_kv(keys, values, cache, self._step.blocks, self._step.offsets)
+        return self._attend(queries, cache, options)
+
+    def rotate_and_attend(
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        cache = self._cache(layer)
+        queries = torch.ops.tandem.rotate_and_write(
+            heads, cos, sin, *(norms or (None, None, 0.0)), cache, self._step.blocks, self._step.offsets
+        )
+        return self._attend(queries, cache, options)
+
+    def _cache(self, layer: int) -> torch.Tensor:
+        """[num_blocks, 2, num_kv_heads, block_size, head_dim]"""
+        return self._pool.tensor[:, layer]
+
+    def _attend(self, queries: torch.Tensor, cache: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        step = self._step
         sinks = None if options.sinks is None else options.sinks.contiguous()
         output: torch.Tensor = torch.ops.tandem.paged_attention(
             queries, cache, sinks, step.block_table, step.cu_seqlens, step.num_context, step.split_starts,

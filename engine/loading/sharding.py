@@ -54,6 +54,7 @@ class SummedLinear(nn.Module):
 
     def __init__(self, shard: nn.Linear, bias: torch.Tensor | None) -> None:
         super().__init__()
+        self.in_features, self.out_features = shard.in_features, shard.out_features
         self.shard: nn.Module = shard
         self.bias = bias
 

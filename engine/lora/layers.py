@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from tandem.engine.batch import BatchItem
-from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.lora.adapters import AdapterWeights
 from tandem.protocol.lora_files import Shape
 
@@ -100,7 +99,7 @@ def _rows(spans: list[tuple[int, int]], device: torch.device) -> slice | torch.T
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with the adapters of the step. inner: `nn.Linear` or a layer of `engine.cpu.packed_linear`."""
+    """A linear layer with the adapters of the step. inner: any layer with `in_features` and `out_features`."""
 
     def __init__(self, inner: Any, slices: Sequence[LoraSlice], step: StepAdapters) -> None:
         super().__init__()
@@ -127,7 +126,7 @@ class AdaptedLinear(nn.Module):
         return nn.functional.silu(output) if self._has_swish else output
 
     def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
-        """See `PackedLinear.combined`."""
+        """See `engine.layers.linear`."""
         if not self._step.parts:
             plain: torch.Tensor = self.inner.combined(inputs, other, operation)
             return plain
@@ -142,5 +141,5 @@ def wrap_layers(model: nn.Module, names: Mapping[str, Shape], step: StepAdapters
         adapt = getattr(module, "adapt", None)
         if adapt is not None:  # a fused layer
             adapt(name, step)
-        elif name in names and isinstance(module, nn.Linear | PackedLinear):
+        elif name in names:
             model.set_submodule(name, AdaptedLinear(module, [LoraSlice(name, 0, names[name][1])], step))

@@ -30,7 +30,8 @@ _READS = {"aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_un
 class ValuelessGPU(TorchDispatchMode):
     """waits: "function of the engine: what it waits for". num_uploads: pinned copies, for which the host does not wait.
 
-    operators: names, in order. largest_float64: elements of the largest float64 tensor.
+    operators: names, in order. kernels: those that compute something, so neither views nor allocations.
+    largest_float64: elements of the largest float64 tensor.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class ValuelessGPU(TorchDispatchMode):
         self.waits: list[str] = []
         self.num_uploads = 0
         self.operators: list[str] = []
+        self.kernels: list[str] = []
         self.largest_float64 = 0
 
     def wait(self, what: str) -> None:
@@ -50,7 +52,8 @@ class ValuelessGPU(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        inputs = {t.device.type for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        inputs = {t.device.type for t in given}
         if name in _VALUES:
             self.wait("a value")
             return args[0].dtype == torch.bool or 1
@@ -61,11 +64,22 @@ class ValuelessGPU(TorchDispatchMode):
         devices = {t.device.type for t in outputs}
         if name in ("aten::_to_copy", "aten::copy_", "aten::to") and len(inputs | devices) > 1:
             self.wait("a copy to the device" if "cuda" in devices else "a copy to the host")
+        if "cuda" in (devices or inputs) and _computes(func, given, outputs):
+            self.kernels.append(name)
         if "cuda" in devices:
             self.operators.append(name)
             sizes = [t.numel() for t in outputs if t.dtype == torch.float64]
             self.largest_float64 = max([self.largest_float64, *sizes])
         return result
+
+
+def _computes(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """Whether an operator is neither a view nor an allocation, nor asks for an attribute."""
+    if func._schema.name.startswith(("aten::empty", "aten::new_empty", "prim::")):
+        return False
+    memory = {t.untyped_storage()._cdata for t in inputs}
+    may_be_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    return not (may_be_view and all(t.untyped_storage()._cdata in memory for t in outputs))
 
 
 @contextmanager

@@ -168,6 +168,21 @@ def test_the_cache_gets_what_weights_and_the_largest_step_leave_of_the_share(
     assert fitted.max_model_len == MODEL_LEN
 
 
+def test_memory_in_which_layers_are_fused_is_not_counted(
+    loaded: LoadedModel, config: EngineConfig, make_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = make_gpu()
+
+    class Fusing(ModelRunner):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            gpu.highest = gpu.weights + 500 * MIB
+
+    monkeypatch.setattr(kv_cache_size, "ModelRunner", Fusing)
+    _, sized = fit_kv_cache(loaded, config, GPU)
+    assert sized.kv_cache_bytes == int(gpu.total * 0.9) - gpu.weights - LARGEST - CONTEXT_BYTES - PEER_BYTES
+
+
 def test_ranks_on_one_gpu_divide_the_fraction(loaded: LoadedModel, config: EngineConfig, make_gpu: Any) -> None:
     gpu = make_gpu(total=4 * GIB)
     shared = msgspec.structs.replace(config, ranks_per_gpu=2, gpu_memory_fraction=0.8, num_peers=3)

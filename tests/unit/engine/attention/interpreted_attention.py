@@ -24,7 +24,6 @@ from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig, KVCacheDtype
-from tandem.engine.cpu import fused_layers
 from tandem.engine.cuda import attention_kernel, step_tensors, triton_attention
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host, num_splits
@@ -288,7 +287,7 @@ def new_runner(folder: Path, kv_cache_dtype: KVCacheDtype = "auto") -> ModelRunn
     )
     model = load_model(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_layers, "fuse_layers", lambda model: None)
+        patch.setattr(model_runner, "fuse_layers", lambda model, operators: None)
         patch.setattr(model_runner, "pack_linears", lambda model: None)
         return ModelRunner(model, KVPool(model, config))
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,24 +21,17 @@ from tandem.engine.batch import BatchItem
 from tandem.engine.cuda import attention_kernel
 from tandem.engine.cuda import triton_attention as backend
 from tandem.engine.cuda.triton_attention import constants, triton_attention
+from tests.support.interpreted import run_interpreted
 
 MAX_SHARED_BYTES = 99 * 1024
 """Of a program on consumer GPUs (compute capability 8.6, 8.9 and 12.0); others have more."""
 EXTENDED = pytest.mark.extended
-
-
-def run_interpreted(*names: str) -> None:
-    file = Path(__file__).with_name("interpreted_attention.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(file)]
-    command += ["-k", " or ".join(names)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0 and f"{len(names)} passed" in run.stdout, run.stdout[-5000:]
+INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
 
 
 def test_the_kernels_compute_what_plain_attention_does() -> None:
     run_interpreted(
-        "what_plain_attention_does", "same_result_in_every_batch", "splits_are_of", "startup_finds", "startup_passes",
+        INTERPRETED, "what_plain_attention_does", "same_result_in_every_batch", "splits_are_of", "check_at_startup",
         "bits_of_fp8",
     )  # fmt: skip
 
@@ -49,9 +39,8 @@ def test_the_kernels_compute_what_plain_attention_does() -> None:
 @EXTENDED
 def test_models_run_with_the_kernels_from_recorded_graphs() -> None:
     run_interpreted(
-        "same_from_recorded_graphs", "fp8_cache_from_recorded_graphs", "worker_of_prompts", "all_ranks",
-        "without_graphs", "sinks_and_experts",
-    )  # fmt: skip
+        INTERPRETED, "recorded_graphs", "worker_of_prompts", "all_ranks", "without_graphs", "sinks_and_experts"
+    )
 
 
 class Binders:

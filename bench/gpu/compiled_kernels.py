@@ -1,0 +1,173 @@
+"""Compiles our Triton kernels for GPUs that are not here, and tells what a program takes there.
+
+    python -m bench.gpu.compiled_kernels        prints the table of docs/gpu.md
+
+The kernels are compiled for the arguments with which the product launches them, in the sizes of Llama-3.1-8B with norms
+of queries and keys as in Qwen3. It needs Triton, but no GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+from triton.runtime.jit import create_function_from_signature
+
+from tandem.engine.attention.interface import AttentionOptions
+from tandem.engine.batch import BatchItem
+from tandem.engine.cuda import attention_kernel, layer_kernels, layer_operators, triton_attention
+
+CAPABILITIES = (80, 90, 100, 120)
+"""A100; H100 and H200; B200; consumer cards of B200's generation."""
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of one decoder layer."""
+
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel, without its grid."""
+
+    name: str
+    kernel: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes. registers, spilled_bytes: of a thread."""
+
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
+
+
+class RecordedKernels:
+    """Takes the place of a module of kernels, and calls `on_launch` instead of launching them."""
+
+    def __init__(self, kernels: Any, on_launch: Callable[[Launch], object]) -> None:
+        self._kernels = kernels
+        self._on_launch = on_launch
+
+    def __getattr__(self, name: str) -> Any:
+        return _RecordedKernel(name, getattr(self._kernels, name), self._on_launch)
+
+
+class _RecordedKernel:
+    def __init__(self, name: str, kernel: Any, on_launch: Callable[[Launch], object]) -> None:
+        self._name = name
+        self._kernel = kernel
+        self._on_launch = on_launch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **keywords: self._on_launch(Launch(self._name, self._kernel, arguments, keywords))
+
+
+def launches(sizes: LayerSizes, lengths: Sequence[int] = (2, 1)) -> list[Launch]:
+    """Returns the launches of a layer with and without fused kernels. lengths: new tokens of each sequence."""
+    found: list[Launch] = []
+
+    def recorded(kernels: Any) -> Any:
+        return lambda: RecordedKernels(kernels, found.append)
+
+    num_tokens, dtype = sum(lengths), sizes.dtype
+    pool: Any = SimpleNamespace(
+        tensor=torch.empty((2, 1, 2, sizes.num_kv_heads, BLOCK_SIZE, sizes.head_dim), dtype=dtype),
+        layout=SimpleNamespace(block_size=BLOCK_SIZE),
+    )
+    heads = torch.empty((num_tokens, sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim), dtype=dtype)
+    query, key, value = (
+        part.transpose(0, 1)[None] for part in torch.split(heads, [sizes.num_heads, *[sizes.num_kv_heads] * 2], 1)
+    )
+    angles, weight = heads[:, 0].contiguous(), torch.empty(sizes.head_dim, dtype=dtype)
+    rows, norm = (torch.empty((*shape, sizes.hidden_size), dtype=dtype) for shape in ((num_tokens,), ()))
+    gate_up = torch.empty((num_tokens, 2 * sizes.intermediate_size), dtype=dtype)
+    options = AttentionOptions(sizes.head_dim**-0.5)
+    with (
+        patch.object(triton_attention, "find_kernels", recorded(attention_kernel)),
+        patch.object(layer_operators, "find_layer_kernels", recorded(layer_kernels)),
+    ):
+        attention = triton_attention.triton_attention(pool, [BatchItem([0] * n, 0, [0, 1]) for n in lengths])
+        attention.attend(0, query, key, value, options)
+        attention.rotate_and_attend(0, heads, angles, angles, (weight, weight, 1e-5), options)
+        torch.ops.tandem.rms_norm(rows, norm, 1e-5)
+        torch.ops.tandem.add_rms_norm(rows, rows, norm, 1e-5)
+        torch.ops.tandem.silu_mul(gate_up)
+    return found
+
+
+def bound(launch: Launch, capability: int) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any], dict[str, Any]]:
+    """Returns what Triton compiles for at this launch: signature, constants, attributes and options."""
+    kernel, backend = launch.kernel, CUDABackend(GPUTarget("cuda", capability, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    arguments, specialization, options = bind(*launch.arguments, **launch.keywords)
+    kinds = dict(zip(kernel.arg_names, specialization, strict=True))
+    signature = {name: kind for name, (kind, _) in kinds.items()}
+    constants = {(i,): arguments[name] for i, name in enumerate(kinds) if signature[name] == "constexpr"}
+    attributes = {
+        (i,): backend.parse_attr(special)
+        for i, (kind, special) in enumerate(kinds.values())
+        if kind != "constexpr" and isinstance(special, str)
+    }
+    return signature, constants, attributes, options
+
+
+def resources(launch: Launch, capability: int) -> Resources:
+    """Compiles the kernel as this launch would, and reads its cubin."""
+    signature, constants, attributes, options = bound(launch, capability)
+    source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return Resources(compiled.metadata.shared, numbers["REG"], max(numbers["STACK"], numbers["LOCAL"]))
+
+
+def variants(found: Sequence[Launch]) -> dict[str, Launch]:
+    """Returns one launch for each kernel, and two for those with and without a residual connection."""
+    names = ("rms_norm, with a residual" if each.keywords.get("HAS_RESIDUAL") else each.name for each in found)
+    return dict(zip(names, found, strict=True))
+
+
+def cell(launch: Launch, capability: int) -> str:
+    """Returns bytes of shared memory, registers, and bytes of spilled registers if there are any."""
+    taken = resources(launch, capability)
+    spills = f" / {taken.spilled_bytes} spilled" if taken.spilled_bytes else ""
+    return f"{taken.shared_bytes:,} / {taken.registers}{spills}"
+
+
+def table() -> Iterator[str]:
+    """Yields the lines of a Markdown table."""
+    yield f"| kernel | {' | '.join(f'{capability / 10:.1f}' for capability in CAPABILITIES)} |"
+    yield "| --- |" + " --- |" * len(CAPABILITIES)
+    for name, launch in variants(launches(LayerSizes())).items():
+        yield f"| {name} | {' | '.join(cell(launch, each) for each in CAPABILITIES)} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

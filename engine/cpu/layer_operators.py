@@ -1,0 +1,118 @@
+"""The modules of fused decoder layers on CPUs: compiled kernels, and linear layers with packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.engine.attention.interface import StepAttention
+from tandem.engine.cpu.compiler import DTYPES, as_array
+from tandem.engine.cpu.layer_kernels import rms_norm, rotation
+from tandem.engine.cpu.packed_linear import merge
+from tandem.engine.layers.fused_layer import HeadParameters, NormParameters
+from tandem.engine.layers.fusing import MixingAttention
+from tandem.engine.loading.sharding import plain_linear
+from tandem.engine.lora.layers import AdaptedLinear, LoraSlice, StepAdapters
+
+
+class CPULayerOperators:
+    """Implements `engine.layers.fused_layer.LayerOperators`."""
+
+    dtypes: Collection[torch.dtype] = DTYPES
+    merges_only = True
+
+    def norm(self, parameters: NormParameters) -> CPUNorm:
+        return CPUNorm(parameters)
+
+    def linear(self, linears: Sequence[Any]) -> Any:
+        return merge(linears)
+
+    def heads(self, parameters: HeadParameters) -> CPUHeads:
+        return CPUHeads(parameters)
+
+    def gate(self, linears: Sequence[Any]) -> CPUGate:
+        return CPUGate(linears)
+
+    def trial(self, parameters: HeadParameters, num_tokens: int, device: torch.device) -> StepAttention:
+        return MixingAttention()
+
+
+class CPUNorm(nn.Module):
+    """RMSNorm with the compiled kernel `layer_kernels.rms_norm`."""
+
+    def __init__(self, parameters: NormParameters) -> None:
+        super().__init__()
+        self.weight: torch.Tensor = parameters.weight
+        self._epsilon = parameters.epsilon
+        self._weight_array = as_array(parameters.weight.detach())
+        self._normalise = rms_norm(parameters.weight.dtype)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = inputs.reshape(-1, len(self.weight))
+        output = torch.empty(rows.shape, dtype=rows.dtype)
+        self._normalise(as_array(rows), self._weight_array, self._epsilon, as_array(output))
+        return output.view(inputs.shape)
+
+    def after(self, linear: Any, inputs: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total: torch.Tensor = linear.combined(inputs, residual, "add")
+        return total, self(total)
+
+
+class CPUHeads(nn.Module):
+    """Normalises and rotates heads with compiled kernels, then attends to them."""
+
+    def __init__(self, parameters: HeadParameters) -> None:
+        super().__init__()
+        self._layer, self._options = parameters.plan.layer, parameters.options
+        self._num_heads = parameters.num_heads
+        self._num_rotated = parameters.num_heads + parameters.plan.num_kv_heads
+        self._query_norm = None if parameters.query_norm is None else CPUNorm(parameters.query_norm)
+        self._key_norm = None if parameters.key_norm is None else CPUNorm(parameters.key_norm)
+
+    def attend(
+        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor:
+        num_heads, num_rotated = self._num_heads, self._num_rotated
+        inputs = heads
+        if self._query_norm is not None and self._key_norm is not None:
+            query, key = self._query_norm(heads[:, :num_heads]), self._key_norm(heads[:, num_heads:num_rotated])
+            inputs = torch.cat((query, key), 1)
+        rotated = torch.empty(len(heads), num_rotated, heads.shape[2], dtype=heads.dtype)
+        rotation(heads.dtype)(as_array(inputs), as_array(cos), as_array(sin), as_array(rotated))
+        return attention.attend(
+            self._layer,
+            rotated[:, :num_heads].transpose(0, 1)[None],
+            rotated[:, num_heads:].transpose(0, 1)[None],
+            heads[:, num_rotated:].transpose(0, 1)[None],
+            self._options,
+        )
+
+
+class CPUGate(nn.Module):
+    """Multiplies by the gate where up's outputs are rounded, so gate and up have a layer each."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        gate, up = linears if len(linears) == 2 else _halves(linears[0])
+        self._gate: Any = merge([gate], "swish")
+        self._up: Any = merge([up])
+
+    def gated(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self._up.combined(inputs, self._gate(inputs), "mul")
+        return output
+
+    def adapt_linears(self, names: Sequence[str], step: StepAdapters) -> None:
+        size = self._gate.out_features
+        up = LoraSlice(names[-1], 0, size, first_row=size if len(names) == 1 else 0)
+        self._gate = AdaptedLinear(self._gate, [LoraSlice(names[0], 0, size)], step)
+        self._up = AdaptedLinear(self._up, [up], step)
+
+
+def _halves(linear: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
+    """Splits a layer by its outputs."""
+    biases = (None, None) if linear.bias is None else linear.bias.chunk(2)
+    first, second = (plain_linear(w, b) for w, b in zip(linear.weight.chunk(2), biases, strict=True))
+    return first, second

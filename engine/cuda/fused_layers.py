@@ -1,0 +1,111 @@
+"""The modules of fused decoder layers on GPUs: Triton kernels between matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tandem.engine.attention.interface import RotatingAttention, StepAttention
+from tandem.engine.batch import BatchItem
+from tandem.engine.cuda.triton_attention import triton_attention
+from tandem.engine.layers.fused_layer import HeadParameters, NormParameters, NotFusedError, lora_slices
+from tandem.engine.layers.linear import JoinedLinear, MergedLinear, is_plain, merged_parameters
+from tandem.engine.lora.layers import AdaptedLinear, StepAdapters
+
+_TRIAL_BLOCK_SIZE = 16
+
+
+class CUDALayerOperators:
+    """Implements `engine.layers.fused_layer.LayerOperators`.
+
+    Plain linear layers are merged; others, such as sharded ones, are called one by one.
+    """
+
+    dtypes: Collection[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
+    merges_only = False
+
+    def norm(self, parameters: NormParameters) -> CUDANorm:
+        return CUDANorm(parameters)
+
+    def linear(self, linears: Sequence[Any]) -> Any:
+        if all(is_plain(linear) for linear in linears):
+            return MergedLinear(*merged_parameters(linears))
+        return JoinedLinear(linears)
+
+    def heads(self, parameters: HeadParameters) -> CUDAHeads:
+        return CUDAHeads(parameters)
+
+    def gate(self, linears: Sequence[Any]) -> CUDAGate:
+        return CUDAGate(self.linear(linears), [linear.out_features for linear in linears])
+
+    def trial(self, parameters: HeadParameters, num_tokens: int, device: torch.device) -> StepAttention:
+        """Attends over a pool of its own, whose layers are all the same memory."""
+        plan = parameters.plan
+        num_blocks = -(-num_tokens // _TRIAL_BLOCK_SIZE)
+        shape = (num_blocks, 1, 2, plan.num_kv_heads, _TRIAL_BLOCK_SIZE, plan.head_dim)
+        blocks = torch.zeros(shape, device=device).expand(-1, plan.layer + 1, -1, -1, -1, -1)
+        pool: Any = SimpleNamespace(tensor=blocks, layout=SimpleNamespace(block_size=_TRIAL_BLOCK_SIZE))
+        return triton_attention(pool, [BatchItem([0] * num_tokens, 0, list(range(num_blocks)))])
+
+
+class CUDANorm(nn.Module):
+    """RMSNorm in one kernel, with the residual connection before it."""
+
+    def __init__(self, parameters: NormParameters) -> None:
+        super().__init__()
+        self.weight = parameters.weight
+        self._epsilon = parameters.epsilon
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = torch.ops.tandem.rms_norm(inputs, self.weight, self._epsilon)
+        return output
+
+    def after(self, linear: Any, inputs: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total, normed = torch.ops.tandem.add_rms_norm(linear(inputs), residual, self.weight, self._epsilon)
+        return total, normed
+
+
+class CUDAHeads(nn.Module):
+    """Hands heads to attention as they are projected: it normalises and rotates them where it writes the keys."""
+
+    def __init__(self, parameters: HeadParameters) -> None:
+        super().__init__()
+        self._layer, self._options = parameters.plan.layer, parameters.options
+        query_norm, key_norm = parameters.query_norm, parameters.key_norm
+        self._query_weight = self._key_weight = None
+        self._epsilon = 0.0
+        if query_norm is not None and key_norm is not None:
+            if query_norm.epsilon != key_norm.epsilon or len(query_norm.weight) != parameters.plan.head_dim:
+                raise NotFusedError("its norms of queries and keys are not of single heads")
+            self._query_weight, self._key_weight = query_norm.weight, key_norm.weight
+            self._epsilon = query_norm.epsilon
+
+    def attend(
+        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor:
+        """attention: a RotatingAttention, as all steps have on a GPU whose layers are fused."""
+        rotating = cast(RotatingAttention, attention)
+        norms = None
+        if self._query_weight is not None and self._key_weight is not None:
+            norms = self._query_weight, self._key_weight, self._epsilon
+        return rotating.rotate_and_attend(self._layer, heads, cos, sin, norms, self._options)
+
+
+class CUDAGate(nn.Module):
+    """linear: gate and up, merged. sizes: outputs of each original layer."""
+
+    def __init__(self, linear: Any, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self._linear = linear
+        self._sizes = sizes
+
+    def gated(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = torch.ops.tandem.silu_mul(self._linear(inputs))
+        return output
+
+    def adapt_linears(self, names: Sequence[str], step: StepAdapters) -> None:
+        self._linear = AdaptedLinear(self._linear, lora_slices(names, self._sizes), step)

@@ -1,0 +1,120 @@
+"""Triton kernels of dense decoder layers: what lies between the matrix products and attention.
+
+All arithmetic is float32; results are rounded where transformers' Llama rounds them, except within a rotation. As for
+the kernels of attention, nothing that changes from step to step is a constant.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tandem.engine.cuda.attention_kernel import to_cache
+
+
+@triton.jit
+def rms_norm(
+    inputs,  # [num_rows, SIZE], contiguous
+    residual,  # the same, or anything if HAS_RESIDUAL is False
+    weight,  # [SIZE]
+    total,  # `inputs + residual`, or anything if HAS_RESIDUAL is False
+    output,
+    epsilon,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """Grid: [num_rows]."""
+    columns = tl.arange(0, PADDED_SIZE)
+    inside = columns < SIZE
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    values = tl.load(inputs + row + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + row + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+    normed = (values * factor).to(output.dtype.element_ty).to(tl.float32)
+    normed *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + row + columns, normed.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_mul(
+    gate_up,  # [num_rows, 2 * SIZE], contiguous: gate, then up
+    output,  # [num_rows, SIZE], contiguous
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: [num_rows, ceil(SIZE / BLOCK)]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = (gate * tl.sigmoid(gate)).to(output.dtype.element_ty).to(tl.float32)
+    tl.store(output + row * SIZE + columns, (gate * up).to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["blocks", "offsets"])
+def rotate_and_write(
+    heads,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], contiguous: query, then key, then value heads
+    query,  # [num_tokens, NUM_HEADS, HEAD_DIM], contiguous: the rotated query heads
+    key_cache,  # the layer's first block, its keys
+    value_cache,
+    query_weight,  # [HEAD_DIM], or anything if HAS_NORMS is False
+    key_weight,
+    cos,  # [num_tokens, HEAD_DIM], with a stride
+    sin,
+    blocks,  # int32 [num_tokens]; tokens of a negative block are not written
+    offsets,  # int32 [num_tokens]
+    angle_stride,
+    block_stride,
+    head_stride,
+    epsilon,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # even
+    PADDED_DIM: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
+    """Grid: [num_tokens, ceil((NUM_HEADS + 2 * NUM_KV_HEADS) / HEADS_AT_ONCE)]. Rotary embeddings (Su et al., RoFormer,
+    2021) rotate the halves of a head against each other: `(a cos - b sin, b cos + a sin)`."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
+    dims = tl.arange(0, PADDED_DIM)[None, :]
+    others = (dims + HEAD_DIM // 2) % HEAD_DIM  # the same element of the other half
+    is_dim = dims < HEAD_DIM
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    inside = is_dim & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    start = heads + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    own = tl.load(start + dims, mask=inside, other=0.0)
+    a = own.to(tl.float32)
+    b = tl.load(start + others, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        factor = tl.rsqrt(tl.sum(a * a, 1) / HEAD_DIM + epsilon)[:, None]
+        a = normed(a, factor, query_weight, key_weight, dims, is_query, is_dim, heads.dtype.element_ty)
+        b = normed(b, factor, query_weight, key_weight, others, is_query, is_dim, heads.dtype.element_ty)
+    c = tl.load(cos + token * angle_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * angle_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
+    rotated = (a * c + tl.where(dims < HEAD_DIM // 2, -b, b) * s).to(heads.dtype.element_ty)
+    tl.store(query + (token * NUM_HEADS + head) * HEAD_DIM + dims, rotated, mask=inside & is_query)
+    block = tl.load(blocks + token).to(tl.int64)
+    if block >= 0:
+        slot = block * block_stride + tl.load(offsets + token) * HEAD_DIM + dims
+        keys = key_cache + slot + (head - NUM_HEADS) * head_stride
+        tl.store(keys, to_cache(rotated, key_cache), mask=inside & is_key)
+        values = value_cache + slot + (head - NUM_HEADS - NUM_KV_HEADS) * head_stride
+        tl.store(values, to_cache(own, value_cache), mask=inside & (head >= NUM_HEADS + NUM_KV_HEADS))
+
+
+@triton.jit
+def normed(values, factor, query_weight, key_weight, dims, is_query, is_dim, dtype: tl.constexpr):
+    """Returns `values * factor * weight` in float32, with both products rounded to dtype."""
+    of_query = tl.load(query_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
+    of_key = tl.load(key_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
+    values = (values * factor).to(dtype).to(tl.float32)
+    return (values * tl.where(is_query, of_query, of_key)).to(dtype).to(tl.float32)

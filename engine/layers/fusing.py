@@ -1,0 +1,128 @@
+"""Replaces decoder layers of the Llama shape by fused ones, because small steps cost more operators than arithmetic.
+
+A layer is replaced only if it has exactly the expected submodules, and if the replacement gives the same result in
+float32 on the inputs that the layer gets in a run of the whole model. All other layers stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.engine.attention.interface import AttentionOptions
+from tandem.engine.layers.fused_layer import FusedLayer, LayerOperators, NotFusedError, check_shape
+from tandem.runtime.errors import first_line
+
+log = logging.getLogger(__name__)
+
+_TOLERANCE = 1e-4  # relative to the largest value, in float32
+_NUM_PROBE_TOKENS = 5
+
+
+@dataclass
+class MixingAttention:
+    """A StepAttention that records each layer's options and returns a value that depends on all its inputs."""
+
+    options: dict[int, AttentionOptions] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        self.options[layer] = options
+        group = query.shape[1] // key.shape[1]
+        mixed = torch.tanh(query + 2 * key.repeat_interleave(group, 1)) + value.repeat_interleave(group, 1)
+        return mixed[0].transpose(0, 1).contiguous()
+
+
+@torch.inference_mode()
+def fuse_layers(model: Any, operators: LayerOperators) -> None:
+    """Replaces every layer of `model` that can be fused, one by one, so that few weights exist twice at a time.
+
+    Fused layers of an earlier call stay.
+    """
+    layers: nn.ModuleList | None = getattr(model.base_model, "layers", None)
+    if layers is None or model.dtype not in operators.dtypes or any(isinstance(each, FusedLayer) for each in layers):
+        return
+    inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    hooks = []
+    for i, layer in enumerate(layers):
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
+            inputs[i] = args, kwargs
+
+        hooks.append(layer.register_forward_pre_hook(keep, with_kwargs=True))
+    recording = MixingAttention()
+    device = next(model.parameters()).device
+    tokens = torch.arange(_NUM_PROBE_TOKENS, device=device)[None]
+    try:
+        # Positions are spread out, so that a wrong rotation shows.
+        model(input_ids=tokens, position_ids=tokens * 7, use_cache=False, tandem=recording)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    reasons: Counter[str] = Counter()
+    for i in range(len(layers)):
+        if i in inputs and i in recording.options:
+            try:
+                _check_equal(layers[i], recording.options[i], operators, *inputs[i])
+                layers[i] = FusedLayer(layers[i], recording.options[i], operators)
+            except NotFusedError as problem:
+                reasons[str(problem)] += 1
+            except Exception as problem:  # compilers and drivers raise various errors
+                log.warning("layer %d is not fused, which is slower: %s", i, first_line(problem))
+    for reason, number in reasons.items():
+        log.info("%d of %d layers are not fused: %s", number, len(layers), reason)
+
+
+def _check_equal(
+    layer: nn.Module,
+    options: AttentionOptions,
+    operators: LayerOperators,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Compares the fused layer with `layer` in float32. Raises NotFusedError if they differ."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    check_shape(layer, hidden.dtype, operators)
+    reference = _float32_copy(layer, hidden.dtype)
+    fused = FusedLayer(reference, options, operators)
+    args, kwargs = _as_float32(args), _as_float32(kwargs)
+    hidden = hidden.float()
+    embeddings = kwargs.get("position_embeddings")
+    if not isinstance(embeddings, tuple) or embeddings[0].shape != (*hidden.shape[:2], fused.head_dim):
+        raise NotFusedError("it does not rotate whole heads")
+    wanted, got = (
+        module(*args, **kwargs | {"tandem": operators.trial(fused.head_parameters, hidden.shape[1], hidden.device)})
+        for module in (reference, fused)
+    )
+    if not isinstance(wanted, torch.Tensor):
+        raise NotFusedError("it returns more than hidden states")
+    largest_error = _TOLERANCE * (wanted - hidden).abs().max()
+    if not bool(((got - wanted).abs() <= largest_error).all()):
+        raise NotFusedError("it computes something else")
+
+
+def _float32_copy(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Returns a copy whose parameters are float32 where they were of the model's dtype."""
+    copies: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach().float(), requires_grad=False)
+        for parameter in layer.parameters()
+        if parameter.dtype == dtype
+    }
+    return copy.deepcopy(layer, copies)
+
+
+def _as_float32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(_as_float32(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _as_float32(v) for k, v in value.items()}
+    return value

@@ -1,0 +1,116 @@
+"""Fused layers on GPUs: interpreted on the CPU, traced without a GPU, and compiled for several."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu.compiled_kernels import LayerSizes, bound, launches, resources, variants
+from tandem.engine.batch import Batch, BatchItem, Sample
+from tandem.engine.config import EngineConfig
+from tandem.engine.layers.fused_layer import FusedLayer
+from tandem.engine.loading.model_loader import load_model
+from tandem.protocol.messages.generation import SamplingParams
+from tests.support.fake_gpu import fake_gpu, runner_on_fake_gpu
+from tests.support.interpreted import run_interpreted
+from tests.unit.engine.test_engine_parity import COMMON, MODELS
+
+MAX_SHARED_BYTES = 99 * 1024
+"""Of a program on consumer GPUs (compute capability 8.6, 8.9 and 12.0); others have more."""
+EXTENDED = pytest.mark.extended
+INTERPRETED = Path(__file__).with_name("interpreted_layers.py")
+
+
+def test_the_kernels_compute_what_transformers_does() -> None:
+    run_interpreted(
+        INTERPRETED, "norms_equal", "silu_mul_equals", "rotated_and_written", "wrong_or_fails", "qwen3_generates"
+    )
+
+
+@EXTENDED
+def test_families_generate_the_same_with_fused_layers() -> None:
+    names = ("llama_g", "qwen2_g", "phi3_g", "mistral_g", "gemma2_is_not", "half_a_head", "recorded_graphs")
+    run_interpreted(INTERPRETED, *names)
+
+
+@EXTENDED
+def test_adapters_shards_and_memory() -> None:
+    run_interpreted(INTERPRETED, "change_fused", "change_merged", "sharded_layers", "take_the_place")
+
+
+LAYER = [
+    "tandem::rms_norm",
+    "aten::linear",  # query, key and value
+    "tandem::rotate_and_write",  # with the norms of queries and keys
+    "tandem::paged_attention",  # two kernels
+    "aten::linear",  # output
+    "tandem::add_rms_norm",
+    "aten::linear",  # gate and up
+    "tandem::silu_mul",
+    "aten::linear",  # down
+    "aten::add_",
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "mistral"])
+def test_a_dense_layer_has_eleven_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_class, config_class, extra = MODELS[family]
+    model_class(config_class(**COMMON | extra)).save_pretrained(tmp_path)
+    config = EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24)
+    loaded = load_model(config)
+    found: list[list[str]] = []
+    with fake_gpu(monkeypatch) as gpu:
+        runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=False)
+        for layer in loaded.model.base_model.layers:
+            assert isinstance(layer, FusedLayer)
+            layer.register_forward_pre_hook(lambda *_: gpu.kernels.clear())
+            layer.register_forward_hook(lambda *_: found.append(list(gpu.kernels)))
+        sample = Sample(SamplingParams(temperature=0.0))
+        runner.run(Batch([BatchItem([1], 9 + i, [i, i + 20], [sample]) for i in range(3)]))
+    assert found == [LAYER] * COMMON["num_hidden_layers"]
+    assert len(LAYER) + 1 <= 12
+
+
+def test_each_operator_launches_one_kernel_and_attention_two() -> None:
+    """In a step of single tokens."""
+    attention = ["attend_tokens", "combine_splits"]
+    assert [each.name for each in launches(LayerSizes(), lengths=[1, 1, 1])] == [
+        *("write_kv", *attention),  # where the layer is not fused
+        *("rotate_and_write", *attention),
+        "rms_norm",
+        "rms_norm",
+        "silu_mul",
+    ]
+
+
+def test_one_variant_of_each_kernel_serves_all_steps() -> None:
+    rng = random.Random(0)
+    found: dict[str, set[str]] = defaultdict(set)
+    for _ in range(50):
+        lengths = [rng.choice((1, 1, rng.randint(1, 60))) for _ in range(rng.randint(1, 20))] + [1, 2]
+        for name, launch in variants(launches(LayerSizes(hidden_size=64, intermediate_size=48), lengths)).items():
+            found[name].add(repr(bound(launch, 90)))
+    assert {name: len(each) for name, each in found.items()} == dict.fromkeys(found, 1)
+
+
+SIZES = [
+    pytest.param(LayerSizes(hidden_size=16384, intermediate_size=53248, num_heads=128), id="Llama-3.1-405B"),
+    pytest.param(LayerSizes(896, 4864, 14, 2, 64), marks=EXTENDED, id="Qwen2.5-0.5B"),
+    pytest.param(LayerSizes(3072, 8192, 32, 32, 96, torch.float16), marks=EXTENDED, id="Phi-3-mini"),
+    pytest.param(LayerSizes(3840, 15360, 16, 8, 256), marks=EXTENDED, id="heads of 256"),
+    pytest.param(LayerSizes(dtype=torch.float32), marks=EXTENDED, id="float32, in which layers are compared"),
+]
+
+
+@pytest.mark.parametrize("capability", [80, *(pytest.param(each, marks=EXTENDED) for each in (90, 100, 120))])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_kernels_compile_and_fit(sizes: Any, capability: int) -> None:
+    for name, launch in variants(launches(sizes)).items():
+        taken = resources(launch, capability)
+        assert taken.shared_bytes <= MAX_SHARED_BYTES, name
+        assert not taken.spilled_bytes or sizes.dtype == torch.float32, name
