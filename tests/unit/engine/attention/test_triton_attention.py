@@ -31,16 +31,17 @@ INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
 
 def test_the_kernels_compute_what_plain_attention_does() -> None:
     run_interpreted(
-        INTERPRETED, "what_plain_attention_does", "same_result_in_every_batch", "splits_are_of", "check_at_startup",
-        "bits_of_fp8",
+        INTERPRETED, "what_plain_attention_does", "same_result_in_every_batch", "splits_are_of",
+        "startup_finds", "startup_passes", "bits_of_fp8",
     )  # fmt: skip
 
 
 @EXTENDED
 def test_models_run_with_the_kernels_from_recorded_graphs() -> None:
     run_interpreted(
-        INTERPRETED, "recorded_graphs", "worker_of_prompts", "all_ranks", "without_graphs", "sinks_and_experts"
-    )
+        INTERPRETED, "same_from_recorded_graphs", "fp8_cache_from_recorded_graphs", "worker_of_prompts", "all_ranks",
+        "without_graphs", "sinks_and_experts",
+    )  # fmt: skip
 
 
 class Binders:
