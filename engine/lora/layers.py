@@ -17,6 +17,7 @@ from torch import nn
 from tandem.engine.batch import BatchItem
 from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.lora.adapters import AdapterWeights
+from tandem.engine.quantization.linears import QuantizedLinear
 from tandem.protocol.lora_files import Shape
 
 
@@ -100,7 +101,7 @@ def _rows(spans: list[tuple[int, int]], device: torch.device) -> slice | torch.T
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with the adapters of the step. inner: `nn.Linear` or a layer of `engine.cpu.packed_linear`."""
+    """A linear layer with the adapters of the step. inner: `nn.Linear`, a quantised layer, or one of `engine.cpu.packed_linear`."""
 
     def __init__(self, inner: Any, slices: Sequence[LoraSlice], step: StepAdapters) -> None:
         super().__init__()
@@ -142,5 +143,5 @@ def wrap_layers(model: nn.Module, names: Mapping[str, Shape], step: StepAdapters
         adapt = getattr(module, "adapt", None)
         if adapt is not None:  # a fused layer
             adapt(name, step)
-        elif name in names and isinstance(module, nn.Linear | PackedLinear):
+        elif name in names and isinstance(module, nn.Linear | PackedLinear | QuantizedLinear):
             model.set_submodule(name, AdaptedLinear(module, [LoraSlice(name, 0, names[name][1])], step))
