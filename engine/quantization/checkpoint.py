@@ -6,8 +6,7 @@ need packages that are large or that run on GPUs only.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +110,8 @@ class _Quantizer(HfQuantizer):
             model.set_submodule(name, _Placeholder(model.get_submodule(name), scheme))
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        """Exempts scales from transformers' check of shapes, because a single one is written as [] or as [1]."""
-        return param_name.endswith("_scale") and isinstance(
-            model.get_submodule(param_name.rpartition(".")[0]), _Placeholder
-        )
+        """Exempts the placeholders' tensors from transformers' check of shapes; they have their own."""
+        return isinstance(model.get_submodule(param_name.rpartition(".")[0]), _Placeholder)
 
     def is_serializable(self) -> bool:
         return False
@@ -140,11 +137,14 @@ class _Placeholder(nn.Module):
         """Raises UnsupportedLayerError."""
         tensors = {name: self.get_buffer(name) for name in self._specs}
         for name, (shape, _) in self._specs.items():
-            if tensors[name].numel() != math.prod(shape):
-                raise UnsupportedLayerError(
-                    f"{name} has the shape {list(tensors[name].shape)} instead of {list(shape)}"
-                )
+            found = list(tensors[name].shape)
+            if _without_ones(found) != _without_ones(shape):  # a scale for all is written as [] or as [1]
+                raise UnsupportedLayerError(f"{name} has the shape {found} instead of {list(shape)}")
         return self._scheme.make(tensors, self.bias, self._dtype)
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _schemes(model: Any, reading: Reading) -> dict[str, Scheme]:

@@ -19,6 +19,7 @@ def quantize_linears(name: str, model: Any, quantization: Quantization, device: 
     Weights get a scale for each output, inputs one for each token. name: of the model. Raises ConfigError.
     """
     check_no_experts(name, model)
+    num_layers = 0
     dtype = FP8 if quantization == "fp8" else torch.int8
     for parent in list(model.get_decoder().modules()):
         for child_name, child in list(parent.named_children()):
@@ -27,6 +28,9 @@ def quantize_linears(name: str, model: Any, quantization: Quantization, device: 
             if problem := w8a8_problem(dtype, child.in_features, child.out_features, device):
                 raise unsuitable(name, f"{child_name}: {problem}; leave out --quantization {quantization}")
             setattr(parent, child_name, quantized_linear(child, dtype, device))
+            num_layers += 1
+    if not num_layers:
+        raise unsuitable(name, f"it has no linear layers of the usual kind; leave out --quantization {quantization}")
 
 
 def quantized_linear(linear: nn.Linear, dtype: torch.dtype, device: torch.device) -> QuantizedLinear:

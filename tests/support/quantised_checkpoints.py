@@ -6,6 +6,7 @@ The packing is written here a value at a time, from the formats' descriptions, a
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ class Inputs:
 
     def rounded(self, inputs: torch.Tensor) -> torch.Tensor:
         limit = 127.0 if self.dtype == torch.int8 else _FP8_MAX
-        scale = inputs.abs().max(-1, keepdim=True).values / limit if self.scale is None else self.scale
+        scale = inputs.abs().max(-1, keepdim=True).values.clamp(min=1e-9) / limit if self.scale is None else self.scale
         values = (inputs / scale).clamp(-limit, limit)
         return (values.round() if self.dtype == torch.int8 else values.to(self.dtype).float()) * scale
 
@@ -88,7 +89,7 @@ def make_checkpoint(plain: Path, folder: Path, form: Format, skip: tuple[str, ..
         is_tied_head = layer == "lm_head" and model.config.tie_word_embeddings
         if layer not in weights and not is_tied_head:
             tensors[key] = value.contiguous()
-    folder.mkdir(parents=True)
+    shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": form.config}))
