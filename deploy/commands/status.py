@@ -138,7 +138,7 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
 
 
 def _limits(workers: Sequence[WorkerReport]) -> str:
-    """The longest sequence that all workers take, with the worker that limits it, their block sizes and quantisation."""
+    """The longest sequence that all workers take and the worker that limits it; block sizes and quantisation."""
     if not workers:
         return ""
     shortest = min(workers, key=lambda worker: worker.max_model_len)

@@ -101,7 +101,7 @@ def _rows(spans: list[tuple[int, int]], device: torch.device) -> slice | torch.T
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with the adapters of the step. inner: `nn.Linear`, a quantised layer, or one of `engine.cpu.packed_linear`."""
+    """A linear layer with the adapters of the step. inner: `nn.Linear`, or one that is quantised or packed."""
 
     def __init__(self, inner: Any, slices: Sequence[LoraSlice], step: StepAdapters) -> None:
         super().__init__()

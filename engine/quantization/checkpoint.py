@@ -42,7 +42,7 @@ def _fields(model_config: Any) -> Mapping[str, Any] | None:
     for config in (model_config, model_config.get_text_config(decoder=True)):
         fields = getattr(config, "quantization_config", None)
         if fields is not None:
-            return fields if isinstance(fields, Mapping) else fields.to_dict()  # type: ignore[no-any-return]
+            return fields if isinstance(fields, Mapping) else fields.to_dict()
     return None
 
 
@@ -54,7 +54,7 @@ def load_quantized(
     device: torch.device,
     **options: Any,
 ) -> Any:
-    """Loads the model as `auto_class.from_pretrained` does, with `options`. device: where it runs. Raises ConfigError."""
+    """Loads the model as `auto_class.from_pretrained` does. device: where it runs. Raises ConfigError."""
     text_config = model_config.get_text_config(decoder=True)
     text_config.quantization_config = None
     model_config.quantization_config = {"quant_method": _METHOD, "reading": Reading(model, quantization, device)}
@@ -89,16 +89,16 @@ class Reading:
 
 
 @register_quantization_config(_METHOD)
-class _Config(QuantizationConfigMixin):
+class _Config(QuantizationConfigMixin):  # type: ignore[misc]
     """Carries a `Reading` through transformers to `_Quantizer`."""
 
     def __init__(self, reading: Reading, quant_method: str = _METHOD) -> None:
-        self.quant_method = quant_method  # type: ignore[assignment]
+        self.quant_method = quant_method
         self.reading = reading
 
 
 @register_quantizer(_METHOD)
-class _Quantizer(HfQuantizer):
+class _Quantizer(HfQuantizer):  # type: ignore[misc]
     """Puts placeholders in place of the quantised layers, before transformers loads the tensors."""
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:

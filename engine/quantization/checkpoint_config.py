@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tandem.engine.quantization.linears import FP8
-from tandem.engine.quantization.schemes import W8A8, Awq, Gptq, PackedInts, Scheme
+from tandem.engine.quantization.schemes import GPTQ_V1_ZEROS, W8A8, Awq, Gptq, PackedInts, Scheme
 from tandem.runtime.errors import ConfigError
 
 Fields = Mapping[str, Any]
@@ -66,7 +66,7 @@ def _gptq(fields: Fields) -> CheckpointQuantization:
     for name in ("is_marlin_format", "rotation", "adapter"):
         _empty(fields, name)
     skipped = []
-    for pattern, override in (fields.get("dynamic") or {}).items():
+    for pattern in fields.get("dynamic") or {}:
         if not pattern.startswith("-:"):
             raise _FieldError(
                 f"dynamic {pattern!r} with settings of its own; only -: patterns, which skip layers, are supported"
@@ -79,7 +79,7 @@ def _gptq(fields: Fields) -> CheckpointQuantization:
     def covers(name: str) -> bool:
         return not any(each.match(name) for each in skipped) and not any(each in name for each in skipped_names)
 
-    scheme = Gptq(_group_size(fields), 1 if version == "gptq" else 0)
+    scheme = Gptq(_group_size(fields), GPTQ_V1_ZEROS if version == "gptq" else 0)
     return CheckpointQuantization("gptq int4", [LayerFormat("int4", scheme, covers)], decoder_only=True)
 
 
@@ -147,10 +147,10 @@ def _compressed_scheme(group: Fields, stored_as: Any) -> tuple[str, Scheme]:
         _one_of(with_prefix, "weights.num_bits", (8,))
         _one_of(with_prefix, "weights.symmetric", (True,), True)
         strategy = _one_of(with_prefix, "weights.strategy", ("tensor", "channel"))
-        _one_of({"format": stored_as}, "format", (f"{kind}-quantized", "naive-quantized"))
         has_static_inputs = _inputs_are_static(
             {f"input_activations.{name}": value for name, value in inputs.items()}, kind
         )
+        _one_of({"format": stored_as}, "format", (f"{kind}-quantized", "naive-quantized"))
         dtype = FP8 if kind == "float" else torch.int8
         return f"{'fp8' if kind == 'float' else 'int8'} W8A8", W8A8(dtype, strategy == "tensor", has_static_inputs)
     _one_of({"format": stored_as}, "format", ("pack-quantized",))

@@ -16,6 +16,8 @@ TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 _AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place of each of eight adjacent outputs in an AWQ word, from the lowest bits."""
+GPTQ_V1_ZEROS = 0x11111111
+"""One for each zero point of a word. GPTQModel subtracts it from whole words, with carries, so it is added likewise."""
 _MIN_FP8_CAPABILITY = (8, 9)
 
 
@@ -123,7 +125,7 @@ class PackedInts:
 class Gptq:
     """4-bit weights of GPTQ, packed along the inputs. group_size: 0 for one group.
 
-    zero_offset: added to stored zero points; 1 in the format "gptq", 0 in "gptq_v2".
+    zero_offset: added to each word of zero points; `GPTQ_V1_ZEROS` in the format "gptq", 0 in "gptq_v2".
     """
 
     group_size: int
@@ -143,7 +145,7 @@ class Gptq:
 
     def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
         scales = tensors["scales"].t()
-        zeros = (unpacked_nibbles(tensors["qzeros"]).t() + self.zero_offset) & 15
+        zeros = unpacked_nibbles(tensors["qzeros"] + self.zero_offset).t()
         values = unpacked_nibbles(tensors["qweight"].t())
         order = _checked_groups(tensors["g_idx"], scales.shape[1])
         return Int4Linear(Int4Groups(values, scales, zeros, order), bias, dtype)

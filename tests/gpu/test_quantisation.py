@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tandem.engine.quantization.int4_linear import Int4Groups, Int4Linear
-from tandem.engine.quantization.linears import FP8, Fp8Linear, Int8Linear, Int8WeightLinear, QuantizedLinear, quantized_rows
+from tandem.engine.quantization.linears import (
+    FP8,
+    Fp8Linear,
+    Int8Linear,
+    Int8WeightLinear,
+    QuantizedLinear,
+    quantized_rows,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
 

@@ -69,7 +69,9 @@ class _Reference(nn.Module):
         )
 
 
-def make_checkpoint(plain: Path, folder: Path, form: Format, skip: tuple[str, ...] = ("lm_head",)) -> QuantisedCheckpoint:
+def make_checkpoint(
+    plain: Path, folder: Path, form: Format, skip: tuple[str, ...] = ("lm_head",)
+) -> QuantisedCheckpoint:
     """Quantises the linear layers of the model in `plain`, except those whose names end with one of `skip`."""
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -103,10 +105,10 @@ def _words(values: np.ndarray, bits: int, order: list[int] | None = None) -> tor
     """
     per_word = 32 // bits
     order = order or list(range(per_word))
-    words = np.zeros((values.shape[0], values.shape[1] // per_word), np.uint32)
-    for word in range(words.shape[1]):
-        for place, column in enumerate(order):
-            words[:, word] |= values[:, word * per_word + column].astype(np.uint32) << np.uint32(bits * place)
+    columns = values.astype(np.uint32).reshape(len(values), -1, per_word)
+    words = np.zeros(columns.shape[:2], np.uint32)
+    for place, column in enumerate(order):
+        words |= columns[:, :, column] << np.uint32(bits * place)
     return torch.from_numpy(words.view(np.int32))
 
 
@@ -143,19 +145,25 @@ def _group_of_each(num_inputs: int, group_size: int, shuffled: torch.Generator |
     return groups if shuffled is None else groups[torch.randperm(num_inputs, generator=shuffled).numpy()]
 
 
-def gptq(*, group_size: int = 32, desc_act: bool = False, sym: bool = True, version: str = "gptq", **extra: Any) -> Format:
+def gptq(
+    *, group_size: int = 32, desc_act: bool = False, sym: bool = True, version: str = "gptq", **extra: Any
+) -> Format:
     """As GPTQModel (and AutoGPTQ) write it."""
 
     def quantise(weight: torch.Tensor, generator: torch.Generator) -> tuple[Stored, torch.Tensor, None]:
         groups = _group_of_each(weight.shape[1], group_size, generator if desc_act else None)
         values, scales, zeros, meant = _unsigned_groups(weight, groups, 4, sym)
-        stored_zeros = (zeros - 1) % 16 if version == "gptq" else zeros
-        return {
-            "qweight": _words(values, 4).t(),
-            "qzeros": _words(stored_zeros.T, 4),
-            "scales": torch.from_numpy(scales.T.astype(np.float16)),
-            "g_idx": torch.from_numpy(groups.astype(np.int32)),
-        }, meant, None
+        stored_zeros = _words(zeros.T, 4) - (0x11111111 if version == "gptq" else 0)
+        return (
+            {
+                "qweight": _words(values, 4).t(),
+                "qzeros": stored_zeros,
+                "scales": torch.from_numpy(scales.T.astype(np.float16)),
+                "g_idx": torch.from_numpy(groups.astype(np.int32)),
+            },
+            meant,
+            None,
+        )
 
     config = {
         "bits": 4, "group_size": group_size, "desc_act": desc_act, "sym": sym, "lm_head": False, "quant_method": "gptq",
@@ -169,11 +177,15 @@ def awq(*, group_size: int = 32, **extra: Any) -> Format:
 
     def quantise(weight: torch.Tensor, _: torch.Generator) -> tuple[Stored, torch.Tensor, None]:
         values, scales, zeros, meant = _unsigned_groups(weight, _group_of_each(weight.shape[1], group_size), 4, False)
-        return {
-            "qweight": _words(values.T, 4, _AWQ_ORDER),
-            "qzeros": _words(zeros.T, 4, _AWQ_ORDER),
-            "scales": torch.from_numpy(scales.T.astype(np.float16)),
-        }, meant, None
+        return (
+            {
+                "qweight": _words(values.T, 4, _AWQ_ORDER),
+                "qzeros": _words(zeros.T, 4, _AWQ_ORDER),
+                "scales": torch.from_numpy(scales.T.astype(np.float16)),
+            },
+            meant,
+            None,
+        )
 
     config = {
         "quant_method": "awq", "zero_point": True, "group_size": group_size, "bits": 4, "version": "gemm",
@@ -193,9 +205,9 @@ def _compressed(label: str, stored_as: str, weights: dict[str, Any], inputs: dic
         "output_activations": None,
     }
     config = {
-        "config_groups": {"group_0": group}, "format": stored_as, "global_compression_ratio": None, "ignore": ["lm_head"],
-        "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
-        "sparsity_config": {}, "transform_config": {}, "version": "0.20.0",
+        "config_groups": {"group_0": group}, "format": stored_as, "ignore": ["lm_head"],
+        "global_compression_ratio": None, "kv_cache_scheme": None, "quant_method": "compressed-tensors",
+        "quantization_status": "compressed", "sparsity_config": {}, "transform_config": {}, "version": "0.20.0",
     }  # fmt: skip
     return Format(f"compressed-tensors {label}", config | extra, quantise)
 

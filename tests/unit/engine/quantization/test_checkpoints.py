@@ -25,6 +25,7 @@ torch.set_num_threads(1)
 FORMATS: dict[str, Format] = {
     "gptq": gptq(),
     "gptq act-order, asymmetric": gptq(desc_act=True, sym=False),
+    "gptq asymmetric": gptq(sym=False),
     "gptq v2, one group": gptq(group_size=-1, sym=False, version="gptq_v2"),
     "awq": awq(),
     "awq 64": awq(group_size=64),
@@ -87,7 +88,8 @@ def test_greedy_and_logprobs_equal_the_dequantised_model(name: str, plain: Path,
         found, reference_of(checkpoint.model, prompts, 12), strict=True
     ):
         assert token_ids == expected_ids
-        assert logprobs == pytest.approx(expected, abs=1e-3)
+        # Inputs of 8 bits: a difference in the last bit may round to the next value.
+        assert logprobs == pytest.approx(expected, abs=2e-2 if "W8A8" in FORMATS[name].label else 1e-3)
 
 
 def test_tied_embeddings_and_ignored_layers_stay_as_they_are(tmp_path: Path) -> None:
@@ -106,7 +108,10 @@ def test_tied_embeddings_and_ignored_layers_stay_as_they_are(tmp_path: Path) -> 
         found = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
         assert found == set(checkpoint.weights) and len(found) == 10
         prompts = [list(range(5, 30))]
-        assert generate_in_odd_chunks(checkpoint.folder, prompts, 8)[0][0] == reference_of(checkpoint.model, prompts, 8)[0][0]
+        assert (
+            generate_in_odd_chunks(checkpoint.folder, prompts, 8)[0][0]
+            == reference_of(checkpoint.model, prompts, 8)[0][0]
+        )
 
 
 def test_bfloat16_layers_differ_by_rounding_only(plain: Path, tmp_path: Path) -> None:
@@ -140,7 +145,10 @@ def group(**changes: Any) -> dict[str, Any]:
 
 FP8_INPUTS = w8a8("float").config["config_groups"]["group_0"]["input_activations"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "method": ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'; Tandem supports compressed-tensors or awq or gptq"),
+    "method": (
+        {"quant_method": "bitsandbytes"},
+        "quant_method 'bitsandbytes'; Tandem supports compressed-tensors or awq or gptq",
+    ),
     "bits": (gptq(bits=3).config, "bits 3; Tandem supports 4"),
     "group": (gptq(group_size=48).config, "group_size 48; supported are -1 and multiples of 32"),
     "format": (gptq(version="marlin").config, "checkpoint_format 'marlin'; Tandem supports gptq or gptq_v2"),
@@ -158,8 +166,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "outputs": (group(output_activations={"num_bits": 8}), "output_activations, which"),
     "4-bit inputs": (
-        group(weights={"num_bits": 8, "strategy": "channel"}, input_activations={**FP8_INPUTS, "type": "int", "num_bits": 4}),
-        "format 'pack-quantized'",
+        group(
+            weights={"num_bits": 8, "strategy": "channel"},
+            input_activations={**FP8_INPUTS, "type": "int", "num_bits": 4},
+        ),
+        "input_activations.num_bits 4; Tandem supports 8",
     ),
     "preset": (packed(config_groups={"W8A8": ["Linear"]}).config, "presets by name are not supported"),
     "no layers": (NO_LAYERS, "covers none of the model's linear layers"),
@@ -169,7 +180,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_configs_are_refused_in_one_line_that_names_the_field(name: str, plain: Path, tmp_path: Path) -> None:
+def test_unsupported_configs_are_refused_in_one_line_that_names_the_field(
+    name: str, plain: Path, tmp_path: Path
+) -> None:
     fields, reason = REFUSED[name]
     form = Format("", fields, gptq().quantise)
     folder = make_checkpoint(plain, tmp_path / "quantised", form).folder

@@ -16,7 +16,7 @@ from tandem.engine.loading.model_loader import load_model
 from tandem.engine.quantization.int4_linear import Int4Groups, Int4Linear
 from tandem.engine.quantization.linears import FP8, Int8WeightLinear, QuantizedLinear
 from tandem.engine.quantization.online import quantized_linear
-from tandem.engine.quantization.schemes import Awq, Gptq, PackedInts, W8A8
+from tandem.engine.quantization.schemes import W8A8, Awq, Gptq, PackedInts
 from tests.support.fake_gpu import CUDA, ValuelessGPU, fake_gpu, runner_on_fake_gpu
 from tests.unit.engine.test_engine_parity import COMMON
 from tests.unit.engine.test_steps_on_fake_gpu import TOKENS, steps
@@ -88,7 +88,12 @@ def test_weights_of_8_bits(gpu: ValuelessGPU) -> None:
 
 @pytest.mark.parametrize(
     "scheme",
-    [W8A8(FP8, True, True), W8A8(torch.int8, False, False), PackedInts(8, 0, False, False), PackedInts(4, 64, True, False)],
+    [
+        W8A8(FP8, True, True),
+        W8A8(torch.int8, False, False),
+        PackedInts(8, 0, False, False),
+        PackedInts(4, 64, True, False),
+    ],
 )
 def test_layers_are_made_on_the_gpu_from_the_tensors_of_a_checkpoint(scheme: Any, gpu: ValuelessGPU) -> None:
     specs = scheme.tensors(256, 64)
@@ -132,6 +137,8 @@ def test_what_a_gpu_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -
     for scheme in (Awq(128), Gptq(128, 1), PackedInts(4, 128, False, False)):
         assert scheme.problem(256, 64, CUDA, torch.bfloat16) == "" == scheme.problem(256, 64, CPU, torch.float16)
         assert "in bfloat16, not in float16; give --dtype bfloat16" in scheme.problem(256, 64, CUDA, torch.float16)
-        assert scheme.problem(192, 64, CPU, torch.bfloat16).startswith("group_size 128 with 192 inputs is not supported")
+        assert scheme.problem(192, 64, CPU, torch.bfloat16).startswith(
+            "group_size 128 with 192 inputs is not supported"
+        )
         assert scheme.problem(256, 24, CPU, torch.bfloat16) == "its 24 outputs are not a multiple of 16"
     assert "one group of 48" in Gptq(0, 1).problem(48, 64, CPU, torch.bfloat16)

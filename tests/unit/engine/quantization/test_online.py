@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,10 @@ def test_the_error_of_a_layer_is_that_of_rounding_weights_and_inputs(
         found = quantized_linear(linear, dtype, CPU)(inputs)
         weight, bound = linear.weight.abs(), BOUNDS[dtype]
         if dtype == torch.int8:
-            weight, inputs = weight.amax(1, keepdim=True).expand_as(weight), inputs.abs().amax(1, keepdim=True).expand_as(inputs)
+            weight, inputs = (
+                weight.amax(1, keepdim=True).expand_as(weight),
+                inputs.abs().amax(1, keepdim=True).expand_as(inputs),
+            )
         limit = nn.functional.linear(inputs.abs(), weight) * (2 * bound + bound**2)
         smallest = 1e-4 * inputs.abs().amax(1, keepdim=True) + 1e-6  # FP8 has no small values near zero
     assert bool(((found - wanted).abs() <= limit + smallest * linear.in_features).all())
@@ -89,7 +91,9 @@ def test_all_layers_of_the_decoder_but_not_the_head_are_quantised(name: Any, kin
 def num_bytes(loaded: LoadedModel) -> int:
     """Bytes of all weights in memory, each storage once."""
     layers = loaded.model.model.layers
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*layers.parameters(), *layers.buffers()]}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*layers.parameters(), *layers.buffers()]
+    }
     return sum(storages.values())
 
 
