@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.config import EngineConfig
@@ -123,6 +126,31 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=64)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no linear layers of the usual kind; leave out --quantization int8"):
         load(tmp_path, quantization="int8")
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """This process is rank 0 of two, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_rank_quantises_its_share(plain: Path, two_ranks: None) -> None:
+    original = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).model.layers[0]
+    loaded = load(plain, quantization="int8", tensor_parallel_size=2)
+    assert type(loaded.model.lm_head) is not Int8Linear
+    layer = loaded.model.model.layers[0]
+    rows = torch.randn(9, 128)
+    with torch.inference_mode():
+        for found, inputs, weight in (
+            (layer.self_attn.q_proj, rows[:, :64], original.self_attn.q_proj.weight[:32]),
+            (layer.self_attn.o_proj, rows[:, :32], original.self_attn.o_proj.weight[:, :32]),
+            (layer.mlp.down_proj, rows[:, :64], original.mlp.down_proj.weight[:, :64]),
+        ):
+            assert isinstance(getattr(found, "shard", found), Int8Linear)
+            wanted = inputs @ weight.T
+            assert float((found(inputs) - wanted).norm()) < 0.02 * float(wanted.norm())
 
 
 @pytest.mark.parametrize("kind", ["awq", "online int8"])
