@@ -34,8 +34,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class LoadedModel:
     """A model that is ready to run. model: the decoder with its head. vision: None for text-only models.
 
-    quantization: of the weights, for people; "" for none.
-    lora_modules: (inputs, outputs) of the linear layers that LoRA adapters may change, by name; empty if it takes none.
+    quantization: of the weights, for people; "" for none. lora_modules: (inputs, outputs) of the linear layers that
+    LoRA adapters may change, by name; empty if it takes none.
     """
 
     model: Any
@@ -135,15 +135,13 @@ def _check_quantization(config: EngineConfig, model_config: Any) -> None:
     stored = quantization_of(config.model, model_config)
     if stored is not None and config.tensor_parallel_size > 1:
         raise ConfigError(f"{config.model} has quantised weights ({stored.label}): use --tensor-parallel-size 1")
-    if not has_quantized_weights(model_config):
-        return
-    if config.quantization != "auto":
-        raise ConfigError(
-            f"{config.model} has quantised weights already; leave out --quantization {config.quantization}"
-        )
-    if config.load_format == "dummy":
+    if stored is not None and config.load_format == "dummy":
         raise ConfigError(
             f"{config.model} has quantised weights, which --load-format dummy does not create; leave it out"
+        )
+    if config.quantization != "auto" and has_quantized_weights(model_config):
+        raise ConfigError(
+            f"{config.model} has quantised weights already; leave out --quantization {config.quantization}"
         )
 
 

@@ -16,6 +16,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tandem.engine.quantization.checkpoint_config import CheckpointQuantization, read_quantization
+from tandem.engine.quantization.linears import FP8
 from tandem.engine.quantization.schemes import Scheme, UnsupportedLayerError
 from tandem.runtime.errors import ConfigError
 
@@ -63,19 +64,20 @@ def load_quantized(
     placeholders = {name: module for name, module in loaded.named_modules() if isinstance(module, _Placeholder)}
     for key in sorted(info["missing_keys"]):
         if key.rpartition(".")[0] in placeholders:
-            raise unsuitable(model, f"its quantization_config implies a tensor {key}, which is not there")
+            raise refusal(model, f"its quantization_config implies a tensor {key}, which is not there")
     for key in sorted(info["unexpected_keys"]):
         if key.endswith(_SUFFIXES):
-            raise unsuitable(model, f"its quantised tensor {key} belongs to none of the quantised linear layers")
+            raise refusal(model, f"its quantised tensor {key} belongs to none of the quantised linear layers")
     for name in list(placeholders):
         try:
             loaded.set_submodule(name, placeholders.pop(name).make_layer())
         except UnsupportedLayerError as error:
-            raise unsuitable(model, f"{name}: {error}") from error
+            raise refusal(model, f"{name}: {error}") from error
     return loaded
 
 
-def unsuitable(model: str, reason: str) -> ConfigError:
+def refusal(model: str, reason: str) -> ConfigError:
+    """Returns the error for quantised weights that cannot be served. model: its name."""
     return ConfigError(f"{model} cannot be served: {reason}")
 
 
@@ -105,13 +107,17 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         reading: Reading = self.quantization_config.reading
         schemes = _schemes(model, reading)
         if not schemes:
-            raise unsuitable(reading.model, "its quantization_config covers none of the model's linear layers")
+            raise refusal(reading.model, "its quantization_config covers none of the model's linear layers")
         for name, scheme in schemes.items():
             model.set_submodule(name, _Placeholder(model.get_submodule(name), scheme))
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Exempts the placeholders' tensors from transformers' check of shapes; they have their own."""
         return isinstance(model.get_submodule(param_name.rpartition(".")[0]), _Placeholder)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Converts nothing to 8-bit types: the scales would be left out. `_Placeholder` refuses other types instead."""
+        return None if dtype in (FP8, torch.int8) else super().get_new_dtype(converter, param, dtype)
 
     def is_serializable(self) -> bool:
         return False
@@ -136,8 +142,10 @@ class _Placeholder(nn.Module):
     def make_layer(self) -> nn.Module:
         """Raises UnsupportedLayerError."""
         tensors = {name: self.get_buffer(name) for name in self._specs}
-        for name, (shape, _) in self._specs.items():
-            found = list(tensors[name].shape)
+        for name, (shape, dtype) in self._specs.items():
+            found, found_dtype = list(tensors[name].shape), tensors[name].dtype
+            if found_dtype != dtype and dtype in (FP8, torch.int8, torch.int32):
+                raise UnsupportedLayerError(f"{name} is stored as {found_dtype} instead of {dtype}")
             if _without_ones(found) != _without_ones(shape):  # a scale for all is written as [] or as [1]
                 raise UnsupportedLayerError(f"{name} has the shape {found} instead of {list(shape)}")
         return self._scheme.make(tensors, self.bias, self._dtype)
@@ -163,7 +171,7 @@ def _schemes(model: Any, reading: Reading) -> dict[str, Scheme]:
         if (scheme := quantization.scheme_of(name)) is not None:
             problem = scheme.problem(module.in_features, module.out_features, reading.device, module.weight.dtype)
             if problem:
-                raise unsuitable(reading.model, f"{name}: {problem}")
+                raise refusal(reading.model, f"{name}: {problem}")
             schemes[name] = scheme
     return schemes
 
@@ -171,4 +179,4 @@ def _schemes(model: Any, reading: Reading) -> dict[str, Scheme]:
 def check_no_experts(name: str, model: nn.Module) -> None:
     """Raises ConfigError for a mixture of experts, whose experts are stacked weights and not linear layers."""
     if any(parameter.ndim == 3 and "expert" in key for key, parameter in model.named_parameters()):
-        raise unsuitable(name, "mixtures of experts are not supported with quantised weights")
+        raise refusal(name, "mixtures of experts are not supported with quantised weights")

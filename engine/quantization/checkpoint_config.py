@@ -85,8 +85,11 @@ def _gptq(fields: Fields) -> CheckpointQuantization:
 
 def _awq(fields: Fields) -> CheckpointQuantization:
     _one_of(fields, "bits" if "bits" in fields else "w_bit", (4,))
-    _one_of({**fields, "version": str(fields.get("version", "gemm")).lower()}, "version", ("gemm",))
+    # AutoAWQ writes version and zero_point, GPTQModel format and sym.
+    version = "version" if "version" in fields else "format"
+    _one_of({version: str(fields.get(version, "gemm")).lower()}, version, ("gemm",))
     _one_of(fields, "zero_point", (True,), True)
+    _one_of(fields, "sym", (False,), False)
     skipped = list(fields.get("modules_to_not_convert") or [])
     scheme = Awq(_group_size(fields, "group_size" if "group_size" in fields else "q_group_size"))
     layers = LayerFormat("int4", scheme, lambda name: not any(each in name for each in skipped))
@@ -179,7 +182,8 @@ def _inputs_are_static(inputs: Fields, kind: str) -> bool:
 def _matches(name: str, pattern: str) -> bool:
     """Whether compressed-tensors' target or ignored entry names the linear layer: its class, its name, or a regex."""
     if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
+        regex = pattern.removeprefix("re:")
+        return any(re.match(regex, each) is not None for each in (name, name.removeprefix("model.")))
     return pattern in ("Linear", name) or name.endswith(f".{pattern}")
 
 

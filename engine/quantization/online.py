@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tandem.engine.config import Quantization
-from tandem.engine.quantization.checkpoint import check_no_experts, unsuitable
+from tandem.engine.quantization.checkpoint import check_no_experts, refusal
 from tandem.engine.quantization.linears import FP8, Fp8Linear, Int8Linear, QuantizedLinear, quantized_rows
 from tandem.engine.quantization.schemes import w8a8_problem
 
@@ -26,11 +26,11 @@ def quantize_linears(name: str, model: Any, quantization: Quantization, device: 
             if type(child) is not nn.Linear:
                 continue
             if problem := w8a8_problem(dtype, child.in_features, child.out_features, device):
-                raise unsuitable(name, f"{child_name}: {problem}; leave out --quantization {quantization}")
+                raise refusal(name, f"{child_name}: {problem}; leave out --quantization {quantization}")
             setattr(parent, child_name, quantized_linear(child, dtype, device))
             num_layers += 1
     if not num_layers:
-        raise unsuitable(name, f"it has no linear layers of the usual kind; leave out --quantization {quantization}")
+        raise refusal(name, f"it has no linear layers of the usual kind; leave out --quantization {quantization}")
 
 
 def quantized_linear(linear: nn.Linear, dtype: torch.dtype, device: torch.device) -> QuantizedLinear:

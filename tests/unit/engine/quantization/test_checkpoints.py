@@ -214,6 +214,16 @@ def test_tensors_that_contradict_the_config_are_refused(plain: Path, tmp_path: P
     refused("its quantised tensor model.layers.0.mlp.up_proj.qweight belongs to none of the quantised linear layers")
 
 
+def test_weights_of_another_type_are_refused(plain: Path, tmp_path: Path) -> None:
+    """A tool that did not compress the weights leaves them as they were, beside their scales."""
+    for kind, stored in (("float", "float8_e4m3fn"), ("int", "int8")):
+        checkpoint = make_checkpoint(plain, tmp_path / kind, w8a8(kind))
+        file, name = checkpoint.folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+        save_file({**load_file(file), name: torch.ones(128, 64).bfloat16()}, file, {"format": "pt"})
+        with pytest.raises(ConfigError, match=f"weight is stored as torch.bfloat16 instead of torch.{stored}"):
+            load(checkpoint.folder)
+
+
 def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
     config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
     MixtralForCausalLM(config).save_pretrained(tmp_path / "plain")
