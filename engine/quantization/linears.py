@@ -10,7 +10,7 @@ from torch import nn
 
 FP8 = torch.float8_e4m3fn
 _LIMITS = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
-_SMALLEST_SCALE = 1e-12  # of a row of zeros
+_SMALLEST_VALUE = 1e-10  # in place of the largest of a row of zeros
 _MIN_INT8_ROWS = 32
 """cuBLAS multiplies INT8 matrices of more than 16 rows; smaller ones are padded to this."""
 _MAX_UNPACKED_ROWS = 16
@@ -41,7 +41,7 @@ class QuantizedLinear(nn.Module):
 class Int8Linear(QuantizedLinear):
     """INT8 weights and inputs (W8A8). weight: [out_features, in_features], INT8. weight_scale: [out_features], float32.
 
-    input_scale: float32 scalar of a static quantisation; None gives each row a scale of its own.
+    input_scale: [1], float32, of a static quantisation; None gives each row a scale of its own.
     """
 
     weight: torch.Tensor
@@ -132,11 +132,13 @@ def quantized_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `rows` in `dtype` (INT8 or FP8), and the scale by which they must be multiplied, in float32.
 
-    scale: given, or None for one of each row [num_rows, 1], by its largest value.
+    scale: [1], or None for one of each row [num_rows, 1], by its largest value.
     """
-    rows = rows.float()
     limit = _LIMITS[dtype]
     if scale is None:
-        scale = (rows.abs().amax(-1, keepdim=True) / limit).clamp(min=_SMALLEST_SCALE)
-    values = (rows / scale).clamp(-limit, limit)
+        largest = torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True, dtype=torch.float32)
+        scale = largest.clamp(min=_SMALLEST_VALUE) / limit
+        values = rows / scale
+    else:
+        values = (rows / scale).clamp(-limit, limit)
     return (values.round() if dtype == torch.int8 else values).to(dtype), scale

@@ -62,7 +62,7 @@ class W8A8:
     def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
         weight = tensors["weight"]
         weight_scale = tensors["weight_scale"].flatten().expand(len(weight)).contiguous()
-        input_scale = tensors["input_scale"].reshape(()) if self.has_static_inputs else None
+        input_scale = tensors["input_scale"].reshape(1) if self.has_static_inputs else None
         kind = Int8Linear if self.dtype == torch.int8 else Fp8Linear
         return kind(weight, weight_scale, input_scale, bias)
 

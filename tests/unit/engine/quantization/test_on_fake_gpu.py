@@ -46,7 +46,7 @@ def test_products_of_8_bits(dtype: torch.dtype, operator: str, gpu: ValuelessGPU
         assert layer.get_buffer("weight").dtype == dtype
         check(layer, operator, gpu, (torch.bfloat16,))
         layer.register_buffer("bias", None)
-        layer.register_buffer("input_scale", torch.empty((), device=CUDA))
+        layer.register_buffer("input_scale", torch.empty(1, device=CUDA))
         check(layer, operator, gpu, (torch.bfloat16, torch.float16))
 
 
