@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.deploy.removed_flags import REMOVED_FLAGS
-from tandem.engine.config import Device, Dtype, KVCacheDtype, LoadFormat
+from tandem.engine.config import Device, Dtype, KVCacheDtype, LoadFormat, Quantization
 from tandem.kv_transfer.registry import check_name
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -50,6 +50,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[Device, _in("model", "Device that runs the model; auto uses GPUs where there are any.")] = "auto"
     load_format: Annotated[LoadFormat, _in("model", description=
         "auto loads the checkpoint; dummy fills the weights with random values.")] = "auto"
+    quantization: Annotated[Quantization, _in("model", description=
+        "auto keeps the weights as the checkpoint has them, quantised or not; fp8 and int8 quantise those of an "
+        "unquantised checkpoint while it is loaded.")] = "auto"
     lora: Annotated[list[str], _in("model", description=
         "LoRA adapter as NAME=FOLDER, in PEFT's format; requests use it by giving NAME as their model. May be "
         "repeated.")] = []

@@ -10,6 +10,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["auto", "fp8", "int8"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -18,6 +19,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: a folder or a hub id. dtype: "auto" uses the checkpoint's. max_model_len: maximum tokens of a sequence,
     prompt and output; 0 uses the model's own limit, or what fits into the pool. block_size: tokens per KV block; 0
     chooses by device. num_threads: torch's intra-op threads per rank. load_format: "dummy" creates random weights.
+    quantization: "auto" keeps the weights as the checkpoint has them; others quantise those of an unquantised one.
     tensor_parallel_size: ranks, one process each, that share the model. progress_file: receives the loading progress
     from 0 to 1; empty for none.
 
@@ -31,6 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
+    quantization: Quantization = "auto"
     device: Device = "auto"
     max_model_len: int = 0
     block_size: int = 0

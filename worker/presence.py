@@ -175,6 +175,7 @@ class Presence:
             loaded.layout.model_id,
             self._host.blocks.block_size,
             dict(loaded.lora_modules),
+            loaded.quantization,
         )
 
     def _begin_epoch(self) -> RegisterWorker:

@@ -138,14 +138,16 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
 
 
 def _limits(workers: Sequence[WorkerReport]) -> str:
-    """The longest sequence that all workers take, with the worker that limits it, and their block sizes."""
+    """The longest sequence that all workers take and the worker that limits it; block sizes and quantisation."""
     if not workers:
         return ""
     shortest = min(workers, key=lambda worker: worker.max_model_len)
     differs = any(worker.max_model_len != shortest.max_model_len for worker in workers)
     because = f" (limit of {shortest.worker.worker_id})" if differs else ""
     sizes = " or ".join(str(size) for size in sorted({worker.block_size for worker in workers}))
-    return f"\nsequences of up to {shortest.max_model_len} tokens{because}, KV blocks of {sizes} tokens"
+    quantized = " or ".join(sorted({worker.quantization or "no quantisation" for worker in workers}))
+    weights = f", weights: {quantized}" if any(worker.quantization for worker in workers) else ""
+    return f"\nsequences of up to {shortest.max_model_len} tokens{because}, KV blocks of {sizes} tokens{weights}"
 
 
 def _serving(figures: ServingRates, is_recent: bool) -> list[Table | str]:

@@ -190,6 +190,7 @@ class ProcessConfigs:
             model=cluster.model,
             dtype=cluster.dtype,
             load_format=cluster.load_format,
+            quantization=cluster.quantization,
             device=cluster.device,
             max_model_len=cluster.max_model_len,
             block_size=0 if cluster.block_size == "auto" else cluster.block_size,

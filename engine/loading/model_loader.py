@@ -19,6 +19,8 @@ from tandem.engine.loading.rope import fix_longrope
 from tandem.engine.loading.sharding import check_shards, placement_arguments, unwrap_linears
 from tandem.engine.loading.supported_models import check_config, unsuitable
 from tandem.engine.lora.modules import adaptable_layers
+from tandem.engine.quantization.checkpoint import has_quantized_weights, load_quantized, quantization_of
+from tandem.engine.quantization.online import quantize_linears
 from tandem.engine.vision.models import Decoder, VisionTower, takes_media
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError, InternalError, first_line
@@ -32,7 +34,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class LoadedModel:
     """A model that is ready to run. model: the decoder with its head. vision: None for text-only models.
 
-    lora_modules: (inputs, outputs) of the linear layers that LoRA adapters may change, by name; empty if it takes none.
+    quantization: of the weights, for people; "" for none. lora_modules: (inputs, outputs) of the linear layers that
+    LoRA adapters may change, by name; empty if it takes none.
     """
 
     model: Any
@@ -42,6 +45,7 @@ class LoadedModel:
     device: torch.device
     layout: KVLayout
     vision: VisionTower | None = None
+    quantization: str = ""
     lora_modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -67,25 +71,36 @@ def load_model(config: EngineConfig) -> LoadedModel:
         auto_class = AutoModelForImageTextToText
         attention = {"text_config": PROBE_NAME, "vision_config": "sdpa"}
     options = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
+    stored = quantization_of(config.model, model_config)
+    is_online = config.quantization != "auto"
     try:
         model_id = _model_id(config, model_config, device)
         if config.load_format == "dummy":
             model = make_dummy_model(auto_class, model_config, dtype, device, **options)
         else:
-            options |= placement_arguments(config.tensor_parallel_size, device)
+            # Each layer goes to the GPU when it has been quantised, which needs no room there for all of the original.
+            first_device = torch.device("cpu") if is_online else device
+            options |= placement_arguments(config.tensor_parallel_size, first_device) | {"dtype": dtype}
             with report_progress(config.progress_file):
-                model = auto_class.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
+                if stored is None:
+                    model = auto_class.from_pretrained(config.model, config=model_config, **options)
+                else:
+                    model = load_quantized(auto_class, config.model, model_config, stored, device, **options)
         is_unchanged = _model_id(config, model_config, device) == model_id
+    except ConfigError:
+        raise
     except Exception as error:
         # A broken checkpoint may fail in any of several libraries.
         raise ConfigError(f"the weights of {config.model} cannot be loaded: {first_line(error)}") from error
     if not is_unchanged:
         raise InternalError(f"the files of {config.model} changed while they were loaded; the worker must start again")
+    unwrap_linears(model)
+    if is_online:
+        quantize_linears(config.model, model, config.quantization, device)
     model = model.to(device).eval().requires_grad_(False)
     vision = None
     if takes_media(model_config):
         vision, model = VisionTower(model), Decoder(model)
-    unwrap_linears(model)
     fix_longrope(model, max_model_len)
     try:
         probed = probe_model(model, max_model_len)
@@ -102,7 +117,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
     takes_adapters = vision is None and config.tensor_parallel_size == 1
     lora_modules = adaptable_layers(model) if takes_adapters else {}
-    return LoadedModel(model, max_model_len, text_config.vocab_size, dtype, device, layout, vision, lora_modules)
+    quantization = f"{config.quantization} W8A8, quantised when loaded" if is_online else stored.label if stored else ""
+    return LoadedModel(
+        model, max_model_len, text_config.vocab_size, dtype, device, layout, vision, quantization, lora_modules
+    )
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -119,7 +137,23 @@ def check_model(config: EngineConfig) -> tuple[Any, Any]:
     if takes_media(model_config) and config.tensor_parallel_size > 1:
         raise ConfigError(f"{config.model} is a vision model: use --tensor-parallel-size 1")
     check_shards(config.model, text_config, config.tensor_parallel_size)
+    _check_quantization(config, model_config)
     return model_config, text_config
+
+
+def _check_quantization(config: EngineConfig, model_config: Any) -> None:
+    """Raises ConfigError if the checkpoint's quantisation cannot be served, or not with these settings."""
+    stored = quantization_of(config.model, model_config)
+    if stored is not None and config.tensor_parallel_size > 1:
+        raise ConfigError(f"{config.model} has quantised weights ({stored.label}): use --tensor-parallel-size 1")
+    if stored is not None and config.load_format == "dummy":
+        raise ConfigError(
+            f"{config.model} has quantised weights, which --load-format dummy does not create; leave it out"
+        )
+    if config.quantization != "auto" and has_quantized_weights(model_config):
+        raise ConfigError(
+            f"{config.model} has quantised weights already; leave out --quantization {config.quantization}"
+        )
 
 
 def _resolve_device(config: EngineConfig) -> torch.device:
@@ -163,6 +197,7 @@ def _model_id(config: EngineConfig, model_config: Any, device: torch.device) -> 
     """Identify the weights. Raises ConfigError for a hub model of an unknown commit; see also `folder_identity`."""
     folder = Path(config.model)
     is_dummy = config.load_format == "dummy"
+    is_online = config.quantization != "auto"
     if folder.is_dir():
         checkpoint = folder_identity(folder, with_weights=not is_dummy, with_code=config.trust_remote_code)
     elif commit := getattr(model_config, "_commit_hash", None):
@@ -172,4 +207,5 @@ def _model_id(config: EngineConfig, model_config: Any, device: torch.device) -> 
             f"the hub's cache does not tell which commit of {config.model} it holds, so workers could have different "
             "weights; download the model into a folder and give that as --model"
         )
-    return dummy_identity(checkpoint, dummy_recipe(device)) if is_dummy else checkpoint
+    identity = dummy_identity(checkpoint, dummy_recipe(device)) if is_dummy else checkpoint
+    return f"{identity}+{config.quantization}" if is_online else identity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from tandem.engine.quantization.linears import QuantizedLinear
 from tandem.protocol.lora_files import Shape
 
 
@@ -16,5 +17,7 @@ def adaptable_layers(model: nn.Module) -> dict[str, Shape]:
     return {
         name: (module.in_features, module.out_features)
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and ".experts." not in name
+        if (type(module) is nn.Linear or isinstance(module, QuantizedLinear))
+        and module is not head
+        and ".experts." not in name
     }

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -127,7 +127,8 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     """Worker to proxy, once per connection and whenever the proxy does not know the worker.
 
     model_id, block_size: inputs of the worker's prefix hashes. lora_modules: (inputs, outputs) of the linear layers
-    that LoRA adapters may change, by name; empty if the worker does not support adapters.
+    that LoRA adapters may change, by name; empty if the worker does not support adapters. quantization: of the
+    weights, for people; "" for none.
     """
 
     version: int
@@ -137,6 +138,7 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     model_id: str
     block_size: int
     lora_modules: dict[str, tuple[int, int]] = {}
+    quantization: str = ""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -225,7 +227,7 @@ class RegistrationRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_
 
 
 class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One worker as a proxy sees it. max_model_len, block_size: see RegisterWorker."""
+    """One worker as a proxy sees it. max_model_len, block_size, quantization: see RegisterWorker."""
 
     worker: WorkerInfo
     load: WorkerLoad
@@ -234,6 +236,7 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draining: bool = False
     max_model_len: int = 0
     block_size: int = 0
+    quantization: str = ""
 
 
 class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

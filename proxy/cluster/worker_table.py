@@ -64,8 +64,8 @@ class WorkerRecord:
     role: the current one; that of `worker` is the one at registration. last_message_at: loop time. bit: its number in
     the prefix index. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers that
     decode prompts which this one computes: those with which it has a ready pair, and itself in role any.
-    lora_modules: see RegisterWorker. role_ordered_until: loop time until which a report of another role is older than
-    the order to take this one.
+    lora_modules, quantization: see RegisterWorker. role_ordered_until: loop time until which a report of
+    another role is older than the order to take this one.
     """
 
     worker: WorkerInfo
@@ -79,6 +79,7 @@ class WorkerRecord:
     draining: bool = False
     decode_peers: list[WorkerRecord] = field(default_factory=list)
     lora_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
+    quantization: str = ""
     role_ordered_until: float = 0.0
 
     @property
@@ -161,6 +162,7 @@ class WorkerTable:
             self.prefixes.join(worker.epoch),
             use,
             lora_modules=message.lora_modules,
+            quantization=message.quantization,
         )
         self._rebuild()
         return MembershipChange([LostWorker(old, "it was restarted") for old in namesakes], [worker])
@@ -305,6 +307,7 @@ class WorkerTable:
                 record.draining,
                 record.limits.max_model_len,
                 record.limits.block_size,
+                record.quantization,
             )
             for record in self._by_epoch.values()
         ]

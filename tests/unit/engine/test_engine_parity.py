@@ -114,7 +114,10 @@ Generated = tuple[list[int], list[float]]
 
 
 def reference(folder: Path, prompts: list[list[int]], num_new: int) -> list[Generated]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return reference_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), prompts, num_new)
+
+
+def reference_of(model: Any, prompts: list[list[int]], num_new: int) -> list[Generated]:
     outputs = []
     for prompt in prompts:
         inputs = torch.tensor([prompt])

@@ -1,0 +1,71 @@
+"""Linear layers with 4-bit weights in groups, by torch's kernels: on GPUs in bfloat16, on CPU in every dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tandem.engine.quantization.linears import QuantizedLinear
+
+KERNEL_GROUP_SIZES = (256, 128, 64, 32)
+_GPU_INPUT_TILES = ((8, 128), (4, 64), (2, 32))
+"""Layouts of the kernel on GPUs, the fastest first: tiles, and the multiple that the number of inputs must be of."""
+_MIDDLE = 8  # the kernels compute (value - 8) * scale + zero
+
+
+@dataclass(frozen=True)
+class Int4Groups:
+    """Weights `(values - zeros) * scales`, groups of equal numbers of inputs.
+
+    values: [out_features, in_features], 0 to 15. scales: [out_features, num_groups]. zeros: the same, or None for 8.
+    input_groups: [in_features], the group of each input; None if they are in order.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    input_groups: torch.Tensor | None = None
+
+
+class Int4Linear(QuantizedLinear):
+    """INT4 weights, inputs as they are (W4A16). dtype: of the inputs."""
+
+    packed: torch.Tensor
+    scales_and_zeros: torch.Tensor
+    input_order: torch.Tensor | None
+
+    def __init__(self, weights: Int4Groups, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        out_features, in_features = weights.values.shape
+        super().__init__(in_features, out_features, bias)
+        group_size = in_features // weights.scales.shape[1]
+        # Inputs are sorted by group, because the kernels take groups of adjacent inputs.
+        order = None if weights.input_groups is None else weights.input_groups.argsort(stable=True)
+        values = weights.values if order is None else weights.values[:, order]
+        scales = weights.scales.float()
+        zeros = torch.zeros_like(scales) if weights.zeros is None else (_MIDDLE - weights.zeros.float()) * scales
+        self._group_size = kernel_group_size(group_size)
+        both = torch.stack((scales, zeros), -1).repeat_interleave(group_size // self._group_size, 1)
+        self.register_buffer("scales_and_zeros", both.transpose(0, 1).to(dtype).contiguous())
+        self.register_buffer("input_order", order)
+        self.register_buffer("packed", _packed(values))
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.input_order is not None:
+            rows = rows.index_select(1, self.input_order)
+        multiply = torch._weight_int4pack_mm if rows.is_cuda else torch._weight_int4pack_mm_for_cpu
+        return multiply(rows, self.packed, self._group_size, self.scales_and_zeros)
+
+
+def kernel_group_size(group_size: int) -> int:
+    """Returns the largest size of the kernels that divides `group_size`; 0 if none does."""
+    return next((size for size in KERNEL_GROUP_SIZES if group_size % size == 0), 0)
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    """Returns the weights in the layout of the device's kernel. values: [out_features, in_features]."""
+    if values.device.type == "cpu":
+        return torch._convert_weight_to_int4pack_for_cpu(values.int(), 1)
+    pairs = (values[:, ::2] << 4 | values[:, 1::2]).contiguous()
+    tiles = next(tiles for tiles, multiple in _GPU_INPUT_TILES if values.shape[1] % multiple == 0)
+    return torch._convert_weight_to_int4pack(pairs, tiles)

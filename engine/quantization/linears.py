@@ -1,0 +1,144 @@
+"""Linear layers with 8-bit weights: INT8 and FP8 products of quantised inputs, and INT8 weights alone.
+
+The products are torch's own operators, which exist on CPU and on GPUs. Weights are buffers, because they never train.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+FP8 = torch.float8_e4m3fn
+_LIMITS = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
+_SMALLEST_VALUE = 1e-10  # in place of the largest of a row of zeros
+_MIN_INT8_ROWS = 32
+"""cuBLAS multiplies INT8 matrices of more than 16 rows; smaller ones are padded to this."""
+_MAX_UNPACKED_ROWS = 16
+"""Up to so many rows torch's kernel reads INT8 weights; for more it is slower than a product of converted weights."""
+
+
+class QuantizedLinear(nn.Module):
+    """Equivalent of `nn.Linear` for inference, for inputs [..., in_features] of the model's dtype."""
+
+    bias: torch.Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = self.product(inputs.reshape(-1, self.in_features).contiguous())
+        if self.bias is not None:
+            output += self.bias
+        return output.view(*inputs.shape[:-1], self.out_features)
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns [num_rows, out_features] without the bias, in the dtype of `rows` [num_rows, in_features]."""
+        raise NotImplementedError
+
+
+class Int8Linear(QuantizedLinear):
+    """INT8 weights and inputs (W8A8). weight: [out_features, in_features], INT8. weight_scale: [out_features], float32.
+
+    input_scale: [1], float32, of a static quantisation; None gives each row a scale of its own.
+    """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    input_scale: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias)
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", weight_scale)
+        self.register_buffer("input_scale", input_scale)
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        values, scale = quantized_rows(rows, torch.int8, self.input_scale)
+        if rows.is_cuda and len(rows) < _MIN_INT8_ROWS:
+            values = nn.functional.pad(values, (0, 0, 0, _MIN_INT8_ROWS - len(rows)))
+        sums = torch._int_mm(values, self.weight.t())[: len(rows)]
+        return (sums * scale * self.weight_scale).to(rows.dtype)
+
+
+class Fp8Linear(QuantizedLinear):
+    """FP8 (E4M3) weights and inputs (W8A8). Arguments: see `Int8Linear`."""
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    input_scale: torch.Tensor | None
+    unit_scale: torch.Tensor
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias)
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", weight_scale)
+        self.register_buffer("input_scale", input_scale)
+        self.register_buffer("unit_scale", torch.ones((), dtype=torch.float32, device=weight.device))
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        values, scale = quantized_rows(rows, FP8, self.input_scale)
+        if not rows.is_cuda:  # torch multiplies FP8 on CPU twenty times slower than the converted values
+            wide = torch.bfloat16 if rows.dtype == torch.bfloat16 else torch.float32
+            sums = nn.functional.linear(values.to(wide), self.weight.to(wide))
+        elif rows.dtype == torch.bfloat16:
+            scales = scale.expand(len(rows), 1).contiguous()
+            return torch._scaled_mm(values, self.weight.t(), scales, self.weight_scale[None], out_dtype=rows.dtype)
+        else:  # rows and columns are scaled in products of bfloat16 only
+            unit = self.unit_scale
+            sums = torch._scaled_mm(values, self.weight.t(), unit, unit, out_dtype=torch.float32)
+        return (sums * scale * self.weight_scale).to(rows.dtype)
+
+
+class Int8WeightLinear(QuantizedLinear):
+    """INT8 weights, inputs as they are (W8A16). weight: [out_features, in_features], INT8.
+
+    weight_scale: [out_features, num_groups] in the model's dtype; groups of inputs have equal sizes.
+    """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias)
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", weight_scale)
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        num_groups = self.weight_scale.shape[1]
+        if num_groups > 1:
+            groups = self.weight.view(self.out_features, num_groups, -1).to(rows.dtype) * self.weight_scale[..., None]
+            return nn.functional.linear(rows, groups.view(self.weight.shape))
+        if len(rows) > _MAX_UNPACKED_ROWS:
+            return nn.functional.linear(rows, self.weight.to(rows.dtype)) * self.weight_scale[:, 0]
+        return torch._weight_int8pack_mm(rows, self.weight, self.weight_scale[:, 0])
+
+
+def quantized_rows(
+    rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `rows` in `dtype` (INT8 or FP8), and the scale by which they must be multiplied, in float32.
+
+    scale: [1], or None for one of each row [num_rows, 1], by its largest value.
+    """
+    limit = _LIMITS[dtype]
+    if scale is None:
+        largest = torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True, dtype=torch.float32)
+        scale = largest.clamp(min=_SMALLEST_VALUE) / limit
+        values = rows / scale
+    else:
+        values = (rows / scale).clamp(-limit, limit)
+    return (values.round() if dtype == torch.int8 else values).to(dtype), scale

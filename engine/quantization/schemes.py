@@ -1,0 +1,214 @@
+"""How a checkpoint stores one quantised linear layer: the names, shapes and types of its tensors, and their meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tandem.engine.quantization.int4_linear import Int4Groups, Int4Linear, kernel_group_size
+from tandem.engine.quantization.linears import FP8, Fp8Linear, Int8Linear, Int8WeightLinear, QuantizedLinear
+
+Tensors = Mapping[str, torch.Tensor]
+TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+_AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Place of each of eight adjacent outputs in an AWQ word, from the lowest bits."""
+GPTQ_V1_ZEROS = 0x11111111
+"""One for each zero point of a word. GPTQModel subtracts it from whole words, with carries, so it is added likewise."""
+_MIN_FP8_CAPABILITY = (8, 9)
+
+
+class UnsupportedLayerError(Exception):
+    """The layer cannot be computed; the message completes "LAYER: ..."."""
+
+
+class Scheme(Protocol):
+    """The format of a quantised layer's tensors."""
+
+    def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
+        """Returns shape and type of each tensor that the checkpoint has for a layer, by its name in the layer."""
+
+    def problem(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> str:
+        """Returns why a layer of this size cannot be computed there, or an empty string."""
+
+    def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
+        """Returns the layer. tensors: as in the checkpoint. Raises UnsupportedLayerError."""
+
+
+@dataclass(frozen=True)
+class W8A8:
+    """8-bit weights and inputs. dtype: torch.int8 or FP8. per_tensor: the weight has one scale, else one per output."""
+
+    dtype: torch.dtype
+    per_tensor: bool
+    has_static_inputs: bool
+
+    def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
+        scale_shape = (1,) if self.per_tensor else (out_features, 1)
+        specs: TensorSpecs = {
+            "weight": ((out_features, in_features), self.dtype),
+            "weight_scale": (scale_shape, torch.float32),
+        }
+        if self.has_static_inputs:
+            specs["input_scale"] = ((1,), torch.float32)
+        return specs
+
+    def problem(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> str:
+        return w8a8_problem(self.dtype, in_features, out_features, device)
+
+    def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
+        weight = tensors["weight"]
+        weight_scale = tensors["weight_scale"].flatten().expand(len(weight)).contiguous()
+        input_scale = tensors["input_scale"].reshape(1) if self.has_static_inputs else None
+        kind = Int8Linear if self.dtype == torch.int8 else Fp8Linear
+        return kind(weight, weight_scale, input_scale, bias)
+
+
+def w8a8_problem(kind: torch.dtype, in_features: int, out_features: int, device: torch.device) -> str:
+    """Returns why products of `kind` (INT8 or FP8) cannot be computed on the device, or an empty string."""
+    if device.type != "cuda":
+        return ""
+    if kind == FP8 and (capability := torch.cuda.get_device_capability(device)) < _MIN_FP8_CAPABILITY:
+        return "FP8 needs a GPU of compute capability 8.9 or newer, and this one has {}.{}".format(*capability)
+    multiple = 16 if kind == FP8 else 8
+    if in_features % multiple or out_features % multiple:
+        return f"its {in_features} inputs and {out_features} outputs are not multiples of {multiple}"
+    return ""
+
+
+@dataclass(frozen=True)
+class PackedInts:
+    """The pack-quantized format of compressed-tensors: 4- or 8-bit weights in 32-bit words, inputs as they are.
+
+    group_size: 0 for one group per output. has_zeros: asymmetric. has_groups: inputs are in groups of any order.
+    """
+
+    num_bits: int
+    group_size: int
+    has_zeros: bool
+    has_order: bool
+
+    def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
+        per_word = 32 // self.num_bits
+        num_groups = _num_groups(in_features, self.group_size)
+        specs: TensorSpecs = {
+            "weight_packed": ((out_features, -(-in_features // per_word)), torch.int32),
+            "weight_scale": ((out_features, num_groups), torch.float32),
+            "weight_shape": ((2,), torch.int64),
+        }
+        if self.has_zeros:
+            specs["weight_zero_point"] = ((-(-out_features // per_word), num_groups), torch.int32)
+        if self.has_order:
+            specs["weight_g_idx"] = ((in_features,), torch.int32)
+        return specs
+
+    def problem(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> str:
+        if self.num_bits == 4:
+            return int4_problem(in_features, out_features, self.group_size, device, dtype)
+        per_group = self.group_size or in_features
+        return f"group_size {per_group} does not divide its {in_features} inputs" if in_features % per_group else ""
+
+    def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
+        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        if self.num_bits == 8:  # stored as unsigned values
+            weight = (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
+            return Int8WeightLinear(weight, scale.to(dtype), bias)
+        zeros = unpacked_nibbles(tensors["weight_zero_point"].t()).t() if self.has_zeros else None
+        order = _checked_groups(tensors["weight_g_idx"], scale.shape[1]) if self.has_order else None
+        return Int4Linear(Int4Groups(unpacked_nibbles(packed), scale, zeros, order), bias, dtype)
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """4-bit weights of GPTQ, packed along the inputs. group_size: 0 for one group.
+
+    zero_offset: added to each word of zero points; `GPTQ_V1_ZEROS` in the format "gptq", 0 in "gptq_v2".
+    """
+
+    group_size: int
+    zero_offset: int
+
+    def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
+        num_groups = _num_groups(in_features, self.group_size)
+        return {
+            "qweight": ((in_features // 8, out_features), torch.int32),
+            "qzeros": ((num_groups, out_features // 8), torch.int32),
+            "scales": ((num_groups, out_features), torch.float32),
+            "g_idx": ((in_features,), torch.int32),
+        }
+
+    def problem(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> str:
+        return int4_problem(in_features, out_features, self.group_size, device, dtype)
+
+    def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
+        scales = tensors["scales"].t()
+        zeros = unpacked_nibbles(tensors["qzeros"] + self.zero_offset).t()
+        values = unpacked_nibbles(tensors["qweight"].t())
+        order = _checked_groups(tensors["g_idx"], scales.shape[1])
+        return Int4Linear(Int4Groups(values, scales, zeros, order), bias, dtype)
+
+
+@dataclass(frozen=True)
+class Awq:
+    """4-bit weights of AutoAWQ's format "gemm", packed along the outputs. group_size: 0 for one group."""
+
+    group_size: int
+
+    def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
+        num_groups = _num_groups(in_features, self.group_size)
+        return {
+            "qweight": ((in_features, out_features // 8), torch.int32),
+            "qzeros": ((num_groups, out_features // 8), torch.int32),
+            "scales": ((num_groups, out_features), torch.float32),
+        }
+
+    def problem(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> str:
+        return int4_problem(in_features, out_features, self.group_size, device, dtype)
+
+    def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
+        values, zeros = (_awq_ordered(unpacked_nibbles(tensors[name])).t() for name in ("qweight", "qzeros"))
+        return Int4Linear(Int4Groups(values, tensors["scales"].t(), zeros), bias, dtype)
+
+
+def int4_problem(in_features: int, out_features: int, group_size: int, device: torch.device, dtype: torch.dtype) -> str:
+    """Returns why a layer with 4-bit weights cannot be computed on the device, or an empty string."""
+    per_group = group_size or in_features
+    if in_features % per_group or not kernel_group_size(per_group):
+        what = f"group_size {group_size} with {in_features} inputs" if group_size else f"one group of {in_features}"
+        return f"{what} is not supported; groups must be a multiple of 32 that divides the inputs"
+    if out_features % 16:
+        return f"its {out_features} outputs are not a multiple of 16"
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        shown = str(dtype).removeprefix("torch.")
+        return f"torch's kernel for 4-bit weights computes in bfloat16, not in {shown}; give --dtype bfloat16"
+    return ""
+
+
+def unpacked_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Returns the eight 4-bit values of each 32-bit word, from the lowest bits: [..., n] to uint8 [..., 8 * n]."""
+    pairs = words.contiguous().view(torch.uint8)  # little-endian, as all platforms of torch with these kernels
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+
+
+def _awq_ordered(values: torch.Tensor) -> torch.Tensor:
+    """values: [num_rows, out_features], in the order of AWQ's words."""
+    return values.view(len(values), -1, 8)[:, :, _AWQ_NIBBLES].flatten(1)
+
+
+def _num_groups(in_features: int, group_size: int) -> int:
+    return -(-in_features // group_size) if group_size else 1
+
+
+def _checked_groups(input_groups: torch.Tensor, num_groups: int) -> torch.Tensor | None:
+    """Returns the group of each input, or None if they are in order. Raises UnsupportedLayerError."""
+    groups = input_groups.long()
+    group_size = len(groups) // num_groups
+    in_order = torch.arange(num_groups, device=groups.device).repeat_interleave(group_size)
+    if torch.equal(groups, in_order):
+        return None
+    if not torch.equal(groups.sort().values, in_order):
+        raise UnsupportedLayerError(f"g_idx does not give {group_size} inputs to each of its {num_groups} groups")
+    return groups

@@ -1,0 +1,52 @@
+"""A cluster serves a quantised checkpoint as transformers computes the dequantised model, and refuses a bad one."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from bench.ports import free_port
+from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.quantised_checkpoints import QuantisedCheckpoint, gptq, make_checkpoint
+
+NUM_NEW_TOKENS = 24
+PROMPTS = [random.Random(seed).choices(range(4, 2000), k=length) for seed, length in ((1, 150), (2, 70))]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> QuantisedCheckpoint:
+    return make_checkpoint(noise_model, tmp_path_factory.mktemp("quantised") / "gptq", gptq(sym=False))
+
+
+def test_answers_are_those_of_the_dequantised_model(checkpoint: QuantisedCheckpoint) -> None:
+    with Cluster("--model", str(checkpoint.folder), "--served-model-name", MODEL, "--dtype", "float32") as cluster:
+        for prompt in PROMPTS:
+            fields = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0}
+            options = {"ignore_eos": True, "return_token_ids": True}
+            answer = httpx.post(f"{cluster.url}/v1/completions", json=fields | options, timeout=60)
+            inputs = torch.tensor([prompt])
+            checkpoint.model.generation_config.eos_token_id = None
+            wanted = checkpoint.model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
+            )
+            assert answer.json()["choices"][0]["token_ids"] == wanted[0, len(prompt) :].tolist()
+        shown = subprocess.run(
+            tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
+        )
+        assert "weights: gptq int4" in " ".join(shown.stdout.split())
+
+
+def test_a_format_that_is_not_supported_is_refused_in_one_line(noise_model: Path, tmp_path: Path) -> None:
+    folder = make_checkpoint(noise_model, tmp_path / "three-bits", gptq(bits=3)).folder
+    ports = ("--port", str(free_port()), "--admin-port", str(free_port()))
+    started = subprocess.run(
+        tandem("up", *ports, "--model", str(folder), "--device", "cpu"), capture_output=True, text=True, timeout=240
+    )
+    assert started.returncode == 2
+    [line] = [line for line in started.stderr.splitlines() if "quantization_config" in line]
+    assert line.endswith("cannot be served: its quantization_config has bits 3; Tandem supports 4")

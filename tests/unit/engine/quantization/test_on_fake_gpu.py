@@ -1,0 +1,144 @@
+"""Quantised layers on a GPU without values: the operators, their shapes and dtypes, and no wait of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tandem.engine.config import EngineConfig
+from tandem.engine.loading.model_loader import load_model
+from tandem.engine.quantization.int4_linear import Int4Groups, Int4Linear
+from tandem.engine.quantization.linears import FP8, Int8WeightLinear, QuantizedLinear
+from tandem.engine.quantization.online import quantized_linear
+from tandem.engine.quantization.schemes import W8A8, Awq, Gptq, PackedInts
+from tests.support.fake_gpu import CUDA, ValuelessGPU, fake_gpu, runner_on_fake_gpu
+from tests.unit.engine.test_engine_parity import COMMON
+from tests.unit.engine.test_steps_on_fake_gpu import TOKENS, steps
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ValuelessGPU]:
+    with fake_gpu(monkeypatch) as device:
+        yield device
+
+
+def check(layer: QuantizedLinear, operator: str, gpu: ValuelessGPU, dtypes: tuple[torch.dtype, ...]) -> None:
+    for dtype in dtypes:
+        for num_rows in (1, 16, 17, 300):
+            gpu.waits, gpu.operators = [], []
+            output = layer(torch.empty(1, num_rows, layer.in_features, dtype=dtype, device=CUDA))
+            assert output.shape == (1, num_rows, layer.out_features) and output.dtype == dtype
+            assert output.device == CUDA and gpu.waits == []
+            assert gpu.operators.count(f"aten::{operator}") == 1
+    assert all(buffer.device == CUDA for buffer in layer.buffers())
+
+
+@pytest.mark.parametrize(("dtype", "operator"), [(FP8, "_scaled_mm"), (torch.int8, "_int_mm")])
+def test_products_of_8_bits(dtype: torch.dtype, operator: str, gpu: ValuelessGPU) -> None:
+    with torch.inference_mode():
+        layer = quantized_linear(nn.Linear(256, 64, dtype=torch.bfloat16), dtype, CUDA)
+        assert layer.get_buffer("weight").dtype == dtype
+        check(layer, operator, gpu, (torch.bfloat16,))
+        layer.register_buffer("bias", None)
+        layer.register_buffer("input_scale", torch.empty(1, device=CUDA))
+        check(layer, operator, gpu, (torch.bfloat16, torch.float16))
+
+
+def test_int8_products_have_as_many_rows_as_cublas_needs(gpu: ValuelessGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply, rows = torch._int_mm, []
+
+    def spy(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows.append(len(values))
+        return multiply(values, weight)
+
+    monkeypatch.setattr(torch, "_int_mm", spy)
+    with torch.inference_mode():
+        check(quantized_linear(nn.Linear(256, 64), torch.int8, CUDA), "_int_mm", gpu, (torch.float32,))
+    assert min(rows) > 16
+
+
+@pytest.mark.parametrize("num_inputs", [256, 192, 160])
+def test_weights_of_4_bits(num_inputs: int, gpu: ValuelessGPU) -> None:
+    """256, 192 and 160 inputs take eight, four and two tiles of the kernel."""
+    values = torch.empty(64, num_inputs, dtype=torch.uint8, device=CUDA)
+    scales = torch.empty(64, num_inputs // 32, device=CUDA)
+    order = torch.empty(num_inputs, dtype=torch.long, device=CUDA)
+    with torch.inference_mode():
+        for weights in (Int4Groups(values, scales, None), Int4Groups(values, scales, scales, order)):
+            layer = Int4Linear(weights, torch.empty(64, dtype=torch.bfloat16, device=CUDA), torch.bfloat16)
+            assert layer.get_buffer("packed").numel() * 8 == 64 * num_inputs
+            check(layer, "_weight_int4pack_mm", gpu, (torch.bfloat16,))
+
+
+def test_weights_of_8_bits(gpu: ValuelessGPU) -> None:
+    weight = torch.empty(64, 256, dtype=torch.int8, device=CUDA)
+    with torch.inference_mode():
+        layer = Int8WeightLinear(weight, torch.empty(64, 1, dtype=torch.bfloat16, device=CUDA), None)
+        for num_rows, operator in ((1, "_weight_int8pack_mm"), (300, "linear")):
+            gpu.waits, gpu.operators = [], []
+            assert layer(torch.empty(num_rows, 256, dtype=torch.bfloat16, device=CUDA)).shape == (num_rows, 64)
+            assert f"aten::{operator}" in gpu.operators and gpu.waits == []
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        W8A8(FP8, True, True),
+        W8A8(torch.int8, False, False),
+        PackedInts(8, 0, False, False),
+        PackedInts(4, 64, True, False),
+    ],
+)
+def test_layers_are_made_on_the_gpu_from_the_tensors_of_a_checkpoint(scheme: Any, gpu: ValuelessGPU) -> None:
+    specs = scheme.tensors(256, 64)
+    tensors = {name: torch.empty(shape, dtype=dtype, device=CUDA) for name, (shape, dtype) in specs.items()}
+    layer = scheme.make(tensors, None, torch.bfloat16)
+    assert (layer.in_features, layer.out_features) == (256, 64) and gpu.waits == []
+    assert all(buffer.device == CUDA for buffer in layer.buffers())
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])
+def test_whole_steps_wait_as_without_quantisation(
+    name: Any, has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaForCausalLM(LlamaConfig(**COMMON)).save_pretrained(tmp_path)
+    config = EngineConfig(
+        str(tmp_path), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24, quantization=name
+    )
+    loaded = load_model(config)
+    with fake_gpu(monkeypatch) as gpu:
+        runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=has_graphs)
+        found = steps(runner, gpu)
+    assert found["single tokens"] == found["beside a prompt"] == ([TOKENS], 1)
+    assert found["a prompt's first chunk"] == ([], 1)
+
+
+CPU = torch.device("cpu")
+
+
+def test_what_a_gpu_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (8, 6)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    fp8, int8 = W8A8(FP8, False, False), W8A8(torch.int8, False, False)
+    old = "FP8 needs a GPU of compute capability 8.9 or newer, and this one has 8.6"
+    assert fp8.problem(64, 64, CUDA, torch.bfloat16) == old
+    assert int8.problem(64, 64, CUDA, torch.bfloat16) == "" == fp8.problem(64, 64, CPU, torch.bfloat16)
+    capability = (8, 9)
+    assert fp8.problem(64, 64, CUDA, torch.bfloat16) == ""
+    assert "not multiples of 16" in fp8.problem(64, 24, CUDA, torch.bfloat16)
+    assert "not multiples of 8" in int8.problem(64, 12, CUDA, torch.bfloat16)
+    for scheme in (Awq(128), Gptq(128, 1), PackedInts(4, 128, False, False)):
+        assert scheme.problem(256, 64, CUDA, torch.bfloat16) == "" == scheme.problem(256, 64, CPU, torch.float16)
+        assert "in bfloat16, not in float16; give --dtype bfloat16" in scheme.problem(256, 64, CUDA, torch.float16)
+        assert scheme.problem(192, 64, CPU, torch.bfloat16).startswith(
+            "group_size 128 with 192 inputs is not supported"
+        )
+        assert scheme.problem(256, 24, CPU, torch.bfloat16) == "its 24 outputs are not a multiple of 16"
+    assert "one group of 48" in Gptq(0, 1).problem(48, 64, CPU, torch.bfloat16)
