@@ -137,8 +137,8 @@ def test_a_second_pair_maps_the_same_pool_again() -> None:
 
 
 def test_an_invalid_handle_is_refused() -> None:
-    handle = CudaPoolHandle(b"c" + bytes(64), NUM_BLOCKS * BLOCK_BYTES, 0, b"", 0, b"", False)
-    params = ConnectorParams(1, 0, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, "GPU-x", handle)
+    handle = CudaPoolHandle(b"c" + bytes(64), NUM_BLOCKS * BLOCK_BYTES, 0, b"", 0)
+    params = ConnectorParams(1, 0, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, handle)
     with pytest.raises(KVTransferFailed, match="cannot map"):
         map_peer_pool(params, torch.device("cuda", 0))
 
