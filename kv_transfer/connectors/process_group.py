@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import ClassVar, cast
@@ -287,11 +287,14 @@ class _ProcessGroupEnd:
                 work.wait(timedelta(seconds=TRANSFER_TIMEOUT_S))
                 after(message)
 
-        for message in self._messages(block_ids):
+        ids, size = self._upload(block_ids), self._blocks_per_message
+        for index, first in enumerate(range(0, len(block_ids), size)):
             if len(in_flight) == self._max_in_flight:
                 finish_first()
             if len(ends) == MESSAGES_AHEAD:
                 self._await(ends.popleft(), TRANSFER_TIMEOUT_S)
+            end, buffer = first + size, index % self._max_in_flight
+            message = self._message(block_ids[first:end], buffer, None if ids is None else ids[first:end])
             before(message)
             in_flight.append((self._start(message.data), message))
         while in_flight:
@@ -299,29 +302,22 @@ class _ProcessGroupEnd:
         while ends:
             self._await(ends.popleft(), TRANSFER_TIMEOUT_S)
 
-    def _messages(self, block_ids: list[int]) -> list[_Message]:
-        size = self._blocks_per_message
-        firsts = range(0, len(block_ids), size)
-        messages = [
-            self._message(block_ids[first : first + size], index % self._max_in_flight)
-            for index, first in enumerate(firsts)
-        ]
-        if not self._is_nccl or not any(message.is_staged for message in messages):
-            return messages
-        # The host waits for this copy, so it is made before anything is queued that waits for the peer.
-        ids = torch.tensor(block_ids, device=self._blocks.device)
-        return [
-            replace(message, ids_on_device=ids[first : first + size]) if message.is_staged else message
-            for first, message in zip(firsts, messages, strict=True)
-        ]
+    def _upload(self, block_ids: list[int]) -> torch.Tensor | None:
+        """Returns the ids on the GPU, if blocks may have to be gathered there.
 
-    def _message(self, block_ids: list[int], buffer: int) -> _Message:
+        The host waits for this copy, so it is made before anything is queued that waits for the peer.
+        """
+        if not self._is_nccl or (is_run(block_ids) and self._blocks.is_contiguous()):
+            return None
+        return torch.tensor(block_ids, device=self._blocks.device)
+
+    def _message(self, block_ids: list[int], buffer: int, ids_on_device: torch.Tensor | None) -> _Message:
         if is_run(block_ids) and self._blocks.is_contiguous():
             return _Message(block_ids, self._blocks[block_ids[0] : block_ids[0] + len(block_ids)], is_staged=False)
         if self._buffers is None:
             shape = (self._max_in_flight, self._blocks_per_message, *self._blocks.shape[1:])
             self._buffers = self._blocks.new_empty(shape)
-        return _Message(block_ids, self._buffers[buffer, : len(block_ids)], is_staged=True)
+        return _Message(block_ids, self._buffers[buffer, : len(block_ids)], True, ids_on_device)
 
     def _start(self, data: torch.Tensor) -> Work:
         group = self._open_group()

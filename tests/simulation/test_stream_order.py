@@ -85,7 +85,7 @@ def a_message_counts_at_once(patch: pytest.MonkeyPatch) -> None:
 def messages_share_one_buffer(patch: pytest.MonkeyPatch) -> None:
     """A buffer is filled again while its message is in flight, or its blocks are not in the pool yet."""
     make = _ProcessGroupEnd._message
-    patch.setattr(_ProcessGroupEnd, "_message", lambda self, block_ids, buffer: make(self, block_ids, 0))
+    patch.setattr(_ProcessGroupEnd, "_message", lambda self, block_ids, buffer, ids: make(self, block_ids, 0, ids))
 
 
 def the_side_stream_does_not_wait_for_nccl(patch: pytest.MonkeyPatch) -> None:
