@@ -20,7 +20,7 @@ _MIN_SPREAD = 0.05
 """Relative spread of batch sizes below which the slope of the step time is not measured anew."""
 _PROMPTS_SHARE = 0.5
 """Without an SLO, prompts get at least this share of a step's time, however many sequences run."""
-_MIN_PROMPT_SHARE = 0.25
+_LEAST_PROMPT_TIME_SHARE = 0.25
 """Share of a mixed step's time that its prompt tokens took at least."""
 
 
@@ -41,7 +41,7 @@ class StepTimes:
         """Records a step that held so many running sequences and prompt tokens."""
         if num_prompt_tokens:
             prompt_s = step_s - self.decode_s(num_sequences)
-            self._speed.on_step(num_prompt_tokens, max(prompt_s, _MIN_PROMPT_SHARE * step_s))
+            self._speed.on_step(num_prompt_tokens, max(prompt_s, _LEAST_PROMPT_TIME_SHARE * step_s))
         elif num_sequences:
             self._fit(num_sequences, step_s)
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.tls_identity import TlsContexts
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 
 OnDone = Callable[[KVTransferFailed | None], None]
 OpenStore = Callable[[], Store]
@@ -52,7 +52,10 @@ class Peer:
 
 
 def when_all(count: int, on_done: OnDone) -> OnDone:
-    """Returns a callback for `count` jobs, callable from any thread; its last call reports the first error, or None."""
+    """Returns a callback for `count` jobs, callable from any thread; its last call reports the first error, or None.
+
+    A refusal of the kernel or driver comes before other errors, because another attempt would meet it again.
+    """
     if count == 1:
         return on_done
     lock = threading.Lock()
@@ -67,7 +70,9 @@ def when_all(count: int, on_done: OnDone) -> OnDone:
             num_left -= 1
             is_last = num_left == 0
         if is_last:
-            on_done(errors[0] if errors else None)
+            on_done(
+                next((error for error in errors if isinstance(error, KVPathRefused)), errors[0] if errors else None)
+            )
 
     return done
 
@@ -101,8 +106,8 @@ class KVReceiver(Protocol):
 class KVConnector(Protocol):
     """Creates the two ends of a path from one rank's pool to another's. See `kv_transfer.registry`.
 
-    devices: torch device types it supports. crosses_hosts, crosses_devices: whether it also works between hosts, and
-    between different GPUs. meets_in_store: whether the two ends need a store to rendezvous.
+    devices: torch device types it supports; both pools have the same. crosses_hosts: whether it also works between
+    hosts. meets_in_store: whether the two ends need a store to rendezvous.
     one_sided: whether the sender writes into the receiver's pool by itself. If so, blocks are announced (ShipKV) after
     they were written, and only the sender's message or its exit proves that it has stopped. Otherwise they are
     announced before, because the receiver takes part.
@@ -117,9 +122,6 @@ class KVConnector(Protocol):
 
     @property
     def crosses_hosts(self) -> bool: ...
-
-    @property
-    def crosses_devices(self) -> bool: ...
 
     @property
     def one_sided(self) -> bool: ...

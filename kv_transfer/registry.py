@@ -31,7 +31,7 @@ BUILT_IN = {
 }
 """In order of preference; `auto` offers those that support the device."""
 _MEMBERS = (
-    "devices", "crosses_hosts", "crosses_devices", "one_sided", "meets_in_store", "open_sender", "open_receiver",
+    "devices", "crosses_hosts", "one_sided", "meets_in_store", "open_sender", "open_receiver",
 )  # fmt: skip
 
 

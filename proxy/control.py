@@ -87,9 +87,10 @@ class Control:
             case WorkerLeft():
                 self._apply(self._table.on_left(message.epoch))
             case DrainWorker():
-                self._socket.send(
-                    identity, WorkerOrdered(message.worker_id, self._order(message.worker_id, LeaveCluster()))
-                )
+                error = self._order(message.worker_id, LeaveCluster())
+                if not error:
+                    self._table.on_drain_ordered(now, message.worker_id)
+                self._socket.send(identity, WorkerOrdered(message.worker_id, error))
             case SetWorkerRole():
                 error = self.set_role(message.worker_id, message.role)
                 self._socket.send(identity, WorkerOrdered(message.worker_id, error))

@@ -82,7 +82,6 @@ class KVTraffic:
             connectors=connectors,
             checksums=config.kv_checksums,
             lease_s=config.kv_lease_s,
-            device_ids=host.pools.device_ids,
         )
         self._incoming_table = IncomingPairTable(
             layout=host.pools.layout,
@@ -90,7 +89,6 @@ class KVTraffic:
             device=host.device,
             connectors=list(connectors),
             checksums=config.kv_checksums,
-            device_ids=host.pools.device_ids,
         )
         self._outgoing = OutgoingPairs(
             context=context,

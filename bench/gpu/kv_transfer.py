@@ -2,10 +2,11 @@
 
     python -m bench.gpu.kv_transfer [--device cpu] [--quick] [--json FILE]
 
-`ipc` runs on one GPU; `nccl` between two GPUs, or between two processes on one GPU with NCCL 2.30 or newer. Blocks are
-2 MiB (16 tokens of an 8 B model), adjacent or scattered. The sending process makes the reference copy, between the GPUs
-if there are two. Each connector runs in separate processes, so a hang or crash affects only its own figures. On CPU,
-`gloo` takes the place of `nccl`.
+`ipc` runs on one GPU, and between two if there are two; `nccl` between two GPUs, or between two processes on one GPU
+with NCCL 2.30 or newer. Between two, the receiving process sees its own GPU only, as a worker does. Blocks are 2 MiB
+(16 tokens of an 8 B model), adjacent or scattered. The sending process makes the reference copy, between the same GPUs.
+Each connector runs in separate processes, so a hang or crash affects only its own figures. On CPU, `gloo` takes the
+place of `nccl`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import queue
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -38,7 +40,7 @@ BLOCK_BYTES = 2 * MIB
 SIZES = (16 * MIB, 64 * MIB, 256 * MIB)
 LAYOUT = KVLayout("model", "bfloat16", 32, 8, 128, 16)  # blocks of BLOCK_BYTES
 MODES = ("adjacent", "scattered")
-LIMIT_S = 120.0 if not torch.cuda.is_available() else 35.0
+LIMIT_S = 120.0 if not torch.cuda.is_available() else 25.0
 """Of one connector, and of each wait. Nothing is measured on a CPU, which others may use."""
 
 
@@ -74,6 +76,22 @@ def new_pool(device: torch.device, num_bytes: int) -> tuple[torch.Tensor, int]:
     os.ftruncate(fd, num_bytes)
     flat = torch.from_file(f"/proc/{os.getpid()}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
     return flat.view(-1, BLOCK_BYTES), fd
+
+
+@contextmanager
+def only_sees(device: torch.device) -> Iterator[torch.device]:
+    """Lets processes that are started see this GPU only; yields their name for it."""
+    if device.type == "cpu":
+        yield device
+        return
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
+        yield torch.device("cuda", 0)
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def wait_for(device: torch.device) -> None:
@@ -115,8 +133,9 @@ def prefill_side(
     own, peers = devices
     context = multiprocessing.get_context("spawn")
     peer, theirs = context.Pipe()
-    process = context.Process(target=decode_side, args=(theirs, connector, peers, sizes), daemon=True)
-    process.start()
+    with only_sees(peers) if peers != own else nullcontext(peers) as theirs_is:
+        process = context.Process(target=decode_side, args=(theirs, connector, theirs_is, sizes), daemon=True)
+        process.start()
     theirs.close()
     if not peer.poll(LIMIT_S):
         raise KVTransferFailed("the decode process did not start")
@@ -168,12 +187,11 @@ def why_not_nccl() -> str | None:
     return f"skipped: one GPU, and NCCL {version} needs to be 2.30 or newer to run two ranks on it"
 
 
-def measure(part: Part, connector: str) -> None:
+def measure(part: Part, connector: str, num_gpus: int, name: str) -> None:
     """Records the figures of each size. Raises RuntimeError."""
     is_cuda = part.device == "cuda"
-    has_two = is_cuda and connector == "nccl" and torch.cuda.device_count() > 1
     first = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
-    devices = first, torch.device("cuda", 1) if has_two else first
+    devices = first, torch.device("cuda", 1) if num_gpus == 2 else first
     sizes = SIZES[: 1 if not is_cuda else 2 if part.quick else None]
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -187,11 +205,11 @@ def measure(part: Part, connector: str) -> None:
             if (result := ours.recv()) is None:
                 return
             size, figures = result
-            part.add(f"{connector}, {size} MiB", figures)
+            part.add(f"{name}, {size} MiB", figures)
             if size == str(sizes[-1] // MIB):
                 for mode in MODES:
                     rates = figures[f"{mode}_gb_per_s"], figures["copy_gb_per_s"]
-                    part.compare(f"{connector}, {mode} blocks, GB/s", *rates, figures[mode], "copy rate")
+                    part.compare(f"{name}, {mode} blocks, GB/s", *rates, figures[mode], "copy rate")
         raise RuntimeError(f"not finished within {LIMIT_S:.0f} s")
     except EOFError:
         raise RuntimeError("the sending process ended early; see its output above") from None
@@ -203,12 +221,17 @@ def measure(part: Part, connector: str) -> None:
 def main() -> None:
     part = Part("kv_transfer", __doc__)
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    for connector in ("ipc", "nccl" if part.device == "cuda" else "gloo"):
+    cases = [("ipc", 0), ("gloo", 0)]
+    if part.device == "cuda":
+        has_two = torch.cuda.device_count() > 1
+        cases = [("ipc", 1), ("ipc", 2), ("nccl", 2)] if has_two else [("ipc", 1), ("nccl", 1)]
+    for connector, num_gpus in cases:
+        name = f"{connector} between two GPUs" if num_gpus == 2 else connector
         if connector == "nccl" and (problem := why_not_nccl()):
             part.add("nccl", problem)
             continue
-        with part.case(f"{connector} moves every byte"):
-            measure(part, connector)
+        with part.case(f"{name} moves every byte"):
+            measure(part, connector, num_gpus, name)
     part.end()
 
 

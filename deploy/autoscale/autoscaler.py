@@ -48,7 +48,7 @@ class Autoscaler:
         self._acts = config.autoscale
         self._meter = DemandMeter(config.max_num_seqs)
         self._planner = Planner(planner_config(config, foresee_s=min(max(boot_s, 1.0), MAX_BOOT_S)))
-        self._announced = ""
+        self._announced = self._refusal = ""  # the last ones that were logged
         self.plan: PlanReport | None = None  # of the last observation
 
     async def run(self) -> None:
@@ -80,7 +80,11 @@ class Autoscaler:
         try:
             self._cluster.scale({"prefill": proposal.prefill, "decode": proposal.decode, "any": proposal.any})
         except ConfigError as error:  # not enough resources; the next observation tries again
-            log.warning("autoscaling: %s", error)
+            if error.message != self._refusal:
+                self._refusal = error.message
+                log.warning("autoscaling: %s", error)
+        else:
+            self._refusal = ""
 
 
 def planner_config(config: ClusterConfig, foresee_s: float) -> PlannerConfig:

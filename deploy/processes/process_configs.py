@@ -198,7 +198,7 @@ class ProcessConfigs:
             kv_cache_bytes=int(cluster.kv_cache_gib * (1 << 30)),
             gpu_memory_fraction=cluster.gpu_memory_fraction,
             ranks_per_gpu=self._ranks_per_gpu,
-            num_peers=max(1, sum(cluster.counts.values()) - 1),
+            num_peers=self._num_peers(cluster.num_ranks(role)),
             max_num_batched_tokens=cluster.max_num_batched_tokens,
             max_num_seqs=cluster.max_num_seqs,
             num_threads=cluster.num_threads(role),
@@ -206,6 +206,17 @@ class ProcessConfigs:
             tensor_parallel_size=cluster.num_ranks(role),
             progress_file=progress_file,
         )
+
+    def _num_peers(self, num_ranks: int) -> int:
+        """Ranks of other workers that share heads with one of the `num_ranks` ranks of a worker, at most."""
+        others = ((count, self._cluster.num_ranks(role)) for role, count in self._cluster.counts.items())
+        return max(1, sum(count * num_sharing_ranks(num_ranks, size) for count, size in others) - 1)
+
+
+def num_sharing_ranks(num_ranks: int, other: int) -> int:
+    """Ranks of a worker of `other` ranks that share heads with one rank of a worker of `num_ranks`, at most."""
+    divides = num_ranks % other == 0 or other % num_ranks == 0
+    return -(-other // num_ranks) + (not divides)
 
 
 def process_environment(num_threads: int) -> dict[str, str]:

@@ -11,6 +11,16 @@ from tandem.runtime.errors import KVTransferFailed, first_line
 from tandem.runtime.process import end_process
 
 _POLL_INTERVAL_S = 0.0002
+"""A transfer ends at most this much too late; the device works meanwhile (`process_group.MESSAGES_AHEAD`)."""
+
+
+Mark = torch.cuda.Event
+"""A point in a side stream's work."""
+
+
+def finish_queued_work(device: torch.device) -> None:
+    """Blocks until the device has done all work of this process."""
+    torch.cuda.synchronize(device)
 
 
 class SideStream:
@@ -41,15 +51,19 @@ class SideStream:
             self._on_lost(f"the device has failed; the worker ends: {first_line(error)}")
             raise
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until all queued work is complete. Raises KVTransferFailed after `timeout_s`.
+    def mark(self) -> Mark:
+        """Returns the end of the work queued so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def wait(self, mark: Mark, timeout_s: float) -> None:
+        """Blocks until the work before the mark is complete. Raises KVTransferFailed after `timeout_s`.
 
         Polls, because CUDA has no wait with a deadline.
         """
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
         deadline = time.monotonic() + timeout_s
-        while not event.query():  # type: ignore[no-untyped-call]
+        while not mark.query():  # type: ignore[no-untyped-call]
             if time.monotonic() >= deadline:
                 raise KVTransferFailed(f"no data moved for {timeout_s:g} s")
             time.sleep(_POLL_INTERVAL_S)

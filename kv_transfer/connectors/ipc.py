@@ -1,4 +1,4 @@
-"""The `ipc` connector: prefill maps the decode worker's pool and writes into it, on one host or one GPU."""
+"""The `ipc` connector: prefill maps the decode worker's pool and writes into it, on one host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from tandem.kv_transfer.connectors.mapped_memory import MappedMemoryReceiver, Ma
 
 
 class IpcConnector:
-    """Implements `kv_transfer.connector.KVConnector` for processes that share a host, or a GPU."""
+    """Implements `kv_transfer.connector.KVConnector` for processes that share a host."""
 
     devices = ("cpu", "cuda")
     crosses_hosts = False
-    crosses_devices = False
     one_sided = True
     meets_in_store = False
 

@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStor
 
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer
 from tandem.kv_transfer.connectors.block_runs import is_run
-from tandem.kv_transfer.connectors.cuda_stream import SideStream
+from tandem.kv_transfer.connectors.cuda_stream import Mark, SideStream
 from tandem.kv_transfer.connectors.job_thread import JobThread
-from tandem.kv_transfer.connectors.staging import copy_blocks
+from tandem.kv_transfer.connectors.staging import copy_blocks, gather_on_device, scatter_on_device
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.sockets import listen_on_free_port
 from tandem.runtime.errors import KVTransferFailed
@@ -49,6 +49,10 @@ DIRECT_BLOCK_BYTES = {"gloo": 256 * 1024, "nccl": 16 * 1024 * 1024}
 because the fixed cost of a message exceeds that of the copy."""
 MESSAGE_BYTES = {"gloo": 4 * 1024 * 1024, "nccl": 16 * 1024 * 1024}
 """Size of a message of gathered blocks."""
+MESSAGES_AHEAD = 16
+"""Messages that the host queues on a GPU before it waits for the oldest. NVLink takes 0.6 ms or more for 256 MiB, which
+is longer than a poll, so polls cost no bandwidth. A stream takes about a thousand launches before it blocks the host,
+which would be a wait without a deadline."""
 
 
 def message_plan(backend: str, block_bytes: int) -> tuple[int, int]:
@@ -133,11 +137,15 @@ def _abort_apart(group: ProcessGroup | None, then: Callable[[], None] = lambda: 
 
 @dataclass(frozen=True)
 class _Message:
-    """Blocks sent together. data: the blocks in the pool if they are contiguous, else a staging buffer."""
+    """Blocks sent together. data: the blocks in the pool if they are contiguous, else a staging buffer.
+
+    ids_on_device: the block ids of a staged message, if the pool is on a GPU.
+    """
 
     block_ids: list[int]
     data: torch.Tensor
     is_staged: bool
+    ids_on_device: torch.Tensor | None = None
 
 
 class _ProcessGroupEnd:
@@ -220,7 +228,12 @@ class _ProcessGroupEnd:
         """Moves one byte, because groups connect lazily: a path is ready only once it has carried data."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._blocks.device)
         try:
-            self._wait(self._start(byte), CONNECT_TIMEOUT_S)
+            work = self._start(byte)
+            if self._is_nccl:
+                work.wait()
+                self._await(self._end_of_queue(), CONNECT_TIMEOUT_S)
+            else:
+                work.wait(timedelta(seconds=CONNECT_TIMEOUT_S))
         except Exception:
             group, self._group = self._group, None
             if group is not None and self._is_nccl:
@@ -236,7 +249,8 @@ class _ProcessGroupEnd:
         """Move the blocks in messages, a limited number in flight. Calls `before` and `after` for each message.
 
         After an error nothing more is written: gloo cancels a receive when its work is dropped. NCCL's group is
-        aborted, and the side stream waits for the messages in flight, as another thread may be aborting it.
+        aborted, and the side stream waits for the messages in flight, as another thread may be aborting it. Until
+        `_run` returns, messages that end early may still be scattered; the blocks belong to the transfer till then.
         """
         in_flight: deque[tuple[Work, _Message]] = deque()
         try:
@@ -259,41 +273,64 @@ class _ProcessGroupEnd:
         after: Callable[[_Message], None],
         in_flight: deque[tuple[Work, _Message]],
     ) -> None:
+        """With NCCL, streams order the messages and the use of the buffers. The host queues messages ahead and waits
+        for their ends: a thread that waited for each would leave the device idle for a poll per message."""
+        ends: deque[Mark] = deque()
 
         def finish_first() -> None:
             work, message = in_flight.popleft()
-            self._wait(work, TRANSFER_TIMEOUT_S)
-            after(message)
+            if self._is_nccl:
+                work.wait()  # blocks the side stream, not this thread
+                after(message)
+                ends.append(self._end_of_queue())
+            else:
+                work.wait(timedelta(seconds=TRANSFER_TIMEOUT_S))
+                after(message)
 
-        for index, first in enumerate(range(0, len(block_ids), self._blocks_per_message)):
+        ids, size = self._upload(block_ids), self._blocks_per_message
+        for index, first in enumerate(range(0, len(block_ids), size)):
             if len(in_flight) == self._max_in_flight:
                 finish_first()
-            message = self._message(block_ids[first : first + self._blocks_per_message], index % self._max_in_flight)
+            if len(ends) == MESSAGES_AHEAD:
+                self._await(ends.popleft(), TRANSFER_TIMEOUT_S)
+            end, buffer = first + size, index % self._max_in_flight
+            message = self._message(block_ids[first:end], buffer, None if ids is None else ids[first:end])
             before(message)
             in_flight.append((self._start(message.data), message))
         while in_flight:
             finish_first()
+        while ends:
+            self._await(ends.popleft(), TRANSFER_TIMEOUT_S)
 
-    def _message(self, block_ids: list[int], buffer: int) -> _Message:
+    def _upload(self, block_ids: list[int]) -> torch.Tensor | None:
+        """Returns the ids on the GPU, if blocks may have to be gathered there.
+
+        The host waits for this copy, so it is made before anything is queued that waits for the peer.
+        """
+        if not self._is_nccl or (is_run(block_ids) and self._blocks.is_contiguous()):
+            return None
+        return torch.tensor(block_ids, device=self._blocks.device)
+
+    def _message(self, block_ids: list[int], buffer: int, ids_on_device: torch.Tensor | None) -> _Message:
         if is_run(block_ids) and self._blocks.is_contiguous():
             return _Message(block_ids, self._blocks[block_ids[0] : block_ids[0] + len(block_ids)], is_staged=False)
         if self._buffers is None:
             shape = (self._max_in_flight, self._blocks_per_message, *self._blocks.shape[1:])
             self._buffers = self._blocks.new_empty(shape)
-        return _Message(block_ids, self._buffers[buffer, : len(block_ids)], is_staged=True)
+        return _Message(block_ids, self._buffers[buffer, : len(block_ids)], True, ids_on_device)
 
     def _start(self, data: torch.Tensor) -> Work:
         group = self._open_group()
         return group.send([data], _RECEIVER, 0) if self._rank == _SENDER else group.recv([data], _SENDER, 0)
 
-    def _wait(self, work: Work, timeout_s: float) -> None:
-        """Blocks until a message has been sent or has arrived. Raises after `timeout_s`."""
-        if not self._is_nccl:
-            work.wait(timedelta(seconds=timeout_s))
-            return
+    def _end_of_queue(self) -> Mark:
         assert self._side_stream is not None
-        work.wait()  # blocks the stream, not this thread
-        self._side_stream.wait(timeout_s)
+        return self._side_stream.mark()
+
+    def _await(self, end: Mark, timeout_s: float) -> None:
+        """Blocks until the device has reached `end`. Raises after `timeout_s`, and if the group was dropped."""
+        assert self._side_stream is not None
+        self._side_stream.wait(end, timeout_s)
         self._open_group()  # a message that was aborted ends like one that has arrived
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
@@ -324,7 +361,9 @@ class ProcessGroupSender(_ProcessGroupEnd):
 
     def _send(self, src: list[int]) -> None:
         def gather(message: _Message) -> None:
-            if message.is_staged:
+            if message.ids_on_device is not None:
+                gather_on_device(self._blocks, message.ids_on_device, message.data)
+            elif message.is_staged:
                 copy_blocks(self._blocks, message.block_ids, message.data, range(len(message.block_ids)))
 
         self._transfer(src, before=gather, after=lambda message: None)
@@ -341,7 +380,9 @@ class ProcessGroupReceiver(_ProcessGroupEnd):
 
     def _receive(self, dst: list[int]) -> None:
         def scatter(message: _Message) -> None:
-            if message.is_staged:
+            if message.ids_on_device is not None:
+                scatter_on_device(message.data, self._blocks, message.ids_on_device)
+            elif message.is_staged:
                 copy_blocks(message.data, range(len(message.block_ids)), self._blocks, message.block_ids)
 
         self._transfer(dst, before=lambda message: None, after=scatter)
@@ -351,7 +392,6 @@ class ProcessGroupConnector:
     """Implements `kv_transfer.connector.KVConnector`. backend: gloo or nccl."""
 
     crosses_hosts = True
-    crosses_devices = True
     one_sided = False
     meets_in_store = True
 

@@ -318,7 +318,6 @@ class TcpConnector:
 
     devices = ("cpu",)
     crosses_hosts = True
-    crosses_devices = True
     one_sided = False
     meets_in_store = True
 

@@ -84,11 +84,15 @@ class PoolReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 class OrderDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Follower to rank 0. error: None on success. checksums: the result of ComputeChecksums."""
+    """Follower to rank 0. error: None on success. checksums: the result of ComputeChecksums.
+
+    is_refused: the error is a KVPathRefused.
+    """
 
     job_id: int
     error: str | None
     checksums: list[int] = []
+    is_refused: bool = False
 
 
 Order = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from tandem.kv_transfer.checksums import rank_checksums
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer, when_all
-from tandem.kv_transfer.connectors.cuda_ipc import device_id, export_pool
+from tandem.kv_transfer.connectors.cuda_ipc import export_pool
 from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.registry import load_connector
@@ -80,19 +79,17 @@ class RankPool:
         return combine_receivers(receivers)
 
     def located(self, params: ConnectorParams) -> ConnectorParams:
-        """Adds what a peer on this GPU needs to map the pool; on CPU `params` is already complete.
+        """Adds what a peer on this host needs to map a pool on a GPU; on CPU `params` is already complete.
 
-        Where the driver refuses to export memory (some containers and virtual GPUs), the device gets an id that no peer
-        has, so that peers on it use another connector.
+        Where the driver refuses to export memory (some containers and virtual GPUs), peers use another connector.
         """
         if self.blocks.device.type == "cpu":
             return params
-        device = device_id(self.blocks.device)
         try:
-            return msgspec.structs.replace(params, device_id=device, cuda=export_pool(self.blocks))
+            return msgspec.structs.replace(params, cuda=export_pool(self.blocks))
         except RuntimeError as error:
             log.warning("peers cannot map the KV pool on this GPU (CUDA IPC): %s", first_line(error))
-            return msgspec.structs.replace(params, device_id=f"{device}, process {os.getpid()}")
+            return params
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """Hash this rank's heads of each block (`kv_transfer.checksums`). Slow, so not for the event loop."""

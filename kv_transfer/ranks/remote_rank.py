@@ -14,7 +14,7 @@ from tandem.kv_transfer.ranks.orders import Order, OrderDone, PoolReady
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel
-from tandem.runtime.errors import InternalError, KVTransferFailed
+from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
 from tandem.runtime.threads import show_thread_name
 
 MakeOrder = Callable[[int], Order]
@@ -98,7 +98,9 @@ class RemoteRank:
 
 
 def _failure(answer: OrderDone) -> KVTransferFailed | None:
-    return None if answer.error is None else KVTransferFailed(answer.error)
+    if answer.error is None:
+        return None
+    return (KVPathRefused if answer.is_refused else KVTransferFailed)(answer.error)
 
 
 class _RemoteSender:

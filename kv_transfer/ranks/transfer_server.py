@@ -19,7 +19,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel
 from tandem.protocol.tls_identity import tls_contexts
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,8 @@ class TransferServer:
                 )
 
     def _answer(self, job_id: int, error: KVTransferFailed | None, checksums: Sequence[int] = ()) -> None:
+        message = None if error is None else error.message
         try:
-            self._channel.send(OrderDone(job_id, None if error is None else error.message, list(checksums)))
+            self._channel.send(OrderDone(job_id, message, list(checksums), isinstance(error, KVPathRefused)))
         except OSError:
             log.debug("rank 0 is gone; the result of job %d is dropped", job_id)

@@ -43,11 +43,6 @@ class WorkerPools:
         self.params = [own.located(params)]
         """How each rank's pool is reached; complete after `wait_until_ready`."""
 
-    @property
-    def device_ids(self) -> list[str]:
-        """Each rank's GPU, as in ConnectorParams."""
-        return [params.device_id for params in self.params]
-
     def wait_until_ready(self) -> None:
         """Block until every follower has allocated its pool. Raises InternalError on time-out."""
         self.params += [follower.wait_until_ready(READY_TIMEOUT_S) for follower in self._followers]

@@ -116,7 +116,7 @@ def check_open_pair(message: OpenPair) -> None:
     pids = message.prefill_pids
     _require(len(pids) <= MAX_RANKS and all(0 < pid <= _MAX_PID for pid in pids), kind, "prefill_pids", "out of range")
     _require(math.isfinite(message.lease_s) and message.lease_s >= 0.1, kind, "lease_s", "out of range")
-    _require(len(message.connectors) <= 64 and len(message.device_ids) <= MAX_RANKS, kind, "connectors", "too many")
+    _require(len(message.connectors) <= 64, kind, "connectors", "too many")
     _check_names(kind, (message.pair_id, message.prefill_worker_id, message.prefill_epoch))
 
 

@@ -43,10 +43,10 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CudaPoolHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How another process maps a pool on the same GPU, as given by torch's `UntypedStorage._share_cuda_`.
+    """How another process on the host maps a pool on a GPU, as given by torch's `UntypedStorage._share_cuda_`.
 
     handle: exported CUDA memory; the pool is num_bytes at offset_bytes. counter_handle, counter_offset: torch's
-    reference count in shared memory. event_handle: event after which the memory is ready.
+    reference count in shared memory.
     """
 
     handle: bytes
@@ -54,21 +54,18 @@ class CudaPoolHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset_bytes: int
     counter_handle: bytes
     counter_offset: int
-    event_handle: bytes
-    event_sync_required: bool
 
 
 class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one rank of a decode worker is reached: its pool's file or GPU memory (ipc), or the store's address (others).
 
-    device_id: UUID of the GPU, or "" on CPU.
+    cuda: None on CPU, and where the driver does not export memory.
     """
 
     pid: int = 0
     fd: int = 0
     num_bytes: int = 0
     num_blocks: int = 0
-    device_id: str = ""
     cuda: CudaPoolHandle | None = None
     store_host: str = ""
     store_port: int = 0
@@ -78,8 +75,8 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """Prefill to decode. connectors: in order of preference. host_id: see `runtime.host`.
 
     prefill_pids: processes of all ranks, each of which may write to the decode worker's pools. checksums: whether this
-    side wants all blocks verified. lease_s: how long it keeps a transfer's blocks after each RenewLeases. device_ids:
-    one for each rank, as in ConnectorParams. number: counts this epoch's pairs; a later one replaces earlier ones.
+    side wants all blocks verified. lease_s: how long it keeps a transfer's blocks after each RenewLeases. number:
+    counts this epoch's pairs; a later one replaces earlier ones.
     """
 
     version: int
@@ -93,7 +90,6 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     connectors: list[str]
     checksums: bool = False
     lease_s: float = 10.0
-    device_ids: list[str] = []
     number: int = 0
 
 

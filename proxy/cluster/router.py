@@ -33,7 +33,7 @@ _NO_ROOM_COST = 1e6
 """Added for a decode worker without room for the prompt, so that it is chosen only when none has room."""
 _NO_TRANSFER_GAIN = 0.5
 """Decoding where the prompt was computed outweighs this many running sequences, because no KV is transferred."""
-_MIN_PROMPT_SHARE = 0.25
+_GATHERING_PROMPT_SHARE = 0.25
 """Sequences gather on few elastic workers while prompts are computed for this share of the time, summed over them."""
 _SHARED_STEPS_COST = 4.0
 """Sequences that prompts waiting on an elastic worker count as, because their chunks slow its steps."""
@@ -282,7 +282,7 @@ class Router:
         num_full = prompt.num_tokens // self._table.block_size
         num_needed = self._num_new_blocks(prompt, 0)
         elastic = [record.use for record in candidates if record.role == "any"]
-        gather = sum(use.prompt_share for use in elastic) >= _MIN_PROMPT_SHARE
+        gather = sum(use.prompt_share for use in elastic) >= _GATHERING_PROMPT_SHARE
         costs = []
         for record in candidates:
             use, num_held = record.use, depths.get(record.bit, 0)

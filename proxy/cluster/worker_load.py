@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tandem.protocol.messages.membership import WorkerLoad
 
-_MIN_PROMPT_SHARE = 0.5
+_LEAST_SPEED_SHARE = 0.5
 """Least share of its speed at which a worker computes prompts beside any number of sequences. Workers keep to it
 without an SLO (`engine/step_times.py`)."""
 _COMFORTABLE_SHARE = 0.6
@@ -92,7 +92,7 @@ class WorkerUse:
         """Returns the seconds that the worker needs for a new prompt's tokens and for those ahead of it."""
         share = 1.0
         if self.num_sequences and self.itl_slo_s:  # chunks get what is left of each step
-            share = max(_MIN_PROMPT_SHARE, 1 - self.itl_s(0) / self.itl_slo_s)
+            share = max(_LEAST_SPEED_SHARE, 1 - self.itl_s(0) / self.itl_slo_s)
         return (self.prompts.ahead_of(priority) + num_tokens) / (share * self.tokens_per_s)
 
     def itl_s(self, num_more: int) -> float:

@@ -37,8 +37,8 @@ _UNKNOWN_SPEED = 5000.0
 """Prompt tokens per second assumed for a worker while no worker has measured its speed."""
 _STALL_S = 1.0
 """A check that comes this much after the last one shows that this process was stopped, not that workers are silent."""
-_ROLE_ORDER_S = 1.0
-"""Time after which a worker that still reports its old role has not received the order to change it."""
+_ORDER_S = 1.0
+"""Time after which a worker whose reports do not show an order, to change its role or to leave, has not received it."""
 _GIVEN_UP_S = PROXY_SILENCE_S - 1.0
 """Stall after which workers may have given up this proxy's requests: their limit minus the age of the last message."""
 
@@ -64,8 +64,8 @@ class WorkerRecord:
     role: the current one; that of `worker` is the one at registration. last_message_at: loop time. bit: its number in
     the prefix index. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers that
     decode prompts which this one computes: those with which it has a ready pair, and itself in role any.
-    lora_modules, quantization: see RegisterWorker. role_ordered_until: loop time until which a report of
-    another role is older than the order to take this one.
+    lora_modules, quantization: see RegisterWorker. role_ordered_until: loop time until which a report of another role is
+    older than the order to take this one. drain_ordered_until: the same of a report that it does not drain.
     """
 
     worker: WorkerInfo
@@ -81,6 +81,7 @@ class WorkerRecord:
     lora_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
     quantization: str = ""
     role_ordered_until: float = 0.0
+    drain_ordered_until: float = 0.0
 
     @property
     def info(self) -> WorkerInfo:
@@ -184,8 +185,9 @@ class WorkerTable:
             record.role_ordered_until = 0.0
         elif now < record.role_ordered_until:
             role = record.role
-        if (message.pairs, message.draining, role) != (record.pairs, record.draining, record.role):
-            record.pairs, record.draining, record.role = message.pairs, message.draining, role
+        draining = message.draining or now < record.drain_ordered_until
+        if (message.pairs, draining, role) != (record.pairs, record.draining, record.role):
+            record.pairs, record.draining, record.role = message.pairs, draining, role
             self._rebuild()
         return True
 
@@ -230,6 +232,13 @@ class WorkerTable:
         """Returns all workers with their current roles."""
         return [record.info for record in self._by_epoch.values()]
 
+    def on_drain_ordered(self, now: float, worker_id: str) -> None:
+        """The worker was told to leave, which a later report confirms. It gets no new work and no other role."""
+        for record in self._by_epoch.values():
+            if record.worker.worker_id == worker_id:
+                record.draining, record.drain_ordered_until = True, now + _ORDER_S
+                self._rebuild()
+
     def change_role(self, now: float, worker_id: str, role: Role) -> str:
         """Gives a worker another role, which a later report confirms. Returns why that is not possible, or ""."""
         record = next((each for each in self._by_epoch.values() if each.worker.worker_id == worker_id), None)
@@ -242,7 +251,7 @@ class WorkerTable:
             if record.role in roles and role not in roles and not roles.intersection(others):
                 return f"{worker_id} is the last worker that may {phase}; give another worker that role first"
         if record.role != role:
-            record.role, record.role_ordered_until = role, now + _ROLE_ORDER_S
+            record.role, record.role_ordered_until = role, now + _ORDER_S
             self._rebuild()
         return ""
 

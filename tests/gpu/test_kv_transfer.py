@@ -119,6 +119,49 @@ def test_cuda_ipc_puts_blocks_where_they_should_be() -> None:
         assert error is not None and "closed" in error.message
 
 
+def prefill_side(results: Connection, peers: ConnectorParams) -> None:
+    """Sends a few blocks over `ipc`; ends on command."""
+    ready, source = Outcomes(), torch.full((NUM_BLOCKS, BLOCK_BYTES), 7, dtype=torch.uint8, device="cuda")
+    sender = load_connector("ipc").open_sender(Peer("pair", peers), source, HOST, ready)
+    error, sent = ready.next(), Outcomes()
+    if error is None:
+        sender.send([1, 2, 9], [8, 3, 4], sent)
+        error = sent.next()
+    results.send(None if error is None else error.message)
+    results.recv()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("own", [0, 1])
+def test_cuda_ipc_between_gpus_that_do_not_see_each_other(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process has one GPU, which is its number 0, as workers of a cluster have."""
+    gpus = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in (own, 1 - own)]
+    reaches = torch.cuda.can_device_access_peer(own, 1 - own)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[1])
+    with decode_process("ipc") as (peer, params):
+        assert peer.recv() is None
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[0])
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=prefill_side, args=(theirs, params), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            assert ours.poll(60), "the prefill process did not start"
+            if (error := ours.recv()) is None:
+                peer.send([8, 3, 4])
+                assert peer.poll(60)
+                _, arrived = peer.recv()
+                assert arrived[[8, 3, 4]].eq(7).all() and arrived.sum() == 3 * 7 * BLOCK_BYTES
+            else:
+                assert not reaches and "cannot map" in error, error
+            ours.send(None)
+            process.join(20)
+        finally:
+            process.kill()
+            process.join()
+
+
 def test_a_second_pair_maps_the_same_pool_again() -> None:
     with decode_process("ipc") as (peer, params):
         assert peer.recv() is None
@@ -137,8 +180,8 @@ def test_a_second_pair_maps_the_same_pool_again() -> None:
 
 
 def test_an_invalid_handle_is_refused() -> None:
-    handle = CudaPoolHandle(b"c" + bytes(64), NUM_BLOCKS * BLOCK_BYTES, 0, b"", 0, b"", False)
-    params = ConnectorParams(1, 0, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, "GPU-x", handle)
+    handle = CudaPoolHandle(b"c" + bytes(64), NUM_BLOCKS * BLOCK_BYTES, 0, b"", 0)
+    params = ConnectorParams(1, 0, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, handle)
     with pytest.raises(KVTransferFailed, match="cannot map"):
         map_peer_pool(params, torch.device("cuda", 0))
 

@@ -110,9 +110,9 @@ class Worker:
         self.exits: deque[int] = deque()
         self.scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 3, LEASE_S)
         self.outgoing = OutgoingPairTable(
-            self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, []
+            self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S
         )
-        self.incoming = IncomingPairTable(layout, "here", "cpu", [world.connector], False, [])
+        self.incoming = IncomingPairTable(layout, "here", "cpu", [world.connector], False)
         self.senders: dict[str, FakeSender] = {}
         self.receivers: dict[str, FakeReceiver] = {}
 

@@ -172,7 +172,6 @@ class FakeNetwork:
 
     devices = ("cpu", "cuda")
     crosses_hosts = False
-    crosses_devices = True
     meets_in_store = False
 
     def __init__(

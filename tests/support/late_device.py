@@ -22,7 +22,7 @@ from greenlet import getcurrent, greenlet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, job_thread, process_group, staging
+from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, job_thread, process_group
 
 Ready = Callable[[], bool]
 LOOP = "loop"
@@ -331,7 +331,6 @@ def install(device: LateDevice, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(job_thread, "ThreadPoolExecutor", device.executor)
     threads = SimpleNamespace(Lock=process_group.threading.Lock, Thread=device.thread, Timer=device.timer)
     patch.setattr(process_group, "threading", threads)
-    patch.setattr(process_group, "copy_blocks", staging.copy_on_device)
 
 
 def map_at_once(device: LateDevice, pool: torch.Tensor, patch: pytest.MonkeyPatch) -> None:

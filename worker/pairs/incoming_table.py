@@ -91,7 +91,7 @@ class IncomingPair:
 class IncomingPairTable:
     """All pairs that others have opened to one worker.
 
-    host_id: see `runtime.host.host_id`. device_ids: GPUs of its ranks, as in ConnectorParams.
+    host_id: see `runtime.host.host_id`.
     """
 
     layout: KVLayout
@@ -99,7 +99,6 @@ class IncomingPairTable:
     device: str
     connectors: list[str]
     checksums: bool
-    device_ids: list[str]
     _by_id: dict[str, IncomingPair] = field(default_factory=dict)
     _gone: OrderedDict[str, None] = field(default_factory=OrderedDict)  # ids are never reused
 
@@ -115,7 +114,7 @@ class IncomingPairTable:
         if message.pair_id in self._by_id or message.pair_id in self._gone:
             return []
         try:
-            connector = agree(message, self.layout, self.host_id, self.device, self.connectors, self.device_ids)
+            connector = agree(message, self.layout, self.host_id, self.device, self.connectors)
         except KVLayoutMismatch as mismatch:
             return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
         if len(self._by_id) >= MAX_PAIRS:

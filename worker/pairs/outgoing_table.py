@@ -9,6 +9,7 @@ as proof that nothing more will be written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -84,11 +85,12 @@ OutgoingPairAction = Connect | StartSender | StopSender | SendCloseToReceiver | 
 
 @dataclass(eq=False)
 class OutgoingPair:
-    """This worker and one decode worker."""
+    """This worker and one decode worker. connectors: those that are offered, without the ones that were refused."""
 
     pair_id: str
     peer: WorkerInfo
     opened_at: float
+    connectors: list[str]
     state: Literal["opening", "ready", "refused", "failed"] = "opening"
     connector: str = ""
     checksums: bool = False  # whether either side wants them
@@ -106,8 +108,8 @@ class OutgoingPair:
 class OutgoingPairTable:
     """All pairs that one worker has opened.
 
-    pids: processes of all its ranks. host_id: see `runtime.host.host_id`. device_ids: GPUs of its ranks, as in
-    OpenPair. lease_s: see `prefill_worker.transfer_leases`; sent to decode in the handshake.
+    pids: processes of all its ranks. host_id: see `runtime.host.host_id`. connectors: in order of preference. lease_s:
+    see `prefill_worker.transfer_leases`; sent to decode in the handshake.
     """
 
     worker: WorkerInfo
@@ -118,7 +120,6 @@ class OutgoingPairTable:
     connectors: list[str]
     checksums: bool
     lease_s: float
-    device_ids: list[str]
     _num_opened: int = 0
     _view: dict[str, WorkerInfo] = field(default_factory=dict)  # all workers, by epoch
     _by_epoch: dict[str, OutgoingPair] = field(default_factory=dict)  # by the decode worker's epoch
@@ -166,7 +167,7 @@ class OutgoingPairTable:
         if self.worker.role not in PREFILL_ROLES:
             return []
         return [
-            self._open(now, worker)
+            self._open(now, worker, self.connectors)
             for epoch, worker in self._view.items()
             if worker.role in DECODE_ROLES and epoch not in self._by_epoch and epoch != self.worker.epoch
         ]
@@ -178,15 +179,15 @@ class OutgoingPairTable:
             if pair.state == "opening" and now - pair.opened_at > OPEN_TIMEOUT_S:
                 actions += self.fail(now, pair.pair_id, f"no answer within {OPEN_TIMEOUT_S:.0f} s")
             elif pair.state == "failed" and pair.closed and now - pair.failed_at > RETRY_INTERVAL_S:
-                actions += [*self._drop(now, pair, "it is opened again"), self._open(now, pair.peer)]
+                actions += [*self._drop(now, pair, "it is opened again"), self._open(now, pair.peer, pair.connectors)]
         return actions
 
-    def _open(self, now: float, peer: WorkerInfo) -> Connect:
+    def _open(self, now: float, peer: WorkerInfo, connectors: list[str]) -> Connect:
         # The epoch makes the id unique among processes, the number among this process's pairs.
         number = self._num_opened
         pair_id = f"{self.worker.worker_id}-{peer.worker_id}-{self.worker.epoch}-{number}"
         self._num_opened += 1
-        self._by_epoch[peer.epoch] = self._by_id[pair_id] = OutgoingPair(pair_id, peer, now)
+        self._by_epoch[peer.epoch] = self._by_id[pair_id] = OutgoingPair(pair_id, peer, now, connectors)
         message = OpenPair(
             version=PROTOCOL_VERSION,
             prefill_worker_id=self.worker.worker_id,
@@ -196,10 +197,9 @@ class OutgoingPairTable:
             layout=self.layout,
             host_id=self.host_id,
             device=self.device,
-            connectors=self.connectors,
+            connectors=connectors,
             checksums=self.checksums,
             lease_s=self.lease_s,
-            device_ids=self.device_ids,
             number=number,
         )
         return Connect(pair_id, peer.endpoint, message)
@@ -242,11 +242,15 @@ class OutgoingPairTable:
         return []
 
     def on_sender_impossible(self, now: float, pair_id: str, error: TandemError) -> list[OutgoingPairAction]:
-        """Handles a connector that the handshake chose but the kernel refused, by no longer offering it."""
+        """Handles a connector that the handshake chose but the kernel or driver refused, by no longer offering it to
+        this peer. GPUs may reach some of their peers only.
+        """
         pair = self._by_id.get(pair_id)
-        if pair is not None and len(self.connectors) > 1:
-            self.connectors = [name for name in self.connectors if name != pair.connector]
-        return self.fail(now, pair_id, error.message)
+        actions = self.fail(now, pair_id, error.message)
+        if pair is not None and len(pair.connectors) > 1:
+            pair.connectors = [name for name in pair.connectors if name != pair.connector]
+            pair.failed_at = -math.inf  # opened again at once
+        return actions
 
     def on_sender_closed(self, pair_id: str) -> list[OutgoingPairAction]:
         """Handles the end of a sender. Only now may decode reuse the pair's blocks."""

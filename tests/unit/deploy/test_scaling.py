@@ -234,6 +234,42 @@ def test_the_planner_scales_and_logs_only_if_allowed(acts: bool, caplog: pytest.
         assert f"tandem scale prefill={plan.proposed_prefill} decode=1" in plan_lines(plan)
 
 
+class WithoutRoom(Recorded):
+    """A cluster that refuses to start workers. refusal: why; None if there is room."""
+
+    refusal: str | None = "prefill-1 would share a GPU"
+
+    def scale(self, counts: dict[Role, int]) -> None:  # type: ignore[override]
+        if self.refusal is not None:
+            raise ConfigError(self.refusal)
+        super().scale(counts)
+
+
+def test_a_refused_start_is_logged_once_until_something_changes(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = WithoutRoom()
+    autoscaler = Autoscaler(ClusterConfig(autoscale=True), cluster, boot_s=30.0)
+    now, tokens = 0, 0
+
+    def refusals() -> list[str]:
+        nonlocal now, tokens
+        caplog.clear()
+        for _ in range(8):
+            now += 1
+            tokens += 8000
+            load = WorkerLoad(num_prompt_tokens=tokens, num_finished=tokens // 2000, prompt_tokens_per_s=4000.0)
+            autoscaler.observe(now, [report(0.1, ("prefill-0", "prefill", 0), load=load)])
+        return [each.getMessage() for each in caplog.records if "would share" in each.getMessage()]
+
+    assert refusals() == ["autoscaling: prefill-1 would share a GPU"]
+    assert refusals() == []
+    cluster.refusal = "prefill-1 would share another GPU"
+    assert refusals() == ["autoscaling: prefill-1 would share another GPU"]
+    cluster.refusal = None
+    refusals()
+    cluster.refusal, cluster.counts = "prefill-1 would share another GPU", {"prefill": 1, "decode": 1, "any": 0}
+    assert refusals() == ["autoscaling: prefill-1 would share another GPU"], "there was room in between"
+
+
 def test_the_latest_report_of_a_worker_counts() -> None:
     old = report(2.0, ("prefill-0", "prefill", 0), load=WorkerLoad(num_running=1))
     new = report(0.1, ("prefill-0", "prefill", 0), load=WorkerLoad(num_running=5))

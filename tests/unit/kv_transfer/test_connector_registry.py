@@ -126,7 +126,7 @@ def test_a_path_that_cannot_be_opened_closes_the_pair(install: Install) -> None:
     lost: list[tuple[str, str, bool]] = []
 
     async def run() -> IncomingPairs:
-        table = IncomingPairTable(layout, "here", "cpu", ["memory"], False, [])
+        table = IncomingPairTable(layout, "here", "cpu", ["memory"], False)
         pairs = IncomingPairs(
             "epoch",
             table,

@@ -282,10 +282,10 @@ def test_nothing_arrives_over_gloo_after_an_error_was_reported(pool_file: tuple[
     mistake = ValueError("a mistake in the middle of a receive")  # held here with its traceback, and all variables
     make = receiver._message
 
-    def fail_at_the_third(block_ids: list[int], buffer: int) -> Any:
+    def fail_at_the_third(block_ids: list[int], *arguments: Any) -> Any:
         if block_ids == [5]:
             raise mistake
-        return make(block_ids, buffer)
+        return make(block_ids, *arguments)
 
     receiver._message = fail_at_the_third
     done = Outcomes()

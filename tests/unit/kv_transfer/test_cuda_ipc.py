@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors.block_runs import paired_runs
-from tandem.kv_transfer.connectors.cuda_ipc import copy_runs, device_id, map_peer_pool
+from tandem.kv_transfer.connectors.cuda_ipc import copy_runs, export_pool, map_peer_pool
 from tandem.kv_transfer.handshake import agree, offered_connectors
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.protocol.codec import Codec
@@ -33,13 +34,13 @@ from tandem.runtime.errors import KVLayoutMismatch, KVTransferFailed
 
 LAYOUT = KVLayout("model", "bfloat16", 2, 4, 16, 16)
 SPLIT = msgspec.structs.replace(LAYOUT, num_kv_heads=2, tensor_parallel_size=2)
-HANDLE = CudaPoolHandle(b"memory", 4096, 0, b"counter", 3, b"event", True)
+HANDLE = CudaPoolHandle(b"memory", 4096, 0, b"counter", 3)
 GPUS = ["ipc", "nccl"]
 
 
-def offer(device_ids: list[str], **changes: Any) -> OpenPair:
+def offer(**changes: Any) -> OpenPair:
     base = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "pair", LAYOUT, "here", "cuda", GPUS)
-    return msgspec.structs.replace(base, device_ids=device_ids, **changes)
+    return msgspec.structs.replace(base, **changes)
 
 
 def test_auto_offers_what_the_device_allows() -> None:
@@ -47,38 +48,23 @@ def test_auto_offers_what_the_device_allows() -> None:
     assert offered_connectors("ipc", "cuda") == ["ipc"]
 
 
-@pytest.mark.parametrize(
-    ("theirs", "host", "ours", "connector"),
-    [
-        (["GPU-a"], "here", ["GPU-a"], "ipc"),
-        (["GPU-a"], "here", ["GPU-b"], "nccl"),
-        (["GPU-a"], "elsewhere", ["GPU-b"], "nccl"),
-        (["GPU-a"], "elsewhere", ["GPU-a"], "nccl"),  # no memory is shared between hosts, whatever the names
-    ],
-)
-def test_ipc_on_one_gpu_and_nccl_between_two(theirs: list[str], host: str, ours: list[str], connector: str) -> None:
-    assert agree(offer(theirs, host_id=host), LAYOUT, "here", "cuda", GPUS, ours) == connector
+@pytest.mark.parametrize(("host", "connector"), [("here", "ipc"), ("elsewhere", "nccl")])
+@pytest.mark.parametrize("theirs", [LAYOUT, SPLIT])
+def test_ipc_on_one_host_and_nccl_between_two(theirs: KVLayout, host: str, connector: str) -> None:
+    """Whether the GPUs reach each other is known when one maps the other's memory."""
+    assert agree(offer(layout=theirs, host_id=host), LAYOUT, "here", "cuda", GPUS) == connector
 
 
-def test_with_several_ranks_every_path_must_stay_on_its_gpu() -> None:
-    def choose(theirs: list[str], ours: list[str]) -> str:
-        return agree(offer(theirs, layout=SPLIT), SPLIT, "here", "cuda", GPUS, ours)
-
-    assert choose(["GPU-a", "GPU-b"], ["GPU-a", "GPU-b"]) == "ipc"
-    assert choose(["GPU-a", "GPU-b"], ["GPU-b", "GPU-a"]) == "nccl"
-    assert agree(offer(["GPU-a", "GPU-b"], layout=SPLIT), LAYOUT, "here", "cuda", GPUS, ["GPU-a"]) == "nccl"
-    assert agree(offer(["GPU-a", "GPU-a"], layout=SPLIT), LAYOUT, "here", "cuda", GPUS, ["GPU-a"]) == "ipc"
+def test_a_pool_on_the_cpu_and_one_on_a_gpu_do_not_pair() -> None:
+    """Both devices have a connector called `ipc`."""
+    with pytest.raises(KVLayoutMismatch, match=r"prefill offers ipc, nccl on cuda, decode offers ipc, gloo on cpu"):
+        agree(offer(), LAYOUT, "here", "cpu", ["ipc", "gloo"])
 
 
-def test_ipc_between_two_gpus_is_refused_and_names_them() -> None:
-    with pytest.raises(KVLayoutMismatch, match=r"on different GPUs of the same host\): prefill offers ipc on cuda"):
-        agree(offer(["GPU-a"], connectors=["ipc"]), LAYOUT, "here", "cuda", GPUS, ["GPU-b"])
-
-
-@given(st.binary(max_size=80), st.integers(0, 2**62), st.binary(max_size=80), st.booleans())
-def test_the_ipc_handle_survives_encoding(handle: bytes, size: int, event: bytes, waits: bool) -> None:
-    pool = CudaPoolHandle(handle, size, 512, b"/counter", 7, event, waits)
-    params = ConnectorParams(1, 0, size, 3, "GPU-a", pool)
+@given(st.binary(max_size=80), st.integers(0, 2**62))
+def test_the_ipc_handle_survives_encoding(handle: bytes, size: int) -> None:
+    pool = CudaPoolHandle(handle, size, 512, b"/counter", 7)
+    params = ConnectorParams(1, 0, size, 3, pool)
     codec: Codec[ToPrefillPeer] = Codec(ToPrefillPeer)
     message = PairAccepted("pair", "epoch", "ipc", [params, ConnectorParams()])
     assert codec.decode(codec.encode(message)) == message
@@ -87,8 +73,8 @@ def test_the_ipc_handle_survives_encoding(handle: bytes, size: int, event: bytes
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        (ConnectorParams(1, 5, 4096, 4), "not on a GPU"),
-        (ConnectorParams(1, 0, 8192, 4, "GPU-a", HANDLE), "smaller than the 8192 bytes"),
+        (ConnectorParams(1, 5, 4096, 4), "does not export memory"),
+        (ConnectorParams(1, 0, 8192, 4, HANDLE), "smaller than the 8192 bytes"),
     ],
 )
 def test_invalid_handles_are_refused(params: ConnectorParams, words: str) -> None:
@@ -99,21 +85,57 @@ def test_invalid_handles_are_refused(params: ConnectorParams, words: str) -> Non
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the handle itself is refused; see tests/gpu")
 def test_a_process_without_a_gpu_cannot_map() -> None:
     with pytest.raises(KVTransferFailed, match="cannot map the peer's KV pool"):
-        map_peer_pool(ConnectorParams(1, 0, 4096, 4, "GPU-a", HANDLE), torch.device("cuda", 0))
+        map_peer_pool(ConnectorParams(1, 0, 4096, 4, HANDLE), torch.device("cuda", 0))
 
 
 def test_a_pool_on_cpu_has_no_handle() -> None:
     pool = RankPool(0, LAYOUT, torch.zeros(4, 16, dtype=torch.uint8), DataNetwork("127.0.0.1"))
     params = ConnectorParams(1, 5, 64, 4)
     assert pool.located(params) == params
-    assert device_id(torch.device("cpu")) == ""
+
+
+@pytest.mark.parametrize("own", [torch.device("cuda", 1), torch.device("cuda")])
+def test_memory_of_any_gpu_is_mapped_into_the_own_gpus_address_space(
+    own: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer's number of its GPU means nothing here: each process has CUDA_VISIBLE_DEVICES of its own."""
+    asked: list[tuple[Any, ...]] = []
+    memory = torch.arange(64, dtype=torch.uint8)
+
+    def map_memory(*arguments: Any) -> torch.UntypedStorage:
+        asked.append(arguments)
+        return memory.untyped_storage()
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", map_memory)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    make = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device, **options: make(*sizes, **options))
+    mapped = map_peer_pool(ConnectorParams(1, 0, 48, 4, CudaPoolHandle(b"memory", 64, 16, b"counter", 3)), own)
+    assert asked == [(1, b"memory", 64, 16, b"counter", 3, b"", False)]
+    assert mapped.shape == (4, 12) and torch.equal(mapped.flatten(), memory[:48])
+
+
+def test_a_pool_is_exported_when_it_has_its_first_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer may be on another GPU, where torch's event for this need not work, so the handle has none."""
+    calls: list[str] = []
+
+    class Storage:
+        def _share_cuda_(self) -> tuple[Any, ...]:
+            calls.append("export")
+            return (5, b"memory", 64, 16, b"counter", 3, b"event", True)
+
+    pool: Any = SimpleNamespace(device=torch.device("cuda", 0), untyped_storage=Storage)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(f"wait for {device}"))
+    assert export_pool(pool) == CudaPoolHandle(b"memory", 64, 16, b"counter", 3)
+    assert calls == ["wait for cuda:0", "export"]
 
 
 @given(st.lists(st.integers(0, 19), unique=True, min_size=1), st.randoms())
 def test_exactly_the_runs_are_copied(src: list[int], rng: random.Random) -> None:
     dst = rng.sample(range(20), len(src)) if rng.random() < 0.5 else src
-    source = torch.arange(20 * 6, dtype=torch.uint8).view(20, 3, 2)
-    for view in (slice(None), slice(0, 1)):  # whole blocks, and some heads of each
+    head_bytes = rng.choice([2, 8])  # with 8 the copies move words
+    source = torch.arange(20 * 6 * head_bytes).to(torch.uint8).view(20, 3, 2 * head_bytes)
+    for view in (slice(None), slice(0, head_bytes)):  # whole blocks, and some heads of each
         target, expected = torch.full_like(source, 255), torch.full_like(source, 255)
         expected[dst, :, view] = source[src][:, :, view]
         copy_runs(source[:, :, view], src, target[:, :, view], dst)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed
@@ -22,12 +22,10 @@ from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, process_group
 from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
-from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver, ProcessGroupSender
-from tandem.kv_transfer.handshake import agree
+from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver, ProcessGroupSender, _ProcessGroupEnd
 from tandem.kv_transfer.ranks import rank_pool
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.protocol.messages.membership import PROTOCOL_VERSION
-from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, OpenPair
+from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tests.support.late_device import LOOP, LateDevice, install
 from tests.support.late_nccl import LateNCCL, NCCLWorld
@@ -62,12 +60,12 @@ def on_loop(device: LateDevice, function: Callable[[], None]) -> None:
 class Ends:
     """The ends of a path that are opened. ready: what their `on_ready` got."""
 
-    def __init__(self, device: LateDevice, senders: int = 1) -> None:
+    def __init__(self, device: LateDevice, senders: int = 1, num_blocks: int = 4) -> None:
         self.ready: list[KVTransferFailed | None] = []
-        self.pool = torch.zeros((4, 64), dtype=torch.uint8)
+        self.pool = torch.zeros((num_blocks, 64), dtype=torch.uint8)
         store: Any = lambda: "path"  # noqa: E731
         self.receiver = ProcessGroupReceiver("take", "nccl", store, "", self.pool, self.ready.append)
-        source = torch.full((4, 64), 7, dtype=torch.uint8)
+        source = torch.full((num_blocks, 64), 7, dtype=torch.uint8)
         self.senders = [
             ProcessGroupSender("ship", "nccl", store, "", source, self.ready.append) for _ in range(senders)
         ]
@@ -147,32 +145,60 @@ def test_a_group_that_is_made_after_the_path_was_closed_is_aborted(device: LateD
     on_loop(device, serve)
 
 
-def test_nothing_is_written_after_an_error_was_reported(
-    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (1, 2))
+def written_after_an_error(seed: int, patch: pytest.MonkeyPatch) -> bool:
+    """Whether messages in flight write after a path that is closed in the middle of a transfer has reported its error.
+
+    The path's own thread does not abort the group here, so no abort has ended when it reports.
+    """
+    device = LateDevice(seed)
+    install(device, patch)
+    patch.setattr(torch.distributed, "ProcessGroupNCCL", NCCLWorld(device))
+    patch.setattr(process_group, "message_plan", lambda backend, block_bytes: (1, 4))
+    overwritten: list[bool] = []
 
     def serve() -> None:
         ends = Ends(device)
         ends.connect()
-        make, mistake = ends.receiver._message, ValueError("no room for a copy")
+        start, num_started = ends.receiver._start, 0
 
-        def fail_at_the_third(block_ids: list[int], buffer: int) -> Any:
-            if block_ids == [3]:
-                raise mistake
-            return make(block_ids, buffer)
+        def close_at_the_third(data: torch.Tensor) -> Any:
+            nonlocal num_started
+            num_started += 1
+            if num_started == 3:
+                ends.receiver.close()
+            return start(data)
 
-        ends.receiver._message = fail_at_the_third  # type: ignore[method-assign]
+        ends.receiver._start = close_at_the_third  # type: ignore[method-assign]
         done: list[KVTransferFailed | None] = []
-        ends.receiver.receive([0, 2, 3], done.append)
+        ends.receiver.receive([0, 1, 2], done.append)
         device.wait_until(lambda: bool(done))
-        assert done[0] is not None and ("no room" in done[0].message or "no data" in done[0].message)
-        before = ends.pool.clone()
-        ends.senders[0].send([0, 1, 2], [0, 2, 3], done.append)
-        device.wait_until(lambda: len(done) == 2)
-        assert torch.equal(ends.pool, before)
+        assert done[0] is not None and "closed" in done[0].message
+        ends.pool.fill_(1)  # another request's
+        device.wait_until(lambda: not any(stream.queue for stream in device.streams))
+        overwritten.append(not ends.pool.eq(1).all())
 
     on_loop(device, serve)
+    return overwritten[0]
+
+
+def test_nothing_is_written_after_an_error_was_reported() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        assert not any(written_after_an_error(seed, patch) for seed in range(30))
+
+
+def test_messages_in_flight_that_are_forgotten_after_an_error_are_noticed() -> None:
+    def transfer(self: Any, block_ids: Any, before: Any, after: Any) -> None:
+        try:
+            self._move(block_ids, before, after, deque())
+        except Exception:
+            group, self._group = self._group, None
+            if group is not None:
+                group.abort()
+            raise
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ProcessGroupEnd, "_transfer", transfer)
+        assert any(written_after_an_error(seed, patch) for seed in range(30))
 
 
 def test_a_path_whose_device_has_failed_ends_the_worker(device: LateDevice) -> None:
@@ -226,16 +252,88 @@ def test_a_torch_without_nccl_can_import_and_use_gloo() -> None:
 
 
 def test_a_worker_starts_where_cuda_ipc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers are refused when they map its pool, and then use NCCL (`tests/unit/worker/test_outgoing_pairs.py`)."""
+
     def refuse(blocks: Any) -> None:
         raise RuntimeError("CUDA error: operation not supported\nmore")
 
-    monkeypatch.setattr(rank_pool, "device_id", lambda device: "GPU-a")
     monkeypatch.setattr(rank_pool, "export_pool", refuse)
     blocks: Any = SimpleNamespace(device=torch.device("cuda", 0))
     params = RankPool(0, LAYOUT, blocks, DataNetwork("127.0.0.1")).located(ConnectorParams())
     assert params.cuda is None
-    assert params.device_id not in ("", "GPU-a"), "no peer may think that it can map the pool"
-    offer = OpenPair(PROTOCOL_VERSION, "p", "e", [1], "pair", LAYOUT, "here", "cuda", ["ipc", "nccl"])
-    for ours, theirs in ((params.device_id, "GPU-a"), ("GPU-a", params.device_id)):
-        message = msgspec.structs.replace(offer, device_ids=[theirs])
-        assert agree(message, LAYOUT, "here", "cuda", ["ipc", "nccl"], [ours]) == "nccl"
+    with pytest.raises(KVPathRefused, match="does not export memory"):
+        cuda_ipc.map_peer_pool(params, torch.device("cuda", 0))
+
+
+NO_WORK = ("aten::new_empty", "aten::detach_")
+
+
+class Moved:
+    """What both ends of a transfer queue on the device, by thread."""
+
+    def __init__(self, device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queued: dict[str, list[str]] = {"ship": [], "take": []}
+        dispatch = LateDevice.__torch_dispatch__
+
+        def look(late: LateDevice, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            actor = late.actor()
+            is_queued = actor is not None and actor.stream is not None and not late._is_running and not func.is_view
+            if is_queued and any(isinstance(each, torch.Tensor) for each in args) and func.name() not in NO_WORK:
+                self.queued[actor.name].append(func.name())
+            return dispatch(late, func, types, args, kwargs)
+
+        monkeypatch.setattr(LateDevice, "__torch_dispatch__", look)
+
+
+def test_a_message_costs_one_kernel_at_each_end_at_most(
+    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scattered blocks are gathered by one kernel and scattered by one; adjacent blocks by none."""
+    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (2, 2))
+    moved = Moved(device, monkeypatch)
+
+    def transfer(src: list[int], dst: list[int]) -> None:
+        ends = Ends(device, num_blocks=16)
+        ends.connect()
+        done: list[KVTransferFailed | None] = []
+        for queued in moved.queued.values():
+            queued.clear()
+        ends.receiver.receive(dst, done.append)
+        ends.senders[0].send(src, dst, done.append)
+        device.wait_until(lambda: len(done) == 2)
+        assert done == [None, None] and ends.pool[dst].eq(7).all()
+        nccl.paths.clear()
+
+    def serve() -> None:
+        transfer([8, 6, 4, 2, 0], [1, 5, 3, 9, 11])
+        assert moved.queued["ship"] == ["aten::index_select.out"] * 2, "the last block is adjacent to itself"
+        assert moved.queued["take"] == ["aten::index_copy_"] * 2
+        transfer([2, 3, 4, 5, 6], [9, 10, 11, 12, 13])
+        assert moved.queued == {"ship": [], "take": []}
+
+    on_loop(device, serve)
+
+
+def test_the_host_polls_a_few_times_a_transfer_and_not_for_each_message(
+    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (1, 2))
+    most: list[int] = []
+    wait = SideStream.wait
+
+    def look(stream: SideStream, mark: Any, timeout_s: float) -> None:
+        most.append(max(len(group.works) for group in nccl.groups))
+        wait(stream, mark, timeout_s)
+
+    def serve() -> None:
+        ends = Ends(device, num_blocks=16)
+        ends.connect()
+        monkeypatch.setattr(SideStream, "wait", look)
+        done: list[KVTransferFailed | None] = []
+        ends.receiver.receive(range(16), done.append)
+        ends.senders[0].send(range(16), range(16), done.append)
+        device.wait_until(lambda: len(done) == 2)
+        assert done == [None, None]
+
+    on_loop(device, serve)
+    assert most[0] == 1 + 16, "the handshake's byte and all messages were queued before the first wait"

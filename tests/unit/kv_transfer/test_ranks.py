@@ -7,16 +7,19 @@ import queue
 import random
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.deploy.processes.process_configs import num_sharing_ranks
 from tandem.kv_transfer.connector import DataNetwork, when_all
 from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.head_slices import head_routes
@@ -27,7 +30,7 @@ from tandem.kv_transfer.ranks.transfer_server import TransferServer
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.protocol.rank_channel import open_channel
-from tandem.runtime.errors import InternalError, KVTransferFailed
+from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
 
 NUM_BLOCKS, NUM_LAYERS, NUM_KV_HEADS, HEAD_BYTES = 24, 3, 6, 64
 HOST = "127.0.0.1"
@@ -196,6 +199,46 @@ def test_a_rank_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
     theirs.close()
     with pytest.raises(InternalError, match="did not come up"):
         pools.wait_until_ready()
+
+
+def test_a_refusal_at_any_rank_is_a_refusal_of_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of one rank may not reach its peer, so the pair must use another connector."""
+    opens = RankPool.open_sender
+
+    def open_sender(self: RankPool, connector: str, pair_id: str, peers: Any, on_ready: Any) -> Any:
+        if self.rank == 0:
+            return opens(self, connector, pair_id, peers, on_ready)
+        on_ready(KVPathRefused("cannot map the peer's KV pool"))
+        return opens(self, connector, pair_id, peers, lambda error: None)
+
+    monkeypatch.setattr(RankPool, "open_sender", open_sender)
+    with worker_of(2) as prefill, worker_of(2) as decode:
+        ready = Outcomes()
+        prefill.pools.open_sender("ipc", "pair", decode.pools.params, ready)
+        error = ready.next()
+        assert isinstance(error, KVPathRefused) and error.message == "cannot map the peer's KV pool"
+
+
+@pytest.mark.parametrize("refused_last", [False, True])
+def test_a_refusal_is_reported_before_other_errors(refused_last: bool) -> None:
+    outcomes = Outcomes()
+    done = when_all(2, outcomes)
+    errors = [KVPathRefused("refused"), KVTransferFailed("no answer")]
+    for error in reversed(errors) if refused_last else errors:
+        done(error)
+    assert outcomes.next() is errors[0]
+
+
+@given(st.data())
+def test_the_memory_plan_counts_all_paths_of_a_rank(data: st.DataObject) -> None:
+    num_heads = data.draw(st.integers(1, 32))
+    sizes = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+    own, other = data.draw(st.sampled_from(sizes)), data.draw(st.sampled_from(sizes))
+    for routes, rank_of in (
+        (head_routes(num_heads, own, other), lambda route: route.src_rank),
+        (head_routes(num_heads, other, own), lambda route: route.dst_rank),
+    ):
+        assert max(Counter(map(rank_of, routes)).values()) <= num_sharing_ranks(own, other)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8))

@@ -15,7 +15,7 @@ SECOND = msgspec.structs.replace(FIRST, pair_id="pair-1", number=1)
 
 
 def open_first(peer_writes: bool) -> IncomingPairTable:
-    table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False, [])
+    table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False)
     [accepted] = table.on_open(FIRST)
     assert isinstance(accepted, AcceptPair)
     table.on_opened("pair-0", peer_writes)
@@ -35,7 +35,7 @@ def test_a_new_pair_closes_the_previous_one() -> None:
 
 
 def test_a_late_message_cannot_reopen_the_previous_pair() -> None:
-    table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False, [])
+    table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False)
     table.on_open(SECOND)
     table.on_opened("pair-1", False)
     assert table.on_open(FIRST) == []

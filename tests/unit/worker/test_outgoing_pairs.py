@@ -7,7 +7,7 @@ import pytest
 
 from tandem.protocol.messages.membership import Role, WorkerInfo
 from tandem.protocol.messages.transfer import KVLayout, PairAccepted
-from tandem.runtime.errors import KVPathRefused
+from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tandem.worker.pairs.outgoing_table import Connect, OutgoingPairAction, OutgoingPairTable, StopSender
 
 LAYOUT = KVLayout("m", "float32", 1, 1, 8, 4)
@@ -18,7 +18,7 @@ def worker(name: str, role: Role) -> WorkerInfo:
 
 
 def table_of(info: WorkerInfo) -> OutgoingPairTable:
-    return OutgoingPairTable(info, [1], LAYOUT, "host", "cpu", ["ipc"], False, 10.0, [])
+    return OutgoingPairTable(info, [1], LAYOUT, "host", "cpu", ["ipc"], False, 10.0)
 
 
 def opened(actions: list[OutgoingPairAction]) -> list[str]:
@@ -48,14 +48,36 @@ def test_a_new_role_opens_pairs_and_keeps_those_that_exist() -> None:
     assert not list(table.pairs())
 
 
-def test_a_connector_that_the_driver_refuses_is_not_offered_again() -> None:
-    me, peer = worker("me", "prefill"), worker("peer", "decode")
-    table = OutgoingPairTable(me, [1], LAYOUT, "host", "cuda", ["ipc", "nccl"], False, 10.0, ["GPU-a"])
-    (first,) = [action for action in table.on_view(0.0, [me, peer]) if isinstance(action, Connect)]
-    assert first.message.connectors == ["ipc", "nccl"]
-    table.on_message(0.0, PairAccepted(first.pair_id, peer.epoch, "ipc", []))
-    actions = table.on_sender_ready(0.0, first.pair_id, KVPathRefused("cannot map the peer's KV pool"))
-    assert StopSender(first.pair_id) in actions
-    table.on_sender_closed(first.pair_id)
-    (second,) = [action for action in table.on_tick(60.0) if isinstance(action, Connect)]
-    assert second.message.connectors == ["nccl"]
+def test_a_connector_that_the_driver_refuses_is_not_offered_to_that_peer_again() -> None:
+    """A GPU may reach some of its peers only."""
+    me, near, far, late = (worker(name, role) for name, role in zip("mnfl", ["prefill", *["decode"] * 3], strict=True))  # type: ignore[arg-type]
+    table = OutgoingPairTable(me, [1], LAYOUT, "host", "cuda", ["ipc", "nccl"], False, 10.0)
+
+    def offers(actions: list[OutgoingPairAction]) -> dict[str, list[str]]:
+        return {
+            action.endpoint.removeprefix("ipc://"): action.message.connectors
+            for action in actions
+            if isinstance(action, Connect)
+        }
+
+    def accept(actions: list[OutgoingPairAction], error: KVTransferFailed | None, name: str) -> str:
+        (pair_id,) = [
+            action.pair_id for action in actions if isinstance(action, Connect) and action.endpoint.endswith(name)
+        ]
+        table.on_message(0.0, PairAccepted(pair_id, f"{name}/1", "ipc", []))
+        assert (StopSender(pair_id) in table.on_sender_ready(0.0, pair_id, error)) == (error is not None)
+        return pair_id
+
+    actions = table.on_view(0.0, [me, near, far])
+    assert offers(actions) == {"n": ["ipc", "nccl"], "f": ["ipc", "nccl"]}
+    accept(actions, None, "n")
+    pair_id = accept(actions, KVPathRefused("cannot map the peer's KV pool"), "f")
+    assert offers(table.on_tick(0.1)) == {}, "its sender has not closed yet"
+    table.on_sender_closed(pair_id)
+    again = table.on_tick(0.2)
+    assert offers(again) == {"f": ["nccl"]}, "at once"
+    assert offers(table.on_view(1.0, [me, near, far, late])) == {"l": ["ipc", "nccl"]}
+    pair_id = accept(again, KVTransferFailed("no data moved"), "f")
+    table.on_sender_closed(pair_id)
+    assert offers(table.on_tick(0.3)) == {}, "other errors are not met at once again"
+    assert offers(table.on_tick(10.0)) == {"f": ["nccl"]}

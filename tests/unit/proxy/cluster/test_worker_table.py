@@ -188,6 +188,22 @@ def test_a_role_change_of_an_unknown_or_draining_worker_is_refused() -> None:
     assert "last worker that may decode" in table.change_role(1.0, "decode-1", "prefill"), "decode-0 is leaving"
 
 
+def test_a_worker_drains_from_the_order_on() -> None:
+    """It used to take a role until its next report."""
+    table, _, [decode, other] = cluster(1, 2)
+    table.on_drain_ordered(1.0, "decode-0")
+    assert "draining" in table.change_role(1.0, "decode-0", "any")
+    assert "last worker that may decode" in table.change_role(1.0, "decode-1", "prefill")
+    table.on_status(1.1, status(decode))  # sent before the order
+    assert "draining" in table.change_role(1.1, "decode-0", "any")
+    table.on_status(1.2, msgspec.structs.replace(status(decode), draining=True))
+    table.on_status(2.5, msgspec.structs.replace(status(decode), draining=True))
+    assert "draining" in table.change_role(2.5, "decode-0", "any")
+    table.on_drain_ordered(3.0, "decode-1")
+    table.on_status(4.5, status(other))
+    assert table.change_role(4.5, "decode-1", "any") == "", "the order never arrived"
+
+
 def test_a_report_that_was_sent_before_the_order_does_not_undo_it() -> None:
     table, [prefill], [decode, _] = cluster(1, 2)
     assert table.change_role(1.0, "decode-0", "any") == ""
