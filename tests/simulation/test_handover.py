@@ -356,7 +356,8 @@ class Handover(RuleBasedStateMachine):
         for source, destination in batch.block_copies:
             memory.blocks[destination] = list(memory.blocks[source])
         outputs = []
-        running, computing = scheduler.decode._running.step, scheduler.prefill._step
+        steps = scheduler.decode._running.steps
+        running, computing = steps[0].sequences if steps else [], scheduler.prefill._step
         for item, sequence in zip(batch.items, running, strict=False):
             wanted = self.attempts[sequence.attempt_id]
             token_ids = wanted.prompt + sequence.output_token_ids
@@ -427,7 +428,9 @@ class Handover(RuleBasedStateMachine):
                 assert not targets & set(ship.dst_block_ids)
                 targets |= set(ship.dst_block_ids)
             running = target.decode._running
-            writing = [s.block_table[(s.num_tokens - 1) // BLOCK_SIZE] for s in running.step]
+            writing = [
+                s.block_table[(s.num_tokens - 1) // BLOCK_SIZE] for step in running.steps for s in step.sequences
+            ]
             for prompt, num_tokens in target.prefill._step:
                 start, end = prompt.num_computed_tokens, prompt.num_computed_tokens + num_tokens
                 writing += prompt.block_table[start // BLOCK_SIZE : target.blocks.num_blocks_for(end)]

@@ -390,7 +390,10 @@ class World:
             worker.perform(actions)
             return
         outputs = []
-        running, computing = scheduler.decode._running.step, scheduler.prefill._step
+        running, computing = (
+            list(scheduler.decode._running.steps[0].sequences) if scheduler.decode._running.steps else [],
+            scheduler.prefill._step,
+        )
         for item, sequence in zip(batch.items, running, strict=False):
             token_ids = self.attempts[sequence.attempt_id].prompt + sequence.output_token_ids
             self._check_memory(worker.memory, token_ids, sequence.block_table, item.start)
