@@ -56,6 +56,8 @@ def answers(cluster: Cluster) -> list[list[tuple[str, str]]]:
         return list(pool.map(ask, range(3, 21)))
 
 
+@pytest.mark.extended
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("flags", [("--prefill", "1", "--decode", "1"), ("--workers", "2")], ids=["roles", "elastic"])
 def test_overlapped_steps_give_the_same_answers(
     flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +27,20 @@ class SteppingWorker:
     """
 
     def __init__(
-        self, make_runner: Callable[[], Any], overlaps: bool, num_blocks: int, block_size: int, **options: Any
+        self,
+        make_runner: Callable[[], Any],
+        overlaps: bool,
+        num_blocks: int = 64,
+        block_size: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_num_seqs: int = 8,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._posted: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
-        self.scheduler = WorkerScheduler(BlockManager(num_blocks, block_size), "m", 64, 8, 9.0)
+        blocks = BlockManager(num_blocks, block_size)
+        self.scheduler = WorkerScheduler(blocks, "m", max_num_batched_tokens, max_num_seqs, 9.0)
         self.engine = EngineThread(
-            make_runner, lambda call, *values: self._posted.put((call, values)), 1, overlaps=overlaps, **options
+            make_runner, lambda call, *values: self._posted.put((call, values)), 1, overlaps=overlaps, clock=clock
         )
         self.metrics = WorkerMetrics()
         self.loop = StepLoop(self.scheduler, self.engine, self.metrics, lambda: 0.0, self.perform, lambda: None)

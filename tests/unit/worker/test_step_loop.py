@@ -49,7 +49,7 @@ class CountingRunner(ModelRunner):
 
 def serve(runner: ModelRunner, samplings: list[SamplingParams], overlaps: bool) -> SteppingWorker:
     """Requests of several lengths, one with two sequences; a second wave arrives while the first one decodes."""
-    worker = SteppingWorker(lambda: runner, overlaps, num_blocks=64, block_size=8)
+    worker = SteppingWorker(lambda: runner, overlaps)
 
     def start(name: str, number: int, seeds: tuple[int, ...] = (0,)) -> None:
         stop = StopConditions(6 + number, frozenset(range(0, VOCAB_SIZE, 37)), min_tokens=3)
@@ -147,8 +147,8 @@ class Device:
         return LaunchedStep(None, lambda tokens: outputs, wait)
 
 
-def decode_with(device: Device, overlaps: bool, num_tokens: int = 30, num_blocks: int = 64) -> SteppingWorker:
-    worker = SteppingWorker(lambda: device, overlaps, num_blocks, block_size=8, clock=device.clock)
+def decode_with(device: Device, overlaps: bool, num_tokens: int = 30) -> SteppingWorker:
+    worker = SteppingWorker(lambda: device, overlaps, clock=device.clock)
     worker.start("a", [1, 2, 3], GREEDY, StopConditions(num_tokens))
     worker.start("b", [1, 2, 3, 4], GREEDY, StopConditions(num_tokens // 2))
     worker.run()
@@ -197,7 +197,7 @@ def test_a_step_that_fails_takes_back_the_step_behind_it(error: Exception, is_la
 
 def test_a_stop_token_is_seen_one_step_late_and_its_follower_dropped() -> None:
     device = Device()
-    worker = SteppingWorker(lambda: device, True, 64, 8, clock=device.clock)
+    worker = SteppingWorker(lambda: device, True, clock=device.clock)
     worker.start("a", [1, 2, 3], GREEDY, StopConditions(30, frozenset({9}), min_tokens=0))
     worker.start("b", [1, 2, 3], GREEDY, StopConditions(8))
     worker.run()
