@@ -44,7 +44,7 @@ def test_models_run_with_the_kernels_from_recorded_graphs() -> None:
 
 
 def test_a_step_takes_tokens_from_the_device() -> None:
-    run_interpreted("host_has_not_seen")
+    run_interpreted(INTERPRETED, "host_has_not_seen")
 
 
 class Binders:
