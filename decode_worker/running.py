@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
+
 from tandem.decode_worker.sequence import DecodeSequence
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
 
 
+@dataclass(frozen=True)
+class DecodeStep:
+    """sequences: in the order of the batch. copied_from: blocks that are held until the step ends."""
+
+    sequences: list[DecodeSequence]
+    copied_from: list[int] = field(default_factory=list)
+
+
 class RunningBatch:
-    """Forms steps of one token for each running sequence. max_num_seqs: sequences per step."""
+    """Forms steps of one token for each running sequence. max_num_seqs: sequences per step.
+
+    A second step may be formed while the first runs (`may_schedule_ahead`). Its items have no tokens yet.
+    """
 
     def __init__(self, blocks: BlockManager, max_num_seqs: int) -> None:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self.sequences: list[DecodeSequence] = []
         self._joined: list[DecodeSequence] = []  # since the last `on_clock`
-        self.step: list[DecodeSequence] = []
-        self._copied_from: list[int] = []  # held until the step ends
+        self.steps: deque[DecodeStep] = deque()  # in flight
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -30,16 +43,17 @@ class RunningBatch:
     def leave(self, sequence: DecodeSequence) -> bool:
         """Removes a sequence. Returns False if a step still uses its blocks: `release` must follow `end_step` then."""
         self.sequences = [s for s in self.sequences if s is not sequence]
-        if not sequence.in_step:
-            self.release(sequence)
-        return not sequence.in_step
+        return self.release(sequence)
 
-    def release(self, sequence: DecodeSequence) -> None:
-        """Releases the sequence's blocks."""
+    def release(self, sequence: DecodeSequence) -> bool:
+        """Releases the blocks of a sequence that has left. Returns False if a step still uses them."""
+        if sequence.num_steps:
+            return False
         if sequence.copy_from is not None:
             self._blocks.release([sequence.copy_from])
         self._blocks.release(sequence.block_table)
         sequence.block_table = []
+        return True
 
     def on_clock(self, now: float) -> None:
         for sequence in self._joined:
@@ -48,32 +62,48 @@ class RunningBatch:
 
     # ---- steps
 
+    def may_schedule_ahead(self) -> bool:
+        """Whether the next step can be formed while the last one runs: without its tokens, and without preemption."""
+        if len(self.steps) != 1 or len(self.sequences) > self._max_num_seqs:
+            return False
+        if any(sequence.needs_tokens for sequence in self.steps[0].sequences):
+            return False
+        return self._blocks.can_allocate(sum(map(self._must_grow, self.sequences)))
+
     def schedule(self, now: float) -> tuple[Batch, list[DecodeSequence]]:
         """Returns the next step's batch and the sequences that were preempted for it.
 
         The oldest sequences take their blocks first. If there are none left, the newest sequence is preempted. A
         sequence that runs alone and finds no block, because transfers hold them, skips the step.
         """
-        assert not self.step, "one step at a time"
         self.on_clock(now)
         preempted: list[DecodeSequence] = []
+        step = DecodeStep([])
         for sequence in sorted(self.sequences[: self._max_num_seqs], key=lambda s: s.age):
-            if not sequence.ended and sequence.may_step and self._grow(sequence, preempted):
-                self.step.append(sequence)
-        copies = []
-        for sequence in self.step:
-            sequence.in_step = True
+            may_step = not sequence.ended and sequence.may_step and sequence.has_more_steps
+            if may_step and self._grow(sequence, preempted):
+                step.sequences.append(sequence)
+        sample_of = {id(s): number for number, s in enumerate(self.steps[-1].sequences)} if self.steps else {}
+        items, copies = [], []
+        for sequence in step.sequences:
             if sequence.stepped_at is None:
                 sequence.stepped_at = now
             if sequence.copy_from is not None:
                 copies.append((sequence.copy_from, sequence.block_table[len(sequence.prompt.hashes)]))
-                self._copied_from.append(sequence.copy_from)
+                step.copied_from.append(sequence.copy_from)
                 sequence.copy_from = None
-        return Batch([sequence.next_item() for sequence in self.step], copies), preempted
+            items.append(sequence.next_item(sample_of.get(id(sequence))))
+            sequence.num_steps += 1
+        if items:
+            self.steps.append(step)
+        return Batch(items, copies), preempted
+
+    def _must_grow(self, sequence: DecodeSequence) -> bool:
+        return sequence.num_tokens_to_store > len(sequence.block_table) * self._blocks.block_size
 
     def _grow(self, sequence: DecodeSequence, preempted: list[DecodeSequence]) -> bool:
         """Returns whether the sequence has, or gets, a block for its newest token."""
-        if sequence.num_tokens <= len(sequence.block_table) * self._blocks.block_size:
+        if not self._must_grow(sequence):
             return True
         while not self._blocks.can_allocate(1):
             newest = max(self.sequences, key=lambda s: s.age)
@@ -84,22 +114,23 @@ class RunningBatch:
             preempted.append(newest)
             if newest is sequence:
                 return False
-        sequence.block_table += self._blocks.allocate(1)
+        sequence.block_table = [*sequence.block_table, *self._blocks.allocate(1)]  # a step in flight has the old list
         return True
 
     @property
     def has_copied(self) -> bool:
-        """Whether the step copies blocks."""
-        return bool(self._copied_from)
+        """Whether the oldest step in flight copies blocks."""
+        return bool(self.steps and self.steps[0].copied_from)
 
     def end_step(self) -> list[DecodeSequence]:
-        """Ends the step and returns its sequences, in the order of the batch."""
-        step, self.step = self.step, []
-        for sequence in step:
-            sequence.in_step = False
-        self._blocks.release(self._copied_from)
-        self._copied_from = []
-        return step
+        """Ends the oldest step and returns its sequences, in the order of the batch; none if no step is in flight."""
+        if not self.steps:
+            return []
+        step = self.steps.popleft()
+        for sequence in step.sequences:
+            sequence.num_steps -= 1
+        self._blocks.release(step.copied_from)
+        return step.sequences
 
     def rotate(self, step: list[DecodeSequence]) -> None:
         """Puts the sequences of this step behind the others, if more run than one step takes."""

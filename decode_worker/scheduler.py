@@ -283,6 +283,10 @@ class DecodeScheduler:
         """Sets the start time of sequences that have joined during a step. Called after each event."""
         self._running.on_clock(now)
 
+    def may_schedule_ahead(self) -> bool:
+        """Whether the next step can be scheduled while the last one runs; see `RunningBatch.may_schedule_ahead`."""
+        return self._running.may_schedule_ahead()
+
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
         """Returns the next step's batch, and messages about preempted sequences."""
         batch, preempted = self._running.schedule(now)
@@ -325,7 +329,7 @@ class DecodeScheduler:
         return actions + freed + self._reserve()
 
     def on_out_of_memory(self, preempt: bool) -> list[Action]:
-        """Ends a step that did not fit into the device's memory. Its sequences have no new token.
+        """Ends a step that did not fit into the device's memory, or was not run. Its sequences have no new token.
 
         preempt: the newest half of them goes to where the proxy sends it. All of them go if the step copied blocks, as
         these copies may be missing.

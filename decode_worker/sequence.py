@@ -99,7 +99,9 @@ class DecodeSequence:
 
     age: order of arrival, lower is older. num_tokens: prompt and output, including the newest token, whose KV the next
     step computes. block_tokens: computed tokens of the last block. parent_hash: hash of the blocks before it.
-    copy_from: a held block that the next step copies to the sequence's own last block (copy on write). joined_at: when
+    copy_from: a held block that the next step copies to the sequence's own last block (copy on write). num_steps: steps
+    in flight that use its blocks; each but the first was scheduled before the token of the one before was known.
+    joined_at: when
     its KV was complete. stepped_at: when its first step began, None before.
     """
 
@@ -115,7 +117,7 @@ class DecodeSequence:
     block_tokens: list[int] = field(default_factory=list)
     parent_hash: bytes = b""
     copy_from: int | None = None
-    in_step: bool = False
+    num_steps: int = 0
     ended: bool = False
     joined_at: float = 0.0
     stepped_at: float | None = None
@@ -129,6 +131,29 @@ class DecodeSequence:
     def may_step(self) -> bool:
         """Whether its grammar is compiled and its adapter loaded."""
         return all(each is None or each.is_ready for each in (self.grammar, self.prompt.adapter))
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether its next step can be scheduled only when the token of the running one is known.
+
+        Items with a failed adapter are left out of a step, which changes the numbers of its samples.
+        """
+        adapter = self.prompt.adapter
+        return (
+            self.grammar is not None
+            or self.sampling.needs_history
+            or (adapter is not None and adapter.error is not None)
+        )
+
+    @property
+    def has_more_steps(self) -> bool:
+        """Whether steps follow those in flight, unless a stop token comes."""
+        return not self.num_steps or len(self.output_token_ids) + self.num_steps < self.prompt.request.stop.max_tokens
+
+    @property
+    def num_tokens_to_store(self) -> int:
+        """Tokens whose KV is in its blocks after its next step."""
+        return self.num_tokens + self.num_steps
 
     def begin(self, block_table: list[int], first_token_id: int, block_size: int, position_offset: int) -> None:
         """Starts decoding. The prompt's KV is complete in `block_table`, which now belongs to the sequence."""
@@ -144,22 +169,25 @@ class DecodeSequence:
         if self.sampling.has_penalties:
             self._prompt_token_ids = prompt.token_ids(0, num_before)
 
-    def next_item(self) -> BatchItem:
+    def next_item(self, follows: int | None) -> BatchItem:
+        """Builds the next step's item. follows: the sample of the step in flight that has its token, if any."""
         stop = self.prompt.request.stop
+        num_generated = len(self.output_token_ids) + self.num_steps
         sample = Sample(
             self.sampling,
             prompt_token_ids=self._prompt_token_ids,
             output_token_ids=self.output_token_ids if self.sampling.needs_history else (),
-            banned_token_ids=stop.banned(len(self.output_token_ids)) if stop.min_tokens else (),
+            banned_token_ids=stop.banned(num_generated) if stop.min_tokens else (),
             grammar=self.grammar,
         )
         return BatchItem(
-            [self.output_token_ids[-1]],
-            self.num_tokens - 1,
+            [self.output_token_ids[-1] if follows is None else 0],
+            self.num_tokens_to_store - 1,
             self.block_table,
             [sample],
             position_offset=self.position_offset,
             adapter=self.prompt.adapter,
+            follows=follows,
         )
 
     def on_token(self, token_id: int, block_size: int) -> bytes | None:

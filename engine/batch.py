@@ -35,7 +35,8 @@ class BatchItem(msgspec.Struct, frozen=True):
     tokens to report for each of target_token_ids, the prompt's tokens from position `start + 1` on.
     media: of the whole prompt; never leaves the process. position_offset: added to the positions that the model gets,
     unless media defines them. adapter: loaded LoRA adapter; never leaves the process. pooling: None, or what to return
-    of the tokens' hidden states: the last one, or their sum for a mean.
+    of the tokens' hidden states: the last one, or their sum for a mean. follows: None, or the number of the sample of
+    the step before whose token is the item's only one; then `token_ids` holds a 0 in its place.
     """
 
     token_ids: Sequence[int]
@@ -48,6 +49,7 @@ class BatchItem(msgspec.Struct, frozen=True):
     position_offset: int = 0
     adapter: Adapter | None = None
     pooling: Pooling | None = None
+    follows: int | None = None
 
 
 class Encode(msgspec.Struct, frozen=True):

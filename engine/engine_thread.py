@@ -1,5 +1,9 @@
 """The thread that owns the device: takes steps from the event loop and posts their results back.
 
+With overlap, the loop submits each step while the one before runs, or says that none follows. The thread queues it on
+the device at once, and then waits for the end of the one before. So the device never waits for the host's work
+between steps. A step that fails takes the one behind it along.
+
 A device that has failed for good ends the process: it would fail each step at once, look idle and attract all requests.
 """
 
@@ -9,24 +13,48 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.device_errors import why_lost
+from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.model_runner import ModelRunner
 from tandem.runtime.process import end_process
 from tandem.runtime.threads import show_thread_name
 
-OnDone = Callable[[list[ItemOutput] | None, BaseException | None, float], None]
+
+class StepTiming(NamedTuple):
+    """Duration of a step. gap_s: from the end of the step before until this one was queued on the device."""
+
+    step_s: float
+    gap_s: float
+
+
+OnDone = Callable[[list[ItemOutput] | None, BaseException | None, StepTiming], None]
 OnReady = Callable[[BaseException | None], None]
+
+
+@dataclass
+class _Launched:
+    """step: None if it could not be launched, because of `error`. began_at, queued_at: of its launch."""
+
+    batch: Batch
+    on_done: OnDone
+    step: LaunchedStep | None
+    error: BaseException | None
+    began_at: float
+    queued_at: float
 
 
 class EngineThread:
     """make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`).
 
-    on_lost(reason): called on the thread when the device has failed for good; by default it ends the process.
+    overlaps: whether steps are launched before the one before has ended; see `submit`. on_lost(reason): called on the
+    thread when the device has failed for good; by default it ends the process. clock: in seconds.
     """
 
     def __init__(
@@ -35,21 +63,32 @@ class EngineThread:
         post: Callable[..., Any],
         num_threads: int,
         on_lost: Callable[[str], None] = end_process,
+        overlaps: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.overlaps = overlaps
         self._on_lost = on_lost
         self._make_runner = make_runner
         self._post = post
         self._num_threads = num_threads
-        self._steps: queue.SimpleQueue[tuple[Batch, OnDone] | None] = queue.SimpleQueue()
+        self._clock = clock
+        self._steps: queue.SimpleQueue[tuple[Batch | None, OnDone] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._launched: _Launched | None = None
+        self._ended_at: float | None = None  # the last step
 
     def start(self, on_ready: OnReady) -> None:
         """Starts the thread, makes the runner and warms it up. Posts `on_ready` with None or the error."""
         self._thread = threading.Thread(target=self._run, args=(on_ready,), name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, batch: Batch, on_done: OnDone) -> None:
-        """Queue a step. Posts `on_done(results, error, step_time_s)` once, with either results or an error."""
+    def submit(self, batch: Batch | None, on_done: OnDone) -> None:
+        """Queues a step. Posts `on_done(results, error, timing)` once, with either results or an error.
+
+        With overlap, each step needs a second call while it runs: the step that follows it, or None. The thread waits
+        for that call before it posts the result. If a step fails, the one that follows it is not run, and nothing is
+        posted for it.
+        """
         self._steps.put((batch, on_done))
 
     def stop(self, timeout_s: float) -> None:
@@ -68,7 +107,8 @@ class EngineThread:
             self._post(on_ready, error)
             return
         self._post(on_ready, None)
-        while self._run_next(runner):
+        run_next = self._overlap_next if self.overlaps else self._run_next
+        while run_next(runner):
             pass
 
     def _run_next(self, runner: ModelRunner) -> bool:
@@ -77,13 +117,69 @@ class EngineThread:
         if step is None:
             return False
         batch, on_done = step
-        started = time.perf_counter()
+        assert batch is not None
+        began_at = self._clock()
         try:
             results = runner.run(batch)
         except Exception as error:
-            if reason := why_lost(error, runner.device):
-                self._on_lost(f"the device has failed; the worker ends: {reason}")
-            self._post(on_done, None, error, time.perf_counter() - started)
+            self._fail(runner, on_done, error, began_at, began_at)
         else:
-            self._post(on_done, results, None, time.perf_counter() - started)
+            self._post(on_done, results, None, self._end_step(began_at, began_at))
         return True
+
+    def _overlap_next(self, runner: ModelRunner) -> bool:
+        """Launches a step, then ends the one before; False at the end."""
+        step = self._steps.get()
+        if step is None:
+            return False
+        batch, on_done = step
+        before, self._launched = self._launched, None
+        if batch is not None and (before is None or before.error is None):
+            self._launched = self._launch(runner, batch, on_done, before)
+        if before is not None:
+            self._finish(runner, before)
+        return True
+
+    def _launch(self, runner: ModelRunner, batch: Batch, on_done: OnDone, before: _Launched | None) -> _Launched:
+        began_at = self._clock()
+        try:
+            step = runner.launch(batch, before.step if before is not None else None)
+        except Exception as error:
+            return _Launched(batch, on_done, None, error, began_at, self._clock())
+        return _Launched(batch, on_done, step, None, began_at, self._clock())
+
+    def _finish(self, runner: ModelRunner, ending: _Launched) -> None:
+        """Waits for a step's end and posts its outcome."""
+        if ending.step is None:
+            assert ending.error is not None
+            self._fail(runner, ending.on_done, ending.error, ending.began_at, ending.queued_at)
+            return
+        try:
+            results = ending.step.result()
+        except Exception as error:
+            self._launched = None
+            self._fail(runner, ending.on_done, error, ending.began_at, ending.queued_at)
+            return
+        after = self._launched
+        if after is not None and after.step is not None and ending.step.was_corrected:
+            # It has computed with tokens that are wrong. It writes the same blocks again.
+            self._launched = self._launch(runner, after.batch, after.on_done, ending)
+        self._post(ending.on_done, results, None, self._end_step(ending.began_at, ending.queued_at))
+
+    def _fail(
+        self, runner: ModelRunner, on_done: OnDone, error: BaseException, began_at: float, queued_at: float
+    ) -> None:
+        """Posts an error, once the device does not use the step's blocks any more."""
+        if reason := why_lost(error, runner.device):
+            self._on_lost(f"the device has failed; the worker ends: {reason}")
+        with suppress(Exception):
+            runner.wait()
+        self._post(on_done, None, error, self._end_step(began_at, queued_at))
+
+    def _end_step(self, began_at: float, queued_at: float) -> StepTiming:
+        """Returns the timing of the step that ends now."""
+        now, before = self._clock(), self._ended_at
+        self._ended_at = now
+        if before is None:
+            return StepTiming(now - began_at, 0.0)
+        return StepTiming(now - max(began_at, before), max(0.0, queued_at - before))

@@ -180,16 +180,19 @@ def _measured_bytes(loaded: LoadedModel, config: EngineConfig, memory: DeviceMem
 
 
 def _profile(loaded: LoadedModel, config: EngineConfig, memory: DeviceMemory) -> MemoryUse:
-    """Captures the graphs and runs the largest step, over a small pool that is released again."""
+    """Captures the graphs and runs the largest step behind another one, over a small pool that is released again."""
     num_bytes = _PROFILE_BLOCKS * block_bytes(loaded)
     pool = KVPool(loaded, msgspec.structs.replace(config, kv_cache_bytes=num_bytes))
     runner = ModelRunner(loaded, pool, GraphLimits.of(config))
     memory.reset()  # not counted: what it takes to fuse the layers
     runner.warm_up()
-    runner.run(largest_step(config, loaded.max_model_len, loaded.layout.block_size))
+    largest = largest_step(config, loaded.max_model_len, loaded.layout.block_size)
+    before = runner.launch(largest)  # its logits are kept until it is read
+    runner.run(largest)
+    before.result()
     peak = memory.peak()
     pool.close()
-    del runner, pool
+    del runner, pool, before
     memory.reset()
     free, total = memory.free_and_total()
     return MemoryUse(free, total, memory.reserved(), peak)

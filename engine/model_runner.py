@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -19,20 +20,24 @@ from tandem.engine.cpu.packed_linear import pack_linears
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
 from tandem.engine.cuda.step_graphs import GraphLimits, StepGraphs
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host
-from tandem.engine.cuda.streams import Array, Capture, cuda_capture, device_waiter, upload
+from tandem.engine.cuda.streams import Array, Capture, cuda_capture, end_of_work, upload
 from tandem.engine.cuda.triton_attention import TritonAttention
 from tandem.engine.kv_pool import KVPool
+from tandem.engine.launched_step import FedTokens, LaunchedStep
 from tandem.engine.layers.fusing import fuse_layers
 from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.lora.layers import StepAdapters, wrap_layers
 from tandem.engine.model_head import ModelHead
 from tandem.engine.sampling.grammar_mask import GrammarMasks
-from tandem.engine.sampling.sampler import SamplingStep
+from tandem.engine.sampling.sampler import SampledRows, SamplingStep
 from tandem.engine.vision.media_input import MediaInput, positions_of
-from tandem.protocol.messages.generation import SamplingParams, TokenLogprobs
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, TokenLogprobs
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, first_line
 
 log = logging.getLogger(__name__)
+
+Launched = tuple[SampledRows | None, Callable[[Sequence[SampledToken]], list[ItemOutput]]]
+"""The first two fields of `LaunchedStep`."""
 
 
 class ModelRunner:
@@ -43,7 +48,6 @@ class ModelRunner:
         self._media_input = MediaInput(loaded.vision, loaded.model) if loaded.vision is not None else None
         self._pool = pool
         self.device = self._device = loaded.device
-        self._wait_for_device = device_waiter(loaded.device)
         self._max_model_len = loaded.max_model_len
         self._vocab_size = loaded.vocab_size
         self._uses_triton = uses_triton(pool, self._model.config.get_text_config(decoder=True))
@@ -66,26 +70,32 @@ class ModelRunner:
         self._adapters: StepAdapters | None = None  # from the first step with an adapter on
         self._grammar_masks = GrammarMasks()
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> list[ItemOutput]:
-        """Runs a step and returns one output per item, when the device is done.
+        """Runs a step and returns one output per item, when the device is done."""
+        return self.launch(batch).result()
 
-        A step that samples nothing reads nothing back, and its blocks may be released and written by a peer at once.
+    @torch.inference_mode()
+    def launch(self, batch: Batch, before: LaunchedStep | None = None) -> LaunchedStep:
+        """Queues a step on the device, behind the steps that were launched before.
+
+        before: the step of the last launch; required if items follow it (`BatchItem.follows`).
         """
-        outputs = self._run(batch)
-        self._wait_for_device()
-        return outputs
+        return LaunchedStep(*self._launch(batch, before), end_of_work(self._device))
 
-    def _run(self, batch: Batch) -> list[ItemOutput]:
+    def wait(self) -> None:
+        """Waits for the work that is queued on the device."""
+        end_of_work(self._device)()
+
+    def _launch(self, batch: Batch, before: LaunchedStep | None) -> Launched:
         if batch.block_copies:
             sources, destinations = upload([np.array(batch.block_copies, np.int64)], self._device)[0].unbind(1)
             words = self._pool.as_blocks().view(torch.int64)
             words[destinations] = words[sources]
         if batch.encodes or any(item.media is not None or item.adapter is not None for item in batch.items):
-            return self._run_with_attachments(batch)
-        return self._run_items(batch.items)
+            return self._launch_with_attachments(batch, before)
+        return self._launch_items(batch.items, before)
 
-    def _run_with_attachments(self, batch: Batch) -> list[ItemOutput]:
+    def _launch_with_attachments(self, batch: Batch, before: LaunchedStep | None) -> Launched:
         """Runs a step with media or LoRA adapters. Items whose media or adapter failed get an error."""
         if batch.encodes or any(item.media is not None for item in batch.items):
             if self._media_input is None:
@@ -100,54 +110,72 @@ class ModelRunner:
         if any(item.adapter is not None for item in items) and self._adapters is None:
             self._adapters = StepAdapters()
             wrap_layers(self._model, self._lora_modules, self._adapters)
-        if self._adapters is None:
-            outputs = iter(self._run_items(items) if items else [])
-        else:
-            with self._adapters.of(items, self._device):
-                outputs = iter(self._run_items(items) if items else [])
-        return [failed.get(number) or next(outputs) for number in range(len(batch.items))]
+        num_items = len(batch.items)
+        if not items:
+            return None, lambda tokens: [failed[number] for number in range(num_items)]
+        with self._adapters.of(items, self._device) if self._adapters is not None else nullcontext():
+            sampled, make_outputs = self._launch_items(items, before)
 
-    def _run_items(self, items: list[BatchItem]) -> list[ItemOutput]:
+        def outputs(tokens: Sequence[SampledToken]) -> list[ItemOutput]:
+            fine = iter(make_outputs(tokens))
+            return [failed.get(number) or next(fine) for number in range(num_items)]
+
+        return sampled, outputs
+
+    def _launch_items(self, items: list[BatchItem], before: LaunchedStep | None) -> Launched:
         samples = [s for item in items for s in item.samples]
         masking = self._grammar_masks.start(samples)  # runs beside the model
         positions = [item.start + len(item.token_ids) for item in items for _ in item.samples]
         sampling = SamplingStep(samples, positions, self._vocab_size)
+        fed = FedTokens(items, before)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         pooled: dict[int, bytes] = {}
         if any(item.num_prompt_logprobs is not None or item.pooling is not None for item in items):
-            rows, prompt_logprobs, pooled = self._run_with_head(items)
+            rows, prompt_logprobs, pooled = self._run_with_head(items, fed)
             tensors = upload(sampling.arrays, self._device)
         else:
-            rows, tensors = self._sampled_logits(items, sampling.arrays)
+            rows, tensors = self._sampled_logits(items, fed, sampling.arrays)
         mask = masking.result() if masking is not None else None
-        tokens = iter(sampling.run(rows, tensors, mask) if samples else [])
-        outputs = [
-            ItemOutput([next(tokens) for _ in item.samples], prompt_logprobs.get(number, []), pooled=pooled.get(number))
-            for number, item in enumerate(items)
-        ]
-        return with_errors(outputs, mask.errors) if mask is not None and mask.errors else outputs
+        sampled = sampling.run(rows, tensors, mask) if samples else None
+        nums_sampled = [len(item.samples) for item in items]
+
+        def outputs(sampled_tokens: Sequence[SampledToken]) -> list[ItemOutput]:
+            tokens = iter(sampled_tokens)
+            made = [
+                ItemOutput(
+                    [next(tokens) for _ in range(num)], prompt_logprobs.get(number, []), pooled=pooled.get(number)
+                )
+                for number, num in enumerate(nums_sampled)
+            ]
+            return with_errors(made, mask.errors) if mask is not None and mask.errors else made
+
+        return sampled, outputs
 
     def _inputs(
-        self, items: list[BatchItem], arrays: Sequence[Array] = ()
+        self, items: list[BatchItem], fed: FedTokens, arrays: Sequence[Array] = ()
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """Returns the model's inputs, and `arrays` on the device."""
         inputs: dict[str, Any] = {"use_cache": False}
+        num_fed = len(fed.arrays)
         if self._uses_triton:
             index = StepIndex.of(items, self._pool.layout.block_size)
-            flat, *tensors = upload([flat_on_host(index), *arrays], self._device)
+            flat, *tensors = upload([flat_on_host(index), *fed.arrays, *arrays], self._device)
+            fed.put_into(flat, tensors[:num_fed])
             inputs |= self._inputs_of(StepTensors.of(flat, index))
+            token_ids = inputs["input_ids"]
         else:
-            tensors = upload(arrays, self._device)
+            tensors = upload([*fed.arrays, *arrays], self._device)
             inputs["tandem"] = self._make_attention(items)
+            token_ids = torch.tensor([[token_id for item in items for token_id in item.token_ids]], device=self._device)
+            fed.put_into(token_ids[0], tensors[:num_fed])
         if self._media_input is not None and any(item.media is not None for item in items):
             for name in ("input_ids", "position_ids"):
                 inputs.pop(name, None)
-            inputs |= self._media_input.inputs(items)
+            inputs |= self._media_input.inputs(items, token_ids)
         elif not self._uses_triton:
-            token_ids = [token_id for item in items for token_id in item.token_ids]
-            inputs["input_ids"] = torch.tensor([token_ids], device=self._device)
+            inputs["input_ids"] = token_ids
             inputs["position_ids"] = torch.tensor([positions_of(items)], device=self._device)
-        return inputs, tensors
+        return inputs, tensors[num_fed:]
 
     def _inputs_of(self, step: StepTensors) -> dict[str, Any]:
         return {
@@ -157,7 +185,7 @@ class ModelRunner:
         }
 
     def _sampled_logits(
-        self, items: list[BatchItem], arrays: Sequence[Array]
+        self, items: list[BatchItem], fed: FedTokens, arrays: Sequence[Array]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns logits [num_samples, vocab_size], and `arrays` on the device.
 
@@ -170,8 +198,10 @@ class ModelRunner:
                 padded = self._graphs.padded(index, shape)
                 choice = [number for number, item in enumerate(items) for _ in item.samples]
                 flat, chosen, *tensors = upload(
-                    [flat_on_host(padded), np.array(choice, np.int64), *arrays], self._device
+                    [flat_on_host(padded), np.array(choice, np.int64), *fed.arrays, *arrays], self._device
                 )
+                fed.put_into(flat, tensors[: len(fed.arrays)])
+                tensors = tensors[len(fed.arrays) :]
                 try:
                     return _select(self._graphs.run(shape, padded, flat), choice, chosen), tensors
                 except Exception as problem:  # e.g. mixtures of experts that synchronise with the host
@@ -184,15 +214,15 @@ class ModelRunner:
         # At least one row, because models do not support an empty selection.
         keep = np.array([row for row, _ in sampled] or [0], np.int64)
         choice = [number for number, (_, times) in enumerate(sampled) for _ in range(times)]
-        inputs, (kept, chosen, *tensors) = self._inputs(items, [keep, np.array(choice, np.int64), *arrays])
+        inputs, (kept, chosen, *tensors) = self._inputs(items, fed, [keep, np.array(choice, np.int64), *arrays])
         logits: torch.Tensor = self._model(**inputs, logits_to_keep=kept).logits[0]
         return _select(logits, choice, chosen), tensors
 
     def _run_with_head(
-        self, items: list[BatchItem]
+        self, items: list[BatchItem], fed: FedTokens
     ) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]], dict[int, bytes]]:
         """Returns what `_sampled_logits` returns; by item number, prompt logprobs and pooled hidden states."""
-        head = ModelHead(self._model, self._inputs(items)[0])
+        head = ModelHead(self._model, self._inputs(items, fed)[0])
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         pooled: dict[int, bytes] = {}
         sampled_rows: list[int] = []

@@ -43,6 +43,7 @@ LOAD_FIELDS: Final = [field for field, _ in (*_GAUGES.values(), *_COUNTERS.value
 """Fields of the heartbeat's load report that are exported."""
 
 _STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+_GAP_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1)
 _LONG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _TRANSFER_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 
@@ -56,6 +57,9 @@ class WorkerMetrics:
         self._load: Any = None  # the last heartbeat's load report
         self.registry.register(self)
         self.step = self._histogram("tandem_worker_step_seconds", "One step of the model.", _STEP_S)
+        self.step_gap = self._histogram(
+            "tandem_worker_step_gap_seconds", "From a step's end until the next one is on the device.", _GAP_S
+        )
         self.queue = self._histogram(
             "tandem_worker_request_queue_time_seconds", "From a prompt's arrival to its first chunk.", _LONG_S
         )

@@ -6,6 +6,9 @@ the blocks that they need before new prompts do.
 
 from __future__ import annotations
 
+from collections import deque
+from typing import NamedTuple
+
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -16,6 +19,14 @@ from tandem.protocol.worker_actions import Action
 
 MIN_BATCHED_TOKENS = 64
 """Steps are not made smaller than this when the device is out of memory."""
+
+
+class _Step(NamedTuple):
+    """num_decoding: items of sequences, which come first. has_prompts: whether it computes prompts, or their media."""
+
+    num_decoding: int
+    num_prompt_tokens: int
+    has_prompts: bool
 
 
 class WorkerScheduler:
@@ -41,8 +52,7 @@ class WorkerScheduler:
         self.prefill = PrefillScheduler(blocks, model_id, max_num_batched_tokens, max_num_seqs, lease_s, self.decode)
         self._step_times = StepTimes(itl_slo_s)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._num_decoding = 0  # items of the step
-        self._num_prompt_tokens = 0  # of the step
+        self._steps: deque[_Step] = deque()  # in flight
 
     # ---- load figures
 
@@ -107,36 +117,64 @@ class WorkerScheduler:
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
         """Returns the next step's batch, and the actions that follow from it."""
         reserved = self.decode.reserve_waiting()  # the prefill role may have released blocks
+        batch, actions = self._next_step(now)
+        return batch, reserved + actions
+
+    def schedule_ahead(self, now: float) -> tuple[Batch, list[Action]]:
+        """Returns the batch of the step behind the running one, whose tokens are not known yet. It may be empty.
+
+        It is empty while the running step computes prompts, and if a sequence's next step depends on its token
+        (`DecodeSequence.needs_tokens`). Tokens that follow a stop token are dropped when they arrive.
+        """
+        [running] = self._steps
+        if running.has_prompts or not self.decode.may_schedule_ahead():
+            return Batch([]), []
+        return self._next_step(now)
+
+    def _next_step(self, now: float) -> tuple[Batch, list[Action]]:
         decoding, preempted = self.decode.schedule(now)
         max_tokens = self._step_times.chunk(len(decoding.items), self._max_num_batched_tokens)
         computing, reserving = self.prefill.schedule(now, max_tokens)
-        self._num_decoding = len(decoding.items)
-        self._num_prompt_tokens = sum(len(item.token_ids) for item in computing.items)
         batch = Batch(decoding.items + computing.items, decoding.block_copies, computing.encodes)
-        return batch, reserved + preempted + reserving
+        if batch.items or batch.encodes:
+            num_prompt_tokens = sum(len(item.token_ids) for item in computing.items)
+            has_prompts = bool(computing.items or computing.encodes)
+            self._steps.append(_Step(len(decoding.items), num_prompt_tokens, has_prompts))
+        return batch, preempted + reserving
 
-    def measure(self, step_s: float) -> None:
-        """Records how long the step took."""
-        self._step_times.on_step(self._num_decoding, self._num_prompt_tokens, step_s)
-
-    def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
-        """results: one for each item of the step's batch."""
-        decoded, computed = results[: self._num_decoding], results[self._num_decoding :]
-        return self.decode.on_step(now, decoded) + self.prefill.on_step(now, computed)
+    def on_step(self, now: float, results: list[ItemOutput], step_s: float | None = None) -> list[Action]:
+        """results: one for each item of the oldest step in flight. step_s: how long it took, if it was measured."""
+        step = self._steps.popleft()
+        if step_s is not None:
+            self._step_times.on_step(step.num_decoding, step.num_prompt_tokens, step_s)
+        actions = self.decode.on_step(now, results[: step.num_decoding])
+        return actions + self.prefill.on_step(now, results[step.num_decoding :]) if step.has_prompts else actions
 
     def on_out_of_memory(self, error: BaseException) -> list[Action]:
         """Makes steps smaller for good: chunks of prompts first, then fewer sequences.
 
-        A chunk of the smallest size that does not fit either fails.
+        A chunk of the smallest size that does not fit either fails. A step behind the failed one was not run.
         """
-        num_tokens = self._num_prompt_tokens
+        step = self._steps.popleft()
+        num_tokens = step.num_prompt_tokens
         if num_tokens and self._max_num_batched_tokens > MIN_BATCHED_TOKENS:
             fitting = min(num_tokens, self._max_num_batched_tokens) // 2
             self._max_num_batched_tokens = max(MIN_BATCHED_TOKENS, fitting)
-        elif num_tokens or not self._num_decoding:  # or an image alone
+        elif num_tokens or not step.num_decoding:  # or an image alone
             return self.decode.on_out_of_memory(preempt=False) + self.prefill.on_step_failed(error)
         preempted = self.decode.on_out_of_memory(preempt=not num_tokens)
-        return preempted + self.prefill.on_out_of_memory(self._max_num_batched_tokens)
+        return preempted + self.prefill.on_out_of_memory(self._max_num_batched_tokens) + self._take_back()
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
-        return self.decode.on_step_failed(error) + self.prefill.on_step_failed(error)
+        """Fails the requests of the oldest step in flight. A step behind it was not run."""
+        step = self._steps.popleft()
+        actions = self.decode.on_step_failed(error)
+        return actions + (self.prefill.on_step_failed(error) if step.has_prompts else []) + self._take_back()
+
+    def _take_back(self) -> list[Action]:
+        """Takes back the step that was scheduled ahead."""
+        if not self._steps:
+            return []
+        self._steps.clear()
+        ended = self.decode.on_out_of_memory(preempt=False)
+        return ended + self.prefill.on_out_of_memory(self._max_num_batched_tokens)

@@ -12,8 +12,6 @@ from typing import Any
 
 import msgspec
 
-from tandem.engine.batch import ItemOutput
-from tandem.engine.device_errors import is_out_of_memory
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import RemoteMedia
@@ -36,13 +34,14 @@ from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.protocol.worker_actions import Action, Receive, SendToPeer, SendToProxy, Ship
-from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError, first_line
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.presence import Presence, new_worker_info
 from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +54,6 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._presence: Presence | None = None
-        self._step_time_s = 0.0
-        self._stepping = False
         self._metrics = WorkerMetrics()
 
     def stop(self) -> None:
@@ -92,6 +89,9 @@ class Worker:
             self._start_step,
             RemoteMedia(context, config.max_fetched_media_bytes) if takes_media else None,
         )
+        self._steps = StepLoop(
+            scheduler, host.engine, self._metrics, self._loop.time, self._perform, self._media.share_encoded
+        )
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
         self._router = RouterSocket(context, config.endpoint, codec, self._on_message)
         info = new_worker_info(config, self._router.endpoint, self._metrics)
@@ -122,7 +122,7 @@ class Worker:
     def _load(self) -> WorkerLoad:
         load = msgspec.structs.replace(
             self._traffic.add_to(self._scheduler.load()),
-            step_time_s=self._step_time_s,
+            step_time_s=self._steps.step_time_s,
             refusals=self._refusals.totals(),
             num_media_encoded=self._media.num_encoded,
             num_media_found=self._media.num_found,
@@ -212,32 +212,7 @@ class Worker:
             log.debug("the prefill side of pair %s is not connected", pair_id)
 
     def _start_step(self) -> None:
-        if self._stepping:
-            self._scheduler.decode.on_clock(self._loop.time())
-            return
-        batch, actions = self._scheduler.schedule(self._loop.time())
-        if batch.items or batch.encodes:
-            self._stepping = True
-            self._host.engine.submit(batch, self._on_step)
-        if actions:
-            self._perform(actions)
-
-    def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
-        self._stepping = False
-        self._step_time_s = step_time_s
-        self._media.share_encoded()
-        self._metrics.step.observe(step_time_s)
-        if results is None:
-            error = error or RuntimeError("unknown")
-            if is_out_of_memory(error):
-                log.warning("a step did not fit into the device's memory; steps get smaller: %s", first_line(error))
-                self._perform(self._scheduler.on_out_of_memory(error))
-            else:
-                log.error("a step failed", exc_info=error)
-                self._perform(self._scheduler.on_step_failed(error))
-        else:
-            self._scheduler.measure(step_time_s)
-            self._perform(self._scheduler.on_step(self._loop.time(), results))
+        self._steps.start()
 
 
 def send_to_proxy(router: RouterSocket[Any], proxy_id: str, message: ToProxy) -> None:

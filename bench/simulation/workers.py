@@ -275,12 +275,11 @@ class WorkerSimulation:
         return cost_of_step(self._speeds, num_sequences, num_prompt_tokens)
 
     def _step_ended(self, worker: _Worker, batch: Batch, step_s: float) -> None:
-        worker.scheduler.measure(step_s)
         worker.computes = False
         results = [
             ItemOutput([SampledToken(self._rng.randrange(1 << 20)) for _ in item.samples]) for item in batch.items
         ]
-        self._perform(worker, worker.scheduler.on_step(self._now, results))
+        self._perform(worker, worker.scheduler.on_step(self._now, results, step_s))
 
 
 def _is_decode(item: BatchItem) -> bool:

@@ -40,17 +40,31 @@ def _copy_to_device(host: npt.NDArray[np.uint8], device: torch.device) -> torch.
     return torch.from_numpy(host).pin_memory().to(device, non_blocking=True)
 
 
-def device_waiter(device: torch.device) -> Callable[[], None]:
-    """Returns a function that blocks, without spinning, until the work queued on the device is done."""
+def download(tensor: torch.Tensor) -> Callable[[], Any]:
+    """Begins to copy a tensor to the host. Returns a function that waits for the copy and returns it as lists."""
+    return tensor.tolist if tensor.device.type == "cpu" else _copy_to_host(tensor)
+
+
+def _copy_to_host(tensor: torch.Tensor) -> Callable[[], Any]:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    wait = end_of_work(tensor.device)
+
+    def read() -> Any:
+        wait()
+        return host.tolist()
+
+    return read
+
+
+def end_of_work(device: torch.device) -> Callable[[], None]:
+    """Returns a function that blocks, without spinning, until the work that is queued on the device now is done."""
     if device.type != "cuda":
         return lambda: None
-
-    def wait() -> None:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        event.synchronize()
-
-    return wait
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    synchronize: Callable[[], None] = event.synchronize
+    return synchronize
 
 
 def cuda_capture() -> Capture:

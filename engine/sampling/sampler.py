@@ -5,7 +5,7 @@ Logprobs are of the unchanged logits. The noise is a pure function of (seed, pos
 (`engine.sampling.noise`): a request gives the same text in any batch and on any worker.
 
 What a step needs of its samples goes to the device before the model runs, in one copy with the step's other indices,
-and the tokens come back in one copy (`SamplingStep`).
+and the tokens come back in one copy (`SamplingStep`, `SampledRows`). The next step may use them on the device before.
 
 A row of NaN logits gives an arbitrary token and does not affect other rows.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tandem.engine.batch import Sample
-from tandem.engine.cuda.streams import upload
+from tandem.engine.cuda.streams import download, upload
 from tandem.engine.sampling.columns import Columns, Tensors
 from tandem.engine.sampling.grammar_mask import StepMask
 from tandem.engine.sampling.logprobs import logprob_columns, read_logprobs
@@ -117,8 +117,11 @@ class SamplingStep:
             self._columns.add([[p.top_k == 0 and p.min_p == 0] for p in chosen], np.bool_),
         )
 
-    def run(self, logits: torch.Tensor, tensors: Tensors, mask: StepMask | None = None) -> list[SampledToken]:
-        """Samples one token per row of `logits` [num_rows, vocab_size]. tensors: `arrays`, on the device."""
+    def run(self, logits: torch.Tensor, tensors: Tensors, mask: StepMask | None = None) -> SampledRows:
+        """Samples one token per row of `logits` [num_rows, vocab_size], without waiting for the device.
+
+        tensors: `arrays`, on the device. `logits` is not read after the return.
+        """
         shaped = self._adjustments.apply(logits, tensors, mask)
         if self._is_any_greedy:
             chosen = argmax(shaped)
@@ -127,47 +130,45 @@ class SamplingStep:
         if self._plain is not None:
             rows, keys, temperatures = self._parts(self._plain, tensors)
             chosen.index_copy_(0, rows, _sample_plain(self._select(shaped, rows), keys, temperatures))
-        are_exact = [
-            self._sample_filtered(group, shaped, chosen, tensors, group.num_candidates) for group in self._filtered
-        ]
-        token_ids, logprobs, is_exact = self._read(logits, chosen, tensors, are_exact)
-        if not is_exact:
-            for group in self._filtered:
-                self._sample_filtered(group, shaped, chosen, tensors, self._vocab_size)
-            token_ids, logprobs, _ = self._read(logits, chosen, tensors, [])
-        return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
+        filtered = [(group, self._filtered_logits(group, shaped, tensors)) for group in self._filtered]
+        logged = None if self._logged_rows is None else logits.index_select(0, tensors[self._logged_rows])
+        return SampledRows(self, chosen, tensors, filtered, logged)
 
-    def _sample_filtered(
-        self, group: _Filtered, shaped: torch.Tensor, chosen: torch.Tensor, tensors: Tensors, num_candidates: int
+    def _filtered_logits(self, group: _Filtered, shaped: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """Returns a float32 copy of the group's rows, divided by their temperatures."""
+        rows, _, temperatures = self._parts(group.rows, tensors)
+        selected = self._select(shaped, rows).to(torch.float32, copy=True)
+        return selected if temperatures is None else selected.div_(temperatures)
+
+    def sample_filtered(
+        self, group: _Filtered, selected: torch.Tensor, chosen: torch.Tensor, tensors: Tensors, num_candidates: int
     ) -> torch.Tensor:
         """Samples the group's rows into `chosen`. Returns per row whether `num_candidates` suffice.
 
         The number of candidates depends only on the row's own parameters, and a full sort gives the same token where
         they suffice.
         """
-        rows, keys, temperatures = self._parts(group.rows, tensors)
-        selected = self._select(shaped, rows).float()
-        if temperatures is not None:
-            selected = selected / temperatures
+        rows, keys, _ = self._parts(group.rows, tensors)
         top_k, top_p, min_p = tensors[group.limits]
         tokens, is_exact = _sample_among(num_candidates, selected, keys, top_k, top_p, min_p, tensors[group.is_whole])
         chosen.index_copy_(0, rows, tokens)
         return is_exact if num_candidates < self._vocab_size else torch.ones_like(is_exact)
 
-    def _read(
-        self, logits: torch.Tensor, chosen: torch.Tensor, tensors: Tensors, are_exact: list[torch.Tensor]
-    ) -> tuple[list[int], dict[int, TokenLogprobs], bool]:
-        """Returns the token ids, the logprobs by row, and whether all of `are_exact` hold: one copy to the host."""
+    def columns(
+        self, chosen: torch.Tensor, tensors: Tensors, logged: torch.Tensor | None, are_exact: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns what `parse` reads: the token ids, `are_exact` and the logprobs of `logged`, in one tensor."""
         if self._logged_rows is None and not are_exact:
-            return chosen.tolist(), {}, True
+            return chosen
         columns: list[torch.Tensor] = [chosen, *are_exact]
-        if self._logged_rows is not None:
-            index = tensors[self._logged_rows]
+        if self._logged_rows is not None and logged is not None:
             named = None if self._named_ids is None else tensors[self._named_ids]
-            selected = logits.index_select(0, index), chosen.index_select(0, index)
-            columns.append(logprob_columns(*selected, max(self._nums_top), named).view(-1))
-        values: list[float] = torch.cat([column.double() for column in columns]).tolist()
-        num_exact = sum(map(len, are_exact))
+            token_ids = chosen.index_select(0, tensors[self._logged_rows])
+            columns.append(logprob_columns(logged, token_ids, max(self._nums_top), named).view(-1))
+        return torch.cat([column.double() for column in columns])
+
+    def parse(self, values: list[float], num_exact: int) -> tuple[list[SampledToken], bool]:
+        """Returns the tokens, and whether the candidates of all `num_exact` filtered rows suffice."""
         end = self._num_rows + num_exact
         logprobs: dict[int, TokenLogprobs] = {}
         if self._logged:
@@ -175,7 +176,8 @@ class SamplingStep:
             rows = [values[first : first + width] for first in range(end, len(values), width)]
             found = read_logprobs(rows, self._nums_top, self._vocab_size, self._named)
             logprobs = dict(zip(self._logged, found, strict=True))
-        return [int(value) for value in values[: self._num_rows]], logprobs, all(values[self._num_rows : end])
+        tokens = [SampledToken(int(value), logprobs.get(i)) for i, value in enumerate(values[: self._num_rows])]
+        return tokens, all(values[self._num_rows : end])
 
     def _parts(self, rows: _Rows, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         temperatures = None if rows.temperatures is None else tensors[rows.temperatures]
@@ -185,12 +187,53 @@ class SamplingStep:
         return shaped if len(rows) == self._num_rows else shaped.index_select(0, rows)
 
 
+class SampledRows:
+    """The sampled tokens of one step, on the device; `result` brings them to the host.
+
+    token_ids: int64 [num_rows]. `result` corrects them if a row had too few candidates, which is rare. was_corrected:
+    whether it has; work that has read them before must be repeated.
+    """
+
+    def __init__(
+        self,
+        step: SamplingStep,
+        token_ids: torch.Tensor,
+        tensors: Tensors,
+        filtered: list[tuple[_Filtered, torch.Tensor]],
+        logged: torch.Tensor | None,
+    ) -> None:
+        """filtered: rows with filters, and their logits. logged: logits of rows with logprobs."""
+        self.token_ids = token_ids
+        self.was_corrected = False
+        self._step = step
+        self._tensors = tensors
+        self._filtered = filtered
+        self._logged = logged
+        are_exact = [
+            step.sample_filtered(group, selected, token_ids, tensors, group.num_candidates)
+            for group, selected in filtered
+        ]
+        self._num_exact = sum(map(len, are_exact))
+        self._read = download(step.columns(token_ids, tensors, logged, are_exact))
+
+    def result(self) -> list[SampledToken]:
+        """Waits for the device and returns the tokens."""
+        tokens, is_exact = self._step.parse(self._read(), self._num_exact)
+        if is_exact:
+            return tokens
+        for group, selected in self._filtered:
+            self._step.sample_filtered(group, selected, self.token_ids, self._tensors, selected.shape[1])
+        self.was_corrected = True
+        columns = self._step.columns(self.token_ids, self._tensors, self._logged, [])
+        return self._step.parse(download(columns)(), 0)[0]
+
+
 def sample(
     logits: torch.Tensor, samples: Sequence[Sample], positions: Sequence[int], mask: StepMask | None = None
 ) -> list[SampledToken]:
     """Samples one token per row of `logits` [num_rows, vocab_size]. positions: of the sampled tokens."""
     step = SamplingStep(samples, positions, logits.shape[-1])
-    return step.run(logits, upload(step.arrays, logits.device), mask)
+    return step.run(logits, upload(step.arrays, logits.device), mask).result()
 
 
 def argmax(rows: torch.Tensor) -> torch.Tensor:

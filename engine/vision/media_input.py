@@ -39,9 +39,8 @@ class MediaInput:
                 except TandemError as error:
                     _fail(item.media, error)
 
-    def inputs(self, items: list[BatchItem]) -> dict[str, Any]:
-        """Returns the model's inputs for the step's tokens, [1, num_tokens, ...]."""
-        token_ids = torch.tensor([[token_id for item in items for token_id in item.token_ids]], device=self._device)
+    def inputs(self, items: list[BatchItem], token_ids: torch.Tensor) -> dict[str, Any]:
+        """Returns the model's inputs for the step's tokens, [1, num_tokens, ...]. token_ids: int64 [1, num_tokens]."""
         hidden = self._decoder.get_input_embeddings()(token_ids)[0]  # [num_tokens, hidden_size]
         rows: list[int] = []  # rows of placeholder tokens
         visual: list[torch.Tensor] = []  # each [1 + num_deepstack, num_rows, hidden_size]

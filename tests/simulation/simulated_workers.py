@@ -103,7 +103,7 @@ class Worker:
         self.inbox: dict[str, deque[Any]] = defaultdict(deque)  # by connection: "proxy", or a pair
         self.view: set[str] = set()
         self.memory = Memory()
-        self.step: Batch | None = None
+        self.steps: deque[Batch] = deque()
         self.later: deque[Callable[[], None]] = deque()
         self.paths: dict[str, Side] = {}
         self.sockets: dict[str, str] = {}

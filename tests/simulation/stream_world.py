@@ -45,7 +45,7 @@ class Worker:
         self.blocks = BlockManager(NUM_BLOCKS, 1)
         self._steps: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._runner: Any = object.__new__(model_runner.ModelRunner)
-        self._runner._wait_for_device = model_runner.device_waiter(torch.device("cuda", 0))
+        self._runner._device = torch.device("cuda", 0)
         self._stream = self._device.Stream()
         self._device.start(name, self._run)
 
@@ -56,7 +56,7 @@ class Worker:
         while True:
             self._device.wait_until(lambda: bool(self._steps))
             compute, on_done = self._steps.popleft()
-            self._runner._run = lambda batch, compute=compute: compute()
+            self._runner._launch = lambda batch, before, compute=compute: compute() or (None, lambda tokens: [])
             with self._device.stream(self._stream):
                 model_runner.ModelRunner.run(self._runner, Batch([]))
             self._post(on_done)
@@ -251,7 +251,8 @@ def run_graphs(seed: int, patch: pytest.MonkeyPatch) -> None:
     device = LateDevice(seed)
     rng = device.rng
     install(device, patch)
-    waits = model_runner.device_waiter(torch.device("cuda", 0))
+    cuda = torch.device("cuda", 0)
+    waits = lambda: model_runner.end_of_work(cuda)()  # noqa: E731
     pool = torch.zeros(NUM_BLOCKS, dtype=torch.int64)
     flat = torch.zeros(2, dtype=torch.int64)  # a block, and what to write to it
 

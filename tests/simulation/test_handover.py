@@ -123,7 +123,8 @@ class Worker:
         )
         self.memory = Memory(12)
         self.inbox: deque[Any] = deque()
-        self.step: Batch | None = None
+        self.steps: deque[Batch] = deque()
+        self.sampled: list[int] = []  # by the last step, as the device has them
 
 
 class Pair:
@@ -156,6 +157,7 @@ class Handover(RuleBasedStateMachine):
         self.current: dict[int, str] = {}  # attempt_id of the latest attempt, by id() of the sequence
         self.num_preempted = 0
         self.num_local = 0  # prompts that were decoded where they were computed
+        self.num_ahead = self.num_dropped = 0  # steps scheduled ahead; tokens after a sequence's end
 
     # ---- the proxy
 
@@ -190,7 +192,7 @@ class Handover(RuleBasedStateMachine):
             "attempt_ids": attempt_ids,
             "transfer_id": f"t-{attempt_ids[0]}",
             "token_ids": pack_token_ids(first.prompt + first.tokens),
-            "sampling": SamplingParams(),
+            "sampling": SamplingParams(frequency_penalty=1.0 if first.seed % 8 == 0 else 0.0),
             "seeds": [s.seed for s in sequences],
             "stop": first.stop,
             "deadline_s": DEADLINE_S,
@@ -344,36 +346,48 @@ class Handover(RuleBasedStateMachine):
     # ---- steps and time
 
     def begin_step(self, worker: Worker) -> None:
-        batch, actions = worker.scheduler.schedule(self.now)
+        """Begins a step, or schedules the one behind the step that runs."""
+        scheduler = worker.scheduler
+        batch, actions = scheduler.schedule_ahead(self.now) if worker.steps else scheduler.schedule(self.now)
         assert sum(len(item.token_ids) for item in batch.items) <= 6 + 3
-        worker.step = batch if batch.items else None
+        if batch.items:
+            self.num_ahead += len(worker.steps)
+            worker.steps.append(batch)
         self._perform(worker, actions)
 
     def end_step(self, worker: Worker, fails: bool) -> None:
-        batch, worker.step = worker.step, None
-        assert batch is not None
+        batch = worker.steps.popleft()
         scheduler, memory = worker.scheduler, worker.memory
+        if fails:
+            worker.steps.clear()
+            self._perform(worker, scheduler.on_step_failed(RuntimeError("boom")))
+            return
         for source, destination in batch.block_copies:
             memory.blocks[destination] = list(memory.blocks[source])
         outputs = []
-        running, computing = scheduler.decode._running.step, scheduler.prefill._step
+        steps = scheduler.decode._running.steps
+        running = steps[0].sequences if steps else []
+        computing = scheduler.prefill._step if len(batch.items) > len(running) else []  # else of the step behind
         for item, sequence in zip(batch.items, running, strict=False):
             wanted = self.attempts[sequence.attempt_id]
             token_ids = wanted.prompt + sequence.output_token_ids
-            assert len(token_ids) == sequence.num_tokens == item.start + 1
+            assert item.follows is None or not item.samples[0].params.has_penalties
+            if item.follows is not None and len(token_ids) == item.start:  # it was aborted before the token came
+                token_ids.append(worker.sampled[item.follows])
+            assert len(token_ids) == item.start + 1
+            assert token_ids[-1] == (item.token_ids[0] if item.follows is None else worker.sampled[item.follows])
             memory.check(token_ids, sequence.block_table, item.start)
             memory.write(token_ids, sequence.block_table, item.start, item.start + 1)
             outputs.append(_sample(token_ids, item.samples))
+            self.num_dropped += sequence.ended and item.follows is not None
         for item, (prompt, _) in zip(batch.items[len(running) :], computing, strict=True):
             end = item.start + len(item.token_ids)
             memory.check(prompt.token_ids, prompt.block_table, item.start)
             memory.write(prompt.token_ids, prompt.block_table, item.start, end)
             assert bool(item.samples) == (end == len(prompt.token_ids))
             outputs.append(_sample(prompt.token_ids, item.samples))
-        if fails:
-            self._perform(worker, scheduler.on_step_failed(RuntimeError("boom")))
-        else:
-            self._perform(worker, scheduler.on_step(self.now, outputs))
+        worker.sampled = [token.token_id for output in outputs for token in output.tokens]
+        self._perform(worker, scheduler.on_step(self.now, outputs))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 30.0]))
     def tick(self, seconds: float) -> None:
@@ -387,9 +401,9 @@ class Handover(RuleBasedStateMachine):
         for worker in self.workers:
             if worker.inbox:
                 events.append((8, partial(self.deliver, worker)))
-            if worker.step is None:
+            if len(worker.steps) < 2:
                 events.append((6, partial(self.begin_step, worker)))
-            else:
+            if worker.steps:
                 events.append((6, partial(self.end_step, worker, False)))
         for pair in self.pairs:
             events += [(8, partial(self.deliver_out, pair))] if pair.out else []
@@ -404,10 +418,10 @@ class Handover(RuleBasedStateMachine):
         events = self.enabled()
         events[data.draw(st.integers(0, len(events) - 1))][1]()
 
-    @precondition(lambda self: any(worker.step for worker in self.workers))
+    @precondition(lambda self: any(worker.steps for worker in self.workers))
     @rule()
     def fail_a_step(self) -> None:
-        self.end_step(next(worker for worker in self.workers if worker.step), True)
+        self.end_step(next(worker for worker in self.workers if worker.steps), True)
 
     # ---- invariants
 
@@ -427,7 +441,14 @@ class Handover(RuleBasedStateMachine):
                 assert not targets & set(ship.dst_block_ids)
                 targets |= set(ship.dst_block_ids)
             running = target.decode._running
-            writing = [s.block_table[(s.num_tokens - 1) // BLOCK_SIZE] for s in running.step]
+            ends: dict[int, set[int]] = {}  # by sequence, the blocks that its steps write
+            in_flight = Counter[int]()
+            for step in running.steps:
+                for s in step.sequences:
+                    place = (s.num_tokens - 1 + in_flight[id(s)]) // BLOCK_SIZE
+                    ends.setdefault(id(s), set()).add(s.block_table[place])
+                    in_flight[id(s)] += 1
+            writing = [block_id for blocks in ends.values() for block_id in blocks]
             for prompt, num_tokens in target.prefill._step:
                 start, end = prompt.num_computed_tokens, prompt.num_computed_tokens + num_tokens
                 writing += prompt.block_table[start // BLOCK_SIZE : target.blocks.num_blocks_for(end)]
@@ -459,9 +480,9 @@ class Handover(RuleBasedStateMachine):
         for worker in self.workers:
             while worker.inbox:
                 self.deliver(worker)
-            if worker.step is None:
+            if not worker.steps:
                 self.begin_step(worker)
-            if worker.step is not None:
+            if worker.steps:
                 self.end_step(worker, False)
         for pair in self.pairs:
             while pair.ships:
@@ -501,7 +522,7 @@ def _random_schedule(seed: int) -> Handover:
             events.append((3, start))
         if machine.wanted:
             events.append((1, lambda: machine._abort(rng.choice(machine.wanted))))
-        stepping = [worker for worker in machine.workers if worker.step]
+        stepping = [worker for worker in machine.workers if worker.steps]
         if stepping:
             events.append((0.2, lambda: machine.end_step(rng.choice(stepping), True)))  # noqa: B023  # called at once
         rng.choices([act for _, act in events], [weight for weight, _ in events])[0]()
@@ -512,14 +533,17 @@ def _random_schedule(seed: int) -> Handover:
 
 def test_two_thousand_random_schedules() -> None:
     finished: Counter[str | None] = Counter()
-    num_preempted = num_cached = num_local = 0
+    num_preempted = num_cached = num_local = num_ahead = num_dropped = 0
     for seed in range(2000):
         machine = _random_schedule(seed)
         machine.teardown()
         finished.update(sequence.ended for sequence in machine.wanted)
         num_preempted += machine.num_preempted
         num_local += machine.num_local
+        num_ahead += machine.num_ahead
+        num_dropped += machine.num_dropped
         num_cached += sum(worker.scheduler.decode.num_cached_tokens for worker in machine.workers)
     # The schedules must reach every case, or the test proves nothing.
     assert min(finished[reason] for reason in ("stop", "length", "worker_lost", "internal_error")) > 100, finished
     assert num_preempted > 1000 and num_cached > 10_000 and num_local > 1000
+    assert num_ahead > 10_000 and num_dropped > 1000

@@ -62,7 +62,7 @@ def test_few_modules_use_streams_and_events() -> None:
 
 
 def no_wait_at_the_end_of_a_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(model_runner, "device_waiter", lambda device: lambda: None)
+    patch.setattr(model_runner, "end_of_work", lambda device: lambda: None)
 
 
 def a_transfer_ends_before_its_copies(patch: pytest.MonkeyPatch) -> None:

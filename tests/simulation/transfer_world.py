@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 from zlib import crc32
 
-from tandem.engine.batch import ItemOutput
+from tandem.engine.batch import Batch, ItemOutput
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
     AttemptFailed,
@@ -95,6 +95,7 @@ class World:
         self.terminals: Counter[tuple[str, str]] = Counter()
         self.num_found_corrupt = self.num_late_writes = self.num_duplicated = 0
         self.num_expired_leases = self.num_kept_blocks = self.num_reordered = 0
+        self.num_ahead = 0  # steps that were scheduled while the step before ran
         self.disordered: set[str] = set()  # pairs whose control messages are delayed, reordered and duplicated
 
     # ---- processes
@@ -381,27 +382,41 @@ class World:
     # ---- steps
 
     def run_step(self, worker: Worker) -> None:
-        """Begins a step, or ends the running one."""
+        """Begins a step, or ends the running one; then schedules the one behind it."""
         scheduler = worker.scheduler
-        batch, worker.step = worker.step, None
-        if batch is None:
-            batch, actions = scheduler.schedule(self.now)
-            worker.step = batch if batch.items else None
-            worker.perform(actions)
-            return
+        if worker.steps:
+            worker.perform(scheduler.on_step(self.now, self._outputs(worker, worker.steps.popleft())))
+        else:
+            self._begin(worker, *scheduler.schedule(self.now))
+        if worker.steps:
+            self.num_ahead += self._begin(worker, *scheduler.schedule_ahead(self.now))
+
+    def _begin(self, worker: Worker, batch: Batch, actions: list[Any]) -> bool:
+        if batch.items:
+            worker.steps.append(batch)
+        worker.perform(actions)
+        return bool(batch.items)
+
+    def _outputs(self, worker: Worker, batch: Batch) -> list[ItemOutput]:
+        """Computes a step that ends."""
+        scheduler = worker.scheduler
         outputs = []
-        running, computing = scheduler.decode._running.step, scheduler.prefill._step
+        steps = scheduler.decode._running.steps
+        running = steps[0].sequences if steps else []
         for item, sequence in zip(batch.items, running, strict=False):
             token_ids = self.attempts[sequence.attempt_id].prompt + sequence.output_token_ids
+            if len(token_ids) == item.start:  # it was aborted before its token came
+                token_ids = [*token_ids, next_token(token_ids)]
             self._check_memory(worker.memory, token_ids, sequence.block_table, item.start)
             self._compute(worker.memory, token_ids, sequence.block_table, item.start, item.start + 1)
             outputs.append(ItemOutput([SampledToken(next_token(token_ids))]))
+        computing = scheduler.prefill._step if len(batch.items) > len(running) else []  # else of the step behind
         for item, (prompt, _) in zip(batch.items[len(running) :], computing, strict=True):
             end = item.start + len(item.token_ids)
             self._check_memory(worker.memory, prompt.token_ids, prompt.block_table, item.start)
             self._compute(worker.memory, prompt.token_ids, prompt.block_table, item.start, end)
             outputs.append(ItemOutput([SampledToken(next_token(prompt.token_ids)) for _ in item.samples]))
-        worker.perform(scheduler.on_step(self.now, outputs))
+        return outputs
 
     @staticmethod
     def _check_memory(memory: Memory, token_ids: list[int], block_table: list[int], num_computed: int) -> None:
@@ -476,7 +491,7 @@ class World:
             for process in self.workers:
                 if process.runs:
                     self.run_step(process)
-            if not self.events() and not any(process.runs and process.step for process in self.workers):
+            if not self.events() and not any(process.runs and process.steps for process in self.workers):
                 return
         raise AssertionError("it does not come to rest")
 

@@ -94,7 +94,15 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[ValuelessGPU]:
         gpu.num_uploads += 1
         return torch.empty(len(host), dtype=torch.uint8, device=device)
 
+    def copy_to_host(tensor: torch.Tensor) -> Any:
+        def read() -> Any:
+            gpu.wait("a copy to the host")
+            return _ones(list(tensor.shape))
+
+        return read
+
     patch.setattr(FakeTensor, "tolist", tolist)
+    patch.setattr(streams, "_copy_to_host", copy_to_host)
     patch.setattr(streams, "_copy_to_device", copy_to_device)
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     grammar_mask._table.cache_clear()
@@ -112,7 +120,7 @@ def runner_on_fake_gpu(
 ) -> model_runner.ModelRunner:
     """Moves the model's shapes to the GPU; called within `fake_gpu`. Graphs run their function at each replay."""
     patch.setattr(model_runner, "uses_triton", lambda pool, config: True)
-    patch.setattr(model_runner, "device_waiter", lambda device: lambda: None)
+    patch.setattr(model_runner, "end_of_work", lambda device: lambda: None)
     patch.setattr(model_runner, "cuda_capture", lambda: lambda function: function)
     for module in loaded.model.modules():
         for name, parameter in module._parameters.items():

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tandem.engine.batch import Batch, BatchItem
-from tandem.engine.cuda.streams import device_waiter
 from tandem.engine.device_errors import why_lost
 from tandem.engine.engine_thread import EngineThread
 from tandem.engine.model_runner import ModelRunner
@@ -113,7 +112,7 @@ def test_a_step_ends_when_the_device_is_done_even_if_nothing_is_sampled(monkeypa
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     runner: Any = object.__new__(ModelRunner)
-    runner._wait_for_device = device_waiter(torch.device("cuda", 0))
-    runner._run = lambda batch: happened.append("run") or []
+    runner._device = torch.device("cuda", 0)
+    runner._launch = lambda batch, before: (None, lambda tokens: happened.append("outputs") or [])
     assert ModelRunner.run(runner, Batch([BatchItem([1], 0, [0])])) == []
-    assert happened == ["run", "record on the stream of cuda:0", "synchronize"]
+    assert happened == ["record on the stream of cuda:0", "synchronize", "outputs"]

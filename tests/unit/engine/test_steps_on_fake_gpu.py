@@ -22,7 +22,7 @@ from tandem.protocol.messages.generation import SamplingParams, Thinking
 from tests.support.fake_gpu import CUDA, ValuelessGPU, fake_gpu, runner_on_fake_gpu
 from tests.unit.engine.test_engine_parity import COMMON, MODELS
 
-TOKENS = "_read: tolist"
+TOKENS = "result: a copy to the host"
 VOCAB_SIZE: int = COMMON["vocab_size"]
 THINKING = Thinking(True, (7,), (8,), (8, 9), max_tokens=1)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,9 @@ def test_sampling_reads_once(name: str, vocab_size: int, monkeypatch: pytest.Mon
     with fake_gpu(monkeypatch) as gpu:
         logits = torch.empty((len(samples), vocab_size), dtype=torch.bfloat16, device=CUDA)
         step = SamplingStep(samples, range(5, 5 + len(samples)), vocab_size)
-        tokens = step.run(logits, upload(step.arrays, CUDA))
+        sampled = step.run(logits, upload(step.arrays, CUDA))
+        assert not gpu.waits, "the next step can be launched before this one has ended"
+        tokens = sampled.result()
     assert len(tokens) == len(samples) and all((t.logprobs is None) == (s.params.logprobs is None)
                                                for t, s in zip(tokens, samples, strict=True))  # fmt: skip
     assert gpu.waits == [TOKENS]
@@ -67,7 +69,7 @@ def test_a_grammar_uploads_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
         for expected in (3, 2):  # the first step also uploads the table of bits
             step = SamplingStep(SAMPLES[:3], [5, 6, 7], 1000)
             gpu.num_uploads = 0
-            step.run(logits, upload(step.arrays, CUDA), mask)
+            step.run(logits, upload(step.arrays, CUDA), mask).result()
             assert gpu.num_uploads == expected
     assert gpu.waits == [TOKENS] * 2
 
@@ -139,7 +141,8 @@ def test_the_check_finds_a_wait_an_upload_and_a_mix_of_devices(monkeypatch: pyte
 
     def run() -> list[str]:
         gpu.waits = []
-        SamplingStep([Sample(SamplingParams(temperature=0.0))], [5], 1000).run(torch.empty((1, 1000), device=CUDA), [])
+        step = SamplingStep([Sample(SamplingParams(temperature=0.0))], [5], 1000)
+        step.run(torch.empty((1, 1000), device=CUDA), []).result()
         return gpu.waits
 
     with fake_gpu(monkeypatch) as gpu:

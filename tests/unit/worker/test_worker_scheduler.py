@@ -42,11 +42,12 @@ def start(
     return scheduler.prefill.on_start(0.0, message, None, decodes_here=True)
 
 
-def step(scheduler: WorkerScheduler, now: float = 1.0) -> tuple[int, list[Any]]:
+def step(scheduler: WorkerScheduler, now: float = 1.0, step_s: float | None = None) -> tuple[int, list[Any]]:
     """Runs a step. Returns the number of its items and the messages to the proxy."""
     batch, actions = scheduler.schedule(now)
     outputs = [ItemOutput([SampledToken(9)] * len(item.samples)) for item in batch.items]
-    actions += scheduler.on_step(now, outputs)
+    if batch.items:
+        actions += scheduler.on_step(now, outputs, step_s)
     return len(batch.items), [action.message for action in actions if isinstance(action, SendToProxy)]
 
 
@@ -67,10 +68,9 @@ def test_a_step_holds_tokens_of_sequences_and_chunks_of_prompts() -> None:
     start(scheduler, "a")
     step(scheduler)
     start(scheduler, "b")
-    number, messages = step(scheduler)
+    number, messages = step(scheduler, step_s=0.5)
     assert number == 2
     assert [type(message) for message in messages] == [TokenBatch, FirstToken]
-    scheduler.measure(0.5)
     assert scheduler.load().prompt_tokens_per_s == pytest.approx(len(TOKENS) / 0.5)
 
 

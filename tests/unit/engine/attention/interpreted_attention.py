@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -318,6 +319,37 @@ def test_a_model_with_an_fp8_cache_from_recorded_graphs(runner: ModelRunner, tmp
     own.use_graphs(GraphLimits(max_num_seqs=4, max_num_batched_tokens=28), RecordedGraphs().capture)
     own.warm_up()
     assert own._graphs is not None and generate(own) == expected
+
+
+def test_a_step_takes_tokens_that_the_host_has_not_seen(runner: ModelRunner) -> None:
+    """With plain attention, without graphs, and from graphs: replayed before the last step's tokens are read."""
+    sampled = Sample(SamplingParams(top_k=50, seed=3))
+    prompts, tables = [[5, 6, 7], [8, 9]], [[0, 1], [2, 3]]
+    first = [BatchItem(p, 0, t, [sampled]) for p, t in zip(prompts, tables, strict=True)]
+
+    def steps(*, ahead: bool) -> list[list[int]]:
+        launched = [runner.launch(Batch(first))]
+        found = [[output.tokens[0].token_id for output in launched[0].result()]]
+        for number in range(4):
+            items = []
+            for i in (1, 0):  # the order changes
+                before = i if number == 0 else 1 - i  # number of the sample
+                token = 0 if ahead else found[-1][before]
+                items.append(BatchItem([token], len(prompts[i]) + number, tables[i], [sampled]))
+                if ahead:
+                    items[-1] = msgspec.structs.replace(items[-1], follows=before)
+            launched.append(runner.launch(Batch(items), launched[-1] if ahead else None))
+            if not ahead:
+                found.append([output.tokens[0].token_id for output in launched[-1].result()])
+        return found if not ahead else [[o.tokens[0].token_id for o in step.result()] for step in launched]
+
+    expected = steps(ahead=False)
+    assert steps(ahead=True) == expected
+    runner._uses_triton = True
+    assert steps(ahead=True) == expected
+    graphs = RecordedGraphs()
+    runner.use_graphs(GraphLimits(max_num_seqs=4, max_num_batched_tokens=28), graphs.capture)
+    assert steps(ahead=True) == expected and graphs.num_replays == 5
 
 
 def generate(runner: ModelRunner) -> list[list[int]]:

@@ -44,6 +44,10 @@ def test_models_run_with_the_kernels_from_recorded_graphs() -> None:
     )  # fmt: skip
 
 
+def test_a_step_takes_tokens_from_the_device() -> None:
+    run_interpreted(INTERPRETED, "host_has_not_seen")
+
+
 class Binders:
     """Takes the place of the kernels: binds arguments as Triton does at a launch, and collects what it compiles for."""
 

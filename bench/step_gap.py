@@ -1,0 +1,95 @@
+"""How long a device waits for the host between decode steps, with steps that overlap and without.
+
+    python -m bench.step_gap [--quick]
+
+The scheduler, the step loop and the engine thread are real, and so is what the host computes of a step: indices and
+sampling parameters. The device is simulated: a step takes 5 ms of sleep. Copies, kernel launches, sockets and the
+router's messages are missing, so a real gap without overlap is longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tandem.engine.attention.step_index import StepIndex
+from tandem.engine.batch import Batch, ItemOutput
+from tandem.engine.cuda.step_tensors import flat_on_host
+from tandem.engine.launched_step import LaunchedStep
+from tandem.engine.sampling.sampler import SamplingStep
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tests.support.steps import SteppingWorker
+
+STEP_S = 0.005
+BLOCK_SIZE = 64
+NUM_PROMPT_TOKENS = 1024
+VOCAB_SIZE = 128_256
+
+
+class SleepingDevice:
+    """Runs steps one after the other. Steps with prompt tokens take no time."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def warm_up(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def run(self, batch: Batch) -> list[ItemOutput]:
+        return self.launch(batch).result()
+
+    def launch(self, batch: Batch, before: LaunchedStep | None = None) -> LaunchedStep:
+        flat_on_host(StepIndex.of(batch.items, BLOCK_SIZE))
+        samples = [sample for item in batch.items for sample in item.samples]
+        SamplingStep(samples, [item.start + 1 for item in batch.items for _ in item.samples], VOCAB_SIZE)
+        is_decode = all(len(item.token_ids) == 1 for item in batch.items)
+        ends_at = self._free_at = max(time.perf_counter(), self._free_at) + STEP_S * is_decode
+        numbers = [len(item.samples) for item in batch.items]
+
+        def wait() -> None:
+            time.sleep(max(0.0, ends_at - time.perf_counter()))
+
+        return LaunchedStep(None, lambda tokens: [ItemOutput([SampledToken(9)] * number) for number in numbers], wait)
+
+
+def measure(num_sequences: int, num_tokens: int, overlaps: bool) -> float:
+    """Returns the milliseconds of a decode step."""
+    num_blocks = num_sequences * (NUM_PROMPT_TOKENS // BLOCK_SIZE + 4)
+    worker = SteppingWorker(
+        SleepingDevice, overlaps, num_blocks, BLOCK_SIZE, max_num_batched_tokens=1 << 20, max_num_seqs=256
+    )
+    sampling = SamplingParams(temperature=0.8, top_p=0.9)
+    for number in range(num_sequences):
+        token_ids = [number * NUM_PROMPT_TOKENS + i for i in range(NUM_PROMPT_TOKENS)]
+        worker.start(f"{number}-", token_ids, sampling, StopConditions(num_tokens))
+    worker.scheduler.on_tick(0.0)
+    steps: list[float] = []
+    worker.on_message = lambda message: steps.append(time.perf_counter())
+    worker.run()
+    worker.close()
+    steps = steps[num_sequences + 10 :]  # first tokens, and the first steps
+    return (steps[-1] - steps[0]) / (len(steps) - 1) * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    num_tokens = 60 if parser.parse_args().quick else 150
+    table = Table("sequences", "ms a step", "with overlap", "gap ms", "with overlap", title="decode steps of 5 ms")
+    for num_sequences in (1, 16, 64, 256):
+        found = [measure(num_sequences, num_tokens, overlaps) for overlaps in (False, True)]
+        table.add_row(
+            str(num_sequences), *(f"{ms:.2f}" for ms in found), *(f"{ms - 1000 * STEP_S:.2f}" for ms in found)
+        )
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
