@@ -64,8 +64,8 @@ class WorkerRecord:
     role: the current one; that of `worker` is the one at registration. last_message_at: loop time. bit: its number in
     the prefix index. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers that
     decode prompts which this one computes: those with which it has a ready pair, and itself in role any.
-    lora_modules, quantization: see RegisterWorker. role_ordered_until: loop time until which a report of another role is
-    older than the order to take this one. drain_ordered_until: the same of a report that it does not drain.
+    lora_modules, quantization: see RegisterWorker. role_ordered_until: loop time until which a report of another role
+    is older than the order to take this one. drain_ordered_until: the same of a report that it does not drain.
     """
 
     worker: WorkerInfo
