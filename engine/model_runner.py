@@ -207,7 +207,8 @@ class ModelRunner:
                 except Exception as problem:  # e.g. mixtures of experts that synchronise with the host
                     if shape in self._graphs.captured:
                         raise
-                    log.warning("steps run without CUDA graphs: %s", first_line(problem))
+                    cause = problem.__context__ or problem  # torch raises another error when it ends a failed capture
+                    log.warning("steps run without CUDA graphs: %s", first_line(cause))
                     self._graphs = None
         last_rows = itertools.accumulate(len(item.token_ids) for item in items)
         sampled = [(last - 1, len(item.samples)) for last, item in zip(last_rows, items, strict=True) if item.samples]

@@ -39,11 +39,10 @@ class StepIndex(NamedTuple):
         positions = np.arange(cu_seqlens[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], lengths)
         num_blocks = -(-num_context // block_size)
         max_blocks = int(num_blocks.max())
-        rows = [
-            [*item.block_table[:num_used], *[item.block_table[0]] * (max_blocks - num_used)]
-            for item, num_used in zip(items, num_blocks.tolist(), strict=True)
-        ]
-        block_table = np.array(rows, np.int32)
+        block_table = np.empty((len(items), max_blocks), np.int32)
+        for row, item, num_used in zip(block_table, items, num_blocks.tolist(), strict=True):
+            row[:num_used] = item.block_table[:num_used]
+            row[num_used:] = item.block_table[0]
         sequence = np.repeat(np.arange(len(items)), lengths)
         shifts = np.array([item.position_offset for item in items], np.int32)[sequence]
         return cls(

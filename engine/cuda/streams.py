@@ -81,7 +81,9 @@ def cuda_capture() -> Capture:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Calls of other threads, such as those of KV transfer and of NCCL's watchdog, must not end the capture.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        capture_it = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+        # The outer context makes this stream current again after a capture that failed; torch leaves its own current.
+        with torch.cuda.stream(torch.cuda.current_stream()), capture_it:
             output = function()
         pool = graph.pool()
 
