@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tandem.engine.prompt_speed import PromptSpeed
 
-DEFAULT_SLOWDOWN = 3.0
+DEFAULT_SLOWDOWN = 5.0
 """Without an SLO, a step with prompt tokens may take this many times as long as a decode step of one sequence."""
 DEFAULT_MIN_LIMIT_S = 0.02
 """Without an SLO, such a step may always take this long: 50 tokens per second are more than anyone reads."""
