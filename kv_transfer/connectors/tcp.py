@@ -55,7 +55,7 @@ def divided(block_ids: Sequence[int], block_bytes: int) -> list[list[int]]:
     return [list(block_ids[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
-class _Connection:
+class _Link:
     """One connected socket. `stop` may be called on any thread, and ends a blocked call at once."""
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext | None, is_server: bool) -> None:
@@ -115,10 +115,10 @@ class _TcpEnd:
         self._network = network
         self._num_transfers = 0
         self._lock = threading.Lock()  # of the next three
-        self._connections: list[_Connection] = []
+        self._links: list[_Link] = []
         self._listener: socket.socket | None = None
         self._is_closed = False
-        self._connected: Future[list[_Connection]] = Future()  # in order of their numbers
+        self._connected: Future[list[_Link]] = Future()  # in order of their numbers
         self._threads = [JobThread(f"{name}.{number}") for number in range(NUM_CONNECTIONS)]
         self._threads[0].submit(self._connect, on_ready)
 
@@ -133,30 +133,26 @@ class _TcpEnd:
             self._connected.set_exception(error)
             raise
 
-    def _open_connections(self, deadline: float) -> list[_Connection]:
+    def _open_connections(self, deadline: float) -> list[_Link]:
         raise NotImplementedError
 
-    def _keep(self, connection: _Connection) -> _Connection:
+    def _keep(self, link: _Link) -> _Link:
         """Registers a connection to be stopped by `close`."""
         with self._lock:
-            self._connections.append(connection)
+            self._links.append(link)
             if self._is_closed:
                 raise KVTransferFailed("the pair was closed")
-        return connection
+        return link
 
-    def _submit(
-        self, block_ids: Sequence[int], move: Callable[[_Connection, int, list[int]], None], on_done: OnDone
-    ) -> None:
-        """move(connection, number of the transfer, blocks): called on the connection's thread."""
+    def _submit(self, block_ids: Sequence[int], move: Callable[[_Link, int, list[int]], None], on_done: OnDone) -> None:
+        """move(link, number of the transfer, blocks): called on the connection's thread."""
         parts = divided(block_ids, self._block_bytes)
         done = when_all(len(parts), on_done)
         for number, part in enumerate(parts):
             self._threads[number].submit(partial(self._move, number, move, self._num_transfers, part), done)
         self._num_transfers += 1
 
-    def _move(
-        self, number: int, move: Callable[[_Connection, int, list[int]], None], transfer: int, part: list[int]
-    ) -> None:
+    def _move(self, number: int, move: Callable[[_Link, int, list[int]], None], transfer: int, part: list[int]) -> None:
         move(self._connected.result(CONNECT_TIMEOUT_S)[number], transfer, part)
 
     def _chunks(self, block_ids: list[int]) -> Iterator[tuple[list[int], memoryview, torch.Tensor | None]]:
@@ -177,16 +173,16 @@ class _TcpEnd:
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         with self._lock:
             self._is_closed = True
-            connections, listener = list(self._connections), self._listener
+            links, listener = list(self._links), self._listener
         if listener is not None:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
-        for connection in connections:
-            connection.stop()
+        for link in links:
+            link.stop()
 
         def end(_: KVTransferFailed | None) -> None:
-            for connection in self._connections:
-                connection.close()
+            for link in self._links:
+                link.close()
             on_closed()
 
         ended = when_all(len(self._threads), end)
@@ -201,21 +197,21 @@ class TcpSender(_TcpEnd):
         self._peer = peer
         super().__init__(f"ship-{peer.path_id}", blocks, network, on_ready)
 
-    def _open_connections(self, deadline: float) -> list[_Connection]:
+    def _open_connections(self, deadline: float) -> list[_Link]:
         path_id, params = self._peer.path_id.encode(), self._peer.params
         address = params.store_host, int(connect_store(self._peer.path_id, params).get(_PORT_KEY))
         context = self._network.tls.client if self._network.tls is not None else None
-        connections = []
+        links = []
         for number in range(NUM_CONNECTIONS):
             plain = socket.create_connection(address, _time_left(deadline))
-            connection = self._keep(_Connection(plain, context, is_server=False))
-            connection.send(_GREETING.pack(len(path_id), number) + path_id)
-            connections.append(connection)
-        for connection in connections:
-            connection.greeted()  # the peer accepts one after the other
-            if connection.read(1) != _ACCEPTED:
+            link = self._keep(_Link(plain, context, is_server=False))
+            link.send(_GREETING.pack(len(path_id), number) + path_id)
+            links.append(link)
+        for link in links:
+            link.greeted()  # the peer accepts one after the other
+            if link.read(1) != _ACCEPTED:
                 raise KVTransferFailed("the peer did not accept the connection")
-        return connections
+        return links
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         """Does nothing: the receiver writes."""
@@ -223,12 +219,12 @@ class TcpSender(_TcpEnd):
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         self._submit(src_block_ids, self._send, on_done)
 
-    def _send(self, connection: _Connection, transfer: int, block_ids: list[int]) -> None:
-        connection.send(_HEADER.pack(transfer, self._block_bytes, len(block_ids)))
+    def _send(self, link: _Link, transfer: int, block_ids: list[int]) -> None:
+        link.send(_HEADER.pack(transfer, self._block_bytes, len(block_ids)))
         for chunk, data, buffer in self._chunks(block_ids):
             if buffer is not None:
                 copy_blocks(self._blocks, chunk, buffer, range(len(chunk)))
-            connection.send(data)
+            link.send(data)
 
 
 class TcpReceiver(_TcpEnd):
@@ -241,7 +237,7 @@ class TcpReceiver(_TcpEnd):
         self._open_store = open_store
         super().__init__(f"take-{path_id}", blocks, network, on_ready)
 
-    def _open_connections(self, deadline: float) -> list[_Connection]:
+    def _open_connections(self, deadline: float) -> list[_Link]:
         store = self._open_store()
         fd, port = listen_on_free_port(self._network.host)
         with socket.socket(fileno=fd) as listener:
@@ -256,9 +252,9 @@ class TcpReceiver(_TcpEnd):
                 with self._lock:
                     self._listener = None
 
-    def _accept_all(self, listener: socket.socket, deadline: float) -> list[_Connection]:
+    def _accept_all(self, listener: socket.socket, deadline: float) -> list[_Link]:
         """Accepts the peer's connections. Others, such as a stranger's, are closed."""
-        found: dict[int, _Connection] = {}
+        found: dict[int, _Link] = {}
         refused = "nothing connected"
         while len(found) < NUM_CONNECTIONS:
             listener.settimeout(_time_left(deadline))
@@ -267,44 +263,44 @@ class TcpReceiver(_TcpEnd):
             except TimeoutError:
                 raise KVTransferFailed(f"the peer did not connect in {CONNECT_TIMEOUT_S:g} s: {refused}") from None
             try:
-                connection = self._greet(plain)
-                number = self._number_of(connection)
+                link = self._greet(plain)
+                number = self._number_of(link)
             except (OSError, KVTransferFailed) as error:
                 refused = first_line(error)
                 continue
             if number in found or not 0 <= number < NUM_CONNECTIONS:
                 refused = f"a second connection of number {number}"
-                connection.stop()
+                link.stop()
                 continue
-            found[number] = connection
-        for connection in found.values():
-            connection.send(_ACCEPTED)
-            connection.greeted()
+            found[number] = link
+        for link in found.values():
+            link.send(_ACCEPTED)
+            link.greeted()
         return [found[number] for number in range(NUM_CONNECTIONS)]
 
-    def _greet(self, plain: socket.socket) -> _Connection:
+    def _greet(self, plain: socket.socket) -> _Link:
         context = self._network.tls.server if self._network.tls is not None else None
-        return self._keep(_Connection(plain, context, is_server=True))
+        return self._keep(_Link(plain, context, is_server=True))
 
-    def _number_of(self, connection: _Connection) -> int:
+    def _number_of(self, link: _Link) -> int:
         """Reads the greeting. Raises KVTransferFailed if it is another path's."""
-        length, number = _GREETING.unpack(connection.read(_GREETING.size))
-        if length != len(self._path_id) or connection.read(length) != self._path_id:
-            connection.stop()
+        length, number = _GREETING.unpack(link.read(_GREETING.size))
+        if length != len(self._path_id) or link.read(length) != self._path_id:
+            link.stop()
             raise KVTransferFailed("a connection was not of this path")
         return int(number)
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         self._submit(block_ids, self._receive, on_done)
 
-    def _receive(self, connection: _Connection, transfer: int, block_ids: list[int]) -> None:
-        header, expected = _HEADER.unpack(connection.read(_HEADER.size)), (transfer, self._block_bytes, len(block_ids))
+    def _receive(self, link: _Link, transfer: int, block_ids: list[int]) -> None:
+        header, expected = _HEADER.unpack(link.read(_HEADER.size)), (transfer, self._block_bytes, len(block_ids))
         if header != expected:
             raise KVTransferFailed(
                 f"the peer sends (transfer, bytes of a block, blocks) {header} instead of {expected}"
             )
         for chunk, data, buffer in self._chunks(block_ids):
-            connection.receive(data)
+            link.receive(data)
             if buffer is not None:
                 copy_blocks(buffer, range(len(chunk)), self._blocks, chunk)
 

@@ -135,8 +135,8 @@ def test_the_network_carries_no_plain_text_with_keys(encrypted: DataNetwork) -> 
     source = torch.zeros(1, 4096, dtype=torch.uint8)
     path = BothEnds(source, torch.zeros_like(source), encrypted, encrypted).connected()
     for end in (path.sender, path.receiver):
-        for connection in end._connections:
-            secure = connection._socket
+        for link in end._links:
+            secure = link._socket
             assert isinstance(secure, ssl.SSLSocket) and secure.version() == "TLSv1.3"
             assert secure.getpeercert(binary_form=True) is not None, "both ends prove who they are"
     path.close()
