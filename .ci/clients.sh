@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the clients of others that tests/integration/clients runs, each in an environment of its own, below the folder
-# that is the first argument. Prints the variables by which the tests find them.
+# Installs the clients of others that tests/integration/clients runs, and NIXL, each in a place of its own below the
+# folder that is the first argument. Prints the variables by which the tests find them.
 set -euo pipefail
 folder=$1
 uv=$PWD/.venv/bin/uv
@@ -12,6 +12,9 @@ if command -v npm >/dev/null && cp "$clients/package.json" "$folder/node/" &&
 fi
 if "$uv" venv --quiet --python 3.11 "$folder/python" && "$uv" pip install --quiet --python "$folder/python/bin/python" -r "$clients/requirements.txt"; then
   echo "PYTHON_CLIENTS=$folder/python/bin/python"
+fi
+if "$uv" pip install --quiet --no-deps --python .venv/bin/python --target "$folder/nixl" nixl==1.5.1 nixl-cu13==1.5.1; then
+  echo "NIXL_FOLDER=$folder/nixl"
 fi
 for each in guidellm==0.8.1 aiperf==0.13.0 genai-bench==0.0.5; do
   "$uv" venv --quiet --python 3.11 "$folder/${each%%==*}" && "$uv" pip install --quiet --python "$folder/${each%%==*}/bin/python" "$each" || exit 0

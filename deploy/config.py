@@ -108,7 +108,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Annotated[BlockSize, _in("KV cache", description=
         "Tokens per KV block; auto chooses by device and attention backend.")] = "auto"
     kv_connector: Annotated[str, _in("KV cache", description=
-        "Connector that transfers KV blocks from prefill to decode workers: auto, ipc, tcp, gloo, nccl or an "
+        "Connector that transfers KV blocks from prefill to decode workers: auto, ipc, nixl, tcp, gloo, nccl or an "
         "installed plugin.")] = "auto"
 
     host: Annotated[str, _in("HTTP", "Address on which the HTTP endpoint listens.")] = "127.0.0.1"

@@ -107,14 +107,15 @@ class KVConnector(Protocol):
     """Creates the two ends of a path from one rank's pool to another's. See `kv_transfer.registry`.
 
     devices: torch device types it supports; both pools have the same. crosses_hosts: whether it also works between
-    hosts. meets_in_store: whether the two ends need a store to rendezvous.
+    hosts. encrypts: whether the network's TLS contexts protect the data. meets_in_store: whether the two ends need a
+    store to rendezvous.
     one_sided: whether the sender writes into the receiver's pool by itself. If so, blocks are announced (ShipKV) after
     they were written, and only the sender's message or its exit proves that it has stopped. Otherwise they are
     announced before, because the receiver takes part.
 
     blocks: own pool, uint8 [num_blocks, ...], whole blocks or some heads of each; both sides have the same shape apart
-    from num_blocks. Neither method blocks. `on_ready` is called once, on any
-    thread, when the path is usable or has failed.
+    from num_blocks. Neither method blocks. `on_ready` is called once, on any thread, when the path is usable or has
+    failed.
     """
 
     @property
@@ -122,6 +123,9 @@ class KVConnector(Protocol):
 
     @property
     def crosses_hosts(self) -> bool: ...
+
+    @property
+    def encrypts(self) -> bool: ...
 
     @property
     def one_sided(self) -> bool: ...

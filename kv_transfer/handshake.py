@@ -8,15 +8,20 @@ from tandem.protocol.messages.transfer import KVLayout, OpenPair
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch
 
 
-def offered_connectors(wanted: str, device: str) -> list[str]:
+def offered_connectors(wanted: str, device: str, has_keys: bool = False) -> list[str]:
     """Returns the connectors that a worker offers, by preference. wanted: a connector's name, or `auto`.
 
+    has_keys: whether the cluster encrypts what leaves a host. Then `auto` offers no connector that sends KV between
+    hosts in the clear, if the device has one that encrypts.
     Raises ConfigError for an unknown name, and for a connector that does not support the device.
     """
     check_name(wanted)
     usable = [name for name in BUILT_IN if device in load_connector(name).devices]
     if wanted == AUTO:
-        return usable
+        is_safe = {name: load_connector(name).encrypts for name in usable if load_connector(name).crosses_hosts}
+        return [name for name in usable if is_safe.get(name, True) or not (has_keys and any(is_safe.values()))]
+    if not load_connector(wanted).devices:
+        raise ConfigError(f"connector {wanted!r} is not there; install it: pip install tandem-serve[{wanted}]")
     if device not in load_connector(wanted).devices:
         raise ConfigError(
             f"connector {wanted!r} does not work on {device}; use {' or '.join(usable)} (--kv-connector auto chooses)"

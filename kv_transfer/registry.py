@@ -25,13 +25,14 @@ GROUP = "tandem.kv_connectors"
 AUTO = "auto"
 BUILT_IN = {
     "ipc": EntryPoint("ipc", "tandem.kv_transfer.connectors.ipc:connector", GROUP),
+    "nixl": EntryPoint("nixl", "tandem.kv_transfer.connectors.nixl:connector", GROUP),
     "tcp": EntryPoint("tcp", "tandem.kv_transfer.connectors.tcp:connector", GROUP),
     "gloo": EntryPoint("gloo", "tandem.kv_transfer.connectors.process_group:gloo", GROUP),
     "nccl": EntryPoint("nccl", "tandem.kv_transfer.connectors.process_group:nccl", GROUP),
 }
-"""In order of preference; `auto` offers those that support the device."""
+"""In order of preference; `auto` offers those that support the device. `nixl` supports none if it is not installed."""
 _MEMBERS = (
-    "devices", "crosses_hosts", "one_sided", "meets_in_store", "open_sender", "open_receiver",
+    "devices", "crosses_hosts", "encrypts", "one_sided", "meets_in_store", "open_sender", "open_receiver",
 )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ class KVTraffic:
         self._perform = perform
         self._loop = asyncio.get_running_loop()
         self._num_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
-        connectors = offered_connectors(config.kv_connector, host.device)
+        connectors = offered_connectors(config.kv_connector, host.device, host.pools.has_keys)
         self._outgoing_table = OutgoingPairTable(
             worker=info,
             pids=host.pids,

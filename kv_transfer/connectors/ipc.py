@@ -14,6 +14,7 @@ class IpcConnector:
 
     devices = ("cpu", "cuda")
     crosses_hosts = False
+    encrypts = False
     one_sided = True
     meets_in_store = False
 

@@ -392,6 +392,7 @@ class ProcessGroupConnector:
     """Implements `kv_transfer.connector.KVConnector`. backend: gloo or nccl."""
 
     crosses_hosts = True
+    encrypts = False
     one_sided = False
     meets_in_store = True
 

@@ -314,6 +314,7 @@ class TcpConnector:
 
     devices = ("cpu",)
     crosses_hosts = True
+    encrypts = True
     one_sided = False
     meets_in_store = True
 

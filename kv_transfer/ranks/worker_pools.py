@@ -40,6 +40,7 @@ class WorkerPools:
         self._checksum_thread = JobThread("checksums", keeps_going=True)
         self.layout = own.layout
         self.host = own.network.host
+        self.has_keys = own.network.tls is not None
         self.params = [own.located(params)]
         """How each rank's pool is reached; complete after `wait_until_ready`."""
 

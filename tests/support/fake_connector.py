@@ -172,6 +172,7 @@ class FakeNetwork:
 
     devices = ("cpu", "cuda")
     crosses_hosts = False
+    encrypts = False
     meets_in_store = False
 
     def __init__(

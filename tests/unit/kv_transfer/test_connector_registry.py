@@ -53,12 +53,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 def test_an_installed_connector_is_found_by_name(install: Install) -> None:
-    with pytest.raises(ConfigError, match=r"unknown connector 'memory'; known are auto, ipc, tcp, gloo, nccl$"):
+    with pytest.raises(ConfigError, match=r"unknown connector 'memory'; known are auto, ipc, nixl, tcp, gloo, nccl$"):
         offered_connectors("memory", "cpu")
     install(MEMORY)
     assert offered_connectors("memory", "cpu") == ["memory"]
     assert offered_connectors("auto", "cpu") == ["ipc", "tcp", "gloo"], "plugins are used only by name"
-    with pytest.raises(ConfigError, match=r"unknown connector 'pigeon'; known are auto, ipc, tcp, gloo, nccl, memory$"):
+    with pytest.raises(ConfigError, match=r"'pigeon'; known are auto, ipc, nixl, tcp, gloo, nccl, memory$"):
         offered_connectors("pigeon", "cpu")
     assert load_config(None, {"kv_connector": "memory"}).kv_connector == "memory"
 

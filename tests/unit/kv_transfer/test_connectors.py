@@ -233,7 +233,7 @@ def test_handshake_refuses_another_device_and_names_both() -> None:
 
 
 def test_unknown_connectors_list_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown connector 'pigeon'; known are auto, ipc, tcp, gloo, nccl"):
+    with pytest.raises(ConfigError, match="unknown connector 'pigeon'; known are auto, ipc, nixl, tcp, gloo, nccl"):
         offered_connectors("pigeon", "cpu")
     with pytest.raises(ConfigError, match="nccl"):
         offered_connectors("gloo", "cuda")

@@ -1,0 +1,272 @@
+"""The `nixl` connector: prefill writes into the decode worker's pool, one-sided, through NVIDIA's NIXL (RDMA, NVLink or
+TCP, by UCX). The same code moves CPU and GPU memory. NIXL is an extra: `pip install tandem-serve[nixl]`.
+
+Each process has one agent, whose registered memory is the whole pool; all its paths share it. The decode end puts its
+agent's metadata and its pool's address into the store. NIXL neither encrypts nor authenticates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer
+from tandem.kv_transfer.connectors.job_thread import JobThread
+from tandem.kv_transfer.connectors.process_group import connect_store
+from tandem.runtime.errors import KVTransferFailed
+
+MESSAGE_BYTES = 64 << 20
+"""Transfers are divided into messages of about this size, because a deadline holds for a message."""
+MESSAGE_TIMEOUT_S = 5.0
+_MIN_POLL_S, _MAX_POLL_S = 0.00005, 0.002
+"""NIXL has no wait with a deadline, so the path's thread polls, at growing intervals."""
+_POOL_KEY = "pool"
+
+
+class NixlPool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the decode end's pool is reached. metadata: of its agent. address, num_blocks, block_bytes: of the pool."""
+
+    metadata: bytes
+    address: int
+    num_blocks: int
+    block_bytes: int
+    device: int
+
+
+@dataclass(frozen=True)
+class BlockPieces:
+    """The contiguous pieces of a pool's blocks: `num_planes` in each block. Sizes are in bytes.
+
+    address: of the first piece of block 0.
+    """
+
+    address: int
+    num_blocks: int
+    block_stride: int
+    num_planes: int
+    plane_stride: int
+    piece_bytes: int
+
+    @classmethod
+    def of(cls, blocks: torch.Tensor, address: int, by_plane: bool) -> BlockPieces:
+        """blocks: uint8 [num_blocks, num_planes, heads, bytes per head] if by_plane, else contiguous blocks."""
+        num_blocks, block_stride = len(blocks), blocks.stride(0)
+        if not by_plane:
+            return cls(address, num_blocks, block_stride, 1, 0, blocks[0].numel())
+        return cls(address, num_blocks, block_stride, blocks.shape[1], blocks.stride(1), blocks[0, 0].numel())
+
+    def descriptors(self, device: int) -> npt.NDArray[np.uint64]:
+        """Returns a row for each plane, in NIXL's strided form: address, bytes, device, stride, count."""
+        rows = [
+            (self.address + plane * self.plane_stride, self.piece_bytes, device, self.block_stride, self.num_blocks)
+            for plane in range(self.num_planes)
+        ]
+        return np.array(rows, np.uint64)
+
+    def numbers(self, block_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Returns the numbers of the blocks' pieces in `descriptors`, plane after plane."""
+        planes = np.arange(self.num_planes, dtype=np.int32)[:, None] * self.num_blocks
+        numbers: npt.NDArray[np.int32] = (planes + np.array(block_ids, np.int32)).reshape(-1)
+        return numbers
+
+
+class NixlAgent:
+    """This process's agent for one pool. Any thread may use it."""
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        """blocks: any view of the pool. Raises what NIXL raises."""
+        storage = blocks.untyped_storage()
+        pool = torch.empty(0, dtype=torch.uint8, device=blocks.device).set_(storage)  # type: ignore[call-overload]
+        on_gpu = blocks.device.type == "cuda"
+        self.memory = "VRAM" if on_gpu else "DRAM"
+        self.device: int = (blocks.device.index or 0) if on_gpu else 0
+        self.address: int = storage.data_ptr()
+        sync = importlib.import_module("nixl._api").nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        nixl = importlib.import_module("nixl")
+        self.api: Any = nixl.nixl_agent(f"tandem-{uuid.uuid4()}", nixl.nixl_agent_config(sync_mode=sync))
+        self._registered = self.api.register_memory(pool), pool
+        self._lock = threading.Lock()
+        self._num_paths: Counter[str] = Counter()
+
+    @cached_property
+    def metadata(self) -> bytes:
+        metadata: bytes = self.api.get_agent_metadata()
+        return metadata
+
+    def connect(self, metadata: bytes) -> str:
+        """Returns the name of a peer's agent. The caller owes one `disconnect`."""
+        with self._lock:
+            found = self.api.add_remote_agent(metadata)
+            name: str = found.decode() if isinstance(found, bytes) else found
+            self._num_paths[name] += 1
+            return name
+
+    def disconnect(self, name: str) -> None:
+        with self._lock:
+            self._num_paths[name] -= 1
+            if not self._num_paths[name]:
+                del self._num_paths[name]
+                with contextlib.suppress(Exception):  # of a peer that is gone
+                    self.api.remove_remote_agent(name)
+
+
+_agents: dict[int, NixlAgent] = {}
+_agents_lock = threading.Lock()
+
+
+def agent_of(blocks: torch.Tensor) -> NixlAgent:
+    """Returns the agent of the pool that `blocks` is a view of. The first call takes about a second."""
+    address = blocks.untyped_storage().data_ptr()
+    with _agents_lock:
+        if address not in _agents:
+            _agents[address] = NixlAgent(blocks)
+        return _agents[address]
+
+
+class NixlSender:
+    """The prefill end."""
+
+    def __init__(self, peer: Peer, blocks: torch.Tensor, on_ready: OnDone) -> None:
+        self._peer = peer
+        self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
+        self._is_closed = False
+        self._agent: NixlAgent | None = None
+        self._peer_agent = ""
+        self._ours: tuple[BlockPieces, Any] | None = None
+        self._theirs: tuple[BlockPieces, Any] | None = None
+        self._unfinished: Any = None  # a write that may still go on
+        self._thread = JobThread(f"ship-{peer.path_id}")
+        self._thread.submit(self._connect, on_ready)
+
+    def _connect(self) -> None:
+        stored = connect_store(self._peer.path_id, self._peer.params).get(_POOL_KEY)
+        pool = msgspec.msgpack.decode(stored, type=NixlPool)
+        theirs = self._peer.view(torch.empty((pool.num_blocks, pool.block_bytes), dtype=torch.uint8, device="meta"))
+        if theirs.shape[1:] != self._blocks.shape[1:]:
+            raise KVTransferFailed(
+                f"blocks of {list(self._blocks.shape[1:])} bytes do not fit the peer's of {list(theirs.shape[1:])}"
+            )
+        self._agent = agent_of(self._blocks)
+        self._peer_agent = self._agent.connect(pool.metadata)
+        by_plane = not (self._blocks.is_contiguous() and theirs.is_contiguous())
+        own_pieces = BlockPieces.of(self._blocks, self._blocks.data_ptr(), by_plane)
+        peer_pieces = BlockPieces.of(theirs, pool.address + theirs.storage_offset(), by_plane)
+        prepare = self._agent.api.prep_xfer_dlist
+        memory = self._agent.memory
+        self._ours = own_pieces, prepare("NIXL_INIT_AGENT", own_pieces.descriptors(self._agent.device), memory)
+        self._theirs = peer_pieces, prepare(self._peer_agent, peer_pieces.descriptors(pool.device), memory)
+
+    def prepare(self, dst_block_ids: Sequence[int]) -> None:
+        """Does nothing: the peer's memory is registered, so its pages exist."""
+
+    def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
+        src, dst = list(src_block_ids), list(dst_block_ids)
+        self._thread.submit(lambda: self._send(src, dst), on_done)
+
+    def _send(self, src: list[int], dst: list[int]) -> None:
+        num_blocks = max(1, MESSAGE_BYTES // self._blocks[0].numel())
+        for first in range(0, len(src), num_blocks):
+            self._write(src[first : first + num_blocks], dst[first : first + num_blocks])
+
+    def _write(self, src: list[int], dst: list[int]) -> None:
+        assert self._agent is not None and self._ours is not None and self._theirs is not None
+        api, (ours, own_list), (theirs, peer_list) = self._agent.api, self._ours, self._theirs
+        self._unfinished = api.make_prepped_xfer("WRITE", own_list, ours.numbers(src), peer_list, theirs.numbers(dst))
+        state = api.transfer(self._unfinished)
+        deadline, pause_s = time.monotonic() + MESSAGE_TIMEOUT_S, _MIN_POLL_S
+        while state == "PROC":
+            if self._is_closed:
+                raise KVTransferFailed("the pair was closed")
+            if time.monotonic() > deadline:
+                raise KVTransferFailed(f"the peer did not take the blocks within {MESSAGE_TIMEOUT_S:g} s")
+            time.sleep(pause_s)
+            pause_s = min(_MAX_POLL_S, 2 * pause_s)
+            state = api.check_xfer_state(self._unfinished)
+        if state != "DONE":
+            raise KVTransferFailed("NIXL could not write to the peer")
+        api.release_xfer_handle(self._unfinished)
+        self._unfinished = None
+
+    def close(self, on_closed: Callable[[], None]) -> None:
+        self._is_closed = True
+        self._thread.close(lambda: self._end(on_closed))
+
+    def _end(self, on_closed: Callable[[], None]) -> None:
+        """Ends what goes on; NIXL may need the peer's exit for that. `on_closed` waits for it, as the peer must."""
+        if self._agent is not None:
+            while self._unfinished is not None and not self._is_stopped():
+                time.sleep(_MAX_POLL_S)
+            self._unfinished = None
+            for side in (self._ours, self._theirs):
+                if side is not None:
+                    self._agent.api.release_dlist_handle(side[1])
+            self._agent.disconnect(self._peer_agent)
+        on_closed()
+
+    def _is_stopped(self) -> bool:
+        """Whether the unfinished write has ended or could be cancelled."""
+        assert self._agent is not None
+        try:
+            self._agent.api.release_xfer_handle(self._unfinished)
+        except Exception:
+            return False
+        return True
+
+
+class NixlReceiver:
+    """The decode end. Blocks are usable when they are announced, because the peer announces them after writing them."""
+
+    def __init__(self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, on_ready: OnDone) -> None:
+        self._thread = JobThread(f"take-{path_id}")
+        self._thread.submit(lambda: self._announce(open_store, blocks), on_ready)
+
+    @staticmethod
+    def _announce(open_store: OpenStore, blocks: torch.Tensor) -> None:
+        agent = agent_of(blocks)
+        num_bytes = blocks.untyped_storage().nbytes()
+        pool = NixlPool(agent.metadata, agent.address, len(blocks), num_bytes // len(blocks), agent.device)
+        open_store().set(_POOL_KEY, msgspec.msgpack.encode(pool))
+
+    def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
+        on_done(None)
+
+    def close(self) -> None:
+        self._thread.close()
+
+
+class NixlConnector:
+    """Implements `kv_transfer.connector.KVConnector`, where NIXL is installed."""
+
+    crosses_hosts = True
+    encrypts = False
+    one_sided = True
+    meets_in_store = True
+
+    @cached_property
+    def devices(self) -> Sequence[str]:
+        return ("cpu", "cuda") if importlib.util.find_spec("nixl") is not None else ()
+
+    def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
+        return NixlSender(peer, blocks, on_ready)
+
+    def open_receiver(
+        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
+    ) -> KVReceiver:
+        return NixlReceiver(path_id, open_store, blocks, on_ready)
+
+
+connector = NixlConnector()

@@ -1,0 +1,133 @@
+"""Paths of the `nixl` connector in one process, over UCX. Run by test_nixl.py, where NIXL is on the path."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, Peer, PeerView
+from tandem.kv_transfer.connectors import nixl
+from tandem.kv_transfer.connectors.process_group import StoreServer
+from tandem.kv_transfer.handshake import offered_connectors
+from tandem.kv_transfer.ranks.head_slices import head_routes
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.transfer import ConnectorParams
+from tandem.runtime.errors import KVTransferFailed
+
+HOST = "127.0.0.1"
+NUM_BLOCKS, BLOCK_BYTES = 24, 12 * 1024
+NUM_LAYERS, NUM_HEADS = 3, 4
+Result = KVTransferFailed | None
+
+
+class OpenedPath:
+    """Both ends of a path. view: the part of the peer's pool that `source` goes to."""
+
+    def __init__(self, source: torch.Tensor, destination: torch.Tensor, view: PeerView = lambda pool: pool) -> None:
+        self.results: queue.Queue[Result] = queue.Queue()
+        server = StoreServer(HOST)
+        params = ConnectorParams(store_host=server.host, store_port=server.port)
+        made_by, network = load_connector("nixl"), DataNetwork(HOST)
+        self.receiver: KVReceiver = made_by.open_receiver(
+            "path", lambda: server.store("path"), destination, network, self.results.put
+        )
+        self.sender: KVSender = made_by.open_sender(Peer("path", params, view), source, network, self.results.put)
+        self.errors = [self.results.get(timeout=30), self.results.get(timeout=30)]
+
+    def move(self, src: Sequence[int], dst: Sequence[int]) -> Result:
+        self.sender.send(src, dst, self.results.put)
+        return self.results.get(timeout=30)
+
+    def close(self) -> None:
+        closed: queue.Queue[None] = queue.Queue()
+        self.sender.close(lambda: closed.put(None))
+        closed.get(timeout=30)
+        self.receiver.close()
+
+
+def new_pools() -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+    return source, torch.zeros_like(source)
+
+
+@pytest.fixture(scope="module")
+def path() -> OpenedPath:
+    """The pools are kept for the agents' sake."""
+    return OpenedPath(*POOLS)
+
+
+POOLS = new_pools()
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_blocks_arrive_where_they_should(path: OpenedPath, data: st.DataObject) -> None:
+    source, destination = POOLS
+    count = data.draw(st.integers(1, NUM_BLOCKS))
+    src, dst = (data.draw(st.permutations(range(NUM_BLOCKS)))[:count] for _ in range(2))
+    destination.zero_()
+    assert path.errors == [None, None] and path.move(src, dst) is None
+    expected = torch.zeros_like(destination)
+    expected[dst] = source[src]
+    assert torch.equal(destination, expected)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4), (4, 2)], ids=str)
+def test_heads_go_from_every_rank_to_every_rank(sizes: tuple[int, int]) -> None:
+    sources, destinations = (
+        [torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES // size), dtype=torch.uint8) for _ in range(size)]
+        for size in sizes
+    )
+    before = [each.clone() for each in destinations]
+    src, dst = [1, 5, 6, 7], [3, 0, 23, 11]
+    for route in head_routes(NUM_HEADS, *sizes):
+        opened = OpenedPath(
+            route.src.of(sources[route.src_rank], NUM_LAYERS),
+            route.dst.of(destinations[route.dst_rank], NUM_LAYERS),
+            lambda pool, route=route: route.dst.of(pool, NUM_LAYERS),  # type: ignore[misc]
+        )
+        assert opened.errors == [None, None] and opened.move(src, dst) is None
+        opened.close()
+
+    def heads(pools: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([pool.view(NUM_BLOCKS, 2 * NUM_LAYERS, NUM_HEADS // len(pools), -1) for pool in pools], 2)
+
+    expected = heads(before)
+    expected[dst] = heads(sources)[src]
+    assert torch.equal(heads(destinations), expected)
+
+
+def test_long_transfers_are_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "MESSAGE_BYTES", 3 * BLOCK_BYTES)
+    source, destination = new_pools()
+    opened = OpenedPath(source, destination)
+    assert opened.move(range(NUM_BLOCKS), range(NUM_BLOCKS)) is None and torch.equal(destination, source)
+    opened.close()
+
+
+def test_a_closed_path_refuses_and_others_of_the_agent_go_on() -> None:
+    source, destination = new_pools()
+    first, second = OpenedPath(source, destination), OpenedPath(source, destination)
+    first.close()
+    error = first.move([0], [0])
+    assert error is not None and "closed" in error.message
+    assert second.move([2], [1]) is None and torch.equal(destination[1], source[2])
+    second.close()
+
+
+def test_pools_of_other_sizes_are_refused() -> None:
+    source, _ = new_pools()
+    opened = OpenedPath(source, torch.zeros(4, 64, dtype=torch.uint8))
+    assert any(error is not None and "do not fit" in error.message for error in opened.errors)
+    opened.close()
+
+
+def test_auto_offers_nixl_unless_keys_demand_encryption() -> None:
+    assert offered_connectors("auto", "cpu") == ["ipc", "nixl", "tcp", "gloo"]
+    assert offered_connectors("auto", "cpu", has_keys=True) == ["ipc", "tcp"]
+    assert offered_connectors("auto", "cuda", has_keys=True) == ["ipc", "nixl", "nccl"]

@@ -1,0 +1,32 @@
+"""The `nixl` connector, in a process of its own that finds NIXL: the other tests check what happens without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.kv_transfer.handshake import offered_connectors
+from tandem.runtime.errors import ConfigError
+from tests.support.nixl import nixl_environment
+
+
+def test_paths_over_nixl() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [*command, str(Path(__file__).with_name("nixl_paths.py"))],
+        env={**os.environ, **nixl_environment()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0 and "passed" in run.stdout, run.stdout[-5000:] + run.stderr[-2000:]
+
+
+def test_without_nixl_the_connector_says_so() -> None:
+    assert "nixl" not in offered_connectors("auto", "cpu")
+    with pytest.raises(ConfigError, match=r"install it: pip install tandem-serve\[nixl\]"):
+        offered_connectors("nixl", "cpu")
