@@ -90,7 +90,7 @@ class NixlAgent:
     def __init__(self, blocks: torch.Tensor) -> None:
         """blocks: any view of the pool. Raises what NIXL raises."""
         storage = blocks.untyped_storage()
-        pool = torch.empty(0, dtype=torch.uint8, device=blocks.device).set_(storage)  # type: ignore[call-overload]
+        pool = torch.empty(0, dtype=torch.uint8, device=blocks.device).set_(storage)
         on_gpu = blocks.device.type == "cuda"
         self.memory = "VRAM" if on_gpu else "DRAM"
         self.device: int = (blocks.device.index or 0) if on_gpu else 0
@@ -154,7 +154,7 @@ class NixlSender:
 
     def _connect(self) -> None:
         stored = connect_store(self._peer.path_id, self._peer.params).get(_POOL_KEY)
-        pool = msgspec.msgpack.decode(stored, type=NixlPool)
+        pool = msgspec.json.decode(stored, type=NixlPool)
         theirs = self._peer.view(torch.empty((pool.num_blocks, pool.block_bytes), dtype=torch.uint8, device="meta"))
         if theirs.shape[1:] != self._blocks.shape[1:]:
             raise KVTransferFailed(
@@ -164,7 +164,7 @@ class NixlSender:
         self._peer_agent = self._agent.connect(pool.metadata)
         by_plane = not (self._blocks.is_contiguous() and theirs.is_contiguous())
         own_pieces = BlockPieces.of(self._blocks, self._blocks.data_ptr(), by_plane)
-        peer_pieces = BlockPieces.of(theirs, pool.address + theirs.storage_offset(), by_plane)
+        peer_pieces = BlockPieces.of(theirs, pool.address + int(theirs.storage_offset()), by_plane)
         prepare = self._agent.api.prep_xfer_dlist
         memory = self._agent.memory
         self._ours = own_pieces, prepare("NIXL_INIT_AGENT", own_pieces.descriptors(self._agent.device), memory)
@@ -239,7 +239,7 @@ class NixlReceiver:
         agent = agent_of(blocks)
         num_bytes = blocks.untyped_storage().nbytes()
         pool = NixlPool(agent.metadata, agent.address, len(blocks), num_bytes // len(blocks), agent.device)
-        open_store().set(_POOL_KEY, msgspec.msgpack.encode(pool))
+        open_store().set(_POOL_KEY, msgspec.json.encode(pool).decode())
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         on_done(None)
