@@ -74,18 +74,15 @@ async def put(client: MediaCacheClient, lease_id: str, keys: list[MediaKey], dat
 
 
 def test_leased_items_outlive_the_cache_process(tmp_path: Path) -> None:
-    def opened() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     async def run() -> None:
         async with cache(tmp_path) as client:
             [granted] = await put(client, "written", KEYS[:1], b"pixels")
-            before = opened()
+            before = num_memfds()
             lease = MediaLease(client, "held")
             tensor = MediaTensor("pixel_values", "uint8", (6,), HEADER_BYTES, 6)
             item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, (tensor,))
             held, again = lease.hold([item, item])
-            assert opened() == before + 1  # one descriptor for an image that is used twice
+            assert num_memfds() == before + 1  # one descriptor for an image that is used twice
         assert open_tensors(held)["pixel_values"].numpy().tobytes() == b"pixels"
         with pytest.raises(WorkerLost, match="has exited"):
             open_tensors(item)
