@@ -224,8 +224,10 @@ def change_every_block(worker: WorkerReport) -> None:
 
 
 @pytest.mark.extended
-def test_checksums_detect_corrupt_blocks(cluster: Cluster) -> None:
+def test_checksums_detect_corrupt_blocks(cluster: Cluster, connector: str) -> None:
     """Corrupts every block of the decode pools while decode is stopped, until a checksum fails."""
+    if connector == "tcp":
+        pytest.skip("decode itself writes what arrives, and compares it at once: no block waits to be compared")
     decodes = [cluster.worker(worker_id) for worker_id in ("decode-0", "decode-1")]
     answers = ask_until_shipping(cluster, "prefill-0")
 
