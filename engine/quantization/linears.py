@@ -38,8 +38,8 @@ class QuantizedLinear(nn.Module):
         raise NotImplementedError
 
 
-class Int8Linear(QuantizedLinear):
-    """INT8 weights and inputs (W8A8). weight: [out_features, in_features], INT8. weight_scale: [out_features], float32.
+class ScaledLinear(QuantizedLinear):
+    """Weights and inputs of 8 bits (W8A8). weight: [out_features, in_features]. weight_scale: [out_features], float32.
 
     input_scale: [1], float32, of a static quantisation; None gives each row a scale of its own.
     """
@@ -60,6 +60,10 @@ class Int8Linear(QuantizedLinear):
         self.register_buffer("weight_scale", weight_scale)
         self.register_buffer("input_scale", input_scale)
 
+
+class Int8Linear(ScaledLinear):
+    """INT8 weights and inputs."""
+
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         values, scale = quantized_rows(rows, torch.int8, self.input_scale)
         if rows.is_cuda and len(rows) < _MIN_INT8_ROWS:
@@ -68,12 +72,9 @@ class Int8Linear(QuantizedLinear):
         return (sums * scale * self.weight_scale).to(rows.dtype)
 
 
-class Fp8Linear(QuantizedLinear):
-    """FP8 (E4M3) weights and inputs (W8A8). Arguments: see `Int8Linear`."""
+class Fp8Linear(ScaledLinear):
+    """FP8 (E4M3) weights and inputs."""
 
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
-    input_scale: torch.Tensor | None
     unit_scale: torch.Tensor
 
     def __init__(
@@ -83,10 +84,7 @@ class Fp8Linear(QuantizedLinear):
         input_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias)
-        self.register_buffer("weight", weight)
-        self.register_buffer("weight_scale", weight_scale)
-        self.register_buffer("input_scale", input_scale)
+        super().__init__(weight, weight_scale, input_scale, bias)
         self.register_buffer("unit_scale", torch.ones((), dtype=torch.float32, device=weight.device))
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
