@@ -101,10 +101,13 @@ def test_prompts_wait_while_decode_is_out_of_blocks(cluster: Cluster) -> None:
     num_blocks = 2 * cluster.worker("decode-0").load.num_blocks
     count = num_blocks * 3 // 2 // 25 + 1
     assert [answer.result(120) for answer in ask(cluster, count, 1590)] == [200] * count
-    loads = [cluster.worker(worker_id).load for worker_id in ("decode-0", "decode-1")]
-    assert sum(load.num_compared_blocks for load in loads) >= 25 * count and not any(
-        x.num_corrupt_blocks for x in loads
-    )
+    workers = ("decode-0", "decode-1")
+
+    def all_are_compared() -> bool:
+        return sum(cluster.worker(worker_id).load.num_compared_blocks for worker_id in workers) >= 25 * count
+
+    cluster.wait_for(all_are_compared)  # load reports lag
+    assert not any(cluster.worker(worker_id).load.num_corrupt_blocks for worker_id in workers)
 
 
 def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, connector: str) -> None:
