@@ -42,4 +42,32 @@ class Receive(msgspec.Struct, frozen=True):
     checksums: list[int] = []
 
 
-Action = SendToProxy | SendToPeer | Ship | Receive
+class StoreBlocks(msgspec.Struct, frozen=True):
+    """Copy blocks to a tier below the pool (`kv_transfer.tiers`). `on_stored` must follow exactly once.
+
+    hashes: of the blocks, in the same order.
+    """
+
+    tier: str
+    block_ids: list[int]
+    hashes: list[bytes]
+
+
+class LoadBlocks(msgspec.Struct, frozen=True):
+    """Copy blocks from a tier into the pool, in order, until one is missing. `on_loaded` must follow exactly once."""
+
+    tier: str
+    load_id: int
+    block_ids: list[int]
+    hashes: list[bytes]
+
+
+class FindBlocks(msgspec.Struct, frozen=True):
+    """Ask a tier how many of these blocks it holds before the first that it lacks. `on_found` must follow once."""
+
+    tier: str
+    load_id: int
+    hashes: list[bytes]
+
+
+Action = SendToProxy | SendToPeer | Ship | Receive | StoreBlocks | LoadBlocks | FindBlocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.engine.config import EngineConfig
+from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -24,7 +25,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     processed media from other hosts, for all prompts together. media_cache_endpoint: of this host's media cache; "" if
     the model takes text only. itl_slo_ms: limit on a step that holds prompt tokens beside running sequences; 0 derives
     it from measured steps, see `engine.step_times`. adapters: LoRA adapters that the worker must be able to load;
-    requests may name others.
+    requests may name others. tiers: of the KV cache, below the pool.
     """
 
     worker_id: str
@@ -46,5 +47,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role_file: str = ""
     itl_slo_ms: int = 0
     adapters: list[AdapterRef] = []
+    tiers: TiersConfig = TiersConfig()
     log_level: str = "info"
     log_format: LogFormat = "text"

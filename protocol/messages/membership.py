@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -49,6 +49,25 @@ class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shipping_s: float
 
 
+class TierFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tier of a worker's KV cache, rank 0's share of it. Counts are totals since the worker's start.
+
+    name: host, disk or store. num_blocks: blocks that this worker can load. num_bytes, max_bytes: size and limit of the
+    tier, which other workers may share; 0 if unknown. num_skipped: blocks that were not stored because the tier was
+    behind or failing. num_corrupt: blocks that were not whole. error: why it is not used at the moment.
+    """
+
+    name: str
+    num_blocks: int = 0
+    num_bytes: int = 0
+    max_bytes: int = 0
+    num_stored: int = 0
+    num_loaded: int = 0
+    num_skipped: int = 0
+    num_corrupt: int = 0
+    error: str = ""
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Load of a worker. Blocks that are neither free nor quarantined belong to waiting or running requests. Counts
     without a unit of time are totals since the start.
@@ -63,7 +82,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_s_per_sequence: coefficients of the duration of a step without prompt tokens. itl_slo_s: limit on a step with
     both, see `engine.step_times`. The three are 0 before the first step. num_role_changes: total. num_received_tokens,
     num_received: prompt tokens without cached ones, and sequences, whose KV another worker computed. num_shipped:
-    sequences, of num_finished, that were computed here and decode on another worker.
+    sequences, of num_finished, that were computed here and decode on another worker. num_loaded_tokens: of
+    num_cached_tokens, those that came from a tier below the pool. loaded_tokens_per_s: recent speed of loading them; 0
+    before the first. tiers: fastest first.
     """
 
     num_running: int = 0
@@ -97,6 +118,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_received_tokens: int = 0
     num_received: int = 0
     num_shipped: int = 0
+    num_loaded_tokens: int = 0
+    loaded_tokens_per_s: float = 0.0
+    tiers: list[TierFigures] = []
 
 
 class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -142,7 +166,10 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, every HEARTBEAT_INTERVAL_S. pairs: those it has opened. draining: send it no new work."""
+    """Worker to proxy, every HEARTBEAT_INTERVAL_S. pairs: those it has opened. draining: send it no new work.
+
+    prefixes: of the pool. tier_prefixes: of the tiers below it, from which the worker can load.
+    """
 
     worker_id: str
     epoch: str
@@ -151,6 +178,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     pairs: list[PairStatus] = []
     prefixes: PrefixUpdate | None = None
     draining: bool = False
+    tier_prefixes: PrefixUpdate | None = None
 
 
 class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -184,8 +212,14 @@ class SetWorkerRole(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     role: Role
 
 
+class ClearWorkerCache(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`tandem cache clear kv` to proxy, for one worker. Answered by WorkerOrdered."""
+
+    worker_id: str
+
+
 class WorkerOrdered(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy's answer to DrainWorker and SetWorkerRole. error: "" if the worker has the order."""
+    """Proxy's answer to DrainWorker, SetWorkerRole and ClearWorkerCache. error: "" if the worker has the order."""
 
     worker_id: str
     error: str = ""
@@ -199,6 +233,10 @@ class ChangeRole(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """Proxy to worker: take this role. Requests in flight are not affected."""
 
     role: Role
+
+
+class ClearCache(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to worker: forget all prefixes that no request uses, in the pool and in the tiers below it."""
 
 
 class GetTimeline(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -301,8 +339,23 @@ class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 ToProxyControl = (
-    RegisterWorker | WorkerStatus | WorkerLeft | WorkerExited | GetStatus | DrainWorker | SetWorkerRole | GetTimeline
+    RegisterWorker
+    | WorkerStatus
+    | WorkerLeft
+    | WorkerExited
+    | GetStatus
+    | DrainWorker
+    | SetWorkerRole
+    | ClearWorkerCache
+    | GetTimeline
 )
 FromProxyControl = (
-    ClusterView | RegistrationRefused | StatusReport | LeaveCluster | ChangeRole | WorkerOrdered | TimelineReport
+    ClusterView
+    | RegistrationRefused
+    | StatusReport
+    | LeaveCluster
+    | ChangeRole
+    | ClearCache
+    | WorkerOrdered
+    | TimelineReport
 )

@@ -1,0 +1,98 @@
+"""The tier interface: where KV blocks are kept below the pool, by prefix-block hash (`protocol.prefix_hash`).
+
+A tier is a cache. It may lose any block at any time, and a block that it returns is verified by its header and its
+checksum before it is used. Each rank of a worker has its own objects, for its own heads of each block.
+
+Tiered KV caches follow Mooncake (Qin et al., FAST 2025) and CachedAttention (Gao et al., ATC 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+
+class TierFailed(Exception):
+    """A tier could not be reached, or refused to store. Its blocks count as missing."""
+
+
+class TiersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tiers of one worker; the defaults are none.
+
+    host_files: for each rank the path of memory that outlives the worker (`/proc/PID/fd/N`, a memfd of the process that
+    started it); empty for none. host_bytes: size of each. disk_folder: shared by all workers that are given it.
+    disk_bytes: limit on the folder's size. store: mooncake://HOST:PORT.
+    """
+
+    host_files: list[str] = []
+    host_bytes: int = 0
+    disk_folder: str = ""
+    disk_bytes: int = 0
+    store: str = ""
+
+
+@dataclass(frozen=True)
+class TierChanges:
+    """Hashes of blocks that a tier has gained and lost."""
+
+    added: list[bytes]
+    removed: list[bytes]
+
+
+class KVTier(Protocol):
+    """One rank's blocks in one tier. Its methods may block, and are called on one thread of its own, `open` first.
+
+    name: "host", "disk" or "store". max_bytes: limit on `num_bytes`; 0 if the tier itself knows none.
+
+    hashes: 16 bytes each. block: uint8 [block_bytes], contiguous, in the host's memory. Methods raise TierFailed.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_bytes(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes stored, including those of other workers that share the tier, as far as known."""
+        ...
+
+    def open(self) -> None:
+        """Connects to the tier. The blocks that it holds already are the first `take_changes`."""
+        ...
+
+    def find(self, hashes: Sequence[bytes]) -> int:
+        """Returns how many of these blocks it holds before the first that it lacks."""
+        ...
+
+    def store(self, block_hash: bytes, block: memoryview) -> None:
+        """Stores a block unless it is there. Evicts the least recently used ones if there is no room."""
+        ...
+
+    def load(self, block_hash: bytes, block: memoryview) -> bool:
+        """Copies a block into `block`. Returns False if it is not there or is not whole; `block` is then undefined."""
+        ...
+
+    def refresh(self) -> None:
+        """Looks for blocks that others have stored or removed. Called every few seconds while nothing else is to do."""
+        ...
+
+    def take_changes(self) -> TierChanges:
+        """Returns what has changed since the last call, by this object's calls or by others."""
+        ...
+
+    def num_corrupt(self) -> int:
+        """Number of blocks so far that were not whole, and were removed."""
+        ...
+
+    def clear(self) -> None:
+        """Removes all blocks of this model and layout."""
+        ...
+
+    def close(self) -> None:
+        """Releases what `open` took. Blocks stay where the tier outlives the process."""
+        ...
