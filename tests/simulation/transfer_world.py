@@ -71,7 +71,7 @@ Event = tuple[float, Callable[[], None]]
 
 
 class World:
-    """Includes the proxy. visible: epochs of the workers that the proxy knows. tiers: names of each worker's tiers; what
+    """Includes the proxy. visible: epochs of the workers that the proxy knows. tiers: names of the tiers; what
     `host` holds is the worker's own and outlives its process, the others' content is shared."""
 
     def __init__(
