@@ -187,7 +187,8 @@ class Gptq:
         zeros = unpacked_nibbles(tensors["qzeros"] + self.zero_offset).t()
         order = _checked_groups(tensors["g_idx"], scales.shape[1])
         if order is not None and share.split == "inputs":
-            raise UnsupportedLayerError("g_idx is out of order, although desc_act is false; use --tensor-parallel-size 1")
+            reason = "g_idx is out of order, although desc_act is false; use --tensor-parallel-size 1"
+            raise UnsupportedLayerError(reason)
         scales, zeros = (share.take_groups(each, self.group_size) for each in (scales, zeros))
         return Int4Linear(Int4Groups(values, scales, zeros, order), bias, dtype)
 

@@ -130,14 +130,24 @@ def test_what_a_gpu_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -
     fp8, int8 = W8A8(FP8, False, False), W8A8(torch.int8, False, False)
     old = "FP8 needs a GPU of compute capability 8.9 or newer, and this one has 8.6"
     assert fp8.problem(LayerShare(64, 64), CUDA, torch.bfloat16) == old
-    assert int8.problem(LayerShare(64, 64), CUDA, torch.bfloat16) == "" == fp8.problem(LayerShare(64, 64), CPU, torch.bfloat16)
+    assert (
+        int8.problem(LayerShare(64, 64), CUDA, torch.bfloat16)
+        == ""
+        == fp8.problem(LayerShare(64, 64), CPU, torch.bfloat16)
+    )
     capability = (8, 9)
     assert fp8.problem(LayerShare(64, 64), CUDA, torch.bfloat16) == ""
     assert "not multiples of 16" in fp8.problem(LayerShare(64, 24), CUDA, torch.bfloat16)
     assert "not multiples of 8" in int8.problem(LayerShare(64, 12), CUDA, torch.bfloat16)
     for scheme in (Awq(128), Gptq(128, 1, False), PackedInts(4, 128, False, False)):
-        assert scheme.problem(LayerShare(256, 64), CUDA, torch.bfloat16) == "" == scheme.problem(LayerShare(256, 64), CPU, torch.float16)
-        assert "in bfloat16, not in float16; give --dtype bfloat16" in scheme.problem(LayerShare(256, 64), CUDA, torch.float16)
+        assert (
+            scheme.problem(LayerShare(256, 64), CUDA, torch.bfloat16)
+            == ""
+            == scheme.problem(LayerShare(256, 64), CPU, torch.float16)
+        )
+        assert "in bfloat16, not in float16; give --dtype bfloat16" in scheme.problem(
+            LayerShare(256, 64), CUDA, torch.float16
+        )
         assert scheme.problem(LayerShare(192, 64), CPU, torch.bfloat16).startswith(
             "group_size 128 with 192 inputs is not supported"
         )
