@@ -61,7 +61,8 @@ STEP_S = 0.002
 class FakeWorkers:
     """One prefill and one decode worker on a thread with a loop. "hold" in a prompt: no answer; "stall": 3 tokens.
 
-    fail_at: where the first of the sequences that share a prompt fails, with which error: at "prefill", before decode
+    tier_prefixes: blocks that a worker reports in its tiers, by its name. cleared: names of workers that were told to
+    clear their caches. fail_at: where the first of the sequences that share a prompt fails, with which error: at "prefill", before decode
     has reserved ("reserve"), or at the third token ("decode").
     """
 
@@ -78,6 +79,8 @@ class FakeWorkers:
         self._max_model_len, self._step_s = max_model_len, step_s
         self.aborted: dict[str, set[str]] = {"prefill": set(), "decode": set()}
         self.seen: list[str] = []
+        self.cleared: list[str] = []
+        self.tier_prefixes: dict[str, PrefixLog] = {}
         self.num_finished = 0
         self.fail_at: tuple[str, TandemError] | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -112,7 +115,7 @@ class FakeWorkers:
                 partial(self._begin_epoch, name),
                 lambda: None,
                 lambda role: None,
-                lambda: None,
+                partial(self.cleared.append, name),
             )
         await self._stopped.wait()
         for thing in (*self._registrations.values(), *self._routers.values()):
@@ -132,6 +135,7 @@ class FakeWorkers:
             WorkerLoad(),
             pairs if info.role == "prefill" else [],
             draining=self._draining[name],
+            tier_prefixes=self.tier_prefixes[name].take() if name in self.tier_prefixes else None,
         )
 
     def _begin_epoch(self, name: str) -> RegisterWorker:
