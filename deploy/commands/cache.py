@@ -26,9 +26,7 @@ async def show_caches(cluster: ClusterClient) -> None:
 
 def cache_table(workers: list[WorkerReport]) -> Group:
     """Returns a table with a row for each worker's pool and each of its tiers, and lines with their errors."""
-    table = plain_table(
-        ["worker", "tier"], ["blocks", "GiB", "limit\nGiB", "stored", "loaded", "skipped", "corrupt"]
-    )
+    table = plain_table(["worker", "tier"], ["blocks", "GiB", "limit\nGiB", "stored", "loaded", "skipped", "corrupt"])
     errors = []
     for report in sorted(workers, key=lambda each: each.worker.worker_id):
         name, load = report.worker.worker_id, report.load
@@ -48,7 +46,7 @@ def _prompt_tokens(workers: list[WorkerReport]) -> str:
     if not total:
         return "no prompt tokens yet"
     cached, loaded = sum(load.num_cached_tokens for load in loads), sum(load.num_loaded_tokens for load in loads)
-    return f"{total} prompt tokens: {cached / total:.0%} were cached, {loaded / total:.0%} loaded from tiers"
+    return f"{total} prompt tokens: {cached / total:.0%} were cached, {loaded / total:.0%} were loaded from tiers"
 
 
 async def clear_caches(cluster: ClusterClient, kind: CacheKind | None) -> None:

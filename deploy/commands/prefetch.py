@@ -42,10 +42,11 @@ async def prefetch(url: str, body: dict[str, Any], api_key: str, timeout_s: floa
     """
     request = {key: value for key, value in body.items() if key not in _OF_OUTPUT} | {"max_tokens": 1, "stream": False}
     route = next(route for field, route in ROUTES.items() if field in body)
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    content = json.dumps(request).encode()
+    headers = [("Content-Type", "application/json")] + [("Authorization", f"Bearer {api_key}")] * bool(api_key)
     try:
         async with asyncio.timeout(timeout_s), httpcore.AsyncConnectionPool(ssl.create_default_context()) as pool:
-            answer = await pool.request("POST", url.rstrip("/") + route, headers=headers, content=json.dumps(request))
+            answer = await pool.request("POST", url.rstrip("/") + route, headers=headers, content=content)
     except TimeoutError as error:
         raise Overloaded(f"{url} has not answered within {timeout_s:g} s; give a longer --timeout-s") from error
     except (httpcore.UnsupportedProtocol, ValueError) as error:
@@ -75,5 +76,7 @@ def _refusal(status: int, answer: bytes) -> TandemError:
         message = str(json.loads(answer)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = "the answer has no error message; is the address that of a Tandem cluster?"
-    kind = ConfigError if 400 <= status < 500 and status != 429 else Overloaded if status in (429, 503) else InternalError
+    kind = (
+        ConfigError if 400 <= status < 500 and status != 429 else Overloaded if status in (429, 503) else InternalError
+    )
     return kind(f"HTTP {status}: {' '.join(message.split())}")

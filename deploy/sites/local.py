@@ -171,9 +171,10 @@ class LocalSite:
 
 
 def make_disk_folder(folder: Path) -> None:
-    """Makes the folder for KV blocks, which reveal prompts, with mode 0700. Raises ConfigError if workers cannot use it.
+    """Makes the folder for KV blocks, with mode 0700 because they reveal prompts.
 
-    An existing folder keeps its mode, but must belong to this user, and no other user may write to it.
+    An existing folder keeps its mode, but must belong to this user, and no other user may write to it. Raises
+    ConfigError if the workers cannot use it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

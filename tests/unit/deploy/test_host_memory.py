@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -29,9 +29,12 @@ sys.stdout.write(mmap.mmap(fd, 1 << 20)[4096:4101].decode())
 
 
 def held() -> list[str]:
-    """Paths of this process's descriptors of host memory."""
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return [link for link in links if os.path.lexists(link) and "memfd:tandem-kv-host" in os.readlink(link)]
+    """Targets of this process's descriptors of host memory."""
+    targets = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
+            targets.append(str(link.readlink()))
+    return [target for target in targets if "memfd:tandem-kv-host" in target]
 
 
 @pytest.fixture
