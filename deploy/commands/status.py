@@ -106,6 +106,7 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
     workers = plain_table(["worker", "role\n(flips)"], names.split(","))
     pairs = plain_table(["prefill", "decode", "state", "connector"], ["sent\nMB", "MB/s\nmoving"])
     pairs.add_column("reason")
+    tier_lines: list[str] = []
     for worker in sorted(first.workers, key=lambda w: (_ROLE_ORDER.index(w.worker.role), w.worker.worker_id)):
         load = worker.load
         workers.add_row(
@@ -122,6 +123,8 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
             f"{load.step_time_s * 1000:.1f}",
             f"{worker.silence_s:.1f}",
         )
+        if load.tiers:
+            tier_lines.append(escape(_tier_line(worker)))
         sent = {each.decode_worker_id: each.num_bytes for each in load.traffic}
         for pair in worker.pairs:
             speed = figures.bandwidth.get((worker.worker.worker_id, pair.decode_worker_id))
@@ -134,8 +137,7 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
                 f"{speed / 1e6:.0f}" if speed is not None else "",
                 pair.reason,
             )
-    tiers = [escape(_tier_line(worker)) for worker in first.workers if worker.load.tiers]
-    shown_tiers = ["\n".join(tiers)] if tiers else []
+    shown_tiers = ["\n".join(tier_lines)] if tier_lines else []
     parts: list[Table | str] = [proxies, *_serving(figures, then is not None), workers, *shown_tiers, pairs]
     return Group(head, *(each for part in parts for each in ("", part)))
 
