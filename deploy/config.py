@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_connector: Annotated[str, _in("KV cache", description=
         "Connector that transfers KV blocks from prefill to decode workers: auto, ipc, nixl, tcp, gloo, nccl or an "
         "installed plugin.")] = "auto"
+    kv_host_gib: Annotated[float, _in("KV cache", ge=0, description=
+        "Host memory in GiB per worker for KV blocks that do not fit into its KV cache, divided among its tensor "
+        "parallel processes; kept while a worker is restarted. 0 uses none.")] = 0.0
+    kv_disk_dir: Annotated[str, _in("KV cache", description=
+        "Folder for KV blocks, which survives restarts of the cluster; all workers on a host share it. Created with "
+        "mode 0700, because KV blocks reveal prompts. Empty uses none.")] = ""
+    kv_disk_gib: Annotated[float, _in("KV cache", ge=0, description=
+        "Maximum size of --kv-disk-dir in GiB, on each host; required with it.")] = 0.0
+    kv_store: Annotated[str, _in("KV cache", description=
+        "Mooncake store for KV blocks, shared by the workers of all hosts: mooncake://HOST:PORT of its master. Empty "
+        "uses none.")] = ""
 
     host: Annotated[str, _in("HTTP", "Address on which the HTTP endpoint listens.")] = "127.0.0.1"
     port: Annotated[int, _in("HTTP", "Port of the HTTP endpoint.", ge=1, le=65535)] = 8000
@@ -249,6 +261,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sizes = {"prefill": self.prefill_tensor_parallel_size, "decode": self.decode_tensor_parallel_size, "any": 0}
         return sizes[role] or self.tensor_parallel_size
 
+    @property
+    def disk_folder(self) -> Path | None:
+        """Absolute path of --kv-disk-dir; None without it."""
+        return Path(self.kv_disk_dir).expanduser().absolute() if self.kv_disk_dir else None
+
+    def host_bytes(self, role: Role) -> int:
+        """Host memory for KV blocks, per rank of a worker that starts in `role`."""
+        return int(self.kv_host_gib * (1 << 30)) // self.num_ranks(role)
+
     def num_threads(self, role: Role) -> int:
         """CPU threads per rank: an equal share of this host's cores unless `threads_per_worker` is set; 1 on Ray."""
         num_ranks = self.num_ranks(role)
@@ -320,6 +341,7 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
         raise ConfigError("model: give --model with --ray, as a hub id or a folder that exists on all nodes")
     if not config.join:
         _check_workers(config)
+    _check_tiers(config)
     _check_network(config)
     return config
 
@@ -376,6 +398,18 @@ def _check_workers(config: ClusterConfig) -> None:
         raise ConfigError(
             f"autoscale_max_workers: {config.autoscale_max_workers} is too few for the {total} workers at the start"
         )
+
+
+def _check_tiers(config: ClusterConfig) -> None:
+    """Checks the settings of the tiers below the KV cache against each other."""
+    if config.kv_disk_dir and not config.kv_disk_gib:
+        raise ConfigError(f"kv_disk_dir: give the maximum size of {config.kv_disk_dir} in GiB as --kv-disk-gib")
+    if config.kv_disk_gib and not config.kv_disk_dir:
+        raise ConfigError(f"kv_disk_gib: give the folder that may hold {config.kv_disk_gib:g} GiB as --kv-disk-dir")
+    if config.kv_store:
+        address = re.fullmatch(r"mooncake://[A-Za-z0-9._-]+:([0-9]{1,5})", config.kv_store)
+        if address is None or not 1 <= int(address[1]) <= 65535:
+            raise ConfigError(f"kv_store: {config.kv_store!r} is not a store; write it as mooncake://HOST:PORT")
 
 
 def _check_network(config: ClusterConfig) -> None:
