@@ -90,7 +90,6 @@ class MooncakeStore:
 
     def _start(self, program: str, *flags: str) -> subprocess.Popen[bytes]:
         path = self._programs / program
-        path.chmod(0o755)
         return subprocess.Popen(
             [path, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
