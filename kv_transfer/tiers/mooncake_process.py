@@ -116,27 +116,33 @@ class MooncakeProcess:
     def __init__(self, config: MooncakeConfig) -> None:
         """Blocks until the client is connected to the master. Raises StoreLost."""
         self._config = config
-        memory = os.memfd_create("tandem-mooncake", os.MFD_CLOEXEC)
-        os.ftruncate(memory, HEADER_BYTES + config.block_bytes)
-        self._staging = np.frombuffer(mmap.mmap(memory, 0), np.uint8)
-        self._block = self._staging[HEADER_BYTES:]
-        ours, theirs = open_channel()
-        self._channel: RankChannel[Answer] = RankChannel(ours, Codec(Answer))
-        argument = msgspec.json.encode(ProcessConfig(config, theirs.fileno(), memory)).decode()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tandem.kv_transfer.tiers.mooncake_process", argument],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), memory),
-            env=_ENVIRONMENT | os.environ,
-        )
-        theirs.close()
-        os.close(memory)
+        try:
+            self._start()
+        except OSError as error:
+            raise StoreLost(f"cannot start a Mooncake client: {error.strerror}") from error
         try:
             self._receive(OPEN_TIMEOUT_S)
         except StoreLost:
             self.close()
             raise
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as inherited:
+            memory = os.memfd_create("tandem-mooncake")
+            inherited.callback(os.close, memory)
+            os.ftruncate(memory, HEADER_BYTES + self._config.block_bytes)
+            self._staging = np.frombuffer(mmap.mmap(memory, 0), np.uint8)
+            ours, theirs = open_channel()
+            inherited.enter_context(theirs)
+            self._channel: RankChannel[Answer] = RankChannel(ours, Codec(Answer))
+            argument = msgspec.json.encode(ProcessConfig(self._config, theirs.fileno(), memory)).decode()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tandem.kv_transfer.tiers.mooncake_process", argument],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), memory),
+                env=_ENVIRONMENT | os.environ,
+            )
 
     def find(self, hashes: Sequence[bytes]) -> list[bool]:
         """Returns for each block whether the store holds it. Raises StoreLost."""
@@ -146,7 +152,7 @@ class MooncakeProcess:
 
     def put(self, block_hash: bytes, block: memoryview) -> None:
         """Raises StoreFull and StoreLost."""
-        np.copyto(self._block, np.frombuffer(block, np.uint8))
+        np.copyto(self._staging[HEADER_BYTES:], np.frombuffer(block, np.uint8))
         self._ask(PutBlock(block_hash))
 
     def get(self, block_hash: bytes, block: memoryview) -> Loaded:
@@ -154,7 +160,7 @@ class MooncakeProcess:
         answer = self._ask(GetBlock(block_hash))
         assert isinstance(answer, BlockLoaded)
         if answer.outcome == "loaded":
-            np.copyto(np.frombuffer(block, np.uint8), self._block)
+            np.copyto(np.frombuffer(block, np.uint8), self._staging[HEADER_BYTES:])
         return answer.outcome
 
     def clear(self) -> None:
@@ -165,7 +171,7 @@ class MooncakeProcess:
         """Kills the process: its client owns nothing in the store."""
         self._channel.close()
         self._process.kill()
-        self._process.wait(_STOP_TIMEOUT_S)
+        self._wait()
 
     def _ask(self, request: Request) -> Answer:
         with contextlib.suppress(OSError):  # the process has exited, so there is no answer either
@@ -177,11 +183,16 @@ class MooncakeProcess:
             raise StoreLost(f"the Mooncake client for {self._config.master} did not answer within {timeout_s:.0f} s")
         answer = self._channel.receive()
         if answer is None:
-            code = self._process.wait(_STOP_TIMEOUT_S)
+            self._wait()
+            code = self._process.returncode
             raise StoreLost(f"the Mooncake client for {self._config.master} ended with exit code {code}")
         if isinstance(answer, StoreFailed):
             raise (StoreFull if answer.is_full else StoreLost)(answer.error)
         return answer
+
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_TIMEOUT_S)
 
 
 def main() -> None:
