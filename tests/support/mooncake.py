@@ -39,14 +39,10 @@ def mooncake_environment() -> dict[str, str]:
 
 
 class MooncakeStore:
-    """A master, and one process that gives the store memory. segment_bytes: its size.
+    """A master, and one process that gives the store memory. segment_bytes: its size."""
 
-    lease_ms: time for which a block is not evicted after it was found or loaded.
-    """
-
-    def __init__(self, segment_bytes: int = 64 << 20, lease_ms: int = 100) -> None:
+    def __init__(self, segment_bytes: int = 64 << 20) -> None:
         self._programs = mooncake_folder() / "mooncake"
-        self._lease_ms = lease_ms
         self._port, client_port = _free_ports(2)
         self.address = f"127.0.0.1:{self._port}"
         self.master = self.start_master()
@@ -68,7 +64,6 @@ class MooncakeStore:
             f"--rpc_port={self._port}",
             "--metrics_host=127.0.0.1",
             "--metrics_port=0",
-            f"--default_kv_lease_ttl={self._lease_ms}",
         )
         _wait_for_port(self._port)
         return self.master
