@@ -7,9 +7,9 @@ pool when its next turn comes. TTFT is the mean over all turns but the first. Th
 CONCURRENCY at once, which no cache can serve: output tokens per second show what writing to a tier costs. At last all
 workers are killed (SIGKILL) and the chats go on: their first turns after that are compared with their last ones before.
 
-The model has 100 M parameters with random weights in bfloat16 and 12 KiB of KV per token. Per computed operation that is
-about 8 times as much KV as Llama-3.1-8B has, so loading pays less here than it would there. `store` is a Mooncake
-Store on this machine; it needs `mooncake_master` (see docs/kv_transfer.md).
+The model has 100 M parameters with random weights in bfloat16 and 12 KiB of KV per token: per computed operation about
+8 times as much KV as Llama-3.1-8B, so loading pays less here than it would there. `store` is a Mooncake Store on this
+machine; it needs `mooncake_master` (docs/kv_transfer.md).
 """
 
 from __future__ import annotations

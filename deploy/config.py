@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from msgspec import Meta
 from tandem.deploy.removed_flags import REMOVED_FLAGS
 from tandem.engine.config import Device, Dtype, KVCacheDtype, LoadFormat, Quantization
 from tandem.kv_transfer.registry import check_name
+from tandem.kv_transfer.tiers.mooncake import parse_store_url
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys
@@ -407,9 +407,7 @@ def _check_tiers(config: ClusterConfig) -> None:
     if config.kv_disk_gib and not config.kv_disk_dir:
         raise ConfigError(f"kv_disk_gib: give the folder that may hold {config.kv_disk_gib:g} GiB as --kv-disk-dir")
     if config.kv_store:
-        address = re.fullmatch(r"mooncake://[A-Za-z0-9._-]+:([0-9]{1,5})", config.kv_store)
-        if address is None or not 1 <= int(address[1]) <= 65535:
-            raise ConfigError(f"kv_store: {config.kv_store!r} is not a store; write it as mooncake://HOST:PORT")
+        parse_store_url(config.kv_store)
 
 
 def _check_network(config: ClusterConfig) -> None:
