@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.matrix import CLOSES, Case, Matrix, matrix
 from tests.faults.phases import LOCAL_PREFILL, PHASES
+from tests.support.nixl import nixl_environment
 
 CASES = [
     Case("prefill", "SIGKILL", "shipping"),
@@ -60,6 +61,12 @@ def over_tcp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 
 
 @pytest.fixture(scope="module")
+def over_nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    with matrix(tmp_path_factory.mktemp("vision"), "nixl", env=nixl_environment()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def of_elastic_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     with matrix(tmp_path_factory.mktemp("vision"), layout="any") as made:
         yield made
@@ -76,6 +83,13 @@ def test_case(running: Matrix, case: Case) -> None:
 @pytest.mark.parametrize("case", TCP_CASES, ids=str)
 def test_case_over_tcp(over_tcp: Matrix, case: Case) -> None:
     result = over_tcp.run(case)
+    assert not result.problems, result
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", TCP_CASES, ids=str)
+def test_case_over_nixl(over_nixl: Matrix, case: Case) -> None:
+    result = over_nixl.run(case)
     assert not result.problems, result
 
 
