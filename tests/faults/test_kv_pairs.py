@@ -21,13 +21,16 @@ from tandem.worker.config import WorkerConfig
 from tests.faults.leaks import Footprint
 from tests.faults.streams import wait_until
 from tests.support.cluster import MODEL, Cluster
+from tests.support.nixl import OVER_TCP, nixl_environment
 
 RNG = random.Random(3)
 KV_CACHE_BYTES = 2**30 // 50
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
-@pytest.fixture(scope="module", params=["ipc", pytest.param("tcp", marks=pytest.mark.extended)])
+@pytest.fixture(
+    scope="module", params=["ipc", *(pytest.param(name, marks=pytest.mark.extended) for name in ("tcp", "nixl"))]
+)
 def connector(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -39,7 +42,8 @@ def cluster(connector: str) -> Iterator[Cluster]:
         "--max-num-batched-tokens", "16", "--kv-cache-gib", f"{KV_CACHE_BYTES / 2**30}", "--kv-connector", connector,
         "--prefill", "2", "--decode", "2", "--threads-per-worker", "1",
     ]  # fmt: skip
-    with Cluster(*arguments, env={"TANDEM_KV_CHECKSUMS": "1"}) as running:
+    env = {"TANDEM_KV_CHECKSUMS": "1"} | (nixl_environment() | OVER_TCP if connector == "nixl" else {})
+    with Cluster(*arguments, env=env) as running:
         assert len(running.ready_pairs()) == 4, "pairs are ready before the first request"
         yield running
 
@@ -113,7 +117,7 @@ def test_prompts_wait_while_decode_is_out_of_blocks(cluster: Cluster) -> None:
 def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, connector: str) -> None:
     """The worker leaves the cluster and rejoins under another epoch when it wakes.
 
-    With one-sided writes (ipc) its blocks are freed only then; with two-sided ones (tcp) already while it is frozen.
+    With one-sided writes (ipc, nixl) its blocks are freed only then; with two-sided ones (tcp) while it is frozen.
     """
     before, failures = cluster.ready_pairs(), pair_failures(cluster)
     frozen = cluster.worker("prefill-0").worker
@@ -130,7 +134,7 @@ def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, co
             held = [load.num_blocks - load.num_free_blocks for load in loads]
             return held == [load.num_quarantined_blocks for load in loads] and sum(held) > 0
 
-        cluster.wait_for(only_quarantined if connector == "ipc" else cluster.all_blocks_free)
+        cluster.wait_for(cluster.all_blocks_free if connector == "tcp" else only_quarantined)
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
     cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4)
@@ -229,7 +233,7 @@ def change_every_block(worker: WorkerReport) -> None:
 @pytest.mark.extended
 def test_checksums_detect_corrupt_blocks(cluster: Cluster, connector: str) -> None:
     """Corrupts every block of the decode pools while decode is stopped, until a checksum fails."""
-    if connector == "tcp":
+    if connector != "ipc":
         pytest.skip("decode itself writes what arrives, and compares it at once: no block waits to be compared")
     decodes = [cluster.worker(worker_id) for worker_id in ("decode-0", "decode-1")]
     answers = ask_until_shipping(cluster, "prefill-0")
