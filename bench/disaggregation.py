@@ -34,7 +34,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from bench.kv_transfer import raw_transfer_ms
+from bench.kv_transfer_processes import raw_transfer_ms
 from bench.noise_model import ensure_noise_model
 from bench.ports import free_port
 from bench.support.report import Aim, Report, add_common_options, finish

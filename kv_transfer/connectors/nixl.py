@@ -98,7 +98,7 @@ class NixlAgent:
         self.memory = "VRAM" if on_gpu else "DRAM"
         self.device: int = (blocks.device.index or 0) if on_gpu else 0
         self.address: int = storage.data_ptr()
-        self.api: Any = _new_agent(f"tandem-{uuid.uuid4()}")
+        self.api: Any = new_agent(f"tandem-{uuid.uuid4()}")
         self._registered = self.api.register_memory(pool), pool
         self._lock = threading.Lock()
         self._num_paths: Counter[str] = Counter()  # 0: the connection stays open for the next path
@@ -138,7 +138,7 @@ class NixlAgent:
             self.api.remove_remote_agent(name)
 
 
-def _new_agent(name: str) -> Any:
+def new_agent(name: str) -> Any:
     """Returns NIXL's agent with the backend UCX. NIXL's own class does not let callers choose the progress delay."""
     nixl = importlib.import_module("nixl")
     sync = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from tests.support.cluster import MODEL, Cluster
-from tests.support.nixl import OVER_TCP, nixl_environment
 
 NUM_TOKENS = 1200
 
@@ -31,11 +30,10 @@ def _stream(cluster: Cluster, prompt_length: int, started: threading.Event, toke
                 token_ids += event["choices"][0]["token_ids"]
 
 
-@pytest.fixture(scope="module", params=["ipc", "tcp", "nixl"])
+@pytest.fixture(scope="module", params=["ipc", "tcp"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     flags = ("--kv-connector", request.param, "--max-num-batched-tokens", "32", "--worker-wait-s", "120")
-    env = nixl_environment() | OVER_TCP if request.param == "nixl" else {}
-    with Cluster(*flags, env=env) as running:
+    with Cluster(*flags) as running:
         yield running
 
 

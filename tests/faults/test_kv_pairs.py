@@ -36,14 +36,25 @@ def connector(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster(connector: str) -> Iterator[Cluster]:
+def environment(connector: str) -> dict[str, str]:
+    return {"TANDEM_KV_CHECKSUMS": "1"} | (nixl_environment() | OVER_TCP if connector == "nixl" else {})
+
+
+@pytest.fixture
+def not_over_nixl(connector: str) -> None:
+    """For long tests whose faults test_matrix.py also injects over `nixl`, or that say nothing more over it."""
+    if connector == "nixl":
+        pytest.skip("test_matrix.py injects this fault over nixl, or it is the same as over ipc")
+
+
+@pytest.fixture(scope="module")
+def cluster(connector: str, environment: dict[str, str]) -> Iterator[Cluster]:
     # Short chunks make transfers last; a small pool makes decode run out of blocks.
     arguments = [
         "--max-num-batched-tokens", "16", "--kv-cache-gib", f"{KV_CACHE_BYTES / 2**30}", "--kv-connector", connector,
         "--prefill", "2", "--decode", "2", "--threads-per-worker", "1",
     ]  # fmt: skip
-    env = {"TANDEM_KV_CHECKSUMS": "1"} | (nixl_environment() | OVER_TCP if connector == "nixl" else {})
-    with Cluster(*arguments, env=env) as running:
+    with Cluster(*arguments, env=environment) as running:
         assert len(running.ready_pairs()) == 4, "pairs are ready before the first request"
         yield running
 
@@ -100,6 +111,7 @@ def failed_pairs(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.extended
+@pytest.mark.usefixtures("not_over_nixl")
 def test_prompts_wait_while_decode_is_out_of_blocks(cluster: Cluster) -> None:
     """Sends prompts of 25 blocks that need 1.5 times the blocks of both decode workers."""
     num_blocks = 2 * cluster.worker("decode-0").load.num_blocks
@@ -114,10 +126,11 @@ def test_prompts_wait_while_decode_is_out_of_blocks(cluster: Cluster) -> None:
     assert not any(cluster.worker(worker_id).load.num_corrupt_blocks for worker_id in workers)
 
 
+@pytest.mark.usefixtures("not_over_nixl")
 def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, connector: str) -> None:
     """The worker leaves the cluster and rejoins under another epoch when it wakes.
 
-    With one-sided writes (ipc, nixl) its blocks are freed only then; with two-sided ones (tcp) while it is frozen.
+    With one-sided writes (ipc) its blocks are freed only then; with two-sided ones (tcp) already while it is frozen.
     """
     before, failures = cluster.ready_pairs(), pair_failures(cluster)
     frozen = cluster.worker("prefill-0").worker
@@ -134,7 +147,7 @@ def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, co
             held = [load.num_blocks - load.num_free_blocks for load in loads]
             return held == [load.num_quarantined_blocks for load in loads] and sum(held) > 0
 
-        cluster.wait_for(cluster.all_blocks_free if connector == "tcp" else only_quarantined)
+        cluster.wait_for(only_quarantined if connector == "ipc" else cluster.all_blocks_free)
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
     cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4)
@@ -148,6 +161,7 @@ def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, co
 
 
 @pytest.mark.extended
+@pytest.mark.usefixtures("not_over_nixl")
 def test_prefill_frees_blocks_held_for_a_frozen_decode_worker(cluster: Cluster) -> None:
     """Prefill releases the blocks when the heartbeat times out, while the decode worker is still frozen."""
     frozen = cluster.worker("decode-0").worker
@@ -165,6 +179,7 @@ def test_prefill_frees_blocks_held_for_a_frozen_decode_worker(cluster: Cluster) 
 
 
 @pytest.mark.extended
+@pytest.mark.usefixtures("not_over_nixl")
 def test_a_restarted_prefill_worker_opens_new_pairs(cluster: Cluster) -> None:
     before = cluster.ready_pairs()
     gone = cluster.worker("prefill-1").worker
@@ -180,7 +195,7 @@ def test_a_restarted_prefill_worker_opens_new_pairs(cluster: Cluster) -> None:
 
 
 @pytest.mark.extended
-def test_a_worker_with_another_kv_layout_is_refused(cluster: Cluster) -> None:
+def test_a_worker_with_another_kv_layout_is_refused(cluster: Cluster, environment: dict[str, str]) -> None:
     """A decode worker with another block size is started by hand; its pairs are refused with the differing field."""
     folder = runtime_dir(cluster.port)
     config = msgspec.json.decode((folder / "decode-0.json").read_bytes(), type=WorkerConfig)
@@ -191,7 +206,8 @@ def test_a_worker_with_another_kv_layout_is_refused(cluster: Cluster) -> None:
     file = folder / "decode-9.json"
     file.write_bytes(msgspec.json.encode(other))
     before, failures = cluster.ready_pairs(), pair_failures(cluster)
-    process = subprocess.Popen([sys.executable, "-m", "tandem.worker", str(file)], stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "tandem.worker", str(file)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | environment)
     try:
 
         def reasons() -> list[str]:

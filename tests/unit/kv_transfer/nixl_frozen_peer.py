@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -85,14 +85,19 @@ POOL = torch.ones((NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
 class OpenedSender:
     def __init__(self, peer: PeerProcess, path_id: str) -> None:
         self._results: queue.Queue[KVTransferFailed | None] = queue.Queue()
-        opened = nixl.connector.open_sender(Peer(path_id, peer.params), POOL, DataNetwork(HOST), self._results.put)
-        self.send: Callable[[range], None] = lambda ids: opened.send(ids, ids, self._results.put)
+        network = DataNetwork(HOST)
+        self._sender = nixl.connector.open_sender(Peer(path_id, peer.params), POOL, network, self._results.put)
         self.is_closed = threading.Event()
-        self.close = lambda: opened.close(self.is_closed.set)
         assert self.result() is None
+
+    def send(self, block_ids: range) -> None:
+        self._sender.send(block_ids, block_ids, self._results.put)
 
     def result(self) -> KVTransferFailed | None:
         return self._results.get(timeout=30)
+
+    def close(self) -> None:
+        self._sender.close(self.is_closed.set)
 
 
 def test_a_path_is_closed_only_when_a_frozen_peer_has_taken_what_was_sent(
