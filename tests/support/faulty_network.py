@@ -82,15 +82,24 @@ class FaultyNetwork:
     @contextmanager
     def on_host(self, host: int) -> Iterator[None]:
         """Moves this thread into the host's network, with the sockets, threads and processes that it creates."""
-        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        target = os.open(self._namespaces[host], os.O_RDONLY)
+        with entered(self._namespaces[host]):
+            yield
+
+
+@contextmanager
+def entered(namespace: Path) -> Iterator[None]:
+    """Moves this thread into a network namespace, with the sockets, threads and processes that it creates."""
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        target = os.open(namespace, os.O_RDONLY)
         try:
             _enter(target)
             yield
         finally:
             _enter(before)
             os.close(target)
-            os.close(before)
+    finally:
+        os.close(before)
 
 
 def _enter(namespace: int) -> None:
