@@ -9,6 +9,7 @@ from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import DecodePrompt
 from tandem.decode_worker.transfer import IncomingTransfer
 from tandem.engine.block_manager import BlockManager
+from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.protocol.messages.dispatch import DecodeReserved
 from tandem.protocol.messages.transfer import KVReserved
 from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
@@ -17,13 +18,15 @@ from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
 class Reservations:
     """max_num_seqs: sequences per step. No more are admitted, except a prompt that alone has more of them."""
 
-    def __init__(self, blocks: BlockManager, running: RunningBatch, max_num_seqs: int) -> None:
+    def __init__(self, blocks: BlockManager, running: RunningBatch, max_num_seqs: int, tiers: PrefixTiers) -> None:
         self._blocks = blocks
+        self._tiers = tiers
         self._running = running
         self._max_num_seqs = max_num_seqs
         self._waiting: deque[IncomingTransfer] = deque()
         self._reserved: dict[str, DecodePrompt] = {}  # by transfer
         self.is_blocked = False  # a transfer waits for blocks or for sequences to end
+        self.is_loading = False  # a transfer waits for a tier
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_received = 0  # sequences
@@ -40,6 +43,13 @@ class Reservations:
     def forget(self, transfer_id: str) -> None:
         """Forgets a prompt that decodes now or has ended. Its blocks have been passed on."""
         self._reserved.pop(transfer_id, None)
+        self._tiers.forget(transfer_id)
+
+    def begin_load(self, now: float, prompt: DecodePrompt) -> None:
+        """Begins to load blocks of a new prompt from a tier, if there is room. Prefill need not ship them then."""
+        needed = len(prompt.hashes) + len(prompt.sequences) * self.num_own_blocks(prompt)
+        if not self.is_blocked and needed + len(self._running) <= self._blocks.num_free:
+            self._tiers.must_wait(now, prompt.request.transfer_id, prompt.hashes)
 
     def num_own_blocks(self, prompt: DecodePrompt) -> int:
         """Returns how many blocks each sequence needs besides the prompt's full ones, one token ahead."""
@@ -53,17 +63,19 @@ class Reservations:
     def serve(self, claimed: Mapping[str, DecodePrompt]) -> list[Action]:
         """Allocates blocks in order of arrival while they last, and answers the prefill workers.
 
-        Transfers whose PrepareDecode has not arrived do not hold up others. claimed: prompts that have arrived, by
-        transfer.
+        Transfers whose PrepareDecode has not arrived, or whose prompt waits for a tier, do not hold up others. claimed:
+        prompts that have arrived, by transfer.
         """
         actions: list[Action] = []
-        self.is_blocked = False
-        unclaimed: list[IncomingTransfer] = []
+        self.is_blocked = self.is_loading = False
+        aside: list[IncomingTransfer] = []
         while self._waiting:
             waiting = self._waiting.popleft()
             prompt = claimed.get(waiting.transfer_id)
-            if prompt is None:
-                unclaimed.append(waiting)
+            is_loading = self._tiers.is_waiting(waiting.transfer_id)
+            self.is_loading = self.is_loading or is_loading
+            if prompt is None or is_loading:
+                aside.append(waiting)
                 continue
             answers = self._serve_transfer(waiting, prompt)
             if answers is None:
@@ -71,7 +83,7 @@ class Reservations:
                 self.is_blocked = True
                 break
             actions += answers
-        self._waiting.extendleft(reversed(unclaimed))
+        self._waiting.extendleft(reversed(aside))
         return actions
 
     def _serve_transfer(self, transfer: IncomingTransfer, prompt: DecodePrompt) -> list[Action] | None:

@@ -22,6 +22,7 @@ from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.lora.adapters import Adapter
 from tandem.engine.sampling.grammar import Grammar
+from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
@@ -54,16 +55,24 @@ _OTHER_ADAPTER = "prefill computes the prompt with another LoRA adapter than dec
 class DecodeScheduler:
     """Owns the worker's sequences and the transfers to it.
 
-    model_id: part of the prefix cache's hashes. max_num_seqs: sequences per step.
+    model_id: part of the prefix cache's hashes. max_num_seqs: sequences per step. block_bytes: only for reports.
+    tiers: below the pool; None for none.
     """
 
-    def __init__(self, blocks: BlockManager, model_id: str, max_num_seqs: int, block_bytes: int = 0) -> None:
-        """block_bytes: only for reports."""
+    def __init__(
+        self,
+        blocks: BlockManager,
+        model_id: str,
+        max_num_seqs: int,
+        block_bytes: int = 0,
+        tiers: PrefixTiers | None = None,
+    ) -> None:
         self.blocks = blocks
+        self._tiers = tiers or PrefixTiers(blocks)
         self._model_id = model_id
         self._block_bytes = block_bytes
         self._running = RunningBatch(blocks, max_num_seqs)
-        self._reservations = Reservations(blocks, self._running, max_num_seqs)
+        self._reservations = Reservations(blocks, self._running, max_num_seqs, self._tiers)
         self._by_request: dict[tuple[str, str], DecodeSequence] = {}
         self._by_transfer: dict[str, DecodePrompt] = {}  # not begun
         self._transfers = Transfers()
@@ -157,6 +166,7 @@ class DecodeScheduler:
         self._num_arrived += 1
         self._by_transfer[request.transfer_id] = prompt
         self._by_request.update({sequence.key: sequence for sequence in sequences})
+        self._reservations.begin_load(now, prompt)
         return self._reserve()
 
     def _why_refused(self, prompt: DecodePrompt) -> TandemError | None:
@@ -360,8 +370,8 @@ class DecodeScheduler:
         return actions + self._reserve()
 
     def reserve_waiting(self) -> list[Action]:
-        """Serves transfers that were blocked, if blocks were released since."""
-        return self._reserve() if self.is_blocked else []
+        """Serves transfers that were blocked, if blocks were released since, or that have waited for a tier."""
+        return self._reserve() if self.is_blocked or self._reservations.is_loading else []
 
     def _reserve(self) -> list[Action]:
         return self._reservations.serve(self._by_transfer)

@@ -10,7 +10,7 @@ transfer whose request has ended, while its peer may still write).
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 from tandem.engine.prefix_log import PrefixLog
@@ -35,6 +35,7 @@ class BlockManager:
         self._quarantined: set[int] = set()
         self._by_hash: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
+        self._published: deque[tuple[bytes, int]] = deque(maxlen=num_blocks)  # since the last `take_published`
         self.prefix_log = PrefixLog()
 
     @property
@@ -127,6 +128,22 @@ class BlockManager:
             self._by_hash[block_hash] = block_id
             self._hashes[block_id] = block_hash
             self.prefix_log.add(block_hash)
+            self._published.append((block_hash, block_id))
+
+    def is_published(self, block_id: int, block_hash: bytes) -> bool:
+        """Whether the prefix cache has this block under this hash."""
+        return self._by_hash.get(block_hash) == block_id
+
+    def take_published(self) -> list[tuple[bytes, int]]:
+        """Returns the blocks that were added to the prefix cache since the last call, as (hash, block id)."""
+        published = list(self._published)
+        self._published.clear()
+        return published
+
+    def drop_cached(self) -> None:
+        """Frees all blocks of the prefix cache that are not held."""
+        while self._cached:
+            heapq.heappush(self._free, self._evict())
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)

@@ -22,6 +22,7 @@ from tandem.engine.batch import Batch, Encode, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.lora.adapters import Adapter
 from tandem.engine.sampling.grammar import Grammar
+from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.transfer_leases import Leases
@@ -51,8 +52,8 @@ class PrefillScheduler:
     """Owns the prompts that the worker computes.
 
     model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: prompts
-    that compute concurrently. lease_s: see `prefill_worker.transfer_leases`. decode: of the same worker, over the same
-    blocks.
+    that compute concurrently. lease_s: see `prefill_worker.transfer_leases`. decode, tiers: of the same worker, over
+    the same blocks.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class PrefillScheduler:
         max_num_seqs: int,
         lease_s: float,
         decode: DecodeScheduler,
+        tiers: PrefixTiers,
     ) -> None:
         self.blocks = blocks
         self._decode = decode
+        self._tiers = tiers
         self._model_id = model_id
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
@@ -249,7 +252,8 @@ class PrefillScheduler:
                 if not may_begin or len(self._computing) == self._max_num_seqs:
                     continue
                 if not self._begin(now, prompt, actions):
-                    may_begin = prompt is not first  # no other prompt allocates blocks before the first one
+                    # No other prompt allocates blocks before the first one, unless that one waits for a tier.
+                    may_begin = prompt is not first or self._tiers.is_waiting(prompt.request.transfer_id)
                     continue
             number, planned = prompt.number, shares.get(prompt.number, 0)
             may_exceed = budget == max_tokens  # the step is still empty
@@ -271,12 +275,12 @@ class PrefillScheduler:
         not leave.
         """
         full = {p.pair_id for p in self._by_transfer.values() if p.is_computed and p.dst_block_ids is None} - {None}
-        waiting = (p for p in self._waiting.values() if p.pair_id not in full and p.may_compute)
-        return [*self._computing.values(), *waiting]
+        may_begin = (p for p in self._waiting.values() if p.pair_id not in full and p.may_compute)
+        return [*self._computing.values(), *(p for p in may_begin if not self._tiers.is_waiting(p.request.transfer_id))]
 
     def _begin(self, now: float, prompt: PrefillPrompt, actions: list[Action]) -> bool:
-        """Gives a waiting prompt its blocks, cached ones first. Returns False if it must wait, for blocks or for the
-        decode role."""
+        """Gives a waiting prompt its blocks, cached ones first. Returns False if it must wait: for blocks, for the
+        decode role, or for a tier that has more of its prefix."""
         if self._decode.is_blocked:
             return False
         if prompt.decodes_here:
@@ -290,6 +294,9 @@ class PrefillScheduler:
         num_new = self.blocks.num_blocks_for(prompt.num_prompt_tokens) - len(cached)
         if num_new + self._decode.num_growing > self.blocks.num_free_without(cached):
             return False
+        if prompt.may_use_cache and self._tiers.must_wait(now, prompt.request.transfer_id, hashes[:num_usable]):
+            return False
+        self._tiers.forget(prompt.request.transfer_id)
         self.blocks.share(cached)
         prompt.block_table = cached + self.blocks.allocate(num_new)
         prompt.num_published_blocks = len(cached)
@@ -431,6 +438,7 @@ class PrefillScheduler:
         """Ends the prompt at once and reports `error`, if any, to the proxy. Its blocks follow in `_settle`."""
         failures = _failures(prompt, error) if error is not None and not prompt.ended else []
         prompt.ended = True
+        self._tiers.forget(prompt.request.transfer_id)
         self._waiting.pop(prompt.number, None)
         if not prompt.in_step:
             self._computing.pop(prompt.number, None)

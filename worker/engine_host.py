@@ -74,7 +74,7 @@ class EngineHost:
         keys = config.network.keys_of("worker")
         network = DataNetwork(config.host, tls_contexts(keys) if keys is not None else None)
         own_pool = RankPool(0, loaded.layout, pool.as_blocks(), network)
-        pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections, keys)
+        pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections, keys, config.tiers)
         await loop.run_in_executor(None, pools.wait_until_ready)
         return cls(
             ranks,

@@ -87,7 +87,8 @@ class RoleFile:
 class Presence:
     """Keeps a worker registered while `serve` runs.
 
-    perform: executes actions of the scheduler. load: returns the current load for status messages.
+    perform: executes actions of the scheduler. load: returns the current load for status messages. clear_tiers: empties
+    the tiers below the KV pool.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Presence:
         traffic: KVTraffic,
         perform: Callable[[list[Action]], None],
         load: Callable[[], WorkerLoad],
+        clear_tiers: Callable[[], None],
     ) -> None:
         self.info = info
         self._config = config
@@ -106,6 +108,7 @@ class Presence:
         self._traffic = traffic
         self._perform = perform
         self._load = load
+        self._clear_tiers = clear_tiers
         self._drain = Drain(config.drain_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._host = host
@@ -126,10 +129,11 @@ class Presence:
             self._status,
             self._traffic.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
-            self._scheduler.blocks.prefix_log.restart,
+            self._scheduler.restart_prefixes,
             self._begin_epoch,
             lambda: self.drain(for_good=True),
             self._change_role,
+            self._clear_cache,
             self._config.proxies_file,
         )
         blocks = self._scheduler.blocks
@@ -187,8 +191,13 @@ class Presence:
         self._perform(self._scheduler.abort_all())
         self.info = msgspec.structs.replace(self.info, epoch=secrets.token_hex(8))
         self._traffic.begin_epoch(self.info)
-        self._scheduler.blocks.prefix_log.restart()
+        self._scheduler.restart_prefixes()
         return self._register()
+
+    def _clear_cache(self) -> None:
+        log.info("forgetting all cached prefixes")
+        self._scheduler.blocks.drop_cached()
+        self._clear_tiers()
 
     def _change_role(self, role: Role) -> None:
         """Takes another role. It survives a restart, because the next process reads it from the file."""
@@ -204,7 +213,9 @@ class Presence:
 
     def _status(self) -> WorkerStatus:
         load, pairs = self._load(), self._traffic.status()
-        prefixes = self._scheduler.blocks.prefix_log.take()
+        prefixes, tier_prefixes = self._scheduler.blocks.prefix_log.take(), self._scheduler.tiers.prefix_log.take()
         load = msgspec.structs.replace(load, num_role_changes=self._num_role_changes)
         info = self.info
-        return WorkerStatus(info.worker_id, info.epoch, info.role, load, pairs, prefixes, self._drain.has_begun)
+        return WorkerStatus(
+            info.worker_id, info.epoch, info.role, load, pairs, prefixes, self._drain.has_begun, tier_prefixes
+        )

@@ -17,6 +17,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
     PROXY_SILENCE_S,
     ChangeRole,
+    ClearCache,
     ClusterView,
     FromProxyControl,
     LeaveCluster,
@@ -74,8 +75,8 @@ class Registration:
     on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
     proxy has missed a prefix cache update. begin_epoch: called when all proxies have declared this worker lost; returns
     its registration under a new epoch. on_leave: called when the worker is told to leave for good. on_role: called with
-    the role that the worker is told to take. proxies_file: see `protocol.proxy_endpoints`; empty if endpoints never
-    change.
+    the role that the worker is told to take. on_clear_cache: called when an operator clears the cache. proxies_file:
+    see `protocol.proxy_endpoints`; empty if endpoints never change.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Registration:
         begin_epoch: Callable[[], RegisterWorker],
         on_leave: Callable[[], object],
         on_role: Callable[[Role], object],
+        on_clear_cache: Callable[[], object],
         proxies_file: str = "",
     ) -> None:
         self._context = context
@@ -102,6 +104,7 @@ class Registration:
         self._begin_epoch = begin_epoch
         self._on_leave = on_leave
         self._on_role = on_role
+        self._on_clear_cache = on_clear_cache
         self._view: list[WorkerInfo] = []
         self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
         self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
@@ -196,6 +199,8 @@ class Registration:
                 self._on_leave()
             case ChangeRole():
                 self._on_role(message.role)
+            case ClearCache():
+                self._on_clear_cache()
             case StatusReport() | WorkerOrdered() | TimelineReport():
                 pass
 

@@ -7,12 +7,15 @@ the blocks that they need before new prompts do.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.step_times import StepTimes
+from tandem.engine.tiers.prefix_tiers import PrefixTiers
+from tandem.engine.tiers.tier_state import TierState
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.worker_actions import Action
@@ -34,7 +37,7 @@ class WorkerScheduler:
 
     model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: sequences
     per step, and prompts that compute concurrently. lease_s: see `prefill_worker.transfer_leases`. itl_slo_s: see
-    `engine.step_times`.
+    `engine.step_times`. block_bytes: of all ranks together. tiers: below the pool, fastest first.
     """
 
     def __init__(
@@ -45,12 +48,16 @@ class WorkerScheduler:
         max_num_seqs: int,
         lease_s: float,
         itl_slo_s: float = 0.0,
-        block_bytes: int = 0,
+        block_bytes: int = 1,
+        tiers: Sequence[TierState] = (),
     ) -> None:
         self.blocks = blocks
-        self.decode = DecodeScheduler(blocks, model_id, max_num_seqs, block_bytes)
-        self.prefill = PrefillScheduler(blocks, model_id, max_num_batched_tokens, max_num_seqs, lease_s, self.decode)
         self._step_times = StepTimes(itl_slo_s)
+        self.tiers = PrefixTiers(blocks, tiers, block_bytes, lambda: self._step_times.prompt_tokens_per_s)
+        self.decode = DecodeScheduler(blocks, model_id, max_num_seqs, block_bytes, self.tiers)
+        self.prefill = PrefillScheduler(
+            blocks, model_id, max_num_batched_tokens, max_num_seqs, lease_s, self.decode, self.tiers
+        )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._steps: deque[_Step] = deque()  # in flight
 
@@ -94,9 +101,17 @@ class WorkerScheduler:
             fixed_step_s=times.fixed_s,
             step_s_per_sequence=times.s_per_sequence,
             itl_slo_s=times.itl_slo_s,
+            num_loaded_tokens=self.tiers.num_loaded_tokens,
+            loaded_tokens_per_s=self.tiers.loaded_tokens_per_s,
+            tiers=self.tiers.figures(),
         )
 
     # ---- events that concern both roles
+
+    def restart_prefixes(self) -> None:
+        """Publishes all prefixes to the proxies again."""
+        self.blocks.prefix_log.restart()
+        self.tiers.prefix_log.restart()
 
     def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
         return self.prefill.on_abort(proxy_id, attempt_id) + self.decode.on_abort(proxy_id, attempt_id)
@@ -109,6 +124,7 @@ class WorkerScheduler:
         return self.prefill.abort_all() + self.decode.abort_all()
 
     def on_tick(self, now: float) -> list[Action]:
+        self.tiers.on_tick(now)
         actions = self.prefill.on_tick(now) + self.decode.on_tick(now)
         return actions + self.prefill.yield_blocks(now) if self.decode.is_blocked else actions
 
@@ -118,7 +134,7 @@ class WorkerScheduler:
         """Returns the next step's batch, and the actions that follow from it."""
         reserved = self.decode.reserve_waiting()  # the prefill role may have released blocks
         batch, actions = self._next_step(now)
-        return batch, reserved + actions
+        return batch, reserved + actions + self.tiers.take_actions(now)
 
     def schedule_ahead(self, now: float) -> tuple[Batch, list[Action]]:
         """Returns the batch of the step behind the running one, whose tokens are not known yet. It may be empty.

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.engine.tiers.tier_state import TierState
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import RemoteMedia
@@ -33,7 +34,16 @@ from tandem.protocol.messages.dispatch import (
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.sockets import RouterSocket, new_context
-from tandem.protocol.worker_actions import Action, Receive, SendToPeer, SendToProxy, Ship
+from tandem.protocol.worker_actions import (
+    Action,
+    FindBlocks,
+    LoadBlocks,
+    Receive,
+    SendToPeer,
+    SendToProxy,
+    Ship,
+    StoreBlocks,
+)
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig
@@ -42,6 +52,7 @@ from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.presence import Presence, new_worker_info
 from tandem.worker.scheduler import WorkerScheduler
 from tandem.worker.step_loop import StepLoop
+from tandem.worker.tier_traffic import TierTraffic
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +86,7 @@ class Worker:
             config.kv_lease_s,
             config.itl_slo_ms / 1000,
             host.block_bytes,
+            [TierState(name, knows_all=name != "store") for name in host.pools.tiers.names],
         )
         context = new_context("worker", config.network)
         self._refusals = context.refusals
@@ -98,12 +110,16 @@ class Worker:
         self._traffic = KVTraffic(
             config, info, host, scheduler, context, self._metrics, self._send_to_peer, self._perform
         )
-        self._presence = Presence(config, info, host, scheduler, self._traffic, self._perform, self._load)
+        self._tiers = TierTraffic(host.pools.tiers, scheduler.tiers, self._perform)
+        self._presence = Presence(
+            config, info, host, scheduler, self._traffic, self._perform, self._load, self._tiers.clear
+        )
         try:
             await self._presence.serve(context, self._stopping, self._on_tick)
         finally:
             self._metrics.close()
             self._traffic.close()
+            self._tiers.close()
             self._router.close()
             self._media.close()
             if shared is not None:
@@ -113,6 +129,7 @@ class Worker:
 
     def _on_tick(self, now: float) -> None:
         self._traffic.on_tick(now)
+        self._tiers.on_tick(now)
         prefill = self._scheduler.prefill
         num_expired = prefill.num_expired_leases
         self._perform(self._scheduler.on_tick(now))
@@ -121,7 +138,7 @@ class Worker:
 
     def _load(self) -> WorkerLoad:
         load = msgspec.structs.replace(
-            self._traffic.add_to(self._scheduler.load()),
+            self._tiers.add_to(self._traffic.add_to(self._scheduler.load())),
             step_time_s=self._steps.step_time_s,
             refusals=self._refusals.totals(),
             num_media_encoded=self._media.num_encoded,
@@ -196,6 +213,12 @@ class Worker:
                     self._traffic.ship(action)
                 case Receive():
                     self._traffic.receive(action)
+                case StoreBlocks():
+                    self._tiers.store(action)
+                case LoadBlocks():
+                    self._tiers.load(action)
+                case FindBlocks():
+                    self._tiers.find(action)
         self._start_step()
 
     def _observe(self, message: ToProxy) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.network_keys import NetworkKeys
 
@@ -77,6 +78,40 @@ class ComputeChecksums(RankOrder, frozen=True):
     block_ids: list[int]
 
 
+class UseTiers(RankOrder, frozen=True):
+    """Keep blocks in these tiers; done at once."""
+
+    config: TiersConfig
+
+
+class StoreInTier(RankOrder, frozen=True):
+    """See `kv_transfer.tiers.rank_tiers.RankTiers.store`."""
+
+    tier: str
+    block_ids: list[int]
+    hashes: list[bytes]
+
+
+class LoadFromTier(RankOrder, frozen=True):
+    """See `kv_transfer.tiers.rank_tiers.RankTiers.load`."""
+
+    tier: str
+    block_ids: list[int]
+    hashes: list[bytes]
+
+
+class RefreshTier(RankOrder, frozen=True):
+    """See `kv_transfer.tiers.rank_tiers.RankTiers.refresh`."""
+
+    tier: str
+
+
+class ClearTier(RankOrder, frozen=True):
+    """See `kv_transfer.tiers.rank_tiers.RankTiers.clear`."""
+
+    tier: str
+
+
 class PoolReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Follower to rank 0, once: how its pool is reached."""
 
@@ -86,13 +121,14 @@ class PoolReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 class OrderDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Follower to rank 0. error: None on success. checksums: the result of ComputeChecksums.
 
-    is_refused: the error is a KVPathRefused.
+    is_refused: the error is a KVPathRefused. num_blocks: that a tier has stored or loaded.
     """
 
     job_id: int
     error: str | None
     checksums: list[int] = []
     is_refused: bool = False
+    num_blocks: int = 0
 
 
 Order = (
@@ -105,4 +141,9 @@ Order = (
     | CloseRankSender
     | CloseRankReceiver
     | ComputeChecksums
+    | UseTiers
+    | StoreInTier
+    | LoadFromTier
+    | RefreshTier
+    | ClearTier
 )

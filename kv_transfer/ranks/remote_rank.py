@@ -60,6 +60,10 @@ class RemoteRank:
 
         self._send(lambda job_id: orders.ComputeChecksums(job_id, list(block_ids)), answered)
 
+    def use_tier(self, make: MakeOrder, on_answer: Callable[[int, str | None], None]) -> None:
+        """Sends an order about a tier; `on_answer` is called once with the number of blocks and the error."""
+        self._send(make, lambda answer: on_answer(answer.num_blocks, answer.error))
+
     def order(self, make: MakeOrder, on_done: OnDone) -> None:
         """Sends an order; `on_done` is called once with its result."""
         self._send(make, lambda answer: on_done(_failure(answer)))

@@ -15,6 +15,8 @@ from tandem.kv_transfer.connectors.process_group import connect_store
 from tandem.kv_transfer.ranks import orders
 from tandem.kv_transfer.ranks.orders import Order, OrderDone, PoolReady
 from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.tiers.rank_tiers import RankTiers, TierAnswer
+from tandem.kv_transfer.tiers.registry import make_tiers
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel
@@ -34,6 +36,7 @@ class TransferServer:
         self._senders: dict[str, KVSender] = {}
         self._receivers: dict[str, KVReceiver] = {}
         self._checksum_thread = JobThread("checksums", keeps_going=True)
+        self._tiers = RankTiers(pool.blocks, [])
 
     def start(self) -> None:
         """Announce the pool to rank 0, then serve on a thread until rank 0 is gone."""
@@ -93,10 +96,32 @@ class TransferServer:
                     lambda: checksums.extend(self._pool.checksums(order.block_ids)),
                     lambda error: self._answer(order.job_id, error, checksums),
                 )
+            case orders.UseTiers():
+                pool = self._pool
+                self._tiers = RankTiers(
+                    pool.blocks, make_tiers(order.config, pool.layout, pool.rank, pool.blocks.shape[1])
+                )
+                done(None)
+            case orders.StoreInTier():
+                self._tiers.store(order.tier, order.block_ids, order.hashes, partial(self._answer_tier, order.job_id))
+            case orders.LoadFromTier():
+                self._tiers.load(order.tier, order.block_ids, order.hashes, partial(self._answer_tier, order.job_id))
+            case orders.RefreshTier():
+                self._tiers.refresh(order.tier, partial(self._answer_tier, order.job_id))
+            case orders.ClearTier():
+                self._tiers.clear(order.tier, partial(self._answer_tier, order.job_id))
 
-    def _answer(self, job_id: int, error: KVTransferFailed | None, checksums: Sequence[int] = ()) -> None:
+    def _answer_tier(self, job_id: int, answer: TierAnswer) -> None:
+        error = None if answer.error is None else KVTransferFailed(answer.error)
+        self._answer(job_id, error, num_blocks=answer.num_blocks)
+
+    def _answer(
+        self, job_id: int, error: KVTransferFailed | None, checksums: Sequence[int] = (), num_blocks: int = 0
+    ) -> None:
         message = None if error is None else error.message
         try:
-            self._channel.send(OrderDone(job_id, message, list(checksums), isinstance(error, KVPathRefused)))
+            self._channel.send(
+                OrderDone(job_id, message, list(checksums), isinstance(error, KVPathRefused), num_blocks)
+            )
         except OSError:
             log.debug("rank 0 is gone; the result of job %d is dropped", job_id)

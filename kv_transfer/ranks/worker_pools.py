@@ -14,6 +14,10 @@ from tandem.kv_transfer.ranks import orders
 from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank
+from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
+from tandem.kv_transfer.tiers.rank_tiers import RankTiers
+from tandem.kv_transfer.tiers.registry import make_tiers
+from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.network_keys import NetworkKeys
 
@@ -23,7 +27,7 @@ READY_TIMEOUT_S = 60.0
 class WorkerPools:
     """own: rank 0's pool, at `params`. followers: connections to the other ranks, in order of rank.
 
-    keys: which the followers get, to protect their paths.
+    keys: which the followers get, to protect their paths. tiers: of all ranks, below their pools.
     """
 
     def __init__(
@@ -32,11 +36,15 @@ class WorkerPools:
         params: ConnectorParams,
         followers: Sequence[Connection] = (),
         keys: NetworkKeys | None = None,
+        tiers: TiersConfig | None = None,
     ) -> None:
         self._keys = keys
+        self._tiers_config = tiers or TiersConfig()
         self._own = own
         self._followers = [RemoteRank(connection) for connection in followers]
         self._num_ranks = 1 + len(followers)
+        own_tiers = RankTiers(own.blocks, make_tiers(self._tiers_config, own.layout, own.rank, own.blocks.shape[1]))
+        self.tiers = WorkerTiers(own_tiers, self._followers)
         self._checksum_thread = JobThread("checksums", keeps_going=True)
         self.layout = own.layout
         self.host = own.network.host
@@ -47,9 +55,11 @@ class WorkerPools:
     def wait_until_ready(self) -> None:
         """Block until every follower has allocated its pool. Raises InternalError on time-out."""
         self.params += [follower.wait_until_ready(READY_TIMEOUT_S) for follower in self._followers]
-        if (keys := self._keys) is not None:
-            for follower in self._followers:
+        for follower in self._followers:
+            if (keys := self._keys) is not None:
                 follower.order(lambda job_id: orders.UseKeys(job_id, keys), lambda error: None)
+            if self.tiers.names:
+                follower.order(lambda job_id: orders.UseTiers(job_id, self._tiers_config), lambda error: None)
 
     def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
         """Opens all paths to a decode worker. peers: one per decode rank. Raises KVTransferFailed."""

@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
+from tandem.engine.tiers.tier_state import TierState
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.kv_transfer.connector import Peer
 from tandem.protocol.messages.dispatch import (
@@ -41,7 +42,7 @@ from tandem.protocol.messages.transfer import (
     ReserveKV,
     ShipKV,
 )
-from tandem.protocol.worker_actions import Receive, SendToPeer, Ship
+from tandem.protocol.worker_actions import FindBlocks, LoadBlocks, Receive, SendToPeer, Ship, StoreBlocks
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from tandem.worker.pairs.incoming_table import (
     AcceptPair,
@@ -90,7 +91,7 @@ class Memory:
 class Worker:
     """later: callbacks that its loop has yet to call. paths: data paths of which it has opened an end, with its side.
     sockets: pairs that it has opened, with the name of the peer. exits: ended processes that the kernel has not
-    reported yet."""
+    reported yet. tier_jobs: what its tiers have not answered yet."""
 
     def __init__(self, world: World, name: str, role: Role, number: int, layout: KVLayout = LAYOUT) -> None:
         self.world = world
@@ -108,7 +109,12 @@ class Worker:
         self.paths: dict[str, Side] = {}
         self.sockets: dict[str, str] = {}
         self.exits: deque[int] = deque()
-        self.scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 3, LEASE_S)
+        self.tier_jobs: deque[StoreBlocks | LoadBlocks | FindBlocks] = deque()
+        tiers = [TierState(tier, knows_all=tier != "store") for tier in world.tiers]
+        self.scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 3, LEASE_S, tiers=tiers)
+        for tier in world.tiers:
+            if tier != "store":  # found again after a restart
+                self.scheduler.tiers.on_changes(tier, list(world.tier_content(self, tier)), [])
         self.outgoing = OutgoingPairTable(
             self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S
         )
@@ -209,8 +215,38 @@ class Worker:
                     self.ship(action)
                 case Receive():
                     self.receive(action)
+                case StoreBlocks() | LoadBlocks() | FindBlocks():
+                    self.tier_jobs.append(action)
                 case _:
                     self.world.to_proxy(self, action.message)
+
+    def answer_tier(self) -> None:
+        """A tier ends one of its jobs, in order; it may fail, or lose blocks without a word."""
+        action = self.tier_jobs.popleft()
+        tiers, now, rng = self.scheduler.tiers, self.world.now, self.world.rng
+        there = self.world.tier_content(self, action.tier)
+        num_done, error = len(action.hashes), None
+        if rng.random() < 0.1:
+            num_done, error = rng.randint(0, num_done), "broken"
+        if there and rng.random() < 0.1:
+            del there[rng.choice(sorted(there))]
+        match action:
+            case StoreBlocks():
+                for block_id, block_hash in zip(action.block_ids[:num_done], action.hashes, strict=False):
+                    there[block_hash] = self.memory[block_id]
+                    tiers.on_changes(action.tier, [block_hash], [])
+                tiers.on_stored(now, action.tier, num_done, error)
+            case LoadBlocks():
+                num_done = next((n for n, each in enumerate(action.hashes[:num_done]) if each not in there), num_done)
+                for block_id in action.block_ids:
+                    self.memory[block_id] = -1  # what is not loaded is undefined
+                for block_id, block_hash in zip(action.block_ids[:num_done], action.hashes, strict=False):
+                    self.memory[block_id] = there[block_hash]
+                self.world.num_loaded_blocks += num_done
+                tiers.on_loaded(now, action.tier, action.load_id, num_done, error)
+            case FindBlocks():
+                tiers.on_changes(action.tier, [each for each in action.hashes[:num_done] if each in there], [])
+                tiers.on_found(now, action.load_id, error)
 
     def perform_pairs(self, actions: list[Any]) -> None:
         for action in actions:

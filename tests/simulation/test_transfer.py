@@ -15,6 +15,7 @@ from tests.simulation.transfer_world import World
 
 EXTENDED = pytest.mark.extended
 PROCESSES = st.integers(0, 2)
+TIERS: list[tuple[str, ...]] = [(), ("host",), ("host", "disk", "store")]
 
 
 class Transfers(RuleBasedStateMachine):
@@ -22,9 +23,9 @@ class Transfers(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(seed=st.integers(0, 1000), one_sided=st.booleans(), elastic=st.booleans())
-    def begin(self, seed: int, one_sided: bool, elastic: bool) -> None:
-        self.world = World(seed, one_sided, loss=0.05, corruption=0.05, elastic=elastic)
+    @initialize(seed=st.integers(0, 1000), one_sided=st.booleans(), elastic=st.booleans(), tiers=st.sampled_from(TIERS))
+    def begin(self, seed: int, one_sided: bool, elastic: bool, tiers: tuple[str, ...]) -> None:
+        self.world = World(seed, one_sided, loss=0.05, corruption=0.05, elastic=elastic, tiers=tiers)
 
     @initialize(pairs_first=st.booleans())
     def pairs(self, pairs_first: bool) -> None:
@@ -106,8 +107,8 @@ TestTransfers.settings = settings(
 )
 
 
-def run(seed: int, one_sided: bool, num_events: int, elastic: bool = False) -> World:
-    world = World(seed, one_sided, loss=0.05, corruption=0.2, elastic=elastic)
+def run(seed: int, one_sided: bool, num_events: int, elastic: bool = False, tiers: tuple[str, ...] = ()) -> World:
+    world = World(seed, one_sided, loss=0.05, corruption=0.2, elastic=elastic, tiers=tiers)
     world.run_to_rest()  # pairs are opened before traffic
     rng = random.Random(seed)
     for index in range(num_events):
@@ -151,6 +152,21 @@ def test_twenty_thousand_schedules(elastic: bool, seeds: range, one_sided: bool)
     assert min(ended[reason] for reason in reasons) > least, ended
     counts = num_late, num_expired, 5 * num_found, 10 * num_kept, num_duplicated // 4
     assert min(counts) > least, counts
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed roles", "elastic"])
+@pytest.mark.parametrize("num_schedules", [600, pytest.param(3000, marks=EXTENDED)])
+def test_blocks_from_tiers_are_those_of_the_prompt(num_schedules: int, elastic: bool) -> None:
+    """Tiers fail, lose blocks, answer late and outlive their workers. Each decode step compares its blocks' content."""
+    num_loaded = 0
+    for seed in range(num_schedules):
+        try:
+            world = run(seed, seed % 2 == 0, 80, elastic, TIERS[1 + seed % 2])
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        num_loaded += world.num_loaded_blocks
+        assert all(worker.scheduler.tiers.is_idle for worker in world.workers)
+    assert num_loaded > num_schedules // 10
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed roles", "elastic"])

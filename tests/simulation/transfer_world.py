@@ -71,10 +71,17 @@ Event = tuple[float, Callable[[], None]]
 
 
 class World:
-    """Includes the proxy. visible: epochs of the workers that the proxy knows."""
+    """Includes the proxy. visible: epochs of the workers that the proxy knows. tiers: names of the tiers; what
+    `host` holds is the worker's own and outlives its process, the others' content is shared."""
 
     def __init__(
-        self, seed: int, one_sided: bool, loss: float = 0.0, corruption: float = 0.0, elastic: bool = False
+        self,
+        seed: int,
+        one_sided: bool,
+        loss: float = 0.0,
+        corruption: float = 0.0,
+        elastic: bool = False,
+        tiers: tuple[str, ...] = (),
     ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
@@ -86,6 +93,9 @@ class World:
         self.data_pace, self.message_pace = self.rng.choice([0.3, 3.0]), self.rng.choice([0.8, 4.0])
         self.disorder = self.rng.choice([0.02, 0.4])
         self.num_started = 0
+        self.tiers = tiers
+        self._tier_contents: dict[tuple[str, str], dict[bytes, int]] = defaultdict(dict)
+        self.num_loaded_blocks = 0
         self.roles = ELASTIC if elastic else FIXED
         self.workers = [self._new_worker(name) for name in self.roles]
         self.visible = {worker.epoch for worker in self.workers}
@@ -103,6 +113,10 @@ class World:
     def _new_worker(self, name: str) -> Worker:
         self.num_started += 1
         return Worker(self, name, self.roles[name], self.num_started)
+
+    def tier_content(self, worker: Worker, tier: str) -> dict[bytes, int]:
+        """Returns the content of each block of a tier, by hash."""
+        return self._tier_contents[tier, worker.name if tier == "host" else ""]
 
     @property
     def prefills(self) -> list[Worker]:
@@ -284,6 +298,8 @@ class World:
             for connection, queue in process.inbox.items()
             if queue
         ]
+        if process.tier_jobs:
+            events.append((self.data_pace, process.answer_tier))
         if process.later:
             events.append((3.0, lambda: process.later.popleft()()))
         if process.view != self.visible:

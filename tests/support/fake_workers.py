@@ -112,6 +112,7 @@ class FakeWorkers:
                 partial(self._begin_epoch, name),
                 lambda: None,
                 lambda role: None,
+                lambda: None,
             )
         await self._stopped.wait()
         for thing in (*self._registrations.values(), *self._routers.values()):

@@ -1,0 +1,175 @@
+"""The tiers of one rank: copies blocks between the rank's pool and each tier, on a thread per tier."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from tandem.kv_transfer.connectors.cuda_stream import SideStream
+from tandem.kv_transfer.connectors.job_thread import JobThread
+from tandem.kv_transfer.tiers.tier import KVTier, TierChanges, TierFailed
+from tandem.runtime.errors import KVTransferFailed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TierAnswer:
+    """Result of one job of a tier. num_blocks: leading blocks of the job that were stored, loaded or found.
+
+    error: why it stopped early, if it failed. The other fields describe the tier after the job, see `KVTier`.
+    """
+
+    num_blocks: int = 0
+    error: str | None = None
+    changes: TierChanges = field(default_factory=lambda: TierChanges([], []))
+    num_bytes: int = 0
+    max_bytes: int = 0
+    num_corrupt: int = 0
+
+
+OnAnswer = Callable[[TierAnswer], None]
+"""Called once for each job, on the tier's thread."""
+
+
+class RankTiers:
+    """blocks: the rank's pool, uint8 [num_blocks, block_bytes], on the CPU or on a GPU. tiers: fastest first.
+
+    No method blocks. A tier's jobs run in the order of the calls; a tier is opened by its first job, and again by the
+    next after a failure to open.
+    """
+
+    def __init__(self, blocks: torch.Tensor, tiers: Sequence[KVTier]) -> None:
+        self._threads = {tier.name: _TierThread(tier, blocks) for tier in tiers}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._threads)
+
+    def store(self, name: str, block_ids: Sequence[int], hashes: Sequence[bytes], on_answer: OnAnswer) -> None:
+        self._threads[name].store(block_ids, hashes, on_answer)
+
+    def load(self, name: str, block_ids: Sequence[int], hashes: Sequence[bytes], on_answer: OnAnswer) -> None:
+        """Loads blocks until one is missing or not whole. Blocks after it are undefined."""
+        self._threads[name].load(block_ids, hashes, on_answer)
+
+    def find(self, name: str, hashes: Sequence[bytes], on_answer: OnAnswer) -> None:
+        self._threads[name].run(lambda tier, job: job.add(tier.find(hashes)), on_answer)
+
+    def refresh(self, name: str, on_answer: OnAnswer) -> None:
+        self._threads[name].run(lambda tier, job: tier.refresh(), on_answer)
+
+    def clear(self, name: str, on_answer: OnAnswer) -> None:
+        self._threads[name].run(lambda tier, job: tier.clear(), on_answer)
+
+    def close(self) -> None:
+        """Closes all tiers once their running jobs have ended. Does not wait."""
+        for thread in self._threads.values():
+            thread.close()
+
+
+class _Progress:
+    """Counts the blocks that a job has done."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+
+    def add(self, num_blocks: int) -> None:
+        self.num_blocks += num_blocks
+
+
+class _TierThread:
+    def __init__(self, tier: KVTier, blocks: torch.Tensor) -> None:
+        self._tier = tier
+        self._blocks = blocks
+        self._thread = JobThread(f"kv-{tier.name}", keeps_going=True)
+        self._is_open = False
+        self._stream: SideStream | None = None
+        self._staging: torch.Tensor | None = None  # one block, for a pool on a GPU
+
+    def store(self, block_ids: Sequence[int], hashes: Sequence[bytes], on_answer: OnAnswer) -> None:
+        def job(tier: KVTier, progress: _Progress) -> None:
+            for block_id, block_hash in zip(block_ids, hashes, strict=True):
+                tier.store(block_hash, self._content(block_id))
+                progress.add(1)
+
+        self.run(job, on_answer)
+
+    def load(self, block_ids: Sequence[int], hashes: Sequence[bytes], on_answer: OnAnswer) -> None:
+        def job(tier: KVTier, progress: _Progress) -> None:
+            for block_id, block_hash in zip(block_ids, hashes, strict=True):
+                if not self._load(tier, block_hash, block_id):
+                    return
+                progress.add(1)
+
+        self.run(job, on_answer)
+
+    def run(self, job: Callable[[KVTier, _Progress], None], on_answer: OnAnswer) -> None:
+        progress = _Progress()
+
+        def done(error: KVTransferFailed | None) -> None:
+            message = error.message if error is not None else None
+            tier = self._tier
+            try:
+                changes = tier.take_changes()
+                answer = TierAnswer(
+                    progress.num_blocks, message, changes, tier.num_bytes, tier.max_bytes, tier.num_corrupt()
+                )
+            except Exception as failure:  # the scheduler waits for this answer
+                log.exception("tier %s does not tell its contents", tier.name)
+                answer = TierAnswer(progress.num_blocks, message or str(failure))
+            on_answer(answer)
+
+        self._thread.submit(lambda: self._run(job, progress), done)
+
+    def _run(self, job: Callable[[KVTier, _Progress], None], progress: _Progress) -> None:
+        try:
+            if not self._is_open:
+                self._tier.open()
+                self._is_open = True
+            job(self._tier, progress)
+        except TierFailed as error:
+            raise KVTransferFailed(str(error)) from error
+
+    def close(self) -> None:
+        self._thread.close(self._tier.close)
+
+    # ---- between the pool and the host's memory
+
+    def _content(self, block_id: int) -> memoryview:
+        """Returns a block's bytes: the pool's own on a CPU, a copy that the next call overwrites on a GPU."""
+        block = self._blocks[block_id]
+        if block.device.type == "cpu":
+            return _bytes_of(block)
+        staging, stream = self._on_device()
+        stream.run(partial(_copy, block, staging))
+        return _bytes_of(staging)
+
+    def _load(self, tier: KVTier, block_hash: bytes, block_id: int) -> bool:
+        block = self._blocks[block_id]
+        if block.device.type == "cpu":
+            return tier.load(block_hash, _bytes_of(block))
+        staging, stream = self._on_device()
+        if not tier.load(block_hash, _bytes_of(staging)):
+            return False
+        stream.run(partial(_copy, staging, block))
+        return True
+
+    def _on_device(self) -> tuple[torch.Tensor, SideStream]:
+        """Returns pinned memory for one block, and the stream of its copies. Made on the tier's thread."""
+        if self._staging is None or self._stream is None:
+            self._stream = SideStream(self._blocks.device)
+            self._staging = torch.empty(self._blocks[0].shape, dtype=torch.uint8, pin_memory=True)
+        return self._staging, self._stream
+
+
+def _copy(src: torch.Tensor, dst: torch.Tensor) -> None:
+    dst.copy_(src, non_blocking=True)
+
+
+def _bytes_of(block: torch.Tensor) -> memoryview:
+    return block.numpy().data

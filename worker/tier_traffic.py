@@ -1,0 +1,112 @@
+"""KV blocks that travel between this worker's pool and the tiers below it: executes what `PrefixTiers` asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from tandem.engine.tiers.prefix_tiers import PrefixTiers
+from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
+from tandem.kv_transfer.tiers.rank_tiers import TierAnswer
+from tandem.protocol.messages.membership import WorkerLoad
+from tandem.protocol.worker_actions import Action, FindBlocks, LoadBlocks, StoreBlocks
+
+log = logging.getLogger(__name__)
+
+REFRESH_INTERVAL_S = 5.0
+"""How often a tier looks for what other workers have stored or removed."""
+
+
+class TierTraffic:
+    """Runs on the loop; tiers have threads of their own. perform: executes actions, and begins the next step."""
+
+    def __init__(self, tiers: WorkerTiers, policy: PrefixTiers, perform: Callable[[list[Action]], None]) -> None:
+        self._tiers = tiers
+        self._policy = policy
+        self._perform = perform
+        self._loop = asyncio.get_running_loop()
+        self._last = dict.fromkeys(tiers.names, TierAnswer())
+        self._errors: dict[str, str | None] = {}
+        self._refreshing: set[str] = set()
+        self._refresh_at = 0.0
+
+    def add_to(self, load: WorkerLoad) -> WorkerLoad:
+        """Adds the tiers' sizes to the policy's figures."""
+        tiers = [
+            msgspec.structs.replace(
+                each,
+                num_bytes=self._last[each.name].num_bytes,
+                max_bytes=self._last[each.name].max_bytes,
+                num_corrupt=self._last[each.name].num_corrupt,
+                error=each.error or self._errors.get(each.name) or "",
+            )
+            for each in load.tiers
+        ]
+        return msgspec.structs.replace(load, tiers=tiers) if tiers else load
+
+    def on_tick(self, now: float) -> None:
+        """Refreshes the tiers, which also opens them at the start. One that has not answered is not asked again."""
+        if now < self._refresh_at:
+            return
+        self._refresh_at = now + REFRESH_INTERVAL_S
+        for name in self._tiers.names:
+            if name not in self._refreshing:
+                self._refreshing.add(name)
+                self._tiers.refresh(name, self._on_loop(name, partial(self._refreshed, name)))
+
+    def _refreshed(self, name: str, answer: TierAnswer) -> None:
+        self._refreshing.discard(name)
+
+    def clear(self) -> None:
+        """Removes all blocks from all tiers."""
+        for name in self._tiers.names:
+            self._tiers.clear(name, self._on_loop(name, lambda answer: None))
+
+    def close(self) -> None:
+        self._tiers.close()
+
+    # ---- actions
+
+    def store(self, action: StoreBlocks) -> None:
+        self._tiers.store(
+            action.tier, action.block_ids, action.hashes, self._on_loop(action.tier, partial(self._stored, action))
+        )
+
+    def load(self, action: LoadBlocks) -> None:
+        self._tiers.load(
+            action.tier, action.block_ids, action.hashes, self._on_loop(action.tier, partial(self._loaded, action))
+        )
+
+    def find(self, action: FindBlocks) -> None:
+        self._tiers.find(action.tier, action.hashes, self._on_loop(action.tier, partial(self._found, action)))
+
+    def _stored(self, action: StoreBlocks, answer: TierAnswer) -> None:
+        self._policy.on_stored(self._loop.time(), action.tier, answer.num_blocks, answer.error)
+
+    def _loaded(self, action: LoadBlocks, answer: TierAnswer) -> None:
+        self._policy.on_loaded(self._loop.time(), action.tier, action.load_id, answer.num_blocks, answer.error)
+
+    def _found(self, action: FindBlocks, answer: TierAnswer) -> None:
+        self._policy.on_found(self._loop.time(), action.load_id, answer.error)
+
+    def _on_loop(self, name: str, handle: Callable[[TierAnswer], None]) -> Callable[[TierAnswer], None]:
+        """Returns a callback for the tier's thread: on the loop it notes the tier's state, then calls `handle`."""
+
+        def handle_on_loop(answer: TierAnswer) -> None:
+            if answer.error is not None and answer.error != self._errors.get(name):
+                log.warning("KV tier %s: %s", name, answer.error)
+            self._errors[name] = answer.error
+            self._last[name] = answer
+            self._policy.on_changes(name, answer.changes.added, answer.changes.removed)
+            handle(answer)
+            self._perform([])
+
+        def on_answer(answer: TierAnswer) -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(handle_on_loop, answer)
+
+        return on_answer
