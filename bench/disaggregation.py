@@ -34,7 +34,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from bench.kv_transfer import raw_transfer_ms
+from bench.kv_transfer_processes import raw_transfer_ms
 from bench.noise_model import ensure_noise_model
 from bench.ports import free_port
 from bench.support.report import Aim, Report, add_common_options, finish
@@ -57,20 +57,25 @@ LOADS = ("alone", "prefill", "prefill and steps", "prefill and transfer")
 @contextlib.contextmanager
 def cluster(connector: str) -> Iterator[str]:
     """Yields the URL of a cluster of one prefill and one decode worker with one thread each."""
-    from transformers import LlamaConfig
-
     with tempfile.TemporaryDirectory() as folder:
         model, port = Path(folder) / "model", free_port()
-        tokenizer = ensure_noise_model()
-        LlamaConfig(**MODEL_CONFIG, eos_token_id=0).save_pretrained(model)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (model / file).write_bytes((tokenizer / file).read_bytes())
+        make_model(model)
         command = tandem(
             model, port, "--load-format", "dummy", "--dtype", "bfloat16", "--kv-cache-gib", str(KV_CACHE_GIB),
             "--kv-connector", connector, "--max-num-batched-tokens", str(CHUNK), "--threads-per-worker", "1",
         )  # fmt: skip
         with server(command, port):
             yield f"http://127.0.0.1:{port}"
+
+
+def make_model(folder: Path) -> None:
+    """Writes MODEL_CONFIG and a tokenizer, for workers with `--load-format dummy`."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(**MODEL_CONFIG, eos_token_id=0).save_pretrained(folder)
+    tokenizer = ensure_noise_model()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((tokenizer / file).read_bytes())
 
 
 class StreamClient:

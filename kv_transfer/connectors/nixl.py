@@ -27,13 +27,16 @@ import torch
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.connectors.process_group import connect_store
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVTransferFailed, first_line
 
 MESSAGE_BYTES = 64 << 20
 """Transfers are divided into messages of about this size, because a deadline holds for a message."""
 MESSAGE_TIMEOUT_S = 5.0
 _MIN_POLL_S, _MAX_POLL_S = 0.00005, 0.002
-"""NIXL has no wait with a deadline, so the path's thread polls, at growing intervals."""
+_POLLS_PER_WRITE = 16
+"""NIXL has no wait with a deadline, so the path's thread polls: after a pause of this fraction of the time so far."""
+_PROGRESS_DELAY_US = 1000
+"""Longest sleep of NIXL's own thread between two events. With 0, the default in Python, it spins on a core."""
 _POOL_KEY = "pool"
 
 
@@ -95,12 +98,10 @@ class NixlAgent:
         self.memory = "VRAM" if on_gpu else "DRAM"
         self.device: int = (blocks.device.index or 0) if on_gpu else 0
         self.address: int = storage.data_ptr()
-        sync = importlib.import_module("nixl._api").nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        nixl = importlib.import_module("nixl")
-        self.api: Any = nixl.nixl_agent(f"tandem-{uuid.uuid4()}", nixl.nixl_agent_config(sync_mode=sync))
+        self.api: Any = new_agent(f"tandem-{uuid.uuid4()}")
         self._registered = self.api.register_memory(pool), pool
         self._lock = threading.Lock()
-        self._num_paths: Counter[str] = Counter()
+        self._num_paths: Counter[str] = Counter()  # 0: the connection stays open for the next path
 
     @cached_property
     def metadata(self) -> bytes:
@@ -108,20 +109,45 @@ class NixlAgent:
         return metadata
 
     def connect(self, metadata: bytes) -> str:
-        """Returns the name of a peer's agent. The caller owes one `disconnect`."""
+        """Returns the name of a peer's agent. The caller owes one `disconnect`.
+
+        A connection stays open after its last path, because NIXL leaks the sockets of one that is closed while the
+        peer runs. A peer that was not known before may replace one that has ended, so idle connections are dropped.
+        """
         with self._lock:
             found = self.api.add_remote_agent(metadata)
             name: str = found.decode() if isinstance(found, bytes) else found
+            if name not in self._num_paths:
+                for idle in [peer for peer, count in self._num_paths.items() if not count]:
+                    del self._num_paths[idle]
+                    self._remove(idle)
             self._num_paths[name] += 1
             return name
 
     def disconnect(self, name: str) -> None:
         with self._lock:
             self._num_paths[name] -= 1
-            if not self._num_paths[name]:
-                del self._num_paths[name]
-                with contextlib.suppress(Exception):  # of a peer that is gone
-                    self.api.remove_remote_agent(name)
+
+    def drop(self, name: str) -> None:
+        """Gives up a broken connection. The next `connect` makes another."""
+        with self._lock:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(Exception):  # it is gone
+            self.api.remove_remote_agent(name)
+
+
+def new_agent(name: str) -> Any:
+    """Returns NIXL's agent with the backend UCX. NIXL's own class does not let callers choose the progress delay."""
+    nixl = importlib.import_module("nixl")
+    sync = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    config = nixl.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay, config.syncMode = True, _PROGRESS_DELAY_US, sync.value
+    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(sync_mode=sync, backends=[]))
+    agent.agent = nixl.nixlAgent(name, config)
+    agent.create_backend("UCX")
+    return agent
 
 
 _agents: dict[int, NixlAgent] = {}
@@ -186,45 +212,53 @@ class NixlSender:
         assert self._agent is not None and self._ours is not None and self._theirs is not None
         api, (ours, own_list), (theirs, peer_list) = self._agent.api, self._ours, self._theirs
         self._unfinished = api.make_prepped_xfer("WRITE", own_list, ours.numbers(src), peer_list, theirs.numbers(dst))
-        state = api.transfer(self._unfinished)
-        deadline, pause_s = time.monotonic() + MESSAGE_TIMEOUT_S, _MIN_POLL_S
-        while state == "PROC":
+        begun = time.monotonic()
+        is_written = self._has_ended(api.transfer)
+        while not is_written:
+            elapsed_s = time.monotonic() - begun
             if self._is_closed:
                 raise KVTransferFailed("the pair was closed")
-            if time.monotonic() > deadline:
+            if elapsed_s > MESSAGE_TIMEOUT_S:
                 raise KVTransferFailed(f"the peer did not take the blocks within {MESSAGE_TIMEOUT_S:g} s")
-            time.sleep(pause_s)
-            pause_s = min(_MAX_POLL_S, 2 * pause_s)
-            state = api.check_xfer_state(self._unfinished)
-        if state != "DONE":
-            raise KVTransferFailed("NIXL could not write to the peer")
-        api.release_xfer_handle(self._unfinished)
+            time.sleep(min(_MAX_POLL_S, max(_MIN_POLL_S, elapsed_s / _POLLS_PER_WRITE)))
+            is_written = self._has_ended(api.check_xfer_state)
+
+    def _has_ended(self, ask: Callable[[Any], str]) -> bool:
+        """Returns whether the unfinished write has arrived. If the connection is broken, drops it and raises."""
+        assert self._agent is not None
+        try:
+            state = ask(self._unfinished)
+            error = "" if state in ("PROC", "DONE") else f"state {state}"
+        except Exception as failure:
+            state, error = "ERR", first_line(failure)
+        if state == "PROC":
+            return False
+        with contextlib.suppress(Exception):
+            self._agent.api.release_xfer_handle(self._unfinished)
         self._unfinished = None
+        if error:
+            self._agent.drop(self._peer_agent)
+            raise KVTransferFailed(f"NIXL could not write to the peer: {error}")
+        return True
 
     def close(self, on_closed: Callable[[], None]) -> None:
         self._is_closed = True
         self._thread.close(lambda: self._end(on_closed))
 
     def _end(self, on_closed: Callable[[], None]) -> None:
-        """Ends what goes on; NIXL may need the peer's exit for that. `on_closed` waits for it, as the peer must."""
+        """Waits for a write that was given up, until the peer has taken it or has exited.
+
+        It must not be released before: NIXL would forget it, but the peer would still take what is on its way.
+        """
         if self._agent is not None:
-            while self._unfinished is not None and not self._is_stopped():
-                time.sleep(_MAX_POLL_S)
-            self._unfinished = None
+            with contextlib.suppress(KVTransferFailed):
+                while self._unfinished is not None and not self._has_ended(self._agent.api.check_xfer_state):
+                    time.sleep(_MAX_POLL_S)
             for side in (self._ours, self._theirs):
                 if side is not None:
                     self._agent.api.release_dlist_handle(side[1])
             self._agent.disconnect(self._peer_agent)
         on_closed()
-
-    def _is_stopped(self) -> bool:
-        """Whether the unfinished write has ended or could be cancelled."""
-        assert self._agent is not None
-        try:
-            self._agent.api.release_xfer_handle(self._unfinished)
-        except Exception:
-            return False
-        return True
 
 
 class NixlReceiver:

@@ -10,11 +10,12 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import httpx
@@ -388,10 +389,16 @@ def _why_not_whole(report: StatusReport, num_workers: int, num_pairs: int) -> st
 
 
 @contextmanager
-def matrix(folder: Path, connector: str = "auto", layout: Layout = "fixed") -> Iterator[Matrix]:
-    """folder: for the model."""
+def matrix(
+    folder: Path,
+    connector: str = "auto",
+    layout: Layout = "fixed",
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Matrix]:
+    """folder: for the model. env: further variables of the cluster's processes."""
     shared_before = shared_memory()
     model = str(save_model(folder, NUM_LAYERS))
     options = (*ROLES_OF_LAYOUT[layout], *OPTIONS, "--kv-connector", connector)
-    with Cluster("--model", model, "--served-model-name", "m", *options, env={"TANDEM_KV_CHECKSUMS": "1"}) as cluster:
+    env = {"TANDEM_KV_CHECKSUMS": "1", **env}
+    with Cluster("--model", model, "--served-model-name", "m", *options, env=env) as cluster:
         yield Matrix(cluster, shared_before, layout)

@@ -1,4 +1,4 @@
-"""A subset of the fault matrix, over two connectors and with elastic workers.
+"""A subset of the fault matrix, over three connectors and with elastic workers.
 
 `python -m bench.faults.fault_matrix` runs all of it.
 """
@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.matrix import CLOSES, Case, Matrix, matrix
 from tests.faults.phases import LOCAL_PREFILL, PHASES
+from tests.support.nixl import OVER_TCP, nixl_environment
 
 CASES = [
     Case("prefill", "SIGKILL", "shipping"),
@@ -37,7 +38,7 @@ ELASTIC_CASES = [
     Case("client", CLOSES, LOCAL_PREFILL),
 ]
 """The worker of LOCAL_PREFILL does both phases."""
-TCP_CASES = [
+NETWORK_CASES = [
     Case("prefill", "SIGKILL", "shipping"),
     Case("prefill", "SIGSTOP then SIGCONT", "shipping"),
     Case("decode", "SIGSTOP then SIGCONT", "first token"),
@@ -60,6 +61,12 @@ def over_tcp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 
 
 @pytest.fixture(scope="module")
+def over_nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    with matrix(tmp_path_factory.mktemp("vision"), "nixl", env=nixl_environment() | OVER_TCP) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def of_elastic_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     with matrix(tmp_path_factory.mktemp("vision"), layout="any") as made:
         yield made
@@ -73,9 +80,16 @@ def test_case(running: Matrix, case: Case) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", TCP_CASES, ids=str)
+@pytest.mark.parametrize("case", NETWORK_CASES, ids=str)
 def test_case_over_tcp(over_tcp: Matrix, case: Case) -> None:
     result = over_tcp.run(case)
+    assert not result.problems, result
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", [case for case in NETWORK_CASES if case.role != "client"], ids=str)
+def test_case_over_nixl(over_nixl: Matrix, case: Case) -> None:
+    result = over_nixl.run(case)
     assert not result.problems, result
 
 

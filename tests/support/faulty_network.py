@@ -69,18 +69,37 @@ class FaultyNetwork:
         """The command line that runs `command` on the host."""
         return ["nsenter", f"--net={self._namespaces[host]}", *command]
 
+    def command_apart(self, host: int, command: list[str]) -> list[str]:
+        """As `command`, but shares no memory and no process ids with other hosts, so it has a `host_id` of its own.
+
+        The process is the only child of the one that is started. /sys, where UCX looks for network devices, is the
+        host's own.
+        """
+        unshare = ["unshare", "--pid", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc"]
+        script = 'mount -t sysfs sysfs /sys && exec "$@"'
+        return self.command(host, [*unshare, "sh", "-c", script, "sh", *command])
+
     @contextmanager
     def on_host(self, host: int) -> Iterator[None]:
         """Moves this thread into the host's network, with the sockets, threads and processes that it creates."""
-        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        target = os.open(self._namespaces[host], os.O_RDONLY)
+        with entered(self._namespaces[host]):
+            yield
+
+
+@contextmanager
+def entered(namespace: Path) -> Iterator[None]:
+    """Moves this thread into a network namespace, with the sockets, threads and processes that it creates."""
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        target = os.open(namespace, os.O_RDONLY)
         try:
             _enter(target)
             yield
         finally:
             _enter(before)
             os.close(target)
-            os.close(before)
+    finally:
+        os.close(before)
 
 
 def _enter(namespace: int) -> None:

@@ -6,6 +6,9 @@ import os
 
 import pytest
 
+OVER_TCP = {"UCX_TLS": "tcp"}
+"""Makes UCX move data as between hosts without RDMA, where both processes take part. On one host it would copy it."""
+
 
 def nixl_environment() -> dict[str, str]:
     """Returns variables with which a process finds NIXL. Skips the test where NIXL is not there.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +120,30 @@ def test_a_closed_path_refuses_and_others_of_the_agent_go_on() -> None:
     assert error is not None and "closed" in error.message
     assert second.move([2], [1]) is None and torch.equal(destination[1], source[2])
     second.close()
+
+
+def num_sockets() -> int:
+    return sum(
+        str(file.readlink()).startswith("socket:") for file in Path("/proc/self/fd").iterdir() if file.is_symlink()
+    )
+
+
+def test_paths_that_are_opened_again_share_their_connection() -> None:
+    source, destination = new_pools()
+    counts = []
+    for _ in range(4):
+        opened = OpenedPath(source, destination)
+        assert opened.move([3], [5]) is None
+        opened.close()
+        counts.append(num_sockets())
+    assert counts[-1] <= counts[0]
+
+
+def test_an_idle_agent_uses_little_cpu_time(path: OpenedPath) -> None:
+    """A progress thread that polls without pause would use all of it."""
+    begun, cpu_s = time.monotonic(), time.process_time()
+    time.sleep(1)
+    assert time.process_time() - cpu_s < 0.3 * (time.monotonic() - begun)
 
 
 def test_pools_of_other_sizes_are_refused() -> None:

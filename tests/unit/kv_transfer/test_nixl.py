@@ -14,11 +14,13 @@ from tandem.runtime.errors import ConfigError
 from tests.support.nixl import nixl_environment
 
 
-def test_paths_over_nixl() -> None:
+@pytest.mark.parametrize(("module", "env"), [("nixl_paths", {}), ("nixl_frozen_peer", {"UCX_TLS": "tcp"})])
+def test_in_a_process_with_nixl(module: str, env: dict[str, str]) -> None:
+    """Over shared memory, which UCX chooses on one host, a frozen peer takes everything."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [*command, str(Path(__file__).with_name("nixl_paths.py"))],
-        env={**os.environ, **nixl_environment()},
+        [*command, str(Path(__file__).with_name(f"{module}.py"))],
+        env={**os.environ, **nixl_environment(), **env},
         capture_output=True,
         text=True,
         timeout=120,
