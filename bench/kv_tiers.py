@@ -149,8 +149,8 @@ def measure_throughput(url: str, num_prompts: int) -> float:
 def measure_restart(chats: Chats, url: str, admin_url: str) -> dict[str, float]:
     """Kills all workers. Returns the mean TTFT of a turn of each chat before and after."""
     before = statistics.mean(chats.turn(number)[0] for number in range(CHATS))
-    for worker in workers(admin_url):
-        os.kill(worker["pid"], signal.SIGKILL)
+    for worker in httpx.get(f"{admin_url}/dashboard/cluster", timeout=10).json()["workers"]:
+        os.kill(worker["worker"]["pid"], signal.SIGKILL)
     deadline = time.monotonic() + RESTART_TIMEOUT_S
     while time.monotonic() < deadline:
         time.sleep(0.5)
@@ -163,10 +163,6 @@ def measure_restart(chats: Chats, url: str, admin_url: str) -> dict[str, float]:
     measure_throughput(url, 2)  # the first steps of a new process are slow
     after = statistics.mean(chats.turn(number)[0] for number in range(CHATS))
     return {"before_kill_ms": 1000 * before, "after_kill_ms": 1000 * after, "ratio": after / before}
-
-
-def workers(admin_url: str) -> list[dict[str, Any]]:
-    return list(httpx.get(f"{admin_url}/workers", timeout=10).json()["workers"])
 
 
 def main() -> None:
