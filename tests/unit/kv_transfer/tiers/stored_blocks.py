@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from hashlib import blake2b, shake_128
 from pathlib import Path
 
@@ -50,4 +49,4 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    return sum(-(-os.stat(path).st_size // 4096) * 4096 for path in files_below(folder))
+    return sum(-(-path.stat().st_size // 4096) * 4096 for path in files_below(folder))
