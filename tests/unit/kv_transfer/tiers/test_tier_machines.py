@@ -23,7 +23,6 @@ from tests.unit.kv_transfer.tiers.stored_blocks import (
     DISK_RECORD_BYTES,
     IDENTITY,
     OTHER_IDENTITY,
-    bytes_on_disk,
     files_below,
     get,
     hash_of,
@@ -153,6 +152,9 @@ class DiskMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.temporary = tempfile.TemporaryDirectory()
+        fan_out = sorted({hash_of(number).hex()[:2] for number in NUMBERS})  # 256 folders would only take time
+        self.patch = patch.object(disk, "FAN_OUT_FOLDERS", fan_out)
+        self.patch.start()
         self.folder = Path(self.temporary.name) / "tier"
         self.tiers = [self.open(at) for at in range(len(LIMITS))]
         self.known: list[set[bytes]] = [set() for _ in LIMITS]
@@ -163,14 +165,14 @@ class DiskMachine(RuleBasedStateMachine):
         tier.open()
         return tier
 
+    def path_of(self, at: int, number: int) -> Path:
+        name = hash_of(number).hex()
+        return self.folder / "tandem-kv-1" / LIMITS[at][0].hex() / name[:2] / name
+
     def files_of(self, at: int) -> set[bytes]:
-        """Returns the hashes of whole files of a tier's identity."""
+        """Returns the hashes that the files of a tier's identity are named after."""
         own = self.folder / "tandem-kv-1" / LIMITS[at][0].hex()
-        return {
-            bytes.fromhex(path.name)
-            for path in files_below(own)
-            if path.parent.name != "tmp" and path.stat().st_size == HEADER_BYTES + BLOCK_BYTES
-        }
+        return {bytes.fromhex(path.name) for path in files_below(own) if path.parent.name != "tmp"}
 
     @rule(at=tier_numbers, number=numbers)
     def store(self, at: int, number: int) -> None:
@@ -190,8 +192,8 @@ class DiskMachine(RuleBasedStateMachine):
     def refresh(self, at: int) -> None:
         tier = self.tiers[at]
         tier.refresh()
-        temporaries = sum(path.parent.name == "tmp" for path in files_below(self.folder)) * DISK_RECORD_BYTES
-        assert tier.num_bytes == bytes_on_disk(self.folder) - temporaries <= tier.max_bytes
+        num_files = sum(len(self.files_of(other)) for other in (0, 2))  # of both identities
+        assert tier.num_bytes == num_files * DISK_RECORD_BYTES <= tier.max_bytes
         assert {hash_of(number) for number in held(tier, *NUMBERS)} == self.files_of(at)
 
     @rule(at=tier_numbers)
@@ -232,24 +234,27 @@ class DiskMachine(RuleBasedStateMachine):
                 assert hash_of(number) in before
         self.restart(at)
 
-    @rule(data=st.data())
-    def damage(self, data: st.DataObject) -> None:
-        files = sorted(path for path in files_below(self.folder))
-        if not files:
+    @rule(
+        at=tier_numbers,
+        number=numbers,
+        place=st.integers(0, HEADER_BYTES + BLOCK_BYTES - 1),
+        flipped=st.integers(0, 255),  # 0: the file is truncated instead
+    )
+    def damage(self, at: int, number: int, place: int, flipped: int) -> None:
+        path = self.path_of(at, number)
+        if not path.exists():
             return
-        path = data.draw(st.sampled_from(files))
         content = bytearray(path.read_bytes())
-        place = data.draw(st.integers(0, max(len(content) - 1, 0)))
-        if data.draw(st.booleans()):
-            del content[place:]
-        elif content:
-            content[place] ^= 1 << data.draw(st.integers(0, 7))
-        path.write_bytes(content)
+        if flipped:
+            content[place] ^= flipped
+            path.write_bytes(content)
+        else:
+            path.write_bytes(content[:place])
+            assert not get(self.tiers[at], number) and not path.exists()
 
     @rule(number=numbers, at=tier_numbers)
     def vanish(self, number: int, at: int) -> None:
-        name = hash_of(number).hex()
-        (self.folder / "tandem-kv-1" / LIMITS[at][0].hex() / name[:2] / name).unlink(missing_ok=True)
+        self.path_of(at, number).unlink(missing_ok=True)
 
     @invariant()
     def changes_lead_to_what_is_held(self) -> None:
@@ -261,6 +266,7 @@ class DiskMachine(RuleBasedStateMachine):
             assert self.known[at] == found
 
     def teardown(self) -> None:
+        self.patch.stop()
         self.temporary.cleanup()
 
 
