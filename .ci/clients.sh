@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the clients of others that tests/integration/clients runs, and NIXL, each in a place of its own below the
-# folder that is the first argument. Prints the variables by which the tests find them.
+# Installs the clients of others that tests/integration/clients runs, NIXL and Mooncake, each in a place of its own below
+# the folder that is the first argument. Prints the variables by which the tests find them.
 set -euo pipefail
 folder=$1
 uv=$PWD/.venv/bin/uv
@@ -15,6 +15,10 @@ if "$uv" venv --quiet --python 3.11 "$folder/python" && "$uv" pip install --quie
 fi
 if "$uv" pip install --quiet --no-deps --python .venv/bin/python --target "$folder/nixl" nixl==1.5.1 nixl-cu13==1.5.1; then
   echo "NIXL_FOLDER=$folder/nixl"
+fi
+if "$uv" pip install --quiet --no-deps --python .venv/bin/python --target "$folder/mooncake" mooncake-transfer-engine-non-cuda==0.3.13.post1 &&
+  PYTHONPATH="$folder/mooncake" .venv/bin/python -c "import mooncake.store" >&2; then
+  echo "MOONCAKE_FOLDER=$folder/mooncake"
 fi
 for each in guidellm==0.8.1 aiperf==0.13.0 genai-bench==0.0.5; do
   "$uv" venv --quiet --python 3.11 "$folder/${each%%==*}" && "$uv" pip install --quiet --python "$folder/${each%%==*}/bin/python" "$each" || exit 0

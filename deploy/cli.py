@@ -128,9 +128,8 @@ def _parser() -> CommandParser:
     role.add_argument("role", choices=typing.get_args(Role), help="phases that the worker gets new requests for")
     restart = add("restart", _restart, "restart processes one at a time, without losing requests")
     restart.add_argument("names", nargs="*", metavar="NAME", help="such as decode-1 or proxy-0; default: all processes")
-    cache = add("cache", _cache, "empty the media cache of a running cluster")
-    cache.add_argument("action", choices=["clear"], help="clear: drop all processed images and videos")
-    for command in (status, scale, drain, role, restart, cache):
+    caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
+    for command in (status, scale, drain, role, restart, *caches):
         help_text = "HTTP port of the cluster (default: 8000)"
         command.add_argument("--port", type=int, default=ClusterConfig().port, metavar="N", help=help_text)
     for command, timeout_s in ((scale, 600.0), (drain, 60.0), (role, 10.0), (restart, 600.0)):
@@ -138,6 +137,24 @@ def _parser() -> CommandParser:
         help_text = f"seconds to wait{' for each process' if command is restart else ''} (default: {timeout_s:g}{zero})"
         command.add_argument("--timeout-s", type=float, default=timeout_s, metavar="X", help=help_text)
     return parser
+
+
+def _add_cache_commands(cache: CommandParser) -> list[CommandParser]:
+    actions = cache.add_subparsers(required=True, metavar="ACTION", dest="action")
+    show = actions.add_parser("show", allow_abbrev=False, help="show the cached KV blocks of each worker and tier")
+    show.set_defaults(run=_cache_show)
+    clear = actions.add_parser("clear", allow_abbrev=False, help="drop what no request uses")
+    clear.set_defaults(run=_cache_clear)
+    help_text = "media: processed images and videos; kv: KV blocks, in all tiers; default: both"
+    clear.add_argument("kind", nargs="?", choices=["media", "kv"], help=help_text)
+    fill = actions.add_parser("prefetch", allow_abbrev=False, help="compute a prompt's KV, or load it from a tier")
+    fill.set_defaults(run=_cache_prefetch)
+    fill.add_argument("file", metavar="FILE", help="JSON body of a chat or completion; - reads it from stdin")
+    fill.add_argument("--url", default="", metavar="URL", help="HTTP endpoint (default: http://127.0.0.1 and --port)")
+    key = os.environ.get("TANDEM_API_KEY", "")
+    fill.add_argument("--api-key", default=key, metavar="KEY", help="API key (default: TANDEM_API_KEY's value)")
+    fill.add_argument("--timeout-s", type=float, default=600.0, metavar="X", help="seconds to wait (default: 600)")
+    return [show, clear, fill]
 
 
 def _add_settings(parser: CommandParser, left_out: Sequence[str]) -> None:
@@ -267,10 +284,23 @@ def _scale(arguments: argparse.Namespace) -> None:
     asyncio.run(scale(ClusterClient(arguments.port), arguments.counts, arguments.timeout_s))
 
 
-def _cache(arguments: argparse.Namespace) -> None:
-    from tandem.deploy.commands.cache import clear_media_cache
+def _cache_show(arguments: argparse.Namespace) -> None:
+    from tandem.deploy.commands.cache import show_caches
 
-    asyncio.run(clear_media_cache(ClusterClient(arguments.port)))
+    asyncio.run(show_caches(ClusterClient(arguments.port)))
+
+
+def _cache_clear(arguments: argparse.Namespace) -> None:
+    from tandem.deploy.commands.cache import clear_caches
+
+    asyncio.run(clear_caches(ClusterClient(arguments.port), arguments.kind))
+
+
+def _cache_prefetch(arguments: argparse.Namespace) -> None:
+    from tandem.deploy.commands.prefetch import prefetch, read_request
+
+    url = arguments.url or f"http://127.0.0.1:{arguments.port}"
+    asyncio.run(prefetch(url, read_request(arguments.file), arguments.api_key, arguments.timeout_s))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from msgspec import Meta
 from tandem.deploy.removed_flags import REMOVED_FLAGS
 from tandem.engine.config import Device, Dtype, KVCacheDtype, LoadFormat, Quantization
 from tandem.kv_transfer.registry import check_name
+from tandem.kv_transfer.tiers.mooncake import parse_store_url
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys
@@ -110,6 +111,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_connector: Annotated[str, _in("KV cache", description=
         "Connector that transfers KV blocks from prefill to decode workers: auto, ipc, nixl, tcp, gloo, nccl or an "
         "installed plugin.")] = "auto"
+    kv_host_gib: Annotated[float, _in("KV cache", ge=0, description=
+        "Host memory in GiB per worker for KV blocks that do not fit into its KV cache, divided among its tensor "
+        "parallel processes; kept while a worker is restarted. 0 uses none.")] = 0.0
+    kv_disk_dir: Annotated[str, _in("KV cache", description=
+        "Folder for KV blocks, which survives restarts of the cluster; all workers on a host share it. Created with "
+        "mode 0700, because KV blocks reveal prompts. Empty uses none.")] = ""
+    kv_disk_gib: Annotated[float, _in("KV cache", ge=0, description=
+        "Maximum size of --kv-disk-dir in GiB, on each host; required with it.")] = 0.0
+    kv_store: Annotated[str, _in("KV cache", description=
+        "Mooncake store for KV blocks, shared by the workers of all hosts: mooncake://HOST:PORT of its master. Empty "
+        "uses none.")] = ""
 
     host: Annotated[str, _in("HTTP", "Address on which the HTTP endpoint listens.")] = "127.0.0.1"
     port: Annotated[int, _in("HTTP", "Port of the HTTP endpoint.", ge=1, le=65535)] = 8000
@@ -249,6 +261,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sizes = {"prefill": self.prefill_tensor_parallel_size, "decode": self.decode_tensor_parallel_size, "any": 0}
         return sizes[role] or self.tensor_parallel_size
 
+    @property
+    def disk_folder(self) -> Path | None:
+        """Absolute path of --kv-disk-dir; None without it."""
+        return Path(self.kv_disk_dir).expanduser().absolute() if self.kv_disk_dir else None
+
+    def host_bytes(self, role: Role) -> int:
+        """Host memory for KV blocks, per rank of a worker that starts in `role`."""
+        return int(self.kv_host_gib * (1 << 30)) // self.num_ranks(role)
+
     def num_threads(self, role: Role) -> int:
         """CPU threads per rank: an equal share of this host's cores unless `threads_per_worker` is set; 1 on Ray."""
         num_ranks = self.num_ranks(role)
@@ -320,6 +341,7 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
         raise ConfigError("model: give --model with --ray, as a hub id or a folder that exists on all nodes")
     if not config.join:
         _check_workers(config)
+    _check_tiers(config)
     _check_network(config)
     return config
 
@@ -376,6 +398,16 @@ def _check_workers(config: ClusterConfig) -> None:
         raise ConfigError(
             f"autoscale_max_workers: {config.autoscale_max_workers} is too few for the {total} workers at the start"
         )
+
+
+def _check_tiers(config: ClusterConfig) -> None:
+    """Checks the settings of the tiers below the KV cache against each other."""
+    if config.kv_disk_dir and not config.kv_disk_gib:
+        raise ConfigError(f"kv_disk_dir: give the maximum size of {config.kv_disk_dir} in GiB as --kv-disk-gib")
+    if config.kv_disk_gib and not config.kv_disk_dir:
+        raise ConfigError(f"kv_disk_gib: give the folder that may hold {config.kv_disk_gib:g} GiB as --kv-disk-dir")
+    if config.kv_store:
+        parse_store_url(config.kv_store)
 
 
 def _check_network(config: ClusterConfig) -> None:

@@ -5,10 +5,12 @@ the device at once, and then waits for the end of the one before. So the device 
 between steps. A step that fails takes the one behind it along.
 
 A device that has failed for good ends the process: it would fail each step at once, look idle and attract all requests.
+So do ranks that are out of step (`ModelRunner.why_lost`).
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -20,11 +22,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem.engine.batch import Batch, ItemOutput
-from tandem.engine.device_errors import why_lost
 from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.model_runner import ModelRunner
 from tandem.runtime.process import end_process
 from tandem.runtime.threads import show_thread_name
+
+log = logging.getLogger(__name__)
 
 
 class StepTiming(NamedTuple):
@@ -54,7 +57,7 @@ class EngineThread:
     """make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`).
 
     overlaps: whether steps are launched before the one before has ended; see `submit`. on_lost(reason): called on the
-    thread when the device has failed for good; by default it ends the process. clock: in seconds.
+    thread when no step can run any more; by default it ends the process. clock: in seconds.
     """
 
     def __init__(
@@ -170,8 +173,9 @@ class EngineThread:
         self, runner: ModelRunner, on_done: OnDone, error: BaseException, began_at: float, queued_at: float
     ) -> None:
         """Posts an error, once the device does not use the step's blocks any more."""
-        if reason := why_lost(error, runner.device):
-            self._on_lost(f"the device has failed; the worker ends: {reason}")
+        if reason := runner.why_lost(error):
+            log.error("a step failed", exc_info=error)
+            self._on_lost(reason)
         with suppress(Exception):
             runner.wait()
         self._post(on_done, None, error, self._end_step(began_at, queued_at))

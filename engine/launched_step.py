@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from tandem.engine.batch import BatchItem, ItemOutput
 from tandem.engine.cuda.streams import Array
@@ -42,12 +43,12 @@ class LaunchedStep:
 
 
 class FedTokens:
-    """Tokens of a step that the step before has sampled. Only the device knows them.
+    """Tokens of a step that the step before has sampled. Only the device knows them; of several ranks, that of rank 0.
 
-    arrays: to upload; none if there are no such tokens.
+    before: None on the other ranks, which receive the tokens. arrays: to upload; none if there are no such tokens.
     """
 
-    def __init__(self, items: Sequence[BatchItem], before: LaunchedStep | None) -> None:
+    def __init__(self, items: Sequence[BatchItem], before: LaunchedStep | None, num_ranks: int = 1) -> None:
         rows, samples, row = [], [], 0
         for item in items:
             if item.follows is not None:
@@ -55,13 +56,22 @@ class FedTokens:
                 samples.append(item.follows)
             row += len(item.token_ids)
         self._before = before
+        self._num_ranks = num_ranks
         self.arrays: list[Array] = [np.array(rows, np.int64), np.array(samples, np.int64)] if rows else []
 
     def put_into(self, token_ids: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Writes the tokens to their places. token_ids: begins with the step's tokens. tensors: `arrays`, uploaded."""
+        """Writes the tokens to their places. token_ids: begins with the step's tokens. tensors: `arrays`, uploaded.
+
+        With several ranks it is a collective: rank 0 broadcasts the tokens, in the order of the work on its stream.
+        """
         if not tensors:
             return
-        assert self._before is not None and self._before.sampled is not None, "no step has sampled these tokens"
         rows, samples = tensors
-        tokens = self._before.sampled.token_ids.index_select(0, samples)
+        if self._num_ranks > 1 and dist.get_rank() > 0:
+            tokens = torch.empty_like(samples)
+        else:
+            assert self._before is not None and self._before.sampled is not None, "no step has sampled these tokens"
+            tokens = self._before.sampled.token_ids.index_select(0, samples)
+        if self._num_ranks > 1:
+            dist.broadcast(tokens, 0)
         token_ids.index_copy_(0, rows, tokens.to(token_ids.dtype))

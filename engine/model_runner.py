@@ -22,6 +22,7 @@ from tandem.engine.cuda.step_graphs import GraphLimits, StepGraphs
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host
 from tandem.engine.cuda.streams import Array, Capture, cuda_capture, end_of_work, upload
 from tandem.engine.cuda.triton_attention import TritonAttention
+from tandem.engine.device_errors import why_lost
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.launched_step import FedTokens, LaunchedStep
 from tandem.engine.layers.fusing import fuse_layers
@@ -78,13 +79,19 @@ class ModelRunner:
     def launch(self, batch: Batch, before: LaunchedStep | None = None) -> LaunchedStep:
         """Queues a step on the device, behind the steps that were launched before.
 
-        before: the step of the last launch; required if items follow it (`BatchItem.follows`).
+        before: the step of the last launch; required if items follow it (`BatchItem.follows`), except on ranks other
+        than 0.
         """
         return LaunchedStep(*self._launch(batch, before), end_of_work(self._device))
 
     def wait(self) -> None:
         """Waits for the work that is queued on the device."""
         end_of_work(self._device)()
+
+    def why_lost(self, error: BaseException) -> str:
+        """Returns why this process must end after a step that failed with `error`, or an empty string."""
+        reason = why_lost(error, self.device)
+        return f"the device has failed; the worker ends: {reason}" if reason else ""
 
     def _launch(self, batch: Batch, before: LaunchedStep | None) -> Launched:
         if batch.block_copies:
@@ -127,7 +134,7 @@ class ModelRunner:
         masking = self._grammar_masks.start(samples)  # runs beside the model
         positions = [item.start + len(item.token_ids) for item in items for _ in item.samples]
         sampling = SamplingStep(samples, positions, self._vocab_size)
-        fed = FedTokens(items, before)
+        fed = FedTokens(items, before, self._pool.layout.tensor_parallel_size)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         pooled: dict[int, bytes] = {}
         if any(item.num_prompt_logprobs is not None or item.pooling is not None for item in items):

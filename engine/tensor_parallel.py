@@ -1,13 +1,14 @@
 """Tensor parallelism: rank 0 is the worker's process, the other ranks are follower processes on the same host.
 
 Only rank 0 has a scheduler. It sends each batch to the followers, and all ranks run it on their own heads and their own
-KV pools, with the same block ids. The model's collectives keep them in step; rank 0 samples. If a rank fails, the
-others are out of step for good, so the worker exits and the launcher restarts it.
+KV pools, with the same block ids. The model's collectives keep them in step; rank 0 samples. A step that is launched
+before its tokens are known begins with one more collective, which brings rank 0's tokens to the other ranks' devices
+(`engine.launched_step.FedTokens`). If a rank fails, the others are out of step for good, so the worker exits and the
+launcher restarts it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -21,25 +22,27 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore  # typed here, not where it is exported
 
-from tandem.engine.batch import Batch, ItemOutput, Sample
+from tandem.engine.batch import Batch, Sample
 from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.kv_pool import KVPool
+from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.loading.model_loader import LoadedModel, check_model, load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.protocol.sockets import listen_on_free_port
+from tandem.runtime.errors import first_line
 from tandem.runtime.process import end_process
-
-log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 600.0
 """Deadline of collectives while the ranks load."""
 STEP_TIMEOUT_S = 60.0
 """Deadline of collectives within a step. It detects frozen ranks; dead ones are noticed at once."""
 STOP_TIMEOUT_S = 1.0
+QUIET_S = 1.0
+"""A follower that gets no batch for this long waits for its device, to notice a step that has failed there."""
 _HOST = "127.0.0.1"
 _GREEDY = Sample(SamplingParams(temperature=0.0))
 
@@ -132,7 +135,7 @@ class TensorParallelGroup:
         limits = GraphLimits.of(self._engine, decodes)
         if not self._steps:
             return ModelRunner(loaded, pool, limits)
-        return LeadingRunner(loaded, pool, limits, self._steps, self._on_lost)
+        return LeadingRunner(loaded, pool, limits, self._steps)
 
     def close(self) -> None:
         """Terminates the followers and closes the channels."""
@@ -149,7 +152,7 @@ class TensorParallelGroup:
 
 
 class LeadingRunner(ModelRunner):
-    """Rank 0's runner: sends each batch to the followers before it runs it."""
+    """Rank 0's runner: sends each batch to the followers before it launches it."""
 
     def __init__(
         self,
@@ -157,23 +160,20 @@ class LeadingRunner(ModelRunner):
         pool: KVPool,
         limits: GraphLimits,
         followers: list[RankChannel[Batch]],
-        on_lost: Callable[[str, int], None],
     ) -> None:
         super().__init__(loaded, pool, limits)
         self._followers = followers
-        self._on_lost = on_lost
 
-    def run(self, batch: Batch) -> list[ItemOutput]:
-        """See `ModelRunner.run`. An error ends the worker, because the ranks are then out of step."""
+    def launch(self, batch: Batch, before: LaunchedStep | None = None) -> LaunchedStep:
+        """See `ModelRunner.launch`. A batch that is launched again is sent again."""
         shared = without_sampling(batch)
-        try:
-            for follower in self._followers:
-                follower.send(shared)
-            return super().run(batch)
-        except Exception as error:
-            log.exception("a step of several ranks failed")
-            self._on_lost(f"the ranks are out of step ({error}); the worker ends", 1)
-            raise
+        for follower in self._followers:
+            follower.send(shared)
+        return super().launch(batch, before)
+
+    def why_lost(self, error: BaseException) -> str:
+        """Returns a reason after every error, because it is unknown which collectives the other ranks have entered."""
+        return f"the ranks are out of step; the worker ends: {first_line(error)}"
 
 
 def without_sampling(batch: Batch) -> Batch:
@@ -206,7 +206,13 @@ def join_as_follower(config: FollowerConfig) -> LoadedModel:
 
 
 def follow(steps: Connection, runner: ModelRunner) -> None:
-    """Runs every batch from rank 0 until rank 0 is gone."""
+    """Launches every batch from rank 0 until rank 0 is gone. Raises the error of a step that fails.
+
+    It does not wait for a step's end before it launches the next one. Rank 0 limits the number in flight, because its
+    own steps end only after the other ranks have entered their collectives.
+    """
     channel: RankChannel[Batch] = RankChannel(steps, Codec(Batch))
     while (batch := channel.receive()) is not None:
-        runner.run(batch)
+        runner.launch(batch)
+        if not channel.has_message(QUIET_S):
+            runner.wait()

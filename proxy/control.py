@@ -14,6 +14,8 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.checks import check_register, check_status
 from tandem.protocol.messages.membership import (
     ChangeRole,
+    ClearCache,
+    ClearWorkerCache,
     ClusterView,
     DrainWorker,
     GetStatus,
@@ -83,7 +85,7 @@ class Control:
                 known = self._table.on_status(now, message)
                 if known and message.load.refusals:
                     self._state.metrics.on_worker_refusals(message.worker_id, message.load.refusals)
-                self._socket.send(identity, self._view(known, self._table.prefixes.needs_restart(message.epoch)))
+                self._socket.send(identity, self._view(known, self._table.needs_prefixes(message.epoch)))
             case WorkerLeft():
                 self._apply(self._table.on_left(message.epoch))
             case DrainWorker():
@@ -93,6 +95,9 @@ class Control:
                 self._socket.send(identity, WorkerOrdered(message.worker_id, error))
             case SetWorkerRole():
                 error = self.set_role(message.worker_id, message.role)
+                self._socket.send(identity, WorkerOrdered(message.worker_id, error))
+            case ClearWorkerCache():
+                error = self._order(message.worker_id, ClearCache())
                 self._socket.send(identity, WorkerOrdered(message.worker_id, error))
             case WorkerExited():
                 self._apply(self._table.on_exited(message.worker_id, message.pid))
@@ -117,7 +122,7 @@ class Control:
         """Orders a worker to take a role. Returns an error message, or "" on success."""
         return self._table.change_role(self._loop.time(), worker_id, role) or self._order(worker_id, ChangeRole(role))
 
-    def _order(self, worker_id: str, order: LeaveCluster | ChangeRole) -> str:
+    def _order(self, worker_id: str, order: LeaveCluster | ChangeRole | ClearCache) -> str:
         """Sends an order to the worker. Returns an error message, or "" on success."""
         epochs = {worker.worker_id: worker.epoch for worker in self._table.workers()}
         if (epoch := epochs.get(worker_id)) is None:

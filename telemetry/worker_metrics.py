@@ -6,7 +6,7 @@ are histograms. The endpoint's thread renders, and takes no lock that a step wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -24,10 +24,12 @@ _GAUGES: Final = {
     "kv_cached_blocks": ("num_cached_blocks", "Free KV blocks that hold a prefix."),
     "kv_quarantined_blocks": ("num_quarantined_blocks", "KV blocks that a peer may still write to."),
     "prompt_tokens_per_second": ("prompt_tokens_per_s", "Recent rate while prompts were computed."),
+    "loaded_tokens_per_second": ("loaded_tokens_per_s", "Recent rate while KV blocks were loaded from tiers."),
 }
 _COUNTERS: Final = {
     "prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("num_cached_tokens", "Prompt tokens found in the prefix cache."),
+    "prefix_cache_loaded": ("num_loaded_tokens", "Of these, prompt tokens whose KV was loaded from a tier."),
     "request_success": ("num_finished", "Sequences that this worker finished normally."),
     "num_preemptions": ("num_preempted", "Sequences that were preempted."),
     "role_changes": ("num_role_changes", "Times that this worker was given another role."),
@@ -39,8 +41,21 @@ _COUNTERS: Final = {
     "media_found": ("num_media_found", "Images and videos whose embeddings came from another worker of the host."),
     "media_fetched_bytes": ("num_media_fetched_bytes", "Bytes of preprocessed media fetched from other hosts."),
 }
+_TIER_GAUGES: Final = {
+    "blocks": ("num_blocks", "KV blocks that this worker can load from the tier."),
+    "bytes": ("num_bytes", "Size of the tier, which other workers may share."),
+    "max_bytes": ("max_bytes", "Limit on the tier's size; 0 if unknown."),
+}
+_TIER_COUNTERS: Final = {
+    "stored_blocks": ("num_stored", "KV blocks stored in the tier."),
+    "loaded_blocks": ("num_loaded", "KV blocks loaded from the tier."),
+    "skipped_blocks": ("num_skipped", "KV blocks not stored because the tier was behind or failing."),
+    "corrupt_blocks": ("num_corrupt", "KV blocks of the tier that were not whole."),
+}
 LOAD_FIELDS: Final = [field for field, _ in (*_GAUGES.values(), *_COUNTERS.values())]
 """Fields of the heartbeat's load report that are exported."""
+TIER_FIELDS: Final = [field for field, _ in (*_TIER_GAUGES.values(), *_TIER_COUNTERS.values())]
+"""Fields of each of its tiers that are exported, beside name and error."""
 
 _STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 _GAP_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1)
@@ -83,7 +98,7 @@ class WorkerMetrics:
         self._close: Callable[[], None] = lambda: None
 
     def on_load(self, load: object) -> None:
-        """load: has the attributes `LOAD_FIELDS` and is not modified afterwards."""
+        """load: has the attributes `LOAD_FIELDS`, and `tiers` with `TIER_FIELDS`; it is not modified afterwards."""
         self._load = load
 
     def collect(self) -> Iterable[Any]:
@@ -99,6 +114,7 @@ class WorkerMetrics:
         )
         for name, (field, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"tandem_worker_{name}", text, getattr(load, field))
+        yield from _tier_families(load.tiers)
 
     def on_shipped(self, pair: tuple[str, str, str], num_bytes: int, seconds: float) -> None:
         """pair: prefill worker, decode worker, connector."""
@@ -132,3 +148,18 @@ class WorkerMetrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)
+
+
+def _tier_families(tiers: Iterable[Any]) -> Iterator[Any]:
+    """Yields the metrics of the tiers below the KV pool, with a sample for each tier."""
+    kinds = ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS))
+    for kind, names in kinds:
+        for name, (field, text) in names.items():
+            family = kind(f"tandem_worker_kv_tier_{name}", text, labels=["tier"])
+            for tier in tiers:
+                family.add_metric([tier.name], getattr(tier, field))
+            yield family
+    failing = GaugeMetricFamily("tandem_worker_kv_tier_failing", "1 while the tier is not used.", labels=["tier"])
+    for tier in tiers:
+        failing.add_metric([tier.name], float(bool(tier.error)))
+    yield failing

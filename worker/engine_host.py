@@ -66,7 +66,7 @@ class EngineHost:
             lambda: ranks.make_runner(loaded, pool, decodes),
             loop.call_soon_threadsafe,
             config.engine.num_threads,
-            overlaps=may_overlap(loaded.device.type, config.engine.tensor_parallel_size),
+            overlaps=may_overlap(loaded.device.type),
         )
         ready: asyncio.Future[None] = loop.create_future()
         engine.start(lambda error: ready.set_exception(error) if error else ready.set_result(None))
@@ -103,13 +103,9 @@ class EngineHost:
         self._ranks.close()
 
 
-def may_overlap(device_type: str, tensor_parallel_size: int) -> bool:
-    """Whether steps are submitted ahead.
-
-    On a CPU the device is the host, so nothing would run meanwhile. The other ranks of a worker do not know the tokens
-    that rank 0 has sampled.
-    """
-    return device_type != "cpu" and tensor_parallel_size == 1
+def may_overlap(device_type: str) -> bool:
+    """Whether steps are submitted ahead. On a CPU the device is the host, so nothing would run meanwhile."""
+    return device_type != "cpu"
 
 
 def _check_adapters(config: WorkerConfig, loaded: LoadedModel) -> None:

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from tandem.deploy.autoscale.planner import counts_text
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.commands.serving_rates import RateSample, ServingRates, rates
-from tandem.protocol.messages.membership import DECODE_ROLES, Role, WorkerReport
+from tandem.protocol.messages.membership import DECODE_ROLES, Role, TierFigures, WorkerReport
 from tandem.protocol.messages.operations import GetPlan, PlanReport
 from tandem.runtime.errors import Overloaded, TandemError
 
@@ -97,14 +98,15 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
         known = ", ".join(f"{name} {value:g}" for name, value in first.sampling_defaults.items())
         head += f"\nsampling defaults ({first.generation_config}): {known or 'none'}"
     head += _limits(first.workers)
-    proxies = _table(["proxy", "state"], ["requests", "workers"])
+    proxies = plain_table(["proxy", "state"], ["requests", "workers"])
     for report in reports:
         state = "ready" if report.ready else "[red]not ready[/]"
         proxies.add_row(report.proxy_id, state, str(report.num_requests), str(len(report.workers)))
     names = "pid,run,wait,KV\nuse,free\nblocks,quar.,prefix\nhits,pre-\nempt,step\nms,ago\ns"
-    workers = _table(["worker", "role\n(flips)"], names.split(","))
-    pairs = _table(["prefill", "decode", "state", "connector"], ["sent\nMB", "MB/s\nmoving"])
+    workers = plain_table(["worker", "role\n(flips)"], names.split(","))
+    pairs = plain_table(["prefill", "decode", "state", "connector"], ["sent\nMB", "MB/s\nmoving"])
     pairs.add_column("reason")
+    tier_lines: list[str] = []
     for worker in sorted(first.workers, key=lambda w: (_ROLE_ORDER.index(w.worker.role), w.worker.worker_id)):
         load = worker.load
         workers.add_row(
@@ -121,6 +123,8 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
             f"{load.step_time_s * 1000:.1f}",
             f"{worker.silence_s:.1f}",
         )
+        if load.tiers:
+            tier_lines.append(escape(_tier_line(worker)))
         sent = {each.decode_worker_id: each.num_bytes for each in load.traffic}
         for pair in worker.pairs:
             speed = figures.bandwidth.get((worker.worker.worker_id, pair.decode_worker_id))
@@ -133,8 +137,24 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
                 f"{speed / 1e6:.0f}" if speed is not None else "",
                 pair.reason,
             )
-    parts: list[Table | str] = [proxies, *_serving(figures, then is not None), workers, pairs]
+    shown_tiers = ["\n".join(tier_lines)] if tier_lines else []
+    parts: list[Table | str] = [proxies, *_serving(figures, then is not None), workers, *shown_tiers, pairs]
     return Group(head, *(each for part in parts for each in ("", part)))
+
+
+def tier_sizes_gib(tier: TierFigures, num_ranks: int) -> tuple[str, str]:
+    """Returns size and limit in GiB, the limit "" if unknown. Each rank has host memory of its own; all ranks and
+    workers share another tier."""
+    unit = (1 << 30) / (num_ranks if tier.name == "host" else 1)
+    return f"{tier.num_bytes / unit:.2f}", f"{tier.max_bytes / unit:.2f}" if tier.max_bytes else ""
+
+
+def _tier_line(report: WorkerReport) -> str:
+    shown = []
+    for tier in report.load.tiers:
+        size, limit = tier_sizes_gib(tier, report.worker.num_ranks)
+        shown.append(f"{tier.name} {size}{limit and '/'}{limit} GiB{' (failing)' if tier.error else ''}")
+    return f"{report.worker.worker_id} KV tiers: {', '.join(shown)}"
 
 
 def _limits(workers: Sequence[WorkerReport]) -> str:
@@ -151,7 +171,7 @@ def _limits(workers: Sequence[WorkerReport]) -> str:
 
 
 def _serving(figures: ServingRates, is_recent: bool) -> list[Table | str]:
-    latencies = _table(["ms" if is_recent else "ms since the start"], ["p50", "p90", "p99"])
+    latencies = plain_table(["ms" if is_recent else "ms since the start"], ["p50", "p90", "p99"])
     for name, values in (("TTFT", figures.ttft_s), ("ITL", figures.itl_s), ("E2E", figures.e2e_s)):
         latencies.add_row(name, *("-" if value is None else f"{1000 * value:.1f}" for value in values))
     load = [f"{figures.num_waiting} waiting for a first token"]
@@ -173,7 +193,7 @@ def _serving(figures: ServingRates, is_recent: bool) -> list[Table | str]:
 
 
 def _predictions(figures: ServingRates) -> Table:
-    table = _table(["mean ms"], ["predicted", "measured", "error"])
+    table = plain_table(["mean ms"], ["predicted", "measured", "error"])
     for latency, since in (("ttft", "TTFT from dispatch"), ("itl", "ITL")):
         if (means := figures.predictions.get(latency)) is not None:
             values = (means.predicted_s, means.measured_s, means.error_s)
@@ -197,7 +217,7 @@ def plan_lines(plan: PlanReport) -> str:
     )
 
 
-def _table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
+def plain_table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
     """A table without borders, for 80 columns: texts are aligned left, figures right."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in names:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from tandem.deploy.config import ClusterConfig
 from tandem.engine.config import EngineConfig
+from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.protocol.lora_files import InvalidAdapter, read_adapter
 from tandem.protocol.messages.adapter import AdapterRef
@@ -42,7 +43,7 @@ class Place:
     control_tcp_endpoint: control endpoint of a proxy for workers of other hosts.
     media_cache_endpoint: media cache of this host, empty if there is none; media_cache_tcp_endpoint: for other hosts.
     api_keys_file: copy of the operator's file for a proxy on another host; empty to read the operator's.
-    lora_file, response_folder: see `ProxyConfig`.
+    lora_file, response_folder: see `ProxyConfig`. host_files: see `TiersConfig`.
     listen_fd, admin_listen_fd: bound sockets that a proxy inherits; None lets it bind its own.
     """
 
@@ -62,6 +63,7 @@ class Place:
     admin_listen_fd: int | None = None
     lora_file: str = ""
     response_folder: str = ""
+    host_files: list[str] = field(default_factory=list)
 
 
 class ProcessConfigs:
@@ -176,8 +178,19 @@ class ProcessConfigs:
             drain_timeout_s=cluster.drain_timeout_s,
             metrics_host=cluster.admin_host,
             media_cache_endpoint=place.media_cache_endpoint,
+            tiers=self._tiers(role, place.host_files),
             log_level=cluster.log_level,
             log_format=cluster.log_format,
+        )
+
+    def _tiers(self, role: Role, host_files: list[str]) -> TiersConfig:
+        cluster = self._cluster
+        return TiersConfig(
+            host_files=host_files,
+            host_bytes=cluster.host_bytes(role),
+            disk_folder=str(cluster.disk_folder or ""),
+            disk_bytes=int(cluster.kv_disk_gib * (1 << 30)),
+            store=cluster.kv_store,
         )
 
     def _network(self, part: Part) -> NetworkConfig:

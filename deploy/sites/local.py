@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from tandem.deploy.config import ClusterConfig, bracketed
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.gpus import least_used, visible_gpus
+from tandem.deploy.processes.host_memory import HostMemory
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
@@ -29,7 +31,8 @@ class LocalSite:
     """Processes are children of the launcher, ZeroMQ sockets are files in `folder`, and workers get GPUs by number.
 
     The launcher binds one listening socket per proxy and keeps all of them open, so connections that wait at the socket
-    of a proxy that crashed are served by its successor. Raises ConfigError when it cannot bind them.
+    of a proxy that crashed are served by its successor. It also keeps the workers' host memory for KV blocks. Raises
+    ConfigError when it cannot bind the sockets or make the folder for KV blocks.
     """
 
     def __init__(self, cluster: ClusterConfig, folder: Path, logs: Path) -> None:
@@ -44,6 +47,9 @@ class LocalSite:
         self._metrics_dir = folder / "metrics"
         self._metrics_dir.mkdir()
         self._gpus_of: dict[str, list[str]] = {}
+        self._host_memory = HostMemory()
+        if cluster.disk_folder is not None:
+            make_disk_folder(cluster.disk_folder)
         self.media_cache_endpoint = ""
         self.progress_files: dict[str, Path] = {}
         names = [f"proxy-{i}" for i in range(cluster.proxies)] if not cluster.join else []
@@ -90,6 +96,7 @@ class LocalSite:
             progress_file=str(progress_file),
             role_file=str(self._folder / f"{name}.role"),
             media_cache_endpoint=self.media_cache_endpoint,
+            host_files=self._host_files(role, name),
         )
         env = process_environment(self._cluster.num_threads(role))
         if self._gpus != []:  # there are GPUs, or it is not known
@@ -99,6 +106,7 @@ class LocalSite:
             self._gpus_of[name] = gpus = least_used(self._gpus, used, self._cluster.num_ranks(role))
             if not self._cluster.kv_cache_gib and any(used[gpu] >= self._ranks_per_gpu for gpu in gpus):
                 del self._gpus_of[name]
+                self._host_memory.release(name)
                 raise ConfigError(
                     f"{name} would share a GPU with {self._ranks_per_gpu} or more ranks, but the memory was divided "
                     f"among {self._ranks_per_gpu} at the start: stop a worker first, or start the cluster with more "
@@ -107,6 +115,11 @@ class LocalSite:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of[name])
         self.progress_files[name] = progress_file
         return self._child(name, WORKER_MODULE, self._configs.worker(role, name, place), env, on_exit)
+
+    def _host_files(self, role: Role, name: str) -> list[str]:
+        """Host memory of a worker, one file per rank; empty without --kv-host-gib. Raises ConfigError."""
+        num_bytes = self._cluster.host_bytes(role)
+        return self._host_memory.files(name, self._cluster.num_ranks(role), num_bytes) if num_bytes else []
 
     def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
         if not takes_media(self._cluster.model):
@@ -118,6 +131,7 @@ class LocalSite:
 
     def forget(self, name: str) -> None:
         self._gpus_of.pop(name, None)
+        self._host_memory.release(name)
         self.progress_files.pop(name).unlink(missing_ok=True)
         for suffix in ("json", "pid", "role"):
             (self._folder / f"{name}.{suffix}").unlink(missing_ok=True)
@@ -134,6 +148,7 @@ class LocalSite:
 
     def close(self) -> None:
         self.stop_listening()  # the launcher removes the folder
+        self._host_memory.close()
 
     def _endpoint(self, name: str) -> str:
         return f"ipc://{self._folder}/{name}.sock"
@@ -153,3 +168,24 @@ class LocalSite:
         output = LogFile(self._logs / f"{name}.log")
         pid_file = self._folder / f"{name}.pid"
         return ChildProcess(name, module, config_file, output, env, on_exit, pid_file, inherited_fds)
+
+
+def make_disk_folder(folder: Path) -> None:
+    """Makes the folder for KV blocks, with mode 0700 because they reveal prompts.
+
+    An existing folder keeps its mode, but must belong to this user, and no other user may write to it. Raises
+    ConfigError if the workers cannot use it.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"kv_disk_dir: cannot make the folder {folder}: {error.strerror}; name another") from error
+    if stat.S_ISLNK(status.st_mode):
+        raise ConfigError(f"kv_disk_dir: {folder} is a symbolic link; name the folder itself")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"kv_disk_dir: {folder} belongs to another user; name a folder of your own")
+    if stat.S_IMODE(status.st_mode) & 0o022:
+        raise ConfigError(f"kv_disk_dir: other users may write to {folder}; run chmod 700 on it, or name a new folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"kv_disk_dir: cannot write to {folder}; run chmod 700 on it, or name a new folder")

@@ -26,10 +26,12 @@ MEDIA_CACHE_START_S = 60.0
 
 
 class NodePlace(msgspec.Struct, frozen=True):
-    """host: address of the node in the Ray cluster. folder: files of the process, removed when the actor is closed."""
+    """host, node_id: address of the node in the Ray cluster, and Ray's name for it. folder: files of the process,
+    removed when the actor is closed."""
 
     host: str
     folder: str
+    node_id: str
 
 
 class ProcessEnd(msgspec.Struct, frozen=True):
@@ -53,7 +55,8 @@ class ProcessActor:
     async def place(self) -> NodePlace:
         import ray
 
-        return NodePlace(ray.util.get_node_ip_address(), str(self._folder))
+        node_id = ray.get_runtime_context().get_node_id()
+        return NodePlace(ray.util.get_node_ip_address(), str(self._folder), node_id)
 
     async def nccl_environment(self) -> dict[str, str]:
         """See `deploy.processes.nccl_interface`. Raises ConfigError."""

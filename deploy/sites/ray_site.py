@@ -40,6 +40,8 @@ try:
     from ray.exceptions import RayError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from tandem.deploy.sites.ray_host_memory import RayHostMemory
 except ImportError as error:
     raise ConfigError("--ray needs Ray: pip install 'tandem-serve[ray]'") from error
 
@@ -126,7 +128,9 @@ class RaySite:
         env = process_environment(num_threads)
         make = partial(self._configs.worker, role)
         log_file = self._logs / f"{name}.log"
-        return self._add(RayProcess(name, WORKER_MODULE, make, bundle, env, log_file, on_exit))
+        num_bytes = self._cluster.host_bytes(role)
+        memory = RayHostMemory(name, num_ranks, num_bytes) if num_bytes else None
+        return self._add(RayProcess(name, WORKER_MODULE, make, bundle, env, log_file, on_exit, host_memory=memory))
 
     def _add(self, process: RayProcess) -> RayProcess:
         process.set_proxy_endpoints(self._proxies)
@@ -138,7 +142,8 @@ class RaySite:
         return None
 
     def forget(self, name: str) -> None:
-        self._processes.pop(name, None)
+        if (process := self._processes.pop(name, None)) is not None:
+            process.release_host_memory()
 
     def set_proxy_endpoints(self, endpoints: list[str]) -> None:
         self._proxies = endpoints
@@ -198,6 +203,7 @@ class RayProcess(Supervised):
 
     make_config(name, place): configuration for a start at `place`. bundle: Ray resources. on_endpoint: called with a
     proxy's control endpoint; None for workers. make_media_cache: configuration of a media cache beside the process.
+    host_memory: of a worker, kept when it is started again.
     """
 
     def __init__(
@@ -211,6 +217,7 @@ class RayProcess(Supervised):
         on_exit: OnExit,
         on_endpoint: Callable[[str, str], None] | None = None,
         make_media_cache: Callable[[NodePlace], MediaCacheConfig] | None = None,
+        host_memory: RayHostMemory | None = None,
     ) -> None:
         super().__init__(name, log_file, on_exit)
         self.place: NodePlace | None = None
@@ -222,6 +229,7 @@ class RayProcess(Supervised):
         self._proxies: list[str] = []
         self._on_endpoint = on_endpoint
         self._make_media_cache = make_media_cache
+        self._host_memory = host_memory
         self._api_keys = ""
         self._role = ""
         self._actor: Any = None
@@ -271,6 +279,8 @@ class RayProcess(Supervised):
             cache = self._make_media_cache(node)
             tcp_endpoint: str = await actor.start_media_cache.remote(msgspec.json.encode(cache), self._env)
             place = replace(place, media_cache_endpoint=cache.endpoint, media_cache_tcp_endpoint=tcp_endpoint)
+        if self._host_memory is not None:
+            place = replace(place, host_files=await self._host_memory.files(node.node_id))
         if self._api_keys:
             await actor.set_api_keys.remote(self._api_keys)
             place = replace(place, api_keys_file=f"{node.folder}/api-keys")
@@ -306,6 +316,10 @@ class RayProcess(Supervised):
         self._proxies = endpoints
         if self._actor is not None and self._on_endpoint is None:
             self._actor.set_proxies.remote(endpoints)
+
+    def release_host_memory(self) -> None:
+        if self._host_memory is not None:
+            self._host_memory.release()
 
     def set_role(self, role: Role) -> None:
         """Sets the role with which a worker begins at its next start: its own file may be on another node then."""

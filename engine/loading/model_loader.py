@@ -85,7 +85,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
                 if stored is None:
                     model = auto_class.from_pretrained(config.model, config=model_config, **options)
                 else:
-                    model = load_quantized(auto_class, config.model, model_config, stored, device, **options)
+                    model = load_quantized(
+                        auto_class, config.model, model_config, stored, device, config.tensor_parallel_size, **options
+                    )
         is_unchanged = _model_id(config, model_config, device) == model_id
     except ConfigError:
         raise
@@ -144,8 +146,6 @@ def check_model(config: EngineConfig) -> tuple[Any, Any]:
 def _check_quantization(config: EngineConfig, model_config: Any) -> None:
     """Raises ConfigError if the checkpoint's quantisation cannot be served, or not with these settings."""
     stored = quantization_of(config.model, model_config)
-    if stored is not None and config.tensor_parallel_size > 1:
-        raise ConfigError(f"{config.model} has quantised weights ({stored.label}): use --tensor-parallel-size 1")
     if stored is not None and config.load_format == "dummy":
         raise ConfigError(
             f"{config.model} has quantised weights, which --load-format dummy does not create; leave it out"

@@ -17,6 +17,9 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 
 from tandem.runtime.errors import ConfigError
 
+GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")
+"""Transformers' names for layers that are split by their outputs, which every rank gathers."""
+
 
 def check_shards(name: str, text_config: Any, size: int) -> None:
     """Raises ConfigError if `size` ranks cannot share the model's attention heads evenly."""
@@ -50,11 +53,12 @@ def placement_arguments(size: int, device: torch.device) -> dict[str, Any]:
 
 
 class SummedLinear(nn.Module):
-    """A linear layer split by its inputs; the ranks' results are summed."""
+    """A linear layer split by its inputs; the ranks' results are summed. shard: as an `nn.Linear`, without the bias."""
 
-    def __init__(self, shard: nn.Linear, bias: torch.Tensor | None) -> None:
+    def __init__(self, shard: Any, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = shard.in_features, shard.out_features
+        self.in_features: int = shard.in_features
+        self.out_features: int = shard.out_features
         self.shard: nn.Module = shard
         self.bias = bias
 
@@ -65,17 +69,29 @@ class SummedLinear(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A linear layer split evenly by its outputs; every rank gathers all of them."""
+    """A linear layer split evenly by its outputs; every rank gathers all of them. shard: as an `nn.Linear`.
 
-    def __init__(self, shard: nn.Linear) -> None:
+    has_split_inputs: each rank has an even share of the inputs, and gathers all of them first.
+    """
+
+    def __init__(self, shard: Any, has_split_inputs: bool = False) -> None:
         super().__init__()
+        num_ranks = dist.get_world_size()
+        self.in_features: int = shard.in_features // (num_ranks if has_split_inputs else 1)
+        self.out_features: int = shard.out_features * num_ranks
         self.shard: nn.Module = shard
+        self._has_split_inputs = has_split_inputs
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        own: torch.Tensor = self.shard(inputs).contiguous()
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own)
-        return torch.cat(parts, -1)
+        return _gathered(self.shard(_gathered(inputs) if self._has_split_inputs else inputs))
+
+
+def _gathered(own: torch.Tensor) -> torch.Tensor:
+    """Returns the ranks' tensors, joined along the last dimension in the order of ranks."""
+    own = own.contiguous()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return torch.cat(parts, -1)
 
 
 def unwrap_linears(model: Any) -> None:
@@ -83,28 +99,33 @@ def unwrap_linears(model: Any) -> None:
 
     This removes the overhead of DTensors and hooks from each call. Other sharded modules, such as embeddings, stay.
     """
-    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear or not isinstance(module.weight, DTensor):
             continue
-        style = plan.get(replace_layer_number_by_wildcard(name))
-        replacement = _as_plain(module, style or "")
+        replacement = _as_plain(module, style_of(model, name))
         if replacement is not None:
             model.set_submodule(name, replacement)
 
 
+def style_of(model: Any, name: str) -> str:
+    """Returns how transformers' plan splits the module, such as "colwise"; "" if every rank has all of it."""
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    return plan.get(replace_layer_number_by_wildcard(name), "")
+
+
 def _as_plain(linear: nn.Linear, style: str) -> nn.Module | None:
-    weight, bias = _local(linear.weight), None if linear.bias is None else _local(linear.bias)
+    weight, bias = local_tensor(linear.weight), None if linear.bias is None else local_tensor(linear.bias)
     if style == "colwise":
         return plain_linear(weight, bias)
     if style == "rowwise":
         return SummedLinear(plain_linear(weight, None), bias)
-    if style in ("colwise_gather_output", "colwise_rep") and linear.out_features % dist.get_world_size() == 0:
+    if style in GATHERED_STYLES and linear.out_features % dist.get_world_size() == 0:
         return GatheredLinear(plain_linear(weight, bias))
     return None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a sharded tensor, and other tensors as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -6,17 +6,21 @@ need packages that are large or that run on GPUs only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from tandem.engine.loading.sharding import style_of
 from tandem.engine.quantization.checkpoint_config import CheckpointQuantization, read_quantization
 from tandem.engine.quantization.linears import FP8
+from tandem.engine.quantization.placeholder import LayerPlan, Placeholder
 from tandem.engine.quantization.schemes import Scheme, UnsupportedLayerError
 from tandem.runtime.errors import ConfigError
 
@@ -53,15 +57,20 @@ def load_quantized(
     model_config: Any,
     quantization: CheckpointQuantization,
     device: torch.device,
+    num_ranks: int,
     **options: Any,
 ) -> Any:
-    """Loads the model as `auto_class.from_pretrained` does. device: where it runs. Raises ConfigError."""
+    """Loads the model, or this rank's share, as `auto_class.from_pretrained` does. Raises ConfigError.
+
+    device: where it runs. num_ranks: more than 1 needs the default process group, and a plan of transformers.
+    """
     text_config = model_config.get_text_config(decoder=True)
     text_config.quantization_config = None
-    model_config.quantization_config = {"quant_method": _METHOD, "reading": Reading(model, quantization, device)}
+    reading = Reading(model, quantization, device, num_ranks)
+    model_config.quantization_config = {"quant_method": _METHOD, "reading": reading}
     loaded, info = auto_class.from_pretrained(model, config=model_config, output_loading_info=True, **options)
     loaded.hf_quantizer.remove_quantization_config(loaded)
-    placeholders = {name: module for name, module in loaded.named_modules() if isinstance(module, _Placeholder)}
+    placeholders = {name: module for name, module in loaded.named_modules() if isinstance(module, Placeholder)}
     for key in sorted(info["missing_keys"]):
         if key.rpartition(".")[0] in placeholders:
             raise refusal(model, f"its quantization_config implies a tensor {key}, which is not there")
@@ -83,11 +92,12 @@ def refusal(model: str, reason: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Reading:
-    """What to read. model: its name, for errors. device: where the layers will run."""
+    """What to read. model: its name, for errors. device: where the layers will run. num_ranks: that share them."""
 
     model: str
     quantization: CheckpointQuantization
     device: torch.device
+    num_ranks: int
 
 
 @register_quantization_config(_METHOD)
@@ -105,18 +115,19 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         reading: Reading = self.quantization_config.reading
-        schemes = _schemes(model, reading)
-        if not schemes:
+        plans = _layer_plans(model, reading)
+        if not plans:
             raise refusal(reading.model, "its quantization_config covers none of the model's linear layers")
-        for name, scheme in schemes.items():
-            model.set_submodule(name, _Placeholder(model.get_submodule(name), scheme))
+        ranks = init_device_mesh(reading.device.type, (reading.num_ranks,)) if reading.num_ranks > 1 else None
+        for name, plan in plans.items():
+            model.set_submodule(name, Placeholder(model.get_submodule(name), plan, ranks))
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Exempts the placeholders' tensors from transformers' check of shapes; they have their own."""
-        return isinstance(model.get_submodule(param_name.rpartition(".")[0]), _Placeholder)
+        return isinstance(model.get_submodule(param_name.rpartition(".")[0]), Placeholder)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Converts nothing to 8-bit types: the scales would be left out. `_Placeholder` refuses other types instead."""
+        """Converts nothing to 8-bit types: the scales would be left out. `Placeholder` refuses other types instead."""
         return None if dtype in (FP8, torch.int8) else super().get_new_dtype(converter, param, dtype)
 
     def is_serializable(self) -> bool:
@@ -127,53 +138,49 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-class _Placeholder(nn.Module):
-    """Holds the tensors of a quantised layer as the checkpoint has them."""
-
-    def __init__(self, linear: nn.Linear, scheme: Scheme) -> None:
-        super().__init__()
-        self._scheme = scheme
-        self._dtype = linear.weight.dtype
-        self._specs = scheme.tensors(linear.in_features, linear.out_features)
-        for name, (shape, dtype) in self._specs.items():
-            self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
-        self.bias = linear.bias
-
-    def make_layer(self) -> nn.Module:
-        """Raises UnsupportedLayerError."""
-        tensors = {name: self.get_buffer(name) for name in self._specs}
-        for name, (shape, dtype) in self._specs.items():
-            found, found_dtype = list(tensors[name].shape), tensors[name].dtype
-            if found_dtype != dtype and dtype in (FP8, torch.int8, torch.int32):
-                raise UnsupportedLayerError(f"{name} is stored as {found_dtype} instead of {dtype}")
-            if _without_ones(found) != _without_ones(shape):  # a scale for all is written as [] or as [1]
-                raise UnsupportedLayerError(f"{name} has the shape {found} instead of {list(shape)}")
-        return self._scheme.make(tensors, self.bias, self._dtype)
-
-
-def _without_ones(shape: Sequence[int]) -> list[int]:
-    return [size for size in shape if size != 1]
-
-
-def _schemes(model: Any, reading: Reading) -> dict[str, Scheme]:
-    """Returns the scheme of each quantised layer, by name. Raises ConfigError for a layer that cannot be computed."""
+def _layer_plans(model: Any, reading: Reading) -> dict[str, LayerPlan]:
+    """Returns the plan of each quantised layer, by name. Raises ConfigError for a layer that cannot be computed."""
     check_no_experts(reading.model, model)
     quantization = reading.quantization
     inner = {id(module) for module in model.get_decoder().modules()}
     head = model.get_output_embeddings()
     is_tied = bool(getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False))
-    schemes = {}
+    schemes: dict[str, Scheme] = {}
     for name, module in model.named_modules():
         if type(module) is not nn.Linear or (module is head and is_tied):
             continue
         if quantization.decoder_only and id(module) not in inner:
             continue
         if (scheme := quantization.scheme_of(name)) is not None:
-            problem = scheme.problem(module.in_features, module.out_features, reading.device, module.weight.dtype)
+            problem = _problem(model, name, scheme, reading.device, 1)
             if problem:
                 raise refusal(reading.model, f"{name}: {problem}")
             schemes[name] = scheme
-    return schemes
+    size = reading.num_ranks
+    for name, scheme in schemes.items():
+        if problem := _problem(model, name, scheme, reading.device, size):
+            fitting = [
+                str(n)
+                for n in range(1, size)
+                if size % n == 0
+                and not any(_problem(model, other, each, reading.device, n) for other, each in schemes.items())
+            ]
+            reason = f"{name}, shared by {size} ranks: {problem}; --tensor-parallel-size may be {' or '.join(fitting)}"
+            raise refusal(reading.model, reason)
+    rank = dist.get_rank() if size > 1 else 0
+    return {
+        name: LayerPlan.of(model.get_submodule(name), scheme, style_of(model, name), rank, size)
+        for name, scheme in schemes.items()
+    }
+
+
+def _problem(model: Any, name: str, scheme: Scheme, device: torch.device, num_ranks: int) -> str:
+    """Returns why a layer cannot be shared by so many ranks, or an empty string."""
+    linear = model.get_submodule(name)
+    try:
+        return LayerPlan.of(linear, scheme, style_of(model, name), 0, num_ranks).problem(device, linear.weight.dtype)
+    except UnsupportedLayerError as error:
+        return str(error)
 
 
 def check_no_experts(name: str, model: nn.Module) -> None:

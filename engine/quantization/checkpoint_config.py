@@ -79,7 +79,9 @@ def _gptq(fields: Fields) -> CheckpointQuantization:
     def covers(name: str) -> bool:
         return not any(each.match(name) for each in skipped) and not any(each in name for each in skipped_names)
 
-    scheme = Gptq(_group_size(fields), GPTQ_V1_ZEROS if version == "gptq" else 0)
+    group_size = _group_size(fields)
+    has_order = bool(fields.get("desc_act")) and group_size > 0
+    scheme = Gptq(group_size, GPTQ_V1_ZEROS if version == "gptq" else 0, has_order)
     return CheckpointQuantization("gptq int4", [LayerFormat("int4", scheme, covers)], decoder_only=True)
 
 

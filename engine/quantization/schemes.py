@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from tandem.engine.quantization.int4_linear import Int4Groups, Int4Linear, kernel_group_size
+from tandem.engine.quantization.int4_linear import KERNEL_GROUP_SIZES, Int4Groups, Int4Linear, kernel_group_size
+from tandem.engine.quantization.layer_share import LayerShare
 from tandem.engine.quantization.linears import FP8, Fp8Linear, Int8Linear, Int8WeightLinear, QuantizedLinear
 
 Tensors = Mapping[str, torch.Tensor]
-TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 _AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place of each of eight adjacent outputs in an AWQ word, from the lowest bits."""
@@ -25,17 +25,39 @@ class UnsupportedLayerError(Exception):
     """The layer cannot be computed; the message completes "LAYER: ..."."""
 
 
+class TensorSpec(NamedTuple):
+    """A tensor of a layer in the checkpoint.
+
+    output_dim, input_dim: the dimension along which ranks share it when they share the layer's outputs or inputs; None
+    if each rank needs all of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    output_dim: int | None = None
+    input_dim: int | None = None
+
+
+TensorSpecs = dict[str, TensorSpec]
+
+
 class Scheme(Protocol):
     """The format of a quantised layer's tensors."""
 
+    @property
+    def has_order(self) -> bool:
+        """Whether groups consist of inputs from anywhere in the layer, so that ranks cannot share it by its inputs."""
+
     def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
-        """Returns shape and type of each tensor that the checkpoint has for a layer, by its name in the layer."""
+        """Returns each tensor that the checkpoint has for a layer, by its name in the layer."""
 
-    def problem(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> str:
-        """Returns why a layer of this size cannot be computed there, or an empty string."""
+    def problem(self, share: LayerShare, device: torch.device, dtype: torch.dtype) -> str:
+        """Returns why an even share cannot be computed there, or an empty string."""
 
-    def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
-        """Returns the layer. tensors: as in the checkpoint. Raises UnsupportedLayerError."""
+    def make(
+        self, tensors: Tensors, share: LayerShare, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> QuantizedLinear:
+        """Returns the share as a layer. tensors: as in the checkpoint, but split. Raises UnsupportedLayerError."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +67,24 @@ class W8A8:
     dtype: torch.dtype
     per_tensor: bool
     has_static_inputs: bool
+    has_order = False
 
     def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
-        scale_shape = (1,) if self.per_tensor else (out_features, 1)
-        specs: TensorSpecs = {
-            "weight": ((out_features, in_features), self.dtype),
-            "weight_scale": (scale_shape, torch.float32),
+        per_tensor, per_output = TensorSpec((1,), torch.float32), TensorSpec((out_features, 1), torch.float32, 0)
+        specs = {
+            "weight": TensorSpec((out_features, in_features), self.dtype, 0, 1),
+            "weight_scale": per_tensor if self.per_tensor else per_output,
         }
         if self.has_static_inputs:
-            specs["input_scale"] = ((1,), torch.float32)
+            specs["input_scale"] = per_tensor
         return specs
 
-    def problem(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> str:
-        return w8a8_problem(self.dtype, in_features, out_features, device)
+    def problem(self, share: LayerShare, device: torch.device, dtype: torch.dtype) -> str:
+        return w8a8_problem(self.dtype, len(share.inputs), len(share.outputs), device)
 
-    def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
+    def make(
+        self, tensors: Tensors, share: LayerShare, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> QuantizedLinear:
         weight = tensors["weight"]
         weight_scale = tensors["weight_scale"].flatten().expand(len(weight)).contiguous()
         input_scale = tensors["input_scale"].reshape(1) if self.has_static_inputs else None
@@ -94,29 +119,38 @@ class PackedInts:
     def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
         per_word = 32 // self.num_bits
         num_groups = _num_groups(in_features, self.group_size)
-        specs: TensorSpecs = {
-            "weight_packed": ((out_features, -(-in_features // per_word)), torch.int32),
-            "weight_scale": ((out_features, num_groups), torch.float32),
-            "weight_shape": ((2,), torch.int64),
+        specs = {
+            "weight_packed": TensorSpec((out_features, -(-in_features // per_word)), torch.int32, 0, 1),
+            "weight_scale": TensorSpec((out_features, num_groups), torch.float32, 0),
+            "weight_shape": TensorSpec((2,), torch.int64),
         }
         if self.has_zeros:
-            specs["weight_zero_point"] = ((-(-out_features // per_word), num_groups), torch.int32)
+            specs["weight_zero_point"] = TensorSpec((-(-out_features // per_word), num_groups), torch.int32, 0)
         if self.has_order:
-            specs["weight_g_idx"] = ((in_features,), torch.int32)
+            specs["weight_g_idx"] = TensorSpec((in_features,), torch.int32)
         return specs
 
-    def problem(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> str:
+    def problem(self, share: LayerShare, device: torch.device, dtype: torch.dtype) -> str:
         if self.num_bits == 4:
-            return int4_problem(in_features, out_features, self.group_size, device, dtype)
-        per_group = self.group_size or in_features
-        return f"group_size {per_group} does not divide its {in_features} inputs" if in_features % per_group else ""
+            return int4_problem(share, self.group_size, device, dtype)
+        per_group = self.group_size or share.in_features
+        if share.in_features % per_group:
+            return f"group_size {per_group} does not divide its {share.in_features} inputs"
+        if share.split == "inputs" and len(share.inputs) % 4:
+            return f"the {len(share.inputs)} inputs of a rank are not a multiple of 4"
+        return ""
 
-    def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
-        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+    def make(
+        self, tensors: Tensors, share: LayerShare, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> QuantizedLinear:
+        packed = tensors["weight_packed"]
+        scale = share.take_groups(tensors["weight_scale"], self.group_size)
         if self.num_bits == 8:  # stored as unsigned values
             weight = (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
             return Int8WeightLinear(weight, scale.to(dtype), bias)
-        zeros = unpacked_nibbles(tensors["weight_zero_point"].t()).t() if self.has_zeros else None
+        zeros = None
+        if self.has_zeros:
+            zeros = share.take_groups(unpacked_nibbles(tensors["weight_zero_point"].t()).t(), self.group_size)
         order = _checked_groups(tensors["weight_g_idx"], scale.shape[1]) if self.has_order else None
         return Int4Linear(Int4Groups(unpacked_nibbles(packed), scale, zeros, order), bias, dtype)
 
@@ -126,28 +160,36 @@ class Gptq:
     """4-bit weights of GPTQ, packed along the inputs. group_size: 0 for one group.
 
     zero_offset: added to each word of zero points; `GPTQ_V1_ZEROS` in the format "gptq", 0 in "gptq_v2".
+    has_order: inputs may be in groups of any order (`desc_act`).
     """
 
     group_size: int
     zero_offset: int
+    has_order: bool
 
     def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
         num_groups = _num_groups(in_features, self.group_size)
         return {
-            "qweight": ((in_features // 8, out_features), torch.int32),
-            "qzeros": ((num_groups, out_features // 8), torch.int32),
-            "scales": ((num_groups, out_features), torch.float32),
-            "g_idx": ((in_features,), torch.int32),
+            "qweight": TensorSpec((in_features // 8, out_features), torch.int32, 1, 0),
+            "qzeros": TensorSpec((num_groups, out_features // 8), torch.int32, 1),
+            "scales": TensorSpec((num_groups, out_features), torch.float32, 1),
+            "g_idx": TensorSpec((in_features,), torch.int32),
         }
 
-    def problem(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> str:
-        return int4_problem(in_features, out_features, self.group_size, device, dtype)
+    def problem(self, share: LayerShare, device: torch.device, dtype: torch.dtype) -> str:
+        return int4_problem(share, self.group_size, device, dtype)
 
-    def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
+    def make(
+        self, tensors: Tensors, share: LayerShare, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> QuantizedLinear:
+        values = unpacked_nibbles(tensors["qweight"].t())
         scales = tensors["scales"].t()
         zeros = unpacked_nibbles(tensors["qzeros"] + self.zero_offset).t()
-        values = unpacked_nibbles(tensors["qweight"].t())
         order = _checked_groups(tensors["g_idx"], scales.shape[1])
+        if order is not None and share.split == "inputs":
+            reason = "g_idx is out of order, although desc_act is false; use --tensor-parallel-size 1"
+            raise UnsupportedLayerError(reason)
+        scales, zeros = (share.take_groups(each, self.group_size) for each in (scales, zeros))
         return Int4Linear(Int4Groups(values, scales, zeros, order), bias, dtype)
 
 
@@ -156,29 +198,36 @@ class Awq:
     """4-bit weights of AutoAWQ's format "gemm", packed along the outputs. group_size: 0 for one group."""
 
     group_size: int
+    has_order = False
 
     def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
         num_groups = _num_groups(in_features, self.group_size)
         return {
-            "qweight": ((in_features, out_features // 8), torch.int32),
-            "qzeros": ((num_groups, out_features // 8), torch.int32),
-            "scales": ((num_groups, out_features), torch.float32),
+            "qweight": TensorSpec((in_features, out_features // 8), torch.int32, 1, 0),
+            "qzeros": TensorSpec((num_groups, out_features // 8), torch.int32, 1),
+            "scales": TensorSpec((num_groups, out_features), torch.float32, 1),
         }
 
-    def problem(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> str:
-        return int4_problem(in_features, out_features, self.group_size, device, dtype)
+    def problem(self, share: LayerShare, device: torch.device, dtype: torch.dtype) -> str:
+        return int4_problem(share, self.group_size, device, dtype)
 
-    def make(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
+    def make(
+        self, tensors: Tensors, share: LayerShare, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> QuantizedLinear:
         values, zeros = (_awq_ordered(unpacked_nibbles(tensors[name])).t() for name in ("qweight", "qzeros"))
-        return Int4Linear(Int4Groups(values, tensors["scales"].t(), zeros), bias, dtype)
+        scales, zeros = (share.take_groups(each, self.group_size) for each in (tensors["scales"].t(), zeros))
+        return Int4Linear(Int4Groups(values, scales, zeros), bias, dtype)
 
 
-def int4_problem(in_features: int, out_features: int, group_size: int, device: torch.device, dtype: torch.dtype) -> str:
+def int4_problem(share: LayerShare, group_size: int, device: torch.device, dtype: torch.dtype) -> str:
     """Returns why a layer with 4-bit weights cannot be computed on the device, or an empty string."""
+    in_features, out_features = share.in_features, len(share.outputs)
     per_group = group_size or in_features
     if in_features % per_group or not kernel_group_size(per_group):
         what = f"group_size {group_size} with {in_features} inputs" if group_size else f"one group of {in_features}"
         return f"{what} is not supported; groups must be a multiple of 32 that divides the inputs"
+    if len(share.inputs) % KERNEL_GROUP_SIZES[-1]:
+        return f"the {len(share.inputs)} inputs of a rank are not a multiple of {KERNEL_GROUP_SIZES[-1]}"
     if out_features % 16:
         return f"its {out_features} outputs are not a multiple of 16"
     if device.type == "cuda" and dtype != torch.bfloat16:

@@ -30,6 +30,8 @@ MAX_NAME_CHARACTERS = 1024
 MAX_RANKS = 1024
 MAX_POSITION_OFFSET = 2**24
 """Positions up to this are exact in float32. A larger offset would overflow a step's int32 positions."""
+MAX_TIERS = 16
+"""Tiers of one worker's KV cache."""
 MAX_PAIRS = 4096
 """Pairs of one worker, i.e. workers of the other role."""
 _MAX_FEW_LOGPROBS = 256
@@ -135,13 +137,15 @@ def check_status(message: WorkerStatus) -> None:
     kind, load = "WorkerStatus", message.load
     numbers = [value for value in msgspec.structs.astuple(load) if isinstance(value, int | float)]
     numbers += [number for _, number in (*load.waiting_tokens, *load.refusals)]
+    numbers += [value for tier in load.tiers for value in msgspec.structs.astuple(tier) if isinstance(value, int)]
     _require(all(math.isfinite(number) and 0 <= number < 2**63 for number in numbers), kind, "load", "out of range")
-    _require(len(load.waiting_tokens) <= 4096 and len(load.refusals) <= 64, kind, "load", "too many entries")
+    is_short = len(load.waiting_tokens) <= 4096 and len(load.refusals) <= 64 and len(load.tiers) <= MAX_TIERS
+    _require(is_short, kind, "load", "too many entries")
     _require(all(abs(priority) < 2**31 for priority, _ in load.waiting_tokens), kind, "priority", "out of range")
     _require(len(message.pairs) <= MAX_PAIRS, kind, "pairs", "too many")
-    if message.prefixes is not None:
-        for packed in (message.prefixes.added, message.prefixes.evicted):
-            _require(len(packed) % 8 == 0, kind, "prefixes", "truncated hashes")
+    for field, update in (("prefixes", message.prefixes), ("tier_prefixes", message.tier_prefixes)):
+        for packed in (update.added, update.evicted) if update is not None else ():
+            _require(len(packed) % 8 == 0, kind, field, "truncated hashes")
 
 
 def _check_names(kind: str, names: Iterable[str]) -> None:

@@ -19,14 +19,24 @@ MAX_BLOCKS_PER_WORKER = 4_000_000
 
 @dataclass(slots=True)
 class _Holder:
-    """Blocks of one worker. `last_number` is the number of its last update, or None while its blocks are unknown."""
+    """Blocks of one worker.
+
+    last_number: of its last update; None while its blocks are unknown. has_missed: an update was missed. False before
+    the first one: a worker may send none.
+    """
 
     bit: int
     held: set[int] = field(default_factory=set)
     last_number: int | None = None
+    has_missed: bool = False
+
+    def miss(self) -> None:
+        self.last_number, self.has_missed = None, True
 
 
 class PrefixIndex:
+    """Indices to which the same workers join, and from which they leave, in the same order give them the same bits."""
+
     def __init__(self) -> None:
         self._workers: dict[int, int] = {}  # short block hash -> bits of the workers that hold the block
         self._holders: dict[str, _Holder] = {}  # by epoch
@@ -51,9 +61,9 @@ class PrefixIndex:
             self._clear(holder)
         elif holder.last_number is None or update.number != holder.last_number + 1:
             self._clear(holder)
-            holder.last_number = None
+            holder.miss()
             return
-        holder.last_number = update.number
+        holder.last_number, holder.has_missed = update.number, False
         mask = 1 << holder.bit
         for block_hash in unpack_short_hashes(update.evicted):
             self._remove(block_hash, mask)
@@ -63,26 +73,32 @@ class PrefixIndex:
             holder.held.add(block_hash)
         if len(holder.held) > MAX_BLOCKS_PER_WORKER:
             self._clear(holder)
-            holder.last_number = None
+            holder.miss()
 
     def needs_restart(self, epoch: str) -> bool:
         """Whether the worker must report all its blocks again, because an update was missed."""
         holder = self._holders.get(epoch)
-        return holder is not None and holder.last_number is None
+        return holder is not None and holder.has_missed
 
-    def depths(self, hashes: Sequence[int]) -> dict[int, int]:
+    @property
+    def is_empty(self) -> bool:
+        return not self._workers
+
+    def depths(self, hashes: Sequence[int], below: PrefixIndex | None = None) -> dict[int, int]:
         """Number of leading blocks of a prompt that each worker holds, by the worker's bit. Absent means none.
 
-        hashes: short hashes of the prompt's full blocks, in order.
+        hashes: short hashes of the prompt's full blocks, in order. below: an index with the same bits; a worker also
+        holds the blocks that it has there.
         """
-        workers = self._workers
+        workers, others = self._workers, below._workers if below is not None else {}
         found: dict[int, int] = {}
-        pending = [(1, len(hashes), workers.get(hashes[0], 0))] if hashes else []
+        pending = [(1, len(hashes), workers.get(hashes[0], 0) | others.get(hashes[0], 0))] if hashes else []
         while pending:
             low, high, mask = pending.pop()  # each worker in `mask` holds at least `low` blocks and at most `high`
             while low < high and mask:
                 middle = (low + high + 1) // 2
-                deeper = workers.get(hashes[middle - 1], 0) & mask
+                block_hash = hashes[middle - 1]
+                deeper = (workers.get(block_hash, 0) | others.get(block_hash, 0)) & mask
                 if not deeper:
                     high = middle - 1
                     continue

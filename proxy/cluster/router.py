@@ -1,10 +1,11 @@
 """Chooses the workers of each request from the worker table and from what this proxy has in flight. Pure policy.
 
 Prefill goes where the first token is predicted soonest: the prompt tokens ahead plus this prompt's uncached tokens,
-divided by the worker's measured speed, which is lower beside running sequences. Decode goes where few sequences run,
-where the blocks fit, where no prompts wait, and where much of the prompt is cached; it may be the same worker, without
-a transfer. A worker of role decode computes a prompt that is short there, or that would wait much longer elsewhere.
-docs/routing.md explains the formulas.
+divided by the worker's measured speed, which is lower beside running sequences. Tokens that the worker can load from a
+tier below its KV pool count as a share of uncached ones. Decode goes where few sequences run, where the blocks fit,
+where no prompts wait, and where much of the prompt is cached; it may be the same worker, without a transfer. A worker
+of role decode computes a prompt that is short there, or that would wait much longer elsewhere. docs/routing.md explains
+the formulas.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.proxy.cluster.held_prefixes import HeldPrefixes, find_held_prefixes
 from tandem.proxy.cluster.worker_load import WorkerUse
 from tandem.proxy.cluster.worker_table import WorkerRecord, WorkerTable
 from tandem.runtime.errors import Overloaded
@@ -92,10 +94,11 @@ class Route(msgspec.Struct, frozen=True):
     """The chosen workers of one dispatch, and what it added to their use.
 
     decode: the same worker as prefill, or another one, or None when only one token is requested.
-    num_uncached_tokens: tokens that are expected to be computed. computing_s: predicted seconds to the first token,
-    before the learned correction; ttft_s: after it. itl_s: predicted seconds between tokens; 0 if unknown. num_blocks:
-    blocks promised on the decode worker. compute_use, decode_use: the objects that the dispatch was added to; a worker
-    that registers again gets new ones. is_deflected: the role of the worker that computes the prompt is decode.
+    num_uncached_tokens: tokens that are expected to be computed, plus those to load times their cost. computing_s:
+    predicted seconds to the first token, before the learned correction; ttft_s: after it. itl_s: predicted seconds
+    between tokens; 0 if unknown. num_blocks: blocks promised on the decode worker. compute_use, decode_use: the objects
+    that the dispatch was added to; a worker that registers again gets new ones. is_deflected: the role of the worker
+    that computes the prompt is decode.
     """
 
     prefill: WorkerInfo
@@ -155,16 +158,16 @@ class Router:
         than max_ttft_s from now (early rejection: Qin et al., Mooncake, FAST 2025, section 7).
         """
         table = self._table
-        depths = table.prefixes.depths(prompt.hashes) if prompt.can_be_cached else {}
-        prefill, predicted_s = self._pick_prefill(prompt, depths)
-        decode = self._pick_decode(prefill, prompt, depths) if prompt.needs_decode else None
+        held = find_held_prefixes(table, prompt.num_tokens, prompt.hashes if prompt.can_be_cached else ())
+        prefill, predicted_s = self._pick_prefill(prompt, held)
+        decode = self._pick_decode(prefill, prompt, held) if prompt.needs_decode else None
         if max_ttft_s is not None and predicted_s * self._correction > max_ttft_s:
             raise SLOUnreachable(predicted_s * self._correction, max_ttft_s)
-        num_uncached = self._num_uncached(prompt, depths.get(prefill.bit, 0))
+        num_uncached = held.num_uncached(prefill)
         num_blocks, itl_s = 0, 0.0
         if decode is not None:
             itl_s = decode.use.itl_slo_s if decode.use.prompts.total else decode.use.itl_s(prompt.num_sequences)
-            num_blocks = self._num_new_blocks(prompt, depths.get(decode.bit, 0))
+            num_blocks = self._num_new_blocks(prompt, held.num_blocks.get(decode.bit, 0))
             decode.use.add(prompt.num_sequences, num_blocks, self._num_proxies)
         prefill.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
         return Route(
@@ -194,7 +197,7 @@ class Router:
         if route.decode_use is not None:
             route.decode_use.end_sequence()
 
-    def _pick_prefill(self, prompt: PromptShape, depths: dict[int, int]) -> tuple[WorkerRecord, float]:
+    def _pick_prefill(self, prompt: PromptShape, held: HeldPrefixes) -> tuple[WorkerRecord, float]:
         """Returns the worker with the soonest predicted first token, and that prediction. Raises NoWorkerReady."""
         table = self._table
         of_role = table.paired_prefill_workers if prompt.needs_decode else table.prefill_workers
@@ -202,7 +205,7 @@ class Router:
         if not of_role and not others:
             raise NoWorkerReady(table.why_not_ready() or "no prefill worker is ready")
         candidates = _without(of_role, prompt.avoid)
-        predicted = self._predict(candidates, prompt, depths)
+        predicted = self._predict(candidates, prompt, held)
         prefill, soonest_s = None, math.inf
         if candidates:
             costs = [
@@ -211,43 +214,35 @@ class Router:
             ]
             prefill = self._draw(candidates, costs, min(costs) * (1 + _PREFILL_TIE_SHARE))
             soonest_s = predicted[candidates.index(prefill)]
-        if prefill is not None and not self._may_deflect_any(prefill, prompt, depths):
+        if prefill is not None and not self._may_deflect_any(prefill, held):
             return prefill, soonest_s
         others = _without(others, prompt.avoid)
         allowed = [
             (record, predicted_s)
-            for record, predicted_s in zip(others, self._predict(others, prompt, depths), strict=True)
-            if self._may_deflect(record, prefill, prompt, depths, predicted_s, soonest_s)
+            for record, predicted_s in zip(others, self._predict(others, prompt, held), strict=True)
+            if self._may_deflect(record, prefill, prompt, held, predicted_s, soonest_s)
         ]
         if allowed:
-            deflected = self._cheapest_decode([record for record, _ in allowed], None, prompt, depths)
+            deflected = self._cheapest_decode([record for record, _ in allowed], None, prompt, held)
             return deflected, next(predicted_s for record, predicted_s in allowed if record is deflected)
         assert prefill is not None  # others are allowed when there is none
         return prefill, soonest_s
 
-    def _may_deflect_any(self, prefill: WorkerRecord, prompt: PromptShape, depths: dict[int, int]) -> bool:
+    def _may_deflect_any(self, prefill: WorkerRecord, held: HeldPrefixes) -> bool:
         """Whether a worker of role decode could compute the prompt. It spares most decisions a look at each of them."""
-        most_held = max(depths.values(), default=0)
-        is_short = self._num_uncached(prompt, most_held) <= self._threshold
-        return is_short or most_held > depths.get(prefill.bit, 0) or bool(prefill.use.prompts.total)
+        fewest = held.fewest_beyond()
+        return fewest <= self._threshold or fewest < held.num_uncached(prefill) or bool(prefill.use.prompts.total)
 
-    def _predict(self, candidates: list[WorkerRecord], prompt: PromptShape, depths: dict[int, int]) -> list[float]:
+    def _predict(self, candidates: list[WorkerRecord], prompt: PromptShape, held: HeldPrefixes) -> list[float]:
         """Returns the seconds from now to the first token on each candidate, before the learned correction."""
-        uncached = {0: prompt.num_tokens}
-        for depth in depths.values():
-            if depth not in uncached:
-                uncached[depth] = self._num_uncached(prompt, depth)
-        return [
-            record.use.ttft_s(prompt.priority, uncached[depths.get(record.bit, 0)]) + _MIN_TTFT_S
-            for record in candidates
-        ]
+        return [record.use.ttft_s(prompt.priority, held.num_uncached(record)) + _MIN_TTFT_S for record in candidates]
 
     def _may_deflect(
         self,
         record: WorkerRecord,
         prefill: WorkerRecord | None,
         prompt: PromptShape,
-        depths: dict[int, int],
+        held: HeldPrefixes,
         predicted_s: float,
         soonest_s: float,
     ) -> bool:
@@ -258,26 +253,26 @@ class Router:
         """
         if prefill is None:
             return True
-        num_held = depths.get(record.bit, 0)
-        num_uncached, in_flight = self._num_uncached(prompt, num_held), record.use.prompts.total
+        num_uncached, in_flight = held.num_uncached(record), record.use.prompts.total
         is_short = num_uncached <= self._threshold and prompt.needs_decode  # it saves a transfer
         if is_short and in_flight + num_uncached <= _MAX_LOCAL_PROMPTS * self._threshold:
             return True
-        holds_more = num_held > depths.get(prefill.bit, 0)
-        return predicted_s < _DEFLECTION_SHARE * soonest_s and (holds_more or not record.use.num_sequences)
+        if predicted_s >= _DEFLECTION_SHARE * soonest_s:
+            return False
+        return not record.use.num_sequences or num_uncached < held.num_uncached(prefill)
 
-    def _pick_decode(self, prefill: WorkerRecord, prompt: PromptShape, depths: dict[int, int]) -> WorkerRecord:
+    def _pick_decode(self, prefill: WorkerRecord, prompt: PromptShape, held: HeldPrefixes) -> WorkerRecord:
         """Returns the worker that decodes what `prefill` computes: the same one, or one that it has a pair with."""
         if prefill.role == "decode":
             return prefill
-        return self._cheapest_decode(_without(prefill.decode_peers, prompt.avoid), prefill, prompt, depths)
+        return self._cheapest_decode(_without(prefill.decode_peers, prompt.avoid), prefill, prompt, held)
 
     def _cheapest_decode(
         self,
         candidates: list[WorkerRecord],
         prefill: WorkerRecord | None,
         prompt: PromptShape,
-        depths: dict[int, int],
+        held: HeldPrefixes,
     ) -> WorkerRecord:
         num_full = prompt.num_tokens // self._table.block_size
         num_needed = self._num_new_blocks(prompt, 0)
@@ -285,7 +280,7 @@ class Router:
         gather = sum(use.prompt_share for use in elastic) >= _GATHERING_PROMPT_SHARE
         costs = []
         for record in candidates:
-            use, num_held = record.use, depths.get(record.bit, 0)
+            use, num_held = record.use, held.num_blocks.get(record.bit, 0)
             num_new = num_needed - num_held
             # Blocks that have just arrived on the `near` worker are in no report yet, so all count as cached there.
             cached_share = 1.0 if record.worker.epoch == prompt.near else num_held / (num_full or 1)
@@ -304,11 +299,6 @@ class Router:
         """Draws one of the candidates that cost at most max_cost, so that several proxies do not choose the same."""
         tied = [record for record, cost in zip(candidates, costs, strict=True) if cost <= max_cost]
         return tied[0] if len(tied) == 1 else self._rng.choice(tied)
-
-    def _num_uncached(self, prompt: PromptShape, num_held: int) -> int:
-        """Tokens to compute on a worker that holds num_held leading blocks; always the last one, for its logits."""
-        block_size = self._table.block_size
-        return prompt.num_tokens - block_size * min(num_held, (prompt.num_tokens - 1) // block_size)
 
     def _num_new_blocks(self, prompt: PromptShape, num_held: int) -> int:
         """Blocks that a decode worker holding num_held needs for the prompt and each sequence's first token."""

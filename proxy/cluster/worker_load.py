@@ -19,6 +19,9 @@ _COMFORTABLE_SHARE = 0.6
 """Share of the ITL's SLO that decode steps may take while other workers are kept for prompts."""
 _NEWEST_REPORT_WEIGHT = 0.05
 """Of the moving average over reports; at four reports per second its time constant is five seconds."""
+_UNMEASURED_LOAD_COST = 0.25
+"""Computed tokens that a token loaded from a tier counts as before the first load. Below 1, so that prompts go where
+their prefix can be loaded, which measures the speed; above 0, so that blocks in the pool are worth more."""
 _POOL_WEIGHT = 16.0
 """A full KV pool costs as much as this many running sequences when a decode worker is chosen."""
 
@@ -70,13 +73,15 @@ class PromptQueue:
 class WorkerUse:
     """Estimated use of one worker.
 
-    tokens_per_s: prefill speed of a worker that runs no sequences. num_sequences: those that decode here, of all
-    proxies. num_free_blocks: free KV blocks, minus those promised to sequences of this proxy that have not reserved
-    theirs yet. itl_slo_s: limit on a step that holds prompt tokens beside sequences; 0 while it is not known.
-    prompt_share: share of the recent reports in which the worker had prompts to compute.
+    tokens_per_s: prefill speed of a worker that runs no sequences. loaded_tokens_per_s: speed of loading from tiers
+    below the KV pool; 0 before the first load. num_sequences: those that decode here, of all proxies. num_free_blocks:
+    free KV blocks, minus those promised to sequences of this proxy that have not reserved theirs yet. itl_slo_s: limit
+    on a step that holds prompt tokens beside sequences; 0 while it is not known. prompt_share: share of the recent
+    reports in which the worker had prompts to compute.
     """
 
     tokens_per_s: float
+    loaded_tokens_per_s: float = 0.0
     prompts: PromptQueue = field(default_factory=PromptQueue)
     itl_slo_s: float = 0.0
     num_sequences: int = 0
@@ -87,6 +92,13 @@ class WorkerUse:
     _num_blocks: int = 1
     _num_own: int = 0
     _num_promised: int = 0
+
+    @property
+    def load_cost(self) -> float:
+        """Computed tokens that a token loaded from a tier counts as, at most 1: workers compute what loads slower."""
+        if not self.loaded_tokens_per_s:
+            return _UNMEASURED_LOAD_COST
+        return min(1.0, self.tokens_per_s / self.loaded_tokens_per_s)
 
     def ttft_s(self, priority: int, num_tokens: int) -> float:
         """Returns the seconds that the worker needs for a new prompt's tokens and for those ahead of it."""
@@ -116,6 +128,7 @@ class WorkerUse:
         self.num_sequences = max(load.num_decoding, self._num_own)
         self._fixed_step_s, self._step_s_per_sequence = load.fixed_step_s, load.step_s_per_sequence
         self.itl_slo_s = load.itl_slo_s
+        self.loaded_tokens_per_s = load.loaded_tokens_per_s
         self._num_blocks = max(1, load.num_blocks)
         self.num_free_blocks = load.num_free_blocks - self._num_promised
 

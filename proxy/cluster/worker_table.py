@@ -62,8 +62,8 @@ class WorkerRecord:
     """One registered worker with its last report.
 
     role: the current one; that of `worker` is the one at registration. last_message_at: loop time. bit: its number in
-    the prefix index. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers that
-    decode prompts which this one computes: those with which it has a ready pair, and itself in role any.
+    both prefix indices. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers
+    that decode prompts which this one computes: those with which it has a ready pair, and itself in role any.
     lora_modules, quantization: see RegisterWorker. role_ordered_until: loop time until which a report of another role
     is older than the order to take this one. drain_ordered_until: the same of a report that it does not drain.
     """
@@ -122,7 +122,8 @@ class WorkerTable:
         self.decode_workers: list[WorkerRecord] = []
         self.decode_only_workers: list[WorkerRecord] = []
         self.block_size = 1
-        self.prefixes = PrefixIndex()
+        self.prefixes = PrefixIndex()  # of the KV pools
+        self.tier_prefixes = PrefixIndex()  # of the tiers below them; same bits
         self._typical_speed = _UNKNOWN_SPEED
         self._limits: ModelLimits | None = None
         self.num_changes = 0
@@ -155,12 +156,14 @@ class WorkerTable:
             self._delete(old.epoch)
         limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)
         use = WorkerUse(self._typical_speed)
+        bit, tier_bit = self.prefixes.join(worker.epoch), self.tier_prefixes.join(worker.epoch)
+        assert bit == tier_bit
         self._by_epoch[worker.epoch] = WorkerRecord(
             worker,
             worker.role,
             limits,
             now,
-            self.prefixes.join(worker.epoch),
+            bit,
             use,
             lora_modules=message.lora_modules,
             quantization=message.quantization,
@@ -180,6 +183,8 @@ class WorkerTable:
         record.use.tokens_per_s = message.load.prompt_tokens_per_s or self._typical_speed
         if message.prefixes is not None:
             self.prefixes.apply(message.epoch, message.prefixes)
+        if message.tier_prefixes is not None:
+            self.tier_prefixes.apply(message.epoch, message.tier_prefixes)
         role = message.role
         if role == record.role:
             record.role_ordered_until = 0.0
@@ -259,6 +264,10 @@ class WorkerTable:
         known = sorted(record.worker.worker_id for record in self._by_epoch.values())
         return f"no worker {worker_id} is registered; registered workers: {', '.join(known) or 'none'}"
 
+    def needs_prefixes(self, epoch: str) -> bool:
+        """Whether the worker must report all its cached blocks again, because an update was missed."""
+        return self.prefixes.needs_restart(epoch) or self.tier_prefixes.needs_restart(epoch)
+
     def limits(self) -> ModelLimits:
         """Limits of the registered workers, or of the last ones. Raises Overloaded before the first registers."""
         records = self._by_epoch.values()
@@ -331,6 +340,7 @@ class WorkerTable:
     def _delete(self, epoch: str) -> None:
         del self._by_epoch[epoch]
         self.prefixes.leave(epoch)
+        self.tier_prefixes.leave(epoch)
 
     def _rebuild(self) -> None:
         """Rebuilds the router's lists. Changes are rare, so the work is done here and not for each request."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.protocol.messages.membership import PairStatus, Role, WorkerInfo, WorkerLoad, WorkerReport
+from tandem.protocol.messages.membership import PairStatus, Role, TierFigures, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.proxy.http.routes.admin import ClusterState
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.stages import AttemptTimes, Placement
@@ -86,4 +86,34 @@ def test_the_page_shows_roles_placements_and_predictions() -> None:
         stages = page.locator("#stages").bounding_box()
         last = page.locator("#stages i").last.bounding_box()
         assert stages and last and last["x"] + last["width"] == pytest.approx(stages["x"] + stages["width"], abs=2)
+        assert page.locator("#workers th").count() == 11, "without tiers there are no columns for them"
         assert not troubles
+
+
+def test_the_page_shows_tiers_of_workers_that_have_some() -> None:
+    host, disk = TierFigures("host", 2, 3 << 20, 8 << 20), TierFigures("disk", 5, error="No space left on device")
+    load = WorkerLoad(num_prompt_tokens=8, num_cached_tokens=4, num_loaded_tokens=2, tiers=[host, disk])
+    reports = [
+        WorkerReport(WorkerInfo("prefill-0", "p", "prefill", "ipc://w", 7, num_ranks=2), load, [], 0.1),
+        WorkerReport(WorkerInfo("worker-0", "w", "any", "ipc://w", 8), WorkerLoad(), [], 0.1),
+    ]
+
+    def answer(route: Any) -> None:
+        match route.request.url.removeprefix(ADDRESS):
+            case "/dashboard":
+                route.fulfill(path=PAGE, content_type="text/html")
+            case "/metrics":
+                route.fulfill(body=ProxyMetrics().render(), content_type="text/plain")
+            case _:
+                route.fulfill(body=msgspec.json.encode(ClusterState("m", True, "", reports)))
+
+    with chromium() as browser:
+        page = browser.new_page()
+        page.route("**/*", answer)
+        page.goto(f"{ADDRESS}/dashboard")
+        page.wait_for_selector("#workers tbody tr:nth-child(2)", timeout=30_000)
+        head = page.locator("#workers th").all_inner_texts()
+        rows = [row.all_inner_texts() for row in (page.locator(f"#workers tr:nth-child({n}) td") for n in (1, 2))]
+        shown = [(row[head.index("loaded from tiers")], row[head.index("KV tiers")].split("\n")) for row in rows]
+        assert shown == [("25 %", ["host 6.29 MB / 16.8 MB", "disk 0.00 kB"]), ("–", ["–"])]
+        assert page.locator("#workers .bad[title='No space left on device']").count() == 1

@@ -132,7 +132,7 @@ def test_the_media_cache_is_cleared_by_command_and_filled_again(served: Cluster)
     Cluster.wait_for(lambda: cache_status(served).num_leases == 0, TIMEOUT_S)
     num_items = cache_status(served).num_items
     assert first.status_code == 200 and num_items >= 1
-    command = tandem("cache", "clear", "--port", str(served.port))
+    command = tandem("cache", "clear", "media", "--port", str(served.port))
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"dropped {num_items} items, ")

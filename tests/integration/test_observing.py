@@ -73,6 +73,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 @pytest.fixture(scope="module")
 def cluster(receiver: OtlpReceiver) -> Iterator[Cluster]:
     arguments = ("--proxies", "2", "--otlp-endpoint", receiver.url, "--log-format", "json", "--api-key", KEY)
+    arguments += ("--kv-host-gib", "0.05")  # panels of tiers have no data without one
     with Cluster(*arguments) as running:
         yield running
 

@@ -31,7 +31,7 @@ if "tandem.worker" in sys.orig_argv:
         return launch(self, batch, before)
 
     ModelRunner.launch = watched
-    engine_host.may_overlap = lambda device_type, tensor_parallel_size: True
+    engine_host.may_overlap = lambda device_type: True
 """
 BODIES: list[dict[str, Any]] = [
     {"max_tokens": 40, "temperature": 0},
@@ -58,7 +58,15 @@ def answers(cluster: Cluster) -> list[list[tuple[str, str]]]:
 
 @pytest.mark.extended
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("flags", [("--prefill", "1", "--decode", "1"), ("--workers", "2")], ids=["roles", "elastic"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--prefill", "1", "--decode", "1"),
+        ("--workers", "2"),
+        ("--prefill", "1", "--decode", "1", "--decode-tensor-parallel-size", "2", "--threads-per-worker", "1"),
+    ],
+    ids=["roles", "elastic", "ranks"],
+)
 def test_overlapped_steps_give_the_same_answers(
     flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

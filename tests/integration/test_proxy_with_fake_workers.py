@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,11 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.engine.prefix_log import PrefixLog
+from tandem.protocol.messages.membership import ClearWorkerCache, WorkerOrdered
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.prefix_hash import BlockHasher
 from tests.support.cluster import NOW
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
@@ -312,6 +318,37 @@ def test_draining_workers_get_no_new_work_and_leaving_workers_are_removed_at_onc
     workers.leave("decode-0")
     proxy.wait_for(503)
     assert time.monotonic() - left_at < 2.5, "the loss is detected before the silence limit"
+
+
+def test_prompts_go_where_a_tier_has_their_prefix_until_it_is_cleared(proxy: Proxy, folder: Path) -> None:
+    prompts = {f"prefill-{i}": [i + 1] * 130 for i in range(2)}
+
+    def num_blocks() -> dict[str, int]:
+        reports = httpx.get(f"{proxy.admin_url}/dashboard/cluster").json()["workers"]
+        return {each["worker"]["worker_id"]: tier["num_blocks"] for each in reports for tier in each["load"]["tiers"]}
+
+    def clear(name: str) -> str:
+        question = ClusterClient(proxy.port, [proxy.control]).ask_proxies(ClearWorkerCache(name), WorkerOrdered)
+        [answer] = asyncio.run(question)
+        return answer.error
+
+    workers = FakeWorkers(folder, [proxy.control], [-1], [-1], num_prefill=2)
+    try:
+        proxy.wait_for(200)
+        for name, token_ids in prompts.items():
+            log = PrefixLog()
+            for block_hash in BlockHasher(64, "echo").prompt_hashes(pack_token_ids(token_ids)):
+                log.add(block_hash)
+            workers.tiers[name] = log
+        wait_until(lambda: num_blocks() == {"prefill-0": 2, "prefill-1": 2})
+        for name in ["prefill-1", "prefill-0"] * 3:
+            assert post(proxy, prompt=prompts[name], max_tokens=2).status_code == 200
+            assert workers.computed_by[workers.seen[-1]] == name
+        assert clear("prefill-0") == ""
+        wait_until(lambda: num_blocks() == {"prefill-0": 0, "prefill-1": 2})
+        assert "no worker prefill-7 is registered; registered workers: decode-0, prefill-0" in clear("prefill-7")
+    finally:
+        workers.stop()
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,10 @@ def checkpoint(noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Q
     return make_checkpoint(noise_model, tmp_path_factory.mktemp("quantised") / "gptq", gptq(sym=False))
 
 
-def test_answers_are_those_of_the_dequantised_model(checkpoint: QuantisedCheckpoint) -> None:
-    with Cluster("--model", str(checkpoint.folder), "--served-model-name", MODEL, "--dtype", "float32") as cluster:
+@pytest.mark.parametrize("decode_size", ["1", "2"])
+def test_answers_are_those_of_the_dequantised_model(decode_size: str, checkpoint: QuantisedCheckpoint) -> None:
+    model = ("--model", str(checkpoint.folder), "--served-model-name", MODEL, "--dtype", "float32")
+    with Cluster(*model, "--decode-tensor-parallel-size", decode_size) as cluster:
         for prompt in PROMPTS:
             fields = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0}
             options = {"ignore_eos": True, "return_token_ids": True}

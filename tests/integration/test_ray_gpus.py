@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 LIMIT_S = 300.0
 
 
-@pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A Ray cluster of one node with one GPU, which nothing computes on."""
+@contextmanager
+def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A Ray cluster of one node with one GPU, which nothing computes on. Yields its address."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     for limit, value in (("raylet_start_wait_time_s", "300"), ("agent_register_timeout_ms", "300000")):
@@ -33,6 +34,12 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield cluster.address
     finally:
         cluster.shutdown()
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with one_node(monkeypatch) as address:
+        yield address
 
 
 def environment(pid: int) -> dict[str, str]:

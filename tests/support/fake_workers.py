@@ -23,6 +23,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.ports import free_port
+from tandem.engine.prefix_log import PrefixLog
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
@@ -41,6 +42,7 @@ from tandem.protocol.messages.membership import (
     PairStatus,
     RegisterWorker,
     Role,
+    TierFigures,
     WorkerInfo,
     WorkerLeft,
     WorkerLoad,
@@ -59,10 +61,11 @@ STEP_S = 0.002
 
 
 class FakeWorkers:
-    """One prefill and one decode worker on a thread with a loop. "hold" in a prompt: no answer; "stall": 3 tokens.
+    """Prefill workers and one decode worker on a thread with a loop. "hold" in a prompt: no answer; "stall": 3 tokens.
 
-    fail_at: where the first of the sequences that share a prompt fails, with which error: at "prefill", before decode
-    has reserved ("reserve"), or at the third token ("decode").
+    computed_by: names of the workers that got the prompts, by attempt. tiers: blocks that a worker reports in its host
+    memory, by its name; ClearCache evicts them. fail_at: where the first of the sequences that share a prompt fails,
+    with which error: at "prefill", before decode has reserved ("reserve"), or at the third token ("decode").
     """
 
     def __init__(
@@ -73,11 +76,16 @@ class FakeWorkers:
         stall: list[int],
         max_model_len: int = MAX_MODEL_LEN,
         step_s: float = STEP_S,
+        num_prefill: int = 1,
     ) -> None:
+        self._roles: dict[str, Role] = {f"prefill-{i}": "prefill" for i in range(num_prefill)}
+        self._roles["decode-0"] = "decode"
         self._folder, self._controls, self._hold, self._stall = folder, controls, hold, stall
         self._max_model_len, self._step_s = max_model_len, step_s
         self.aborted: dict[str, set[str]] = {"prefill": set(), "decode": set()}
         self.seen: list[str] = []
+        self.computed_by: dict[str, str] = {}
+        self.tiers: dict[str, PrefixLog] = {}
         self.num_finished = 0
         self.fail_at: tuple[str, TandemError] | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -92,11 +100,16 @@ class FakeWorkers:
         context = new_context()
         self._prepared: dict[str, PrepareDecode] = {}
         self._started: dict[str, StartPrefill] = {}
-        infos = {name: self._info(name, role) for name, role in (("prefill-0", "prefill"), ("decode-0", "decode"))}  # type: ignore[arg-type]
+        infos = {name: self._info(name, role) for name, role in self._roles.items()}
         self._epochs = {info.epoch for info in infos.values()}
         self._routers: dict[str, Any] = {
-            "prefill": RouterSocket(context, infos["prefill-0"].endpoint, Codec(ToWorker), self._on_prefill),
-            "decode": RouterSocket(context, infos["decode-0"].endpoint, Codec(ToWorker), self._on_decode),
+            name: RouterSocket(
+                context,
+                info.endpoint,
+                Codec(ToWorker),
+                self._on_decode if info.role == "decode" else partial(self._on_prefill, name),
+            )
+            for name, info in infos.items()
         }
         self._registrations: dict[str, Registration] = {}
         self._infos, self._draining = infos, dict.fromkeys(infos, False)
@@ -112,7 +125,7 @@ class FakeWorkers:
                 partial(self._begin_epoch, name),
                 lambda: None,
                 lambda role: None,
-                lambda: None,
+                partial(self._clear_tiers, name),
             )
         await self._stopped.wait()
         for thing in (*self._registrations.values(), *self._routers.values()):
@@ -125,14 +138,20 @@ class FakeWorkers:
     def _status(self, name: str) -> WorkerStatus:
         info = self._infos[name]
         pairs = [PairStatus("decode-0", self._infos["decode-0"].epoch, "ready", "fake")]
+        log = self.tiers.get(name)
         return WorkerStatus(
             name,
             info.epoch,
             info.role,
-            WorkerLoad(),
+            WorkerLoad(tiers=[TierFigures("host", num_blocks=len(log.cached))] if log is not None else []),
             pairs if info.role == "prefill" else [],
             draining=self._draining[name],
+            tier_prefixes=log.take() if log is not None else None,
         )
+
+    def _clear_tiers(self, name: str) -> None:
+        for block_hash in list(self.tiers[name].cached):
+            self.tiers[name].evict(block_hash)
 
     def _begin_epoch(self, name: str) -> RegisterWorker:
         self._infos[name] = msgspec.structs.replace(self._infos[name], epoch=f"{name}/{os.urandom(4).hex()}")
@@ -145,11 +164,12 @@ class FakeWorkers:
     def _info(self, name: str, role: Role) -> WorkerInfo:
         return WorkerInfo(name, f"{name}/{os.urandom(4).hex()}", role, f"ipc://{self._folder}/{name}", os.getpid())
 
-    def _on_prefill(self, _identity: bytes, message: Any) -> None:
+    def _on_prefill(self, name: str, _identity: bytes, message: Any) -> None:
         match message:
             case StartPrefill():
                 for attempt_id in message.attempt_ids:
                     self.seen.append(attempt_id)
+                    self.computed_by[attempt_id] = name
                     self._started[attempt_id] = message
                     self._advance(attempt_id)
             case AbortAttempt():
@@ -176,12 +196,13 @@ class FakeWorkers:
         if self._fails("prefill", attempt_id, start):
             return
         reason = start.stop.check(token_ids[0], 1)
-        self._routers["prefill"].send(identity, FirstToken(attempt_id, SampledToken(token_ids[0]), reason, 0.0, 0.001))
+        first = FirstToken(attempt_id, SampledToken(token_ids[0]), reason, 0.0, 0.001)
+        self._routers[self.computed_by[attempt_id]].send(identity, first)
         if reason is None:
             assert prepare is not None and prepare.transfer_id == start.transfer_id
             if self._fails("reserve", attempt_id, start):
                 return
-            self._routers["decode"].send(identity, DecodeReserved(attempt_id))
+            self._routers["decode-0"].send(identity, DecodeReserved(attempt_id))
             self._loop.call_later(self._step_s, self._step, attempt_id, start, token_ids, 1)
 
     def reply(self, token_ids: list[int]) -> list[int]:
@@ -198,7 +219,7 @@ class FakeWorkers:
         token_id = token_ids[number % len(token_ids)]
         reason = start.stop.check(token_id, number + 1)
         batch = TokenBatch([NewToken(attempt_id, SampledToken(token_id), reason)])
-        self._routers["decode"].send(f"{start.proxy_id}:0".encode(), batch)
+        self._routers["decode-0"].send(f"{start.proxy_id}:0".encode(), batch)
         self.num_finished += reason is not None
         if reason is None:
             self._loop.call_later(self._step_s, self._step, attempt_id, start, token_ids, number + 1)
@@ -207,7 +228,8 @@ class FakeWorkers:
         if self.fail_at is None or self.fail_at[0] != where or attempt_id != start.attempt_ids[0]:
             return False
         failed = AttemptFailed(attempt_id, ErrorInfo.of(self.fail_at[1]))
-        self._routers["prefill" if where == "prefill" else "decode"].send(f"{start.proxy_id}:0".encode(), failed)
+        sender = self.computed_by[attempt_id] if where == "prefill" else "decode-0"
+        self._routers[sender].send(f"{start.proxy_id}:0".encode(), failed)
         return True
 
     def silence(self, name: str) -> None:

@@ -160,7 +160,7 @@ class LateDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         actor = self.actor()
         is_created = not any(isinstance(each, torch.Tensor) for each in [*args, *kwargs.values()])
-        if self._is_running or actor is None or actor.stream is None or func.is_view or is_created:
+        if self._is_running or actor is None or actor.stream is None or is_created:
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             raise AssertionError("the host reads a value that the device may not have computed")
@@ -168,6 +168,8 @@ class LateDevice(TorchDispatchMode):
             self._queue(actor, lambda: func(*args, **kwargs))
             return kwargs.get("out", args[0])
         outputs = func(*args, **kwargs)
+        if func.is_view and all(_is_view_of(output, args[0]) for output in _tensors(outputs)):
+            return outputs
         tree_map_only(torch.Tensor, poison, outputs)
 
         def compute() -> None:
@@ -316,6 +318,11 @@ def poison(tensor: torch.Tensor) -> None:
         tensor.fill_(0xEE)
     else:
         tensor.zero_()
+
+
+def _is_view_of(output: torch.Tensor, base: torch.Tensor) -> bool:
+    """Operators such as `to` and `reshape` return a view or a copy."""
+    return output.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:

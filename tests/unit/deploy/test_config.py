@@ -52,6 +52,12 @@ def test_elastic_workers_replace_the_others_unless_both_are_given(tmp_path: Path
         ("port = 9000\nadmin_port = 9000", "admin_port"),
         ("prefill = 0\ndecode_prefill_threshold = 0", "prefill.*--decode-prefill-threshold"),
         ("prefill = 0\nautoscale = true", "autoscale.*--prefill"),
+        ('kv_disk_dir = "/blocks"', "kv_disk_dir: give the maximum size of /blocks in GiB as --kv-disk-gib"),
+        ("kv_disk_gib = 2.5", r"kv_disk_gib: give the folder that may hold 2\.5 GiB as --kv-disk-dir"),
+        ('kv_store = "10.0.0.1:50051"', "kv_store: '10.0.0.1:50051' .* mooncake://HOST:PORT"),
+        ('kv_store = "mooncake://10.0.0.1"', "kv_store: .* mooncake://HOST:PORT"),
+        ('kv_store = "mooncake://10.0.0.1:70000"', "kv_store: .* mooncake://HOST:PORT"),
+        ('kv_store = "mooncake://user@store:50051/x"', "kv_store: .* mooncake://HOST:PORT"),
     ],
 )
 def test_config_errors_name_the_mistake(tmp_path: Path, content: str, words: str) -> None:
@@ -59,6 +65,11 @@ def test_config_errors_name_the_mistake(tmp_path: Path, content: str, words: str
     file.write_text(content)
     with pytest.raises(ConfigError, match=words):
         load_config(file, {})
+
+
+def test_a_store_is_named_by_host_and_port() -> None:
+    for store in ("mooncake://10.0.0.1:50051", "mooncake://kv-store.local:1"):
+        assert load_config(None, {"kv_store": store}).kv_store == store
 
 
 def test_every_field_is_a_flag_with_a_description_and_groups_are_not_interleaved() -> None:
@@ -80,8 +91,8 @@ def test_every_field_is_a_flag_with_a_description_and_groups_are_not_interleaved
     assert "decode" not in arguments, "flags that were not given must not override the file"
 
 
-def test_tandem_up_takes_at_most_67_flags() -> None:
-    assert len(_parser().parse_args(["up"]).known_flags) <= 67
+def test_tandem_up_takes_at_most_71_flags() -> None:
+    assert len(_parser().parse_args(["up"]).known_flags) <= 71
 
 
 @pytest.mark.parametrize("key", REMOVED_FLAGS)

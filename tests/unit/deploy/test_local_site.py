@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import stat
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,12 @@ import pytest
 from bench.ports import free_port
 from tandem.deploy.config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.deploy.sites.local import LocalSite
+from tandem.deploy.sites.local import LocalSite, make_disk_folder
+from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.proxy.config import ProxyConfig
 from tandem.runtime.errors import ConfigError
 from tandem.worker.config import WorkerConfig
+from tests.unit.deploy.test_host_memory import held
 
 
 def make_site(folder: Path, **settings: object) -> LocalSite:
@@ -123,3 +126,75 @@ def test_with_an_explicit_cache_size_any_number_of_workers_share_a_gpu(
     asyncio.run(main())
     config = msgspec.json.decode((tmp_path / "decode-4.json").read_bytes(), type=WorkerConfig)
     assert config.engine.kv_cache_bytes == 1 << 29
+
+
+def tiers_of(folder: Path, name: str) -> TiersConfig:
+    return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=WorkerConfig).tiers
+
+
+def test_without_settings_workers_have_no_tiers(tmp_path: Path) -> None:
+    async def main() -> None:
+        site = make_site(tmp_path)
+        site.make_worker("prefill", "prefill-0", lambda *_: True)
+        site.close()
+
+    asyncio.run(main())
+    assert tiers_of(tmp_path, "prefill-0") == TiersConfig()
+
+
+def test_host_memory_is_divided_among_ranks_and_lasts_as_long_as_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    settings = {"kv_host_gib": 0.5, "kv_disk_dir": "~/kv", "kv_disk_gib": 2.5, "kv_store": "mooncake://store:50051"}
+
+    async def main() -> None:
+        site = make_site(tmp_path, tensor_parallel_size=2, decode_tensor_parallel_size=1, **settings)
+        for role, name in (("prefill", "prefill-0"), ("decode", "decode-0")):
+            site.make_worker(role, name, lambda *_: True)  # type: ignore[arg-type]
+        prefill, decode = (tiers_of(tmp_path, name) for name in ("prefill-0", "decode-0"))
+        assert prefill == TiersConfig(
+            prefill.host_files, 1 << 28, str(tmp_path / "home" / "kv"), 5 << 29, "mooncake://store:50051"
+        )
+        assert (len(prefill.host_files), len(decode.host_files), decode.host_bytes) == (2, 1, 1 << 29)
+        assert [Path(file).stat().st_size for file in (*prefill.host_files, *decode.host_files)] == [
+            1 << 28, 1 << 28, 1 << 29,
+        ]  # fmt: skip
+        assert stat.S_IMODE((tmp_path / "home" / "kv").stat().st_mode) == 0o700
+        site.set_role("decode-0", "any")
+        site.forget("prefill-0")
+        assert [Path(file).exists() for file in (*prefill.host_files, *decode.host_files)] == [False, False, True]
+        site.close()
+        assert not Path(decode.host_files[0]).exists()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_gets_no_gpu_leaves_no_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    async def main() -> None:
+        site = make_site(tmp_path, device="cuda", kv_host_gib=0.1)
+        for name in ("decode-0", "decode-1"):
+            site.make_worker("decode", name, lambda *_: True)
+        before = len(held())
+        with pytest.raises(ConfigError, match="would share a GPU"):
+            site.make_worker("decode", "decode-2", lambda *_: True)
+        assert len(held()) == before == 2
+        site.close()
+
+    asyncio.run(main())
+
+
+def test_folders_that_other_users_could_change_are_refused(tmp_path: Path) -> None:
+    made = tmp_path / "new" / "kv"
+    make_disk_folder(made)
+    make_disk_folder(made)
+    shared, link, file = tmp_path / "shared", tmp_path / "link", tmp_path / "file"
+    shared.mkdir()
+    shared.chmod(0o777)
+    link.symlink_to(made)
+    file.touch()
+    for folder, words in ((shared, "run chmod 700 on it"), (link, "symbolic link"), (file, "cannot make the folder")):
+        with pytest.raises(ConfigError, match=f"kv_disk_dir: .*{words}"):
+            make_disk_folder(folder)

@@ -13,12 +13,15 @@ import torch
 from tandem.engine.batch import Batch, BatchItem
 from tandem.engine.device_errors import why_lost
 from tandem.engine.engine_thread import EngineThread
+from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.model_runner import ModelRunner
+from tandem.engine.tensor_parallel import LeadingRunner
 from tests.support.garbage import frames_in, kept_garbage
 
 
 class Runner:
     device = torch.device("cpu")
+    why_lost = ModelRunner.why_lost
 
     def warm_up(self) -> None: ...
 
@@ -83,6 +86,33 @@ def test_only_a_device_that_failed_for_good_ends_the_worker(error: Exception, is
     assert posted.get(timeout=60)[1] is error
     thread.stop(60)
     assert bool(lost) == is_lost and all("illegal memory access" in each and "more" not in each for each in lost)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at its launch", "at its end"])
+def test_a_step_of_several_ranks_that_fails_ends_the_worker(is_late: bool) -> None:
+    class Leader(Runner):
+        why_lost = LeadingRunner.why_lost
+
+        def launch(self, batch: Batch, before: Any) -> LaunchedStep:
+            if not is_late:
+                raise torch.OutOfMemoryError("no room")
+            return LaunchedStep(None, lambda tokens: [], self.fail)
+
+        def fail(self) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+    posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    lost: list[str] = []
+    runner: Any = Leader()
+    post = lambda callback, *outcome: posted.put(outcome)  # noqa: E731
+    thread = EngineThread(lambda: runner, post, 1, lost.append, overlaps=True)
+    thread.start(lambda error: None)
+    posted.get(timeout=60)
+    for batch in (a_batch(True), None):
+        thread.submit(batch, lambda *outcome: None)
+    assert isinstance(posted.get(timeout=60)[1], torch.OutOfMemoryError)
+    thread.stop(60)
+    assert lost == ["the ranks are out of step; the worker ends: no room"]
 
 
 def test_a_failed_device_is_found_behind_another_librarys_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,21 +9,24 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
+from tandem.engine import tensor_parallel
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.loading.sharding import check_shards
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.tensor_parallel import TensorParallelGroup, without_sampling
+from tandem.engine.tensor_parallel import TensorParallelGroup, follow, without_sampling
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import ConfigError
 from tests.unit.engine.test_engine_parity import COMMON, MODELS
 
@@ -97,9 +100,9 @@ def test_two_ranks_equal_one(config: EngineConfig, group_and_lost: tuple[TensorP
     # A rank that freezes: the collectives' deadline ends the step, and with it the worker.
     dist.set_timeout(timedelta(seconds=0.5))
     os.kill(group.pids[1], signal.SIGSTOP)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as failure:
         runner.warm_up()
-    assert len(lost) == 1 and "out of step" in lost[0]
+    assert runner.why_lost(failure.value).startswith("the ranks are out of step; the worker ends: ")
 
 
 def test_followers_get_the_batch_without_sampling_fields() -> None:
@@ -113,6 +116,47 @@ def test_followers_get_the_batch_without_sampling_fields() -> None:
     assert len(shared_item.samples) == 3 and not any(
         s.prompt_token_ids or s.params.temperature for s in shared_item.samples
     )
+
+
+class Follower:
+    """A runner whose device fails. events: what was called."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def launch(self, batch: Batch) -> None:
+        self.events.append(f"launch {batch.items[0].start}")
+
+    def wait(self) -> None:
+        self.events.append("wait")
+        raise RuntimeError("an illegal memory access")
+
+
+def a_step(number: int) -> Batch:
+    return Batch([BatchItem([1], number, [0])])
+
+
+def test_a_follower_does_not_wait_between_steps() -> None:
+    leader, follower = open_channel()
+    channel = RankChannel(leader, Codec(Batch))
+    for number in range(3):
+        channel.send(a_step(number))
+    channel.close()
+    runner: Any = Follower()
+    follow(follower, runner)
+    assert runner.events == ["launch 0", "launch 1", "launch 2"]
+
+
+def test_a_follower_notices_a_failed_step_behind_which_no_batch_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "QUIET_S", 0.01)
+    leader, follower = open_channel()
+    channel = RankChannel(leader, Codec(Batch))
+    channel.send(a_step(0))
+    runner: Any = Follower()
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        follow(follower, runner)
+    assert runner.events == ["launch 0", "wait"]
+    channel.close()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PrefixUpdate,
     RegisterWorker,
+    TierFigures,
     WorkerInfo,
     WorkerLoad,
     WorkerStatus,
@@ -162,15 +163,47 @@ LOADS = st.builds(
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(load=LOADS, packed=st.binary(max_size=20), number=st.integers(-1, 3), restart=st.booleans())
-def test_a_status_is_refused_or_harmless(load: WorkerLoad, packed: bytes, number: int, restart: bool) -> None:
+@given(
+    load=LOADS,
+    tiers=st.lists(st.builds(TierFigures, st.just("host"), st.integers(), error=st.text()), max_size=20),
+    packed=st.tuples(st.binary(max_size=20), st.binary(max_size=20)),
+    number=st.integers(-1, 3),
+    restart=st.booleans(),
+)
+def test_a_status_is_refused_or_harmless(
+    load: WorkerLoad, tiers: list[TierFigures], packed: tuple[bytes, bytes], number: int, restart: bool
+) -> None:
     """A status that passes the check must not make the worker table fail, which would drop the worker's heartbeat."""
     table = WorkerTable(2.5)
     table.on_register(0.0, REGISTER)
-    status = WorkerStatus("w", "e", "prefill", load, [], PrefixUpdate(number, restart, packed, packed))
+    load = replace(load, tiers=tiers)
+    prefixes, tier_prefixes = (PrefixUpdate(number, restart, hashes, hashes) for hashes in packed)
+    status = WorkerStatus("w", "e", "prefill", load, [], prefixes, tier_prefixes=tier_prefixes)
     try:
         check_status(status)
     except InvalidMessage:
         return
     assert table.on_status(0.1, status)
     table.report(0.2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prefixes": PrefixUpdate(1, True, b"1234567", b"")},
+        {"tier_prefixes": PrefixUpdate(1, True, b"1234567", b"")},
+        {"tier_prefixes": PrefixUpdate(1, True, b"", b"123456789")},
+        {"load": WorkerLoad(tiers=[TierFigures("host", num_blocks=-1)])},
+        {"load": WorkerLoad(tiers=[TierFigures("host", max_bytes=2**70)])},
+        {"load": WorkerLoad(tiers=[TierFigures("host")] * 17)},
+        {"load": WorkerLoad(loaded_tokens_per_s=math.inf)},
+        {"load": WorkerLoad(loaded_tokens_per_s=-1.0)},
+    ],
+)
+def test_a_status_with_invalid_prefixes_or_tiers_is_refused(change: dict[str, Any]) -> None:
+    packed = PrefixUpdate(1, True, b"12345678", b"")
+    load = WorkerLoad(tiers=[TierFigures("disk", 3, 4096, 0, 5, 2, 1, 1, "it is full")], loaded_tokens_per_s=9.5)
+    status = WorkerStatus("w", "e", "prefill", load, [], packed, tier_prefixes=packed)
+    check_status(status)
+    with pytest.raises(InvalidMessage):
+        check_status(replace(status, **change))

@@ -5,18 +5,51 @@ from __future__ import annotations
 import httpx
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from tandem.protocol.messages.membership import (
+    PROTOCOL_VERSION,
+    RegisterWorker,
+    TierFigures,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerStatus,
+)
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.runtime.errors import ConfigError
-from tandem.telemetry.worker_metrics import LOAD_FIELDS, WorkerMetrics
+from tandem.telemetry.worker_metrics import LOAD_FIELDS, TIER_FIELDS, WorkerMetrics
 
 
 def test_load_fields_match_the_workers_report() -> None:
     assert set(LOAD_FIELDS) <= set(WorkerLoad.__struct_fields__)
+    assert {*TIER_FIELDS, "name", "error"} == set(TierFigures.__struct_fields__)
+
+
+def test_tiers_are_a_label() -> None:
+    metrics = WorkerMetrics()
+    host = TierFigures("host", num_blocks=3, num_bytes=300, max_bytes=1000, num_stored=9, num_loaded=2, num_skipped=1)
+    disk = TierFigures("disk", num_blocks=5, num_corrupt=1, error="No space left on device")
+    metrics.on_load(WorkerLoad(num_loaded_tokens=128, loaded_tokens_per_s=5e4, tiers=[host, disk]))
+    samples = {
+        (sample.name.removeprefix("tandem_worker_"), sample.labels.get("tier")): sample.value
+        for family in text_string_to_metric_families(generate_latest(metrics.registry).decode())
+        for sample in family.samples
+    }
+    assert samples["prefix_cache_loaded_total", None] == 128 and samples["loaded_tokens_per_second", None] == 5e4
+    shown = {name: (samples[name, "host"], samples[name, "disk"]) for name, tier in samples if tier == "host"}
+    assert shown == {
+        "kv_tier_blocks": (3, 5),
+        "kv_tier_bytes": (300, 0),
+        "kv_tier_max_bytes": (1000, 0),
+        "kv_tier_stored_blocks_total": (9, 0),
+        "kv_tier_loaded_blocks_total": (2, 0),
+        "kv_tier_skipped_blocks_total": (1, 0),
+        "kv_tier_corrupt_blocks_total": (0, 1),
+        "kv_tier_failing": (0, 1),
+    }
 
 
 def test_the_endpoint_shows_the_last_report_and_each_pair() -> None:

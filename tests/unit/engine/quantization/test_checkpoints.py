@@ -238,7 +238,6 @@ def test_settings_that_do_not_fit_quantised_weights_are_refused(plain: Path, tmp
     for settings, reason in (
         ({"quantization": "fp8"}, "has quantised weights already; leave out --quantization fp8"),
         ({"load_format": "dummy"}, "--load-format dummy does not create"),
-        ({"tensor_parallel_size": 2}, r"has quantised weights \(awq int4\): use --tensor-parallel-size 1"),
     ):
         with pytest.raises(ConfigError, match=reason):
             load(folder, **settings)

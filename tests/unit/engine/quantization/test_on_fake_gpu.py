@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandem.engine.config import EngineConfig
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.quantization.int4_linear import Int4Groups, Int4Linear
+from tandem.engine.quantization.layer_share import LayerShare
 from tandem.engine.quantization.linears import FP8, Int8WeightLinear, QuantizedLinear
 from tandem.engine.quantization.online import quantized_linear
 from tandem.engine.quantization.schemes import W8A8, Awq, Gptq, PackedInts
@@ -97,8 +98,8 @@ def test_weights_of_8_bits(gpu: ValuelessGPU) -> None:
 )
 def test_layers_are_made_on_the_gpu_from_the_tensors_of_a_checkpoint(scheme: Any, gpu: ValuelessGPU) -> None:
     specs = scheme.tensors(256, 64)
-    tensors = {name: torch.empty(shape, dtype=dtype, device=CUDA) for name, (shape, dtype) in specs.items()}
-    layer = scheme.make(tensors, None, torch.bfloat16)
+    tensors = {name: torch.empty(shape, dtype=dtype, device=CUDA) for name, (shape, dtype, *_) in specs.items()}
+    layer = scheme.make(tensors, LayerShare(256, 64), None, torch.bfloat16)
     assert (layer.in_features, layer.out_features) == (256, 64) and gpu.waits == []
     assert all(buffer.device == CUDA for buffer in layer.buffers())
 
@@ -128,17 +129,27 @@ def test_what_a_gpu_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     fp8, int8 = W8A8(FP8, False, False), W8A8(torch.int8, False, False)
     old = "FP8 needs a GPU of compute capability 8.9 or newer, and this one has 8.6"
-    assert fp8.problem(64, 64, CUDA, torch.bfloat16) == old
-    assert int8.problem(64, 64, CUDA, torch.bfloat16) == "" == fp8.problem(64, 64, CPU, torch.bfloat16)
+    assert fp8.problem(LayerShare(64, 64), CUDA, torch.bfloat16) == old
+    assert (
+        int8.problem(LayerShare(64, 64), CUDA, torch.bfloat16)
+        == ""
+        == fp8.problem(LayerShare(64, 64), CPU, torch.bfloat16)
+    )
     capability = (8, 9)
-    assert fp8.problem(64, 64, CUDA, torch.bfloat16) == ""
-    assert "not multiples of 16" in fp8.problem(64, 24, CUDA, torch.bfloat16)
-    assert "not multiples of 8" in int8.problem(64, 12, CUDA, torch.bfloat16)
-    for scheme in (Awq(128), Gptq(128, 1), PackedInts(4, 128, False, False)):
-        assert scheme.problem(256, 64, CUDA, torch.bfloat16) == "" == scheme.problem(256, 64, CPU, torch.float16)
-        assert "in bfloat16, not in float16; give --dtype bfloat16" in scheme.problem(256, 64, CUDA, torch.float16)
-        assert scheme.problem(192, 64, CPU, torch.bfloat16).startswith(
+    assert fp8.problem(LayerShare(64, 64), CUDA, torch.bfloat16) == ""
+    assert "not multiples of 16" in fp8.problem(LayerShare(64, 24), CUDA, torch.bfloat16)
+    assert "not multiples of 8" in int8.problem(LayerShare(64, 12), CUDA, torch.bfloat16)
+    for scheme in (Awq(128), Gptq(128, 1, False), PackedInts(4, 128, False, False)):
+        assert (
+            scheme.problem(LayerShare(256, 64), CUDA, torch.bfloat16)
+            == ""
+            == scheme.problem(LayerShare(256, 64), CPU, torch.float16)
+        )
+        assert "in bfloat16, not in float16; give --dtype bfloat16" in scheme.problem(
+            LayerShare(256, 64), CUDA, torch.float16
+        )
+        assert scheme.problem(LayerShare(192, 64), CPU, torch.bfloat16).startswith(
             "group_size 128 with 192 inputs is not supported"
         )
-        assert scheme.problem(256, 24, CPU, torch.bfloat16) == "its 24 outputs are not a multiple of 16"
-    assert "one group of 48" in Gptq(0, 1).problem(48, 64, CPU, torch.bfloat16)
+        assert scheme.problem(LayerShare(256, 24), CPU, torch.bfloat16) == "its 24 outputs are not a multiple of 16"
+    assert "one group of 48" in Gptq(0, 1, False).problem(LayerShare(48, 64), CPU, torch.bfloat16)

@@ -86,4 +86,46 @@ def test_a_bit_is_reused_and_starts_empty() -> None:
     index.leave("a")
     assert index.join("c") == 0
     assert index.depths([1]) == {}
-    assert index.needs_restart("c") and not index.needs_restart("gone")
+    assert not index.needs_restart("c") and not index.needs_restart("gone")
+
+
+def test_a_worker_that_joins_without_a_restart_is_asked_for_one() -> None:
+    """A restarted proxy gets updates from the middle of a worker's stream. A worker without a stream is not asked."""
+    index = PrefixIndex()
+    log = PrefixLog()
+    log.add(name(1))
+    log.take()
+    index.join("a")
+    index.apply("a", log.take())
+    assert index.needs_restart("a") and index.is_empty
+    log.restart()
+    index.apply("a", log.take())
+    assert not index.needs_restart("a") and index.depths([1]) == {0: 1}
+
+
+def held_by(numbers: list[int], epochs: dict[str, list[int]]) -> PrefixIndex:
+    """Returns an index of workers `numbers`, in which each epoch holds these blocks."""
+    index = PrefixIndex()
+    for number in numbers:
+        index.join(str(number))
+    for epoch, held in epochs.items():
+        log = PrefixLog()
+        for block_hash in held:
+            log.add(name(block_hash))
+        index.apply(epoch, log.take())
+    return index
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40)), max_size=40))
+def test_a_prefix_continues_in_the_index_below(workers: list[tuple[int, int, int]]) -> None:
+    """Each worker has blocks up to `end` in its pool, and `first` to `last` in its tiers."""
+    hashes = list(range(1000, 1040))
+    numbers = list(range(len(workers)))
+    pools = held_by(numbers, {str(i): hashes[:end] for i, (end, _, _) in enumerate(workers)})
+    tiers = held_by(numbers, {str(i): hashes[first:last] for i, (_, first, last) in enumerate(workers)})
+    in_pool, in_all = pools.depths(hashes), pools.depths(hashes, tiers)
+    for number, (end, first, last) in enumerate(workers):
+        assert in_pool.get(number, 0) == end
+        if first <= end:  # no gap, as far as workers evict from the end
+            assert in_all.get(number, 0) == max(end, last)
+        assert in_all.get(number, 0) >= end

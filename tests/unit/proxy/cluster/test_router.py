@@ -46,6 +46,7 @@ class RouterMachine:
         self.elastic = [worker(f"worker-{i}") for i in range(num_any)]
         self.workers = self.prefills + self.decodes + self.elastic
         self.logs = {info.epoch: PrefixLog() for info in self.workers}
+        self.tier_logs = {info.epoch: PrefixLog() for info in self.workers}
         for info in self.workers:
             self.join(info)
         for info in self.workers:
@@ -67,15 +68,27 @@ class RouterMachine:
             prompt_tokens_per_s=speed,
             **load,  # type: ignore[arg-type]
         )
+        prefixes, tier_prefixes = self.logs[info.epoch].take(), self.tier_logs[info.epoch].take()
         self.table.on_status(
-            0, WorkerStatus(info.worker_id, info.epoch, info.role, reported, pairs, self.logs[info.epoch].take())
+            0,
+            WorkerStatus(info.worker_id, info.epoch, info.role, reported, pairs, prefixes, tier_prefixes=tier_prefixes),
         )
 
     def cache(self, info: WorkerInfo, token_ids: list[int]) -> None:
-        for block_hash in HASHER.prompt_hashes(pack_token_ids(token_ids)):
-            if block_hash not in self.logs[info.epoch].cached:
-                self.logs[info.epoch].add(block_hash)
+        """Adds the prompt's blocks to the worker's pool."""
+        add_blocks(self.logs[info.epoch], token_ids)
         self.report(info)
+
+    def keep_in_tier(self, info: WorkerInfo, token_ids: list[int], loaded_tokens_per_s: float = 0.0) -> None:
+        """Adds the prompt's blocks to a tier below the worker's pool."""
+        add_blocks(self.tier_logs[info.epoch], token_ids)
+        self.report(info, loaded_tokens_per_s=loaded_tokens_per_s)
+
+
+def add_blocks(log: PrefixLog, token_ids: list[int]) -> None:
+    for block_hash in HASHER.prompt_hashes(pack_token_ids(token_ids)):
+        if block_hash not in log.cached:
+            log.add(block_hash)
 
 
 def shape(token_ids: list[int], **fields: object) -> PromptShape:
@@ -168,6 +181,113 @@ def test_a_fully_cached_prompt_still_costs_its_last_token(num_holders: int) -> N
             world.report(info, waiting_tokens=[(0, waiting)])
         chosen = {prefill_of(world.router.pick(shape(prompt))) for _ in best}
         assert chosen == {info.worker_id for info in best}
+
+
+def test_a_prefix_in_the_pool_is_preferred_to_one_in_a_tier_and_that_to_none() -> None:
+    world = RouterMachine(3, 1)
+    none, in_tier, in_pool = world.prefills
+    prompt = list(range(400))
+    world.keep_in_tier(in_tier, prompt[:300], loaded_tokens_per_s=10_000.0)
+    world.cache(in_pool, prompt[:300])
+    routes = []
+    for expected, tokens in ((in_pool, 100), (in_tier, 130), (none, 400)):
+        routes.append(world.router.pick(shape(prompt)))
+        assert (routes[-1].prefill, routes[-1].num_uncached_tokens) == (expected, tokens)
+        assert routes[-1].computing_s == pytest.approx(0.002 + tokens / 1000)
+        world.report(expected, waiting_tokens=[(0, 1000)], loaded_tokens_per_s=10_000.0)
+
+
+def test_a_shorter_queue_outweighs_a_prefix_in_a_tier() -> None:
+    world = RouterMachine(2, 1)
+    idle, in_tier = world.prefills
+    prompt = list(range(400))
+    world.keep_in_tier(in_tier, prompt[:300], loaded_tokens_per_s=10_000.0)
+    for waiting, best in ((200, in_tier), (400, idle)):
+        world.report(in_tier, waiting_tokens=[(0, waiting)], loaded_tokens_per_s=10_000.0)
+        route = world.router.pick(shape(prompt))
+        assert route.prefill == best
+        world.router.prefill_ended(route)
+
+
+def test_a_tier_that_is_slower_than_computing_is_no_reason() -> None:
+    world = RouterMachine(1, 1)
+    prompt = list(range(400))
+    world.keep_in_tier(world.prefills[0], prompt[:300], loaded_tokens_per_s=900.0)
+    assert world.router.pick(shape(prompt)).num_uncached_tokens == 400
+
+
+def test_a_tier_attracts_before_its_first_load_but_less_than_a_pool() -> None:
+    world = RouterMachine(3, 1)
+    prompt = list(range(400))
+    world.keep_in_tier(world.prefills[1], prompt[:300])
+    route = world.router.pick(shape(prompt))
+    assert prefill_of(route) == "prefill-1" and 100 < route.num_uncached_tokens < 400
+    world.cache(world.prefills[2], prompt[:300])
+    assert prefill_of(world.router.pick(shape(prompt))) == "prefill-2"
+
+
+def test_a_tier_continues_the_prefix_in_the_pool() -> None:
+    """The start of a shared prefix, in use all the time, may have left the tier."""
+    world = RouterMachine(1, 1)
+    [info] = world.prefills
+    prompt = list(range(400))
+    world.cache(info, prompt[:200])
+    world.keep_in_tier(info, prompt[:320], loaded_tokens_per_s=4000.0)
+    for block_hash in HASHER.prompt_hashes(pack_token_ids(prompt[:100])):
+        world.tier_logs[info.epoch].evict(block_hash)
+    world.report(info, loaded_tokens_per_s=4000.0)
+    assert world.router.pick(shape(prompt)).num_uncached_tokens == 80 + 120 // 4
+    whole = PromptShape(400, hashes=shape(prompt).hashes, can_be_cached=False)
+    assert world.router.pick(whole).num_uncached_tokens == 400
+
+
+def test_a_decode_worker_computes_a_prompt_that_only_it_can_load() -> None:
+    world = RouterMachine(1, 2, threshold=16)
+    prompt = list(range(900))
+    world.keep_in_tier(world.decodes[1], prompt[:800], loaded_tokens_per_s=10_000.0)
+    route = world.router.pick(shape(prompt))
+    assert where(route) == ("decode-1", "decode-1") and route.num_uncached_tokens == 180
+
+
+def test_decode_goes_where_blocks_are_in_the_pool_and_not_in_a_tier() -> None:
+    world = RouterMachine(1, 2)
+    prompt = list(range(200))
+    world.keep_in_tier(world.decodes[0], prompt, loaded_tokens_per_s=1e6)
+    world.cache(world.decodes[1], prompt)
+    assert {decode_of(world.router.pick(shape(prompt))) for _ in range(2)} == {"decode-1"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 100), st.integers(0, 100), st.integers(0, 100),
+    st.sampled_from([1.0, 900.0, 1000.0, 12345.6]), st.sampled_from([0.0, 1e-9, 500.0, 1000.0, 3000.0, 1e15]),
+)  # fmt: skip
+def test_tiers_never_add_to_the_tokens_that_count(
+    num_tokens: int, num_in_pool: int, num_in_tier: int, speed: float, loaded_tokens_per_s: float
+) -> None:
+    world = RouterMachine(1, 1)
+    [info] = world.prefills
+    prompt = shape(list(range(num_tokens)))
+
+    def num_uncached() -> int:
+        world.report(info, speed=speed, loaded_tokens_per_s=loaded_tokens_per_s)
+        route = world.router.pick(prompt)
+        world.router.prefill_ended(route)
+        world.router.sequence_ended(route)
+        return route.num_uncached_tokens
+
+    world.cache(info, list(range(num_in_pool)))
+    without = num_uncached()
+    most = (num_tokens - 1) // BLOCK_SIZE
+    assert without == num_tokens - BLOCK_SIZE * min(num_in_pool // BLOCK_SIZE, most), "without tiers"
+    add_blocks(world.tier_logs[info.epoch], list(range(num_in_tier)))
+    found = num_uncached()
+    computed = num_tokens - BLOCK_SIZE * min(max(num_in_pool, num_in_tier) // BLOCK_SIZE, most)
+    assert computed <= found <= without
+    if computed == without or 0 < loaded_tokens_per_s <= speed:
+        assert found == without
+    else:
+        assert computed < found < without or without - computed == 1
 
 
 def test_decode_goes_to_free_blocks_then_to_few_sequences() -> None:
@@ -375,7 +495,8 @@ def test_predictions_learn_from_measured_first_tokens() -> None:
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["pick", "first", "end", "report", "lose", "return"]), st.integers(0, 9)), max_size=60
+        st.tuples(st.sampled_from(["pick", "first", "end", "report", "lose", "return", "tier"]), st.integers(0, 9)),
+        max_size=60,
     )
 )
 def test_ended_requests_leave_no_load(events: list[tuple[str, int]]) -> None:
@@ -385,7 +506,8 @@ def test_ended_requests_leave_no_load(events: list[tuple[str, int]]) -> None:
     for event, number in events:
         if event == "pick":
             try:
-                route = world.router.pick(PromptShape(number + 1, 2, priority=number % 3 - 1))
+                prompt = shape(list(range(4 * number + 1)), num_sequences=2, priority=number % 3 - 1)
+                route = world.router.pick(prompt)
             except Overloaded:
                 continue
             waiting.append(route)
@@ -397,6 +519,9 @@ def test_ended_requests_leave_no_load(events: list[tuple[str, int]]) -> None:
         elif event == "report":
             info = (world.prefills + world.decodes)[number % 4]
             world.report(info, waiting_tokens=[(0, number)], running=number)
+        elif event == "tier":  # the cost of loading changes while prompts are in flight
+            info = (world.prefills + world.decodes)[number % 4]
+            world.keep_in_tier(info, list(range(4 * number)), loaded_tokens_per_s=600.0 * number)
         elif event == "lose" and number < 2:
             world.table.on_exited(f"decode-{number}", 1)
         elif event == "return":  # lost and back under the same epoch: load from before does not count

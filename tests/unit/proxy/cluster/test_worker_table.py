@@ -5,10 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tandem.engine.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PROXY_SILENCE_S,
     PairStatus,
+    PrefixUpdate,
     RegisterWorker,
     Role,
     WorkerInfo,
@@ -227,3 +229,65 @@ def test_a_worker_reports_its_role() -> None:
     assert [record.worker for record in table.prefill_workers] == [decode, prefill]
     assert table.report(0.1)[1].worker.role == "any"
     assert not table.on_register(0.2, register(msgspec.structs.replace(decode, role="any"))), "it is not restarted"
+
+
+def update(log: PrefixLog, *numbers: int) -> PrefixUpdate:
+    """Returns the next update of the log, after these blocks were added."""
+    for number in numbers:
+        log.add(number.to_bytes(8, "little") + bytes(8))
+    return log.take()
+
+
+def test_pool_and_tiers_are_two_streams() -> None:
+    table, [prefill], [decode] = cluster(1, 1)
+    pool, tiers, of_decode = PrefixLog(), PrefixLog(), PrefixLog()
+    message = msgspec.structs.replace(
+        status(prefill, decode), prefixes=update(pool, 1), tier_prefixes=update(tiers, 1, 2)
+    )
+    table.on_status(0.1, message)
+    table.on_status(0.1, msgspec.structs.replace(status(decode), prefixes=update(of_decode, 1, 2, 3)))
+    assert not any(table.needs_prefixes(info.epoch) for info in (prefill, decode)), "a worker may have no tiers"
+    bits = {record.worker: record.bit for record in (*table.prefill_workers, *table.decode_workers)}
+    assert table.prefixes.depths([1, 2, 3]) == {bits[prefill]: 1, bits[decode]: 3}
+    assert table.tier_prefixes.depths([1, 2, 3]) == {bits[prefill]: 2}
+
+
+@pytest.mark.parametrize("gap", ["prefixes", "tier_prefixes"])
+def test_a_gap_in_either_stream_asks_for_a_restart_of_both(gap: str) -> None:
+    table, [prefill], _ = cluster(1, 1)
+    logs = {"prefixes": PrefixLog(), "tier_prefixes": PrefixLog()}
+
+    def report() -> None:
+        updates = {field: log.take() for field, log in logs.items()}
+        table.on_status(0.1, msgspec.structs.replace(status(prefill), **updates))
+
+    report()
+    update(logs[gap], 1)  # lost
+    report()
+    assert table.needs_prefixes(prefill.epoch)
+    for log in logs.values():
+        log.restart()
+    report()
+    assert not table.needs_prefixes(prefill.epoch)
+    assert [gap == field for field in logs] == [
+        bool(index.depths([1])) for index in (table.prefixes, table.tier_prefixes)
+    ]
+
+
+def test_workers_that_leave_take_the_blocks_of_their_tiers_along() -> None:
+    """A worker that takes the place of another one has the same bit in both indices, and no blocks."""
+    table, [prefill], [decode] = cluster(1, 1)
+    for info in (prefill, decode):
+        table.on_status(0.1, msgspec.structs.replace(status(info), tier_prefixes=update(PrefixLog(), 1)))
+    table.on_left(prefill.epoch)
+    new = worker("prefill-7")
+    table.on_register(0.2, register(new))
+    assert list(table.tier_prefixes.depths([1])) == [table.decode_workers[0].bit]
+    table.on_status(0.3, msgspec.structs.replace(status(new), tier_prefixes=update(PrefixLog(), 1)))
+    assert sorted(table.tier_prefixes.depths([1])) == sorted(
+        (table.decode_workers[0].bit, table.prefill_workers[0].bit)
+    )
+    for info in (new, decode):
+        table.on_left(info.epoch)
+    assert table.tier_prefixes.is_empty and table.prefixes.is_empty
+    assert not table.needs_prefixes(new.epoch)

@@ -1,0 +1,217 @@
+"""Chats whose KV is four times the pool, with each tier below the pool and without any.
+
+    python -m bench.kv_tiers [--quick] [--servers none,host,disk,store,all] [--json FILE]
+
+One elastic worker serves CHATS chats of TURNS turns in turn, one request at a time, so that each chat's KV has left the
+pool when its next turn comes. TTFT is the mean over all turns but the first. Then prompts without a common prefix run,
+CONCURRENCY at once, which no cache can serve: output tokens per second show what writing to a tier costs. At last all
+workers are killed (SIGKILL) and the chats go on: their first turns after that are compared with their last ones before.
+
+The model has 100 M parameters with random weights in bfloat16 and 12 KiB of KV per token: per computed operation about
+8 times as much KV as Llama-3.1-8B, so loading pays less here than it would there. `store` is a Mooncake Store on this
+machine; it needs `mooncake_master` (docs/kv_transfer.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from bench.disaggregation import StreamClient
+from bench.noise_model import ensure_noise_model
+from bench.ports import free_port
+from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.servers import server, tandem
+
+CHATS, TURNS, NEW_TOKENS, OUTPUT_TOKENS = 8, 10, 120, 16
+PROMPT_TOKENS, CONCURRENCY, NUM_PROMPTS = 512, 4, 24
+MODEL_CONFIG: dict[str, Any] = {
+    "vocab_size": 2048, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096,
+}  # fmt: skip
+KV_BYTES_PER_TOKEN = 12 * 2 * 4 * 64 * 2
+CHAT_TOKENS = TURNS * (NEW_TOKENS + OUTPUT_TOKENS)
+POOL_GIB = CHATS * CHAT_TOKENS * KV_BYTES_PER_TOKEN / 4 / 2**30
+SERVERS = ("none", "host", "disk", "store", "all")
+AIMS = {"host": 0.25, "disk": 0.4, "store": 0.5}
+RESTART_TIMEOUT_S = 120.0
+
+
+@contextmanager
+def cluster(name: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yields the URLs for clients and for operators of a cluster with the tier `name`, "all" or "none"."""
+    from transformers import LlamaConfig
+
+    model, port, admin_port = folder / "model", free_port(), free_port()
+    if not model.exists():
+        LlamaConfig(**MODEL_CONFIG, eos_token_id=0).save_pretrained(model)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (model / file).write_bytes((ensure_noise_model() / file).read_bytes())
+    flags = {
+        "host": ["--kv-host-gib", "1"],
+        "disk": ["--kv-disk-dir", str(folder / "disk"), "--kv-disk-gib", "2"],
+    }
+    with ExitStack() as stack:
+        chosen = [*flags["host"], *flags["disk"]] if name == "all" else flags.get(name, [])
+        command = tandem(
+            model, port, "--load-format", "dummy", "--dtype", "bfloat16", "--workers", "1",
+            "--kv-cache-gib", str(POOL_GIB), "--admin-port", str(admin_port), *chosen,
+        )  # fmt: skip
+        stack.enter_context(server(command, port))
+        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}"
+
+
+class Chats:
+    """Chats with token ids as their history."""
+
+    def __init__(self, url: str, num_chats: int) -> None:
+        self._client = StreamClient(url)
+        self._http = httpx.Client(base_url=url, timeout=60)
+        self._histories: list[list[int]] = [[] for _ in range(num_chats)]
+
+    def turn(self, number: int) -> tuple[float, int]:
+        """Sends the next turn of a chat. Returns (TTFT in seconds, cached prompt tokens)."""
+        history = self._histories[number]
+        history += self._client.random_prompt(NEW_TOKENS)
+        body = {
+            "model": "m", "prompt": history, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
+        }  # fmt: skip
+        ttft_s, num_cached = 0.0, 0
+        started = time.perf_counter()
+        with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            for event in _events(answer):
+                for choice in event["choices"]:
+                    ttft_s = ttft_s or time.perf_counter() - started
+                    history += choice.get("token_ids") or []
+                if usage := event.get("usage"):
+                    num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return ttft_s, num_cached
+
+    def num_tokens(self, number: int) -> int:
+        return len(self._histories[number])
+
+
+def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    import json
+
+    for line in answer.iter_lines():
+        if line.startswith("data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                sys.exit(f"error: {event['error']}")
+            yield event
+
+
+def measure_chats(url: str, num_turns: int) -> tuple[Chats, dict[str, float]]:
+    chats = Chats(url, CHATS)
+    ttfts, num_cached, num_prompt = [], 0, 0
+    for turn in range(num_turns):
+        for number in range(CHATS):
+            before = chats.num_tokens(number)
+            ttft_s, cached = chats.turn(number)
+            if turn:
+                ttfts.append(ttft_s)
+                num_cached, num_prompt = num_cached + cached, num_prompt + before + NEW_TOKENS
+    return chats, {"ttft_ms": 1000 * statistics.mean(ttfts), "hit_rate": num_cached / num_prompt}
+
+
+def measure_throughput(url: str, num_prompts: int) -> float:
+    """Returns output tokens per second of prompts that share no prefix."""
+    rng = random.Random(7)
+    prompts = [[rng.randrange(4, 2048) for _ in range(PROMPT_TOKENS)] for _ in range(num_prompts)]
+
+    def ask(prompt: list[int]) -> None:
+        body = {"model": "m", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
+
+    started = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(CONCURRENCY) as pool:
+        list(pool.map(ask, prompts))
+    return num_prompts * OUTPUT_TOKENS / (time.perf_counter() - started)
+
+
+def measure_restart(chats: Chats, url: str, admin_url: str) -> dict[str, float]:
+    """Kills all workers. Returns the mean TTFT of a turn of each chat before and after."""
+    before = statistics.mean(chats.turn(number)[0] for number in range(CHATS))
+    for worker in httpx.get(f"{admin_url}/dashboard/cluster", timeout=10).json()["workers"]:
+        os.kill(worker["worker"]["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + RESTART_TIMEOUT_S
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        try:
+            body = {"model": "m", "prompt": "up?", "max_tokens": 2}
+            if httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200:
+                break
+        except httpx.HTTPError:
+            continue
+    measure_throughput(url, 2)  # the first steps of a new process are slow
+    after = statistics.mean(chats.turn(number)[0] for number in range(CHATS))
+    return {"before_kill_ms": 1000 * before, "after_kill_ms": 1000 * after, "ratio": after / before}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kv_tiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--servers", default=",".join(SERVERS), help="comma-separated; all by default")
+    add_common_options(parser)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that stops the server
+    names = options.servers.split(",")
+    num_turns, num_prompts = (4, 8) if options.quick else (TURNS, NUM_PROMPTS)
+    figures: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            with cluster(name, Path(folder)) as (url, admin_url):
+                measure_throughput(url, CONCURRENCY)
+                chats, row = measure_chats(url, num_turns)
+                row["output_tokens_per_s"] = measure_throughput(url, num_prompts)
+                if name != "none":
+                    row |= measure_restart(chats, url, admin_url)
+                figures[name] = row
+                print(name, {key: round(value, 3) for key, value in row.items()}, file=sys.stderr, flush=True)
+    aims = []
+    if none := figures.get("none"):
+        for name, row in figures.items():
+            if name in AIMS:
+                aims += [
+                    Aim.of(
+                        f"TTFT of later turns, {name} / none", row["ttft_ms"] / none["ttft_ms"], AIMS[name], "lower"
+                    ),
+                    Aim.of(
+                        f"tokens/s that no cache serves, {name} / none",
+                        row["output_tokens_per_s"] / none["output_tokens_per_s"],
+                        0.98,
+                        "higher",
+                    ),
+                ]
+    aims += [
+        Aim.of(f"TTFT after SIGKILL of all workers / before, {name}", row["ratio"], 1.1, "lower")
+        for name, row in figures.items()
+        if "ratio" in row
+    ]
+    table = Table("tier", *next(iter(figures.values())))
+    for name, row in figures.items():
+        table.add_row(name, *(f"{value:.3g}" for value in row.values()))
+    Console(width=130).print(table)
+    finish(Report.of("kv_tiers", {"pool_gib": POOL_GIB, "servers": figures}, aims), options.json)
+
+
+if __name__ == "__main__":
+    main()
