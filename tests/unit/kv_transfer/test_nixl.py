@@ -14,6 +14,7 @@ from tandem.runtime.errors import ConfigError
 from tests.support.nixl import nixl_environment
 
 
+@pytest.mark.timeout(270)
 @pytest.mark.parametrize(("module", "env"), [("nixl_paths", {}), ("nixl_frozen_peer", {"UCX_TLS": "tcp"})])
 def test_in_a_process_with_nixl(module: str, env: dict[str, str]) -> None:
     """Over shared memory, which UCX chooses on one host, a frozen peer takes everything."""
@@ -23,7 +24,7 @@ def test_in_a_process_with_nixl(module: str, env: dict[str, str]) -> None:
         env={**os.environ, **nixl_environment(), **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert run.returncode == 0 and "passed" in run.stdout, run.stdout[-5000:] + run.stderr[-2000:]
 
