@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tandem.engine.loading.sharding import style_of
 from tandem.engine.quantization.checkpoint_config import CheckpointQuantization, read_quantization
 from tandem.engine.quantization.linears import FP8
-from tandem.engine.quantization.placeholder import LayerPlan, Placeholder
+from tandem.engine.quantization.placeholder import Placeholder, PlaceholderPlan
 from tandem.engine.quantization.schemes import Scheme, UnsupportedLayerError
 from tandem.runtime.errors import ConfigError
 
@@ -138,7 +138,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def _layer_plans(model: Any, reading: Reading) -> dict[str, LayerPlan]:
+def _layer_plans(model: Any, reading: Reading) -> dict[str, PlaceholderPlan]:
     """Returns the plan of each quantised layer, by name. Raises ConfigError for a layer that cannot be computed."""
     check_no_experts(reading.model, model)
     quantization = reading.quantization
@@ -169,7 +169,7 @@ def _layer_plans(model: Any, reading: Reading) -> dict[str, LayerPlan]:
             raise refusal(reading.model, reason)
     rank = dist.get_rank() if size > 1 else 0
     return {
-        name: LayerPlan.of(model.get_submodule(name), scheme, style_of(model, name), rank, size)
+        name: PlaceholderPlan.of(model.get_submodule(name), scheme, style_of(model, name), rank, size)
         for name, scheme in schemes.items()
     }
 
@@ -178,7 +178,9 @@ def _problem(model: Any, name: str, scheme: Scheme, device: torch.device, num_ra
     """Returns why a layer cannot be shared by so many ranks, or an empty string."""
     linear = model.get_submodule(name)
     try:
-        return LayerPlan.of(linear, scheme, style_of(model, name), 0, num_ranks).problem(device, linear.weight.dtype)
+        return PlaceholderPlan.of(linear, scheme, style_of(model, name), 0, num_ranks).problem(
+            device, linear.weight.dtype
+        )
     except UnsupportedLayerError as error:
         return str(error)
 

@@ -17,7 +17,7 @@ from tandem.engine.quantization.schemes import Scheme, TensorSpec, UnsupportedLa
 
 
 @dataclass(frozen=True)
-class LayerPlan:
+class PlaceholderPlan:
     """How a layer is stored and shared. style: of transformers' plan, such as "rowwise"; "" if it is not shared."""
 
     scheme: Scheme
@@ -25,7 +25,7 @@ class LayerPlan:
     style: str = ""
 
     @classmethod
-    def of(cls, linear: nn.Linear, scheme: Scheme, style: str, rank: int, num_ranks: int) -> LayerPlan:
+    def of(cls, linear: nn.Linear, scheme: Scheme, style: str, rank: int, num_ranks: int) -> PlaceholderPlan:
         """Raises UnsupportedLayerError for a style that quantised layers do not have."""
         sizes = linear.in_features, linear.out_features
         if not style or num_ranks == 1:
@@ -47,7 +47,7 @@ class Placeholder(nn.Module):
     Sharded tensors are DTensors, of which transformers reads only the slices. mesh: of all ranks; None for one rank.
     """
 
-    def __init__(self, linear: nn.Linear, plan: LayerPlan, mesh: DeviceMesh | None) -> None:
+    def __init__(self, linear: nn.Linear, plan: PlaceholderPlan, mesh: DeviceMesh | None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features  # transformers' plan reads them
         self._plan = plan

@@ -62,7 +62,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staging_fd: int
 
 
-class FindBlocks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class FindRecords(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The answer is BlocksFound."""
 
     hashes: list[bytes]
@@ -103,7 +103,7 @@ class StoreFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
     is_full: bool = False
 
 
-Request = FindBlocks | PutBlock | GetBlock | ClearBlocks
+Request = FindRecords | PutBlock | GetBlock | ClearBlocks
 Answer = StoreReady | BlocksFound | BlockLoaded | StoreFailed
 
 
@@ -146,7 +146,7 @@ class MooncakeProcess:
 
     def find(self, hashes: Sequence[bytes]) -> list[bool]:
         """Returns for each block whether the store holds it. Raises StoreLost."""
-        answer = self._ask(FindBlocks(list(hashes)))
+        answer = self._ask(FindRecords(list(hashes)))
         assert isinstance(answer, BlocksFound)
         return answer.is_there
 
@@ -223,7 +223,7 @@ def _serve_requests(channel: RankChannel[Request], blocks: MooncakeBlocks) -> No
 
 def _answer(blocks: MooncakeBlocks, request: Request) -> Answer:
     match request:
-        case FindBlocks(hashes):
+        case FindRecords(hashes):
             return BlocksFound(blocks.find(hashes))
         case GetBlock(block_hash):
             return BlockLoaded(blocks.get(block_hash))
