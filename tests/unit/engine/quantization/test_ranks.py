@@ -181,6 +181,7 @@ def of_two_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_equal_one(name: str, folders: dict[str, Path], of_two_ranks: list[dict[str, torch.Tensor]]) -> None:
     """With dynamic 8-bit inputs, each rank scales its own part of a row-parallel layer's, so the rounding differs."""
