@@ -61,6 +61,7 @@ def test_registration_follows_proxies_that_appear_and_disappear(tmp_path: Path) 
             lambda: RegisterWorker(PROTOCOL_VERSION, worker, 100, 100, "model", 64),
             lambda: None,
             lambda role: None,
+            lambda: None,
             str(file),
         )
         try:

@@ -81,6 +81,7 @@ class WorkerByHand:
             self._begin_epoch,
             lambda: None,
             lambda role: None,
+            lambda: None,
         )
 
     def _register(self) -> RegisterWorker:
