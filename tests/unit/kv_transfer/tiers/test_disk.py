@@ -221,6 +221,19 @@ def test_a_folder_is_listed_again_only_if_it_has_changed(folder: Path, monkeypat
     assert held(second, 1, 2, 3) == [1, 2, 3]
 
 
+def test_a_file_that_leaves_its_folders_modification_time_as_it_was_is_found(folder: Path) -> None:
+    """Times of files are coarse, so two changes in a row may leave the same one."""
+    first, second = open_tier(folder), open_tier(folder)
+    fan_out = file_of(folder, 1).parent
+    now = time.time()
+    os.utime(fan_out, (now, now))
+    second.refresh()
+    put(first, 1)
+    os.utime(fan_out, (now, now))
+    second.refresh()
+    assert second.take_changes() == TierChanges([hash_of(1)], [])
+
+
 def test_the_limit_covers_all_identities_and_versions(folder: Path) -> None:
     first, other = open_tier(folder, 4), open_tier(folder, 6, OTHER_IDENTITY)
     put(other, 1, 2, 3, 4)
