@@ -30,6 +30,7 @@ kind, path, identity, max_bytes, block_bytes = sys.argv[1:]
 tier = {"host": HostMemoryTier, "disk": DiskTier}[kind](path, int(max_bytes), identity.encode(), int(block_bytes))
 tier.open()
 blocks = [(name, memoryview(shake_128(name).digest(int(block_bytes)))) for name in (urandom(16) for _ in range(20))]
+tier.store(*blocks[0])
 print("storing", flush=True)
 while True:
     for name, block in blocks:
