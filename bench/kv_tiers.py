@@ -1,6 +1,6 @@
 """Chats whose KV is four times the pool, with each tier below the pool and without any.
 
-    python -m bench.kv_tiers [--quick] [--servers none,host,disk,store,all] [--json FILE]
+    python -m bench.kv_tiers [--quick] [--servers none,host,disk,both] [--json FILE]
 
 One elastic worker serves CHATS chats of TURNS turns in turn, one request at a time, so that each chat's KV has left the
 pool when its next turn comes. TTFT is the mean over all turns but the first. Then prompts without a common prefix run,
@@ -8,14 +8,14 @@ CONCURRENCY at once, which no cache can serve: output tokens per second show wha
 workers are killed (SIGKILL) and the chats go on: their first turns after that are compared with their last ones before.
 
 The model has 100 M parameters with random weights in bfloat16 and 12 KiB of KV per token: per computed operation about
-8 times as much KV as Llama-3.1-8B, so loading pays less here than it would there. `store` is a Mooncake Store on this
-machine; it needs `mooncake_master` (docs/kv_transfer.md).
+8 times as much KV as Llama-3.1-8B, so loading pays less here than it would there. Mooncake Store is not measured here.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import json
 import os
 import random
 import signal
@@ -47,14 +47,14 @@ MODEL_CONFIG: dict[str, Any] = {
 KV_BYTES_PER_TOKEN = 12 * 2 * 4 * 64 * 2
 CHAT_TOKENS = TURNS * (NEW_TOKENS + OUTPUT_TOKENS)
 POOL_GIB = CHATS * CHAT_TOKENS * KV_BYTES_PER_TOKEN / 4 / 2**30
-SERVERS = ("none", "host", "disk", "store", "all")
-AIMS = {"host": 0.25, "disk": 0.4, "store": 0.5}
+SERVERS = ("none", "host", "disk", "both")
+AIMS = {"host": 0.25, "disk": 0.4}
 RESTART_TIMEOUT_S = 120.0
 
 
 @contextmanager
 def cluster(name: str, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields the URLs for clients and for operators of a cluster with the tier `name`, "all" or "none"."""
+    """Yields the URLs for clients and for operators of a cluster with the tiers `name`, one of SERVERS."""
     from transformers import LlamaConfig
 
     model, port, admin_port = folder / "model", free_port(), free_port()
@@ -67,7 +67,7 @@ def cluster(name: str, folder: Path) -> Iterator[tuple[str, str]]:
         "disk": ["--kv-disk-dir", str(folder / "disk"), "--kv-disk-gib", "2"],
     }
     with ExitStack() as stack:
-        chosen = [*flags["host"], *flags["disk"]] if name == "all" else flags.get(name, [])
+        chosen = [flag for tier in flags if name in (tier, "both") for flag in flags[tier]]
         command = tandem(
             model, port, "--load-format", "dummy", "--dtype", "bfloat16", "--workers", "1",
             "--kv-cache-gib", str(POOL_GIB), "--admin-port", str(admin_port), *chosen,
@@ -108,8 +108,6 @@ class Chats:
 
 
 def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    import json
-
     for line in answer.iter_lines():
         if line.startswith("data: {"):
             event = json.loads(line[6:])
@@ -174,6 +172,8 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that stops the server
     names = options.servers.split(",")
+    if unknown := set(names) - set(SERVERS):
+        parser.error(f"unknown server {', '.join(sorted(unknown))}; choose from {', '.join(SERVERS)}")
     num_turns, num_prompts = (4, 8) if options.quick else (TURNS, NUM_PROMPTS)
     figures: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
