@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,18 +61,6 @@ def test_a_prefetched_prompt_is_cached(cluster: Cluster, tmp_path: Path) -> None
     refused = cache(cluster, "prefetch", str(tmp_path / "request.json"), key="wrong")
     assert refused.returncode == 2
     assert refused.stderr == "tandem: the cluster needs an API key; set TANDEM_API_KEY, or give --api-key\n"
-
-
-def test_host_memory_outlives_a_killed_worker(cluster: Cluster, tmp_path: Path) -> None:
-    prefetch(cluster, tmp_path, 6)
-    Cluster.wait_for(lambda: int(rows(cluster)["prefill-0", "host"][0]) >= 12)
-    stored = int(rows(cluster)["prefill-0", "host"][0])
-    killed = cluster.worker("prefill-0").worker
-    os.kill(killed.pid, signal.SIGKILL)
-    Cluster.wait_for(lambda: any(prefill != killed.epoch for prefill, _ in cluster.ready_pairs()), 120)
-    Cluster.wait_for(lambda: int(rows(cluster)["prefill-0", "host"][0]) == stored)
-    assert prefetch(cluster, tmp_path, 6) >= 176
-    Cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_loaded_tokens >= 176)
 
 
 def test_cleared_blocks_are_computed_again(cluster: Cluster, tmp_path: Path) -> None:

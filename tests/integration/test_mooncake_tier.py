@@ -95,7 +95,7 @@ def test_bytes_that_another_client_stored_under_our_key_are_not_used(
     other_rank = BlockFormat(bytes(16), BLOCK_BYTES).make_header(block_hash(3), some_block())
     values = [b"x" * (HEADER_BYTES + BLOCK_BYTES), b"short", other_rank + some_block(), b"x" * 2 * BLOCK_BYTES]
     for number, value in enumerate(values, 1):
-        store.put(f"tandem/v1/{IDENTITY.hex()}/{block_hash(number).hex()}", value)
+        store.put([f"tandem/v1/{IDENTITY.hex()}/{block_hash(number).hex()}"], value)
     assert tier.find([block_hash(number) for number in (1, 2, 3, 4)]) == 4
     assert [loaded(tier, number) for number in (1, 2, 3, 4)] == [None] * 4
     assert tier.num_corrupt() == 4 and tier.find([block_hash(4)]) == 0

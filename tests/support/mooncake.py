@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +21,8 @@ import sys
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
 assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", sys.argv[1]) == 0
-assert store.put(sys.argv[2], sys.stdin.buffer.read()) == 0
+value = sys.stdin.buffer.read()
+assert all(store.put(key, value) == 0 for key in sys.argv[2:])
 """
 
 
@@ -68,9 +70,9 @@ class MooncakeStore:
         _wait_for_port(self._port)
         return self.master
 
-    def put(self, key: str, value: bytes) -> None:
-        """Stores bytes as a client that knows nothing of Tandem."""
-        command = [sys.executable, "-c", _PUT, self.address, key]
+    def put(self, keys: Sequence[str], value: bytes) -> None:
+        """Stores the same bytes under all keys, as a client that knows nothing of Tandem."""
+        command = [sys.executable, "-c", _PUT, self.address, *keys]
         subprocess.run(command, input=value, env=os.environ | mooncake_environment(), check=True, timeout=60)
 
     def __enter__(self) -> MooncakeStore:
