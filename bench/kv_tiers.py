@@ -1,14 +1,15 @@
 """Chats whose KV is four times the pool, with each tier below the pool and without any.
 
-    python -m bench.kv_tiers [--quick] [--servers none,host,disk,both] [--json FILE]
+    python -m bench.kv_tiers [--quick] [--servers none,host,disk,both,store] [--json FILE]
 
 One elastic worker serves CHATS chats of TURNS turns in turn, one request at a time, so that each chat's KV has left the
 pool when its next turn comes. TTFT is the mean over all turns but the first. Then prompts without a common prefix run,
 CONCURRENCY at once, which no cache can serve: output tokens per second show what writing to a tier costs. At last all
 workers are killed (SIGKILL) and the chats go on: their first turns after that are compared with their last ones before.
 
-The model has 100 M parameters with random weights in bfloat16 and 12 KiB of KV per token: per computed operation about
-8 times as much KV as Llama-3.1-8B, so loading pays less here than it would there. Mooncake Store is not measured here.
+The model has 25 M parameters with random weights in float32 and 4 KiB of KV per token: per computed operation about ten
+times as much KV as Llama-3.1-8B, so loading pays less here than it would there. `store` is a Mooncake Store on this
+machine; it needs MOONCAKE_FOLDER (see .ci/clients.sh).
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ from bench.noise_model import ensure_noise_model
 from bench.ports import free_port
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import server, tandem
+from tests.support.mooncake import MooncakeStore, mooncake_environment
 
 CHATS, TURNS, NEW_TOKENS, OUTPUT_TOKENS = 8, 10, 120, 16
 PROMPT_TOKENS, CONCURRENCY, NUM_PROMPTS = 512, 4, 24
 MODEL_CONFIG: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
-    "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096,
+    "vocab_size": 2048, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4,
+    "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
-KV_BYTES_PER_TOKEN = 12 * 2 * 4 * 64 * 2
+KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
 CHAT_TOKENS = TURNS * (NEW_TOKENS + OUTPUT_TOKENS)
 POOL_GIB = CHATS * CHAT_TOKENS * KV_BYTES_PER_TOKEN / 4 / 2**30
-SERVERS = ("none", "host", "disk", "both")
-AIMS = {"host": 0.25, "disk": 0.4}
+SERVERS = ("none", "host", "disk", "both", "store")
+AIMS = {"host": 0.25, "disk": 0.4, "store": 0.5}
 RESTART_TIMEOUT_S = 120.0
 
 
@@ -68,11 +70,15 @@ def cluster(name: str, folder: Path) -> Iterator[tuple[str, str]]:
     }
     with ExitStack() as stack:
         chosen = [flag for tier in flags if name in (tier, "both") for flag in flags[tier]]
+        env: dict[str, str] = {}
+        if name == "store":
+            store = stack.enter_context(MooncakeStore(segment_bytes=1 << 30))
+            chosen, env = ["--kv-store", f"mooncake://{store.address}"], mooncake_environment()
         command = tandem(
-            model, port, "--load-format", "dummy", "--dtype", "bfloat16", "--workers", "1",
+            model, port, "--load-format", "dummy", "--dtype", "float32", "--workers", "1",
             "--kv-cache-gib", str(POOL_GIB), "--admin-port", str(admin_port), *chosen,
         )  # fmt: skip
-        stack.enter_context(server(command, port))
+        stack.enter_context(server(command, port, env))
         yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}"
 
 
@@ -167,13 +173,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.kv_tiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--servers", default=",".join(SERVERS), help="comma-separated; all by default")
+    able = [name for name in SERVERS if name != "store" or "MOONCAKE_FOLDER" in os.environ]
+    parser.add_argument("--servers", default=",".join(able), help="comma-separated; all that can run by default")
     add_common_options(parser)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that stops the server
     names = options.servers.split(",")
     if unknown := set(names) - set(SERVERS):
         parser.error(f"unknown server {', '.join(sorted(unknown))}; choose from {', '.join(SERVERS)}")
+    if not set(names) <= set(able):
+        parser.error(
+            "the server store needs Mooncake: set MOONCAKE_FOLDER to the folder where .ci/clients.sh installs it"
+        )
     num_turns, num_prompts = (4, 8) if options.quick else (TURNS, NUM_PROMPTS)
     figures: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -165,7 +165,6 @@ def test_blocks_from_tiers_are_those_of_the_prompt(num_schedules: int, elastic: 
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         num_loaded += world.num_loaded_blocks
-        assert all(worker.scheduler.tiers.is_idle for worker in world.workers)
     assert num_loaded > num_schedules // 10
 
 

@@ -524,6 +524,8 @@ class World:
                 return f"{blocks.num_blocks - blocks.num_free} blocks of {process.epoch} are lost"
             if decode._transfers or decode._by_request or decode._by_transfer or prefill._by_transfer:
                 return f"{process.epoch} remembers what has ended"
+            if not scheduler.tiers.is_idle:
+                return f"{process.epoch} waits for a tier"
             peers = [source for source, target in self.routes() if target is process and source is not process]
             if not all(source.path_to(process) for source in peers):
                 return f"a pair with {process.epoch} is not ready"
