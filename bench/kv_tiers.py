@@ -182,9 +182,7 @@ def main() -> None:
     if unknown := set(names) - set(SERVERS):
         parser.error(f"unknown server {', '.join(sorted(unknown))}; choose from {', '.join(SERVERS)}")
     if not set(names) <= set(able):
-        parser.error(
-            "the server store needs Mooncake: set MOONCAKE_FOLDER to the folder where .ci/clients.sh installs it"
-        )
+        parser.error("store needs Mooncake: set MOONCAKE_FOLDER to the folder where .ci/clients.sh installs it")
     num_turns, num_prompts = (4, 8) if options.quick else (TURNS, NUM_PROMPTS)
     figures: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
