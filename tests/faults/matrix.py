@@ -120,6 +120,7 @@ class Matrix:
         self._rng = random.Random(seed)
         self._num_tracebacks = self._num_corrupt_blocks = 0
         self._num_bodies = 0
+        self._known: dict[int, tuple[dict[str, Any], list[int]]] = {}  # requests by prompt length, and their tokens
         self._have_taken: set[tuple[int, int]] = set()  # (media cache, process that has used an image of it)
         self._bystander_body = self._body(takes_image=False, num_tokens=400, num_prompt_tokens=30)
         self._bystander_tokens = self._undisturbed(self._bystander_body).token_ids
@@ -129,6 +130,19 @@ class Matrix:
         stream = Stream(self._cluster, body | {"cache_salt": "reference"})
         assert stream.wait(END_LIMIT_S) and stream.outcome == "length", stream.outcome
         return stream
+
+    def _request_of(self, case: Case) -> tuple[dict[str, Any], list[int]]:
+        """Returns a request of which nothing is cached, and its tokens in an undisturbed run."""
+        if case.role == "media cache":  # a new image
+            body = self._body(takes_image=True)
+            return body, self._undisturbed(body).token_ids
+        num_prompt_tokens = NUM_LOCAL_PROMPT_TOKENS if case.phase == LOCAL_PREFILL else NUM_PROMPT_TOKENS
+        if num_prompt_tokens not in self._known:
+            body = self._body(takes_image=False, num_prompt_tokens=num_prompt_tokens)
+            self._known[num_prompt_tokens] = body, self._undisturbed(body).token_ids
+        body, token_ids = self._known[num_prompt_tokens]
+        self._num_bodies += 1
+        return body | {"cache_salt": f"case {self._num_bodies}"}, token_ids
 
     def _show_images(self) -> None:
         """Sends images to each proxy, which starts its media process, and to each prefill worker."""
@@ -162,9 +176,7 @@ class Matrix:
     def run(self, case: Case) -> Result:
         """Raises AssertionError if the phase cannot be reached or the cluster does not recover in time."""
         for num_missed in range(MAX_TRIES):
-            num_prompt_tokens = NUM_LOCAL_PROMPT_TOKENS if case.phase == LOCAL_PREFILL else NUM_PROMPT_TOKENS
-            body = self._body(case.role == "media cache", num_prompt_tokens=num_prompt_tokens)
-            reference = self._undisturbed(body)
+            body, reference = self._request_of(case)
             self._show_images()
             self._settle()
             before = Footprint.of(self._cluster, self._shared_before)
@@ -173,7 +185,7 @@ class Matrix:
                 with self._bystander() as bystander:
                     if self._is_elastic and case.phase in PLACED_PHASES:
                         self._place(bystander)
-                    result = self._strike(case, body, reference.token_ids, bystander, before, num_missed)
+                    result = self._strike(case, body, reference, bystander, before, num_missed)
                 if case.fault == CLOSES and self._cluster.ready_pairs() != pairs:
                     result.problems.append("a pair was made anew")
                 return result

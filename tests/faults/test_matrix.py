@@ -10,41 +10,33 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.matrix import CLOSES, Case, Matrix, matrix
-from tests.faults.phases import LOCAL_PREFILL, PHASES
+from tests.faults.phases import LOCAL_PREFILL
 from tests.support.nixl import OVER_TCP, nixl_environment
 
 CASES = [
     Case("prefill", "SIGKILL", "shipping"),
     Case("prefill", "SIGSTOP then SIGCONT", "prefilling"),
-    Case("prefill", "SIGTERM", "queued"),
     Case("decode", "SIGKILL", "first token"),
     Case("decode", "SIGKILL", LOCAL_PREFILL),
     Case("decode", "SIGSTOP then SIGCONT", "decoding"),
-    Case("decode", "SIGKILL", "finishing"),
+    Case("decode", "SIGTERM", "finishing"),
     Case("proxy", "SIGKILL", "shipping"),
     Case("proxy", "SIGSTOP then SIGCONT", "finishing"),
-    Case("media cache", "SIGKILL", "queued"),
     Case("media cache", "SIGKILL", "prefilling"),
+    *(Case("client", CLOSES, phase) for phase in ("queued", "prefilling", "decoding", LOCAL_PREFILL)),
 ]
-CLIENTS = [Case("client", CLOSES, phase) for phase in (*PHASES, LOCAL_PREFILL)]
 ELASTIC_CASES = [
     Case("prefill", "SIGKILL", "shipping"),
-    Case("prefill", "SIGSTOP then SIGCONT", "shipping"),
-    Case("decode", "SIGKILL", "first token"),
     Case("prefill", "SIGTERM", "queued"),
     Case("decode", "SIGKILL", LOCAL_PREFILL),
-    Case("decode", "SIGSTOP then SIGCONT", "decoding"),
+    Case("decode", "SIGSTOP then SIGCONT", "first token"),
     Case("client", CLOSES, "shipping"),
-    Case("client", CLOSES, LOCAL_PREFILL),
 ]
 """The worker of LOCAL_PREFILL does both phases."""
 NETWORK_CASES = [
     Case("prefill", "SIGKILL", "shipping"),
-    Case("prefill", "SIGSTOP then SIGCONT", "shipping"),
     Case("decode", "SIGSTOP then SIGCONT", "first token"),
-    Case("decode", "SIGKILL", "first token"),
     Case("client", CLOSES, "shipping"),
-    Case("client", CLOSES, "first token"),
 ]
 
 
@@ -73,7 +65,7 @@ def of_elastic_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mat
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", CASES + CLIENTS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(running: Matrix, case: Case) -> None:
     result = running.run(case)
     assert not result.problems, result
@@ -87,7 +79,7 @@ def test_case_over_tcp(over_tcp: Matrix, case: Case) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", [case for case in NETWORK_CASES if case.role != "client"], ids=str)
+@pytest.mark.parametrize("case", NETWORK_CASES, ids=str)
 def test_case_over_nixl(over_nixl: Matrix, case: Case) -> None:
     result = over_nixl.run(case)
     assert not result.problems, result

@@ -61,11 +61,10 @@ def answers(cluster: Cluster) -> list[list[tuple[str, str]]]:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--prefill", "1", "--decode", "1"),
         ("--workers", "2"),
         ("--prefill", "1", "--decode", "1", "--decode-tensor-parallel-size", "2", "--threads-per-worker", "1"),
     ],
-    ids=["roles", "elastic", "ranks"],
+    ids=["elastic", "ranks"],
 )
 def test_overlapped_steps_give_the_same_answers(
     flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

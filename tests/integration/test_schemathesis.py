@@ -56,7 +56,7 @@ def test_answers_match_the_openapi_document(cluster: Cluster, operation: Any, mo
     statuses: Counter[int] = Counter()
 
     @settings(
-        max_examples=30 if has_body else 3,
+        max_examples=20 if has_body else 3,
         deadline=None,
         derandomize=True,
         database=None,

@@ -126,12 +126,12 @@ def run(seed: int, one_sided: bool, num_events: int, elastic: bool = False, tier
         (False, range(2500)),
         (True, range(1000)),
         pytest.param(False, range(2500, 5000), marks=EXTENDED),
-        pytest.param(True, range(1000, 5000), marks=EXTENDED),
+        pytest.param(True, range(1000, 2500), marks=EXTENDED),
     ],
     ids=["fixed", "elastic", "more fixed", "more elastic"],
 )
-def test_twenty_thousand_schedules(elastic: bool, seeds: range, one_sided: bool) -> None:
-    """5,000 each for both layouts and both kinds of path. No write reaches a block of another transfer."""
+def test_random_schedules(elastic: bool, seeds: range, one_sided: bool) -> None:
+    """No write reaches a block of another transfer."""
     ended: Counter[str | None] = Counter()
     num_late = num_corrupted = num_found = num_duplicated = num_expired = num_kept = 0
     for seed in seeds:
@@ -155,7 +155,7 @@ def test_twenty_thousand_schedules(elastic: bool, seeds: range, one_sided: bool)
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed roles", "elastic"])
-@pytest.mark.parametrize("num_schedules", [600, pytest.param(3000, marks=EXTENDED)])
+@pytest.mark.parametrize("num_schedules", [600, pytest.param(1500, marks=EXTENDED)])
 def test_blocks_from_tiers_are_those_of_the_prompt(num_schedules: int, elastic: bool) -> None:
     """Tiers fail, lose blocks, answer late and outlive their workers. Each decode step compares its blocks' content."""
     num_loaded = 0
