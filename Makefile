@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup serve test test-all test-extended lint check audit bench gpu-check gpu-wheels format lock clean
+.PHONY: setup serve test test-all test-extended test-exhaustive lint check audit bench gpu-check gpu-wheels format lock clean
 
 setup: $(VENV)/.installed
 
@@ -41,9 +41,12 @@ test: setup
 test-all: setup
 	$(PYTEST) $(ARGS)
 
-# What `make test` leaves out.
+# What `make test` leaves out, about 40 minutes. More schedules, connectors and larger clusters: make test-exhaustive.
 test-extended: setup
-	$(PYTEST) -m extended $(ARGS)
+	$(PYTEST) -m "extended and not exhaustive" $(ARGS)
+
+test-exhaustive: setup
+	$(PYTEST) -m exhaustive $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

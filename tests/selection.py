@@ -1,8 +1,11 @@
 """Which tests `make test` runs, and in which order.
 
 Unit, simulation and security tests all run. Of the tests that start clusters, those named in REPRESENTATIVE run; all
-others are marked `extended` and run with `make test-all`. A single test or parameter of a named module, or a security
-test that starts a cluster, is left out by `pytest.mark.extended`.
+others are marked `extended` and run with `make test-extended`. A single test or parameter of a named module, or a
+security test that starts a cluster, is left out by `pytest.mark.extended`.
+
+Modules in EXHAUSTIVE, and tests marked so, run with `make test-exhaustive` only: many more random schedules, the same
+faults over further connectors and layouts, larger clusters. `make test-all` runs everything.
 """
 
 from __future__ import annotations
@@ -30,6 +33,13 @@ REPRESENTATIVE = (
 )
 """Modules below tests/."""
 
+EXHAUSTIVE = (
+    "integration/clients/test_load_generators.py",
+    "integration/test_scale.py",
+    "faults/test_exam.py",
+    "faults/test_gpu_check.py",
+)
+
 
 def stage_of(node_id: str) -> str:
     folders = node_id.split("/")
@@ -37,12 +47,24 @@ def stage_of(node_id: str) -> str:
 
 
 def is_representative(node_id: str) -> bool:
-    return node_id.removeprefix("tests/").partition("::")[0] in REPRESENTATIVE
+    return _module_of(node_id) in REPRESENTATIVE
+
+
+def is_exhaustive(node_id: str) -> bool:
+    return _module_of(node_id) in EXHAUSTIVE
+
+
+def _module_of(node_id: str) -> str:
+    return node_id.removeprefix("tests/").partition("::")[0]
 
 
 def select(items: list[pytest.Item]) -> None:
-    """Marks the extended tests and sorts all by stage. The order within a stage stays pytest's."""
+    """Marks the extended and exhaustive tests and sorts all by stage. The order within a stage stays pytest's."""
     for item in items:
+        if is_exhaustive(item.nodeid):
+            item.add_marker("exhaustive")
+        if item.get_closest_marker("exhaustive") is not None:
+            item.add_marker("extended")
         if stage_of(item.nodeid) in CLUSTER_STAGES and not is_representative(item.nodeid):
             item.add_marker("extended")
     items.sort(key=lambda item: STAGES.index(stage_of(item.nodeid)))

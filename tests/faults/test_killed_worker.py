@@ -30,7 +30,7 @@ def _stream(cluster: Cluster, prompt_length: int, started: threading.Event, toke
                 token_ids += event["choices"][0]["token_ids"]
 
 
-@pytest.fixture(scope="module", params=["ipc", "tcp"])
+@pytest.fixture(scope="module", params=["ipc", pytest.param("tcp", marks=pytest.mark.exhaustive)])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     flags = ("--kv-connector", request.param, "--max-num-batched-tokens", "32", "--worker-wait-s", "120")
     with Cluster(*flags) as running:

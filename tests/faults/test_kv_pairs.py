@@ -28,7 +28,9 @@ WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
 ONE_SIDED = pytest.mark.parametrize("connector", ["ipc"], indirect=True, scope="module")
-ALSO_TWO_SIDED = pytest.mark.parametrize("connector", ["ipc", "tcp"], indirect=True, scope="module")
+ALSO_TWO_SIDED = pytest.mark.parametrize(
+    "connector", ["ipc", pytest.param("tcp", marks=pytest.mark.exhaustive)], indirect=True, scope="module"
+)
 ENVIRONMENT = {"TANDEM_KV_CHECKSUMS": "1"}
 
 

@@ -71,6 +71,7 @@ def test_case(running: Matrix, case: Case) -> None:
     assert not result.problems, result
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", NETWORK_CASES, ids=str)
 def test_case_over_tcp(over_tcp: Matrix, case: Case) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.cluster import MODEL, NOW, OLDER_CPU, Cluster
 
-NUM_TOKENS = 800
+NUM_TOKENS = 500
 _LONG = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
 _LETTERS = f"[ab]{{{NUM_TOKENS}}}"
 _COUNTS = {"type": "array", "items": {"enum": [1, 2, 30]}, "minItems": 2000}
@@ -50,7 +50,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["fixed", pytest.param("elastic", marks=pytest.mark.extended)])
+@pytest.fixture(scope="module", params=["fixed", pytest.param("elastic", marks=pytest.mark.exhaustive)])
 def running(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Workers of fixed roles, or elastic ones with the kernels of an older CPU."""
     workers = ("--prefill", "2", "--decode", "2") if request.param == "fixed" else ("--workers", "2")

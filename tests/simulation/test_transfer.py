@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.simulation.transfer_world import World
 
-EXTENDED = pytest.mark.extended
+EXHAUSTIVE = pytest.mark.exhaustive
 PROCESSES = st.integers(0, 2)
 TIERS: list[tuple[str, ...]] = [(), ("host",), ("host", "disk", "store")]
 
@@ -125,8 +125,8 @@ def run(seed: int, one_sided: bool, num_events: int, elastic: bool = False, tier
     [
         (False, range(2500)),
         (True, range(1000)),
-        pytest.param(False, range(2500, 5000), marks=EXTENDED),
-        pytest.param(True, range(1000, 2500), marks=EXTENDED),
+        pytest.param(False, range(2500, 5000), marks=EXHAUSTIVE),
+        pytest.param(True, range(1000, 2500), marks=EXHAUSTIVE),
     ],
     ids=["fixed", "elastic", "more fixed", "more elastic"],
 )
@@ -155,7 +155,7 @@ def test_random_schedules(elastic: bool, seeds: range, one_sided: bool) -> None:
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed roles", "elastic"])
-@pytest.mark.parametrize("num_schedules", [600, pytest.param(1500, marks=EXTENDED)])
+@pytest.mark.parametrize("num_schedules", [600, pytest.param(1500, marks=EXHAUSTIVE)])
 def test_blocks_from_tiers_are_those_of_the_prompt(num_schedules: int, elastic: bool) -> None:
     """Tiers fail, lose blocks, answer late and outlive their workers. Each decode step compares its blocks' content."""
     num_loaded = 0

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import REPRESENTATIVE, group_of, is_representative, stage_of
+from tests.selection import EXHAUSTIVE, REPRESENTATIVE, group_of, is_exhaustive, is_representative, stage_of
 
 TESTS = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("name", REPRESENTATIVE + EXHAUSTIVE)
 def test_selected_tests_exist(name: str) -> None:
     assert (TESTS / name).is_file(), f"tests/selection.py names {name}, which does not exist"
 
@@ -19,6 +19,7 @@ def test_selected_tests_exist(name: str) -> None:
 def test_all_tests_of_a_selected_module_are_selected() -> None:
     assert is_representative("tests/integration/test_serving.py::test_any[a/b]")
     assert not is_representative("tests/integration/test_scale.py::test_any")
+    assert is_exhaustive("tests/integration/test_scale.py::test_any")
 
 
 def test_cluster_tests_form_one_group() -> None:
