@@ -60,7 +60,7 @@ async def _cancel_at_random(cluster: Cluster, rng: random.Random) -> Counter[str
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("connector", ["ipc", pytest.param("tcp", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("connector", ["ipc", pytest.param("tcp", marks=pytest.mark.exhaustive)])
 def test_cancelled_requests_free_every_block(connector: str) -> None:
     # A small pool makes requests wait for blocks on both sides; short chunks make prefill last.
     arguments = ["--kv-connector", connector, "--max-num-batched-tokens", "128", "--kv-cache-gib", "0.02"]

@@ -52,7 +52,7 @@ def worker(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("connector", ["tcp", "nixl"])
+@pytest.mark.parametrize("connector", [pytest.param("tcp", marks=pytest.mark.exhaustive), "nixl"])
 def test_auto_takes_it_and_recovers_from_a_cut_link(connector: str, tmp_path: Path) -> None:
     """`tcp` encrypts, so a cluster with keys takes it; `nixl` is preferred where it is installed and there are none."""
     if _SKIP_REASON:

@@ -27,9 +27,7 @@ CASES = [
 ]
 ELASTIC_CASES = [
     Case("prefill", "SIGKILL", "shipping"),
-    Case("prefill", "SIGTERM", "queued"),
     Case("decode", "SIGKILL", LOCAL_PREFILL),
-    Case("decode", "SIGSTOP then SIGCONT", "first token"),
     Case("client", CLOSES, "shipping"),
 ]
 """The worker of LOCAL_PREFILL does both phases."""

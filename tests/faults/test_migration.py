@@ -184,7 +184,7 @@ def start_all(cluster: Cluster, pool: ThreadPoolExecutor) -> list[Future[Any]]:
         ("decode-0", "SIGKILL"),
         pytest.param("decode-0", "SIGSTOP", marks=pytest.mark.extended),
         pytest.param("decode-0", "SIGTERM", marks=pytest.mark.extended),
-        pytest.param("decode-1", "SIGKILL", marks=pytest.mark.extended),
+        pytest.param("decode-1", "SIGKILL", marks=pytest.mark.exhaustive),
     ],
 )
 def test_streams_survive_the_loss_of_a_decode_worker(
@@ -208,7 +208,7 @@ def test_streams_survive_the_loss_of_a_decode_worker(
 
 @pytest.mark.extended
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "SIGTERM"])
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", pytest.param("SIGTERM", marks=pytest.mark.exhaustive)])
 def test_prompts_survive_the_loss_of_a_prefill_worker(running: Cluster, undisturbed: list[Any], fault: str) -> None:
     """Both workers are frozen first, so that each holds prompts when one of them is lost."""
     workers = [running.worker(present(running, f"prefill-{number}")).worker for number in range(2)]

@@ -73,7 +73,7 @@ class TieredCluster:
 # ---- killed workers
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.exhaustive), "disk"])
 def test_the_next_turn_after_all_workers_were_killed_is_loaded(tier: str, tmp_path: Path) -> None:
     tiers = {"host": ("--kv-host-gib", "0.1"), "disk": ("--kv-disk-dir", str(tmp_path), "--kv-disk-gib", "0.1")}
     options = ("--dtype", "float32", "--block-size", "16", "--kv-cache-gib", "0.05", *tiers[tier])

@@ -27,7 +27,7 @@ def make_cluster(*options: str) -> Cluster:
     return Cluster("--model", str(DEMO_MODEL), "--served-model-name", MODEL, "--dtype", "float32", *options)
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+@pytest.fixture(scope="module", params=["ipc", pytest.param("tcp", marks=pytest.mark.exhaustive), "local-prefill"])
 def demo(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with make_cluster(*OPTIONS[request.param]) as running:
         yield running

@@ -72,6 +72,7 @@ def test_a_lost_media_process_fails_its_jobs_and_is_replaced(served: MediaProxy)
     wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
 
 
+@pytest.mark.exhaustive
 def test_a_media_process_that_does_not_answer_a_cancelled_job_is_replaced(tmp_path: Path) -> None:
     """Simulates a decoder that hangs. The process is replaced before it counts as silent."""
     with media_proxy(tmp_path, media={"decode_timeout_s": 0.5}) as served:

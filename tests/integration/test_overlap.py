@@ -61,7 +61,7 @@ def answers(cluster: Cluster) -> list[list[tuple[str, str]]]:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--workers", "2"),
+        pytest.param(("--workers", "2"), marks=pytest.mark.exhaustive),
         ("--prefill", "1", "--decode", "1", "--decode-tensor-parallel-size", "2", "--threads-per-worker", "1"),
     ],
     ids=["elastic", "ranks"],

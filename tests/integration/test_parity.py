@@ -89,6 +89,7 @@ def test_shared_memory_and_short_chunks_match_transformers(
         pytest.param(
             ["--prefill", "2", "--decode", "2", "--block-size", "32"],
             id="auto-2-prefill-2-decode",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

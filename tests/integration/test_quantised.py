@@ -23,7 +23,7 @@ def checkpoint(noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Q
     return make_checkpoint(noise_model, tmp_path_factory.mktemp("quantised") / "gptq", gptq(sym=False))
 
 
-@pytest.mark.parametrize("decode_size", ["1", "2"])
+@pytest.mark.parametrize("decode_size", ["2", pytest.param("1", marks=pytest.mark.exhaustive)])
 def test_answers_are_those_of_the_dequantised_model(decode_size: str, checkpoint: QuantisedCheckpoint) -> None:
     model = ("--model", str(checkpoint.folder), "--served-model-name", MODEL, "--dtype", "float32")
     with Cluster(*model, "--decode-tensor-parallel-size", decode_size) as cluster:
