@@ -36,8 +36,10 @@ REPRESENTATIVE = (
 EXHAUSTIVE = (
     "integration/clients/test_load_generators.py",
     "integration/test_scale.py",
+    "faults/test_device_errors.py",
     "faults/test_exam.py",
     "faults/test_gpu_check.py",
+    "faults/test_killed_rank.py",
 )
 
 

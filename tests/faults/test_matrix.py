@@ -77,6 +77,7 @@ def test_case_over_tcp(over_tcp: Matrix, case: Case) -> None:
     assert not result.problems, result
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", NETWORK_CASES, ids=str)
 def test_case_over_nixl(over_nixl: Matrix, case: Case) -> None:
@@ -84,6 +85,7 @@ def test_case_over_nixl(over_nixl: Matrix, case: Case) -> None:
     assert not result.problems, result
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", ELASTIC_CASES, ids=str)
 def test_case_of_elastic_workers(of_elastic_workers: Matrix, case: Case) -> None:
