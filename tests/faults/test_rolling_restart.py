@@ -17,8 +17,7 @@ NUM_PAIRS = 4
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     flags = ("--prefill", "2", "--decode", "2", "--proxies", "2", "--dtype", "float32", "--kv-cache-gib", "0.02")
-    flags = (*flags, "--max-num-batched-tokens", "64", "--threads-per-worker", "1", "--kv-host-gib", "0.05")
-    with Cluster(*flags) as running:
+    with Cluster(*flags, "--max-num-batched-tokens", "64", "--threads-per-worker", "1") as running:
         yield running
 
 
@@ -48,10 +47,6 @@ def test_rolling_restart_loses_no_request(cluster: Cluster, load: SteadyLoad) ->
     assert set(epochs(cluster)) == set(epochs_before)
     assert not set(epochs(cluster).values()) & set(epochs_before.values())
     assert not set(cluster.pids()) & pids_before
-    tiers = [tier for report in cluster.status().workers for tier in report.load.tiers]
-    assert len(tiers) == 4 and all(tier.num_blocks > tier.num_stored for tier in tiers), (
-        "found again: the blocks of before"
-    )
     cluster.wait_for(cluster.all_blocks_free)
     assert "Traceback" not in cluster.logs()
 
