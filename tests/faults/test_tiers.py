@@ -23,12 +23,21 @@ from tests.support.mooncake import MooncakeStore, freeze, mooncake_environment
 
 pytestmark = pytest.mark.timeout(300)
 
-PROMPT_TOKENS, ANSWER_TOKENS = 200, 8
+PROMPT_TOKENS = 200
 PROMPTS = range(10)
 POOL_GIB = "0.005"  # less than the KV of all prompts
 OPTIONS = ("--workers", "1", "--dtype", "float32", "--block-size", "16", "--kv-cache-gib", POOL_GIB)
 MAX_DELAY_S = 20.0
 """More than a load may take (`LOAD_TIMEOUT_S`), and much less than a client's deadline."""
+
+
+def ask(cluster: Cluster, timeout_s: float, **fields: Any) -> tuple[list[int], int]:
+    """Returns the answer's tokens, and how many tokens of the prompt were cached or loaded."""
+    body = {"model": MODEL, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=timeout_s)
+    assert answer.status_code == 200, answer.text
+    usage, [choice] = answer.json()["usage"], answer.json()["choices"]
+    return choice["token_ids"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
 class TieredCluster:
@@ -40,15 +49,9 @@ class TieredCluster:
         self._answers = {number: self.ask(number)[0] for number in PROMPTS}
         self.wait_until_loading()
 
-    def ask(self, number: int, **fields: Any) -> tuple[list[int], int]:
-        """Returns the answer's tokens, and how many tokens of the prompt were cached or loaded."""
+    def ask(self, number: int) -> tuple[list[int], int]:
         prompt = [(number * 31 + 7 * position) % 900 + 4 for position in range(PROMPT_TOKENS)]
-        fields |= {"model": MODEL, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-        fields |= {"ignore_eos": True, "return_token_ids": True}
-        answer = httpx.post(f"{self.cluster.url}/v1/completions", json=fields, timeout=MAX_DELAY_S)
-        assert answer.status_code == 200, answer.text
-        usage, [choice] = answer.json()["usage"], answer.json()["choices"]
-        return choice["token_ids"], usage["prompt_tokens_details"]["cached_tokens"]
+        return ask(self.cluster, MAX_DELAY_S, prompt=prompt, max_tokens=8)
 
     def tier(self) -> TierFigures:
         [tier] = self.cluster.worker("worker-0").load.tiers
@@ -78,15 +81,6 @@ def test_the_next_turn_after_all_workers_were_killed_is_loaded(tier: str, tmp_pa
     tiers = {"host": ("--kv-host-gib", "0.1"), "disk": ("--kv-disk-dir", str(tmp_path), "--kv-disk-gib", "0.1")}
     options = ("--dtype", "float32", "--block-size", "16", "--kv-cache-gib", "0.05", *tiers[tier])
     with Cluster(*options) as cluster:
-
-        def ask(prompt: list[int], **fields: Any) -> tuple[list[int], int]:
-            fields |= {"model": MODEL, "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-            body = {**fields, "return_token_ids": True}
-            answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
-            assert answer.status_code == 200, answer.text
-            details = answer.json()["usage"]["prompt_tokens_details"]
-            return answer.json()["choices"][0]["token_ids"], details["cached_tokens"]
-
         first = [11 * i % 900 + 4 for i in range(200)]
         num_blocks = len(first) // 16
         workers = ("prefill-0", "decode-0")
@@ -95,7 +89,7 @@ def test_the_next_turn_after_all_workers_were_killed_is_loaded(tier: str, tmp_pa
             loads = [cluster.worker(each).load for each in workers]
             return all(sum(tier.num_blocks for tier in load.tiers) >= num_blocks for load in loads)
 
-        turn = [*first, *ask(first)[0], *range(50, 100)]
+        turn = [*first, *ask(cluster, 120, prompt=first, max_tokens=40)[0], *range(50, 100)]
         cluster.wait_for(holds_first_turn)
         killed = [cluster.worker(each).worker for each in workers]
         for worker in killed:
@@ -103,9 +97,10 @@ def test_the_next_turn_after_all_workers_were_killed_is_loaded(tier: str, tmp_pa
         epochs = {worker.epoch for worker in killed}
         cluster.wait_for(lambda: any(not epochs & set(pair) for pair in cluster.ready_pairs()), 120)
         cluster.wait_for(holds_first_turn)
-        token_ids, num_cached = ask(turn)
+        token_ids, num_cached = ask(cluster, 120, prompt=turn, max_tokens=40)
         assert num_cached >= num_blocks * 16
-        assert (token_ids, 0) == ask(turn, cache_salt="computes the whole prompt")
+        computed = ask(cluster, 120, prompt=turn, max_tokens=40, cache_salt="computes the whole prompt")
+        assert computed == (token_ids, 0)
 
 
 # ---- disk
@@ -203,9 +198,11 @@ def slowed(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
     thread = threading.Thread(target=stop_and_continue)
     thread.start()
-    yield
-    is_over.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def test_a_slow_store_delays_and_fails_nothing(in_store: TieredCluster, store: MooncakeStore) -> None:
