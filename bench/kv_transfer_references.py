@@ -69,7 +69,8 @@ def raw_gloo(store: Path, pair: int, rank: int, blocks: torch.Tensor) -> Copy:
 
 def raw_socket(store: Path, pair: int, rank: int, blocks: torch.Tensor) -> Copy:
     """Connects two plain sockets and returns a bare send (rank 0) or receive (rank 1)."""
-    meeting = PrefixStore(f"raw-{pair}", FileStore(str(store), 2))
+    # A store with a fixed number of users deletes its file after the last, though the next pair may be using it.
+    meeting = PrefixStore(f"raw-{pair}", FileStore(str(store), -1))
     if rank == 0:
         connection = socket.create_connection((HOST, int(meeting.get("port"))), TIMEOUT_S)
     else:

@@ -1,8 +1,10 @@
-"""The `tcp` connector: blocks travel over plain sockets, with TLS if the cluster has keys. Both sides have CPU pools.
+"""The `tcp` connector: blocks travel over a socket, with TLS if the cluster has keys. Both sides have CPU pools.
 
-A path has several connections, so that several cores encrypt. The decode end listens on a free port, which it puts into
-the store, and closes the listener when all connections are there. Both ends divide a transfer in the same way; each
-connection's part has a header, so that the ends notice when they disagree.
+The decode end listens on a free port, which it puts into the store, until the peer has connected. Each transfer has a
+header, so that the ends notice when they disagree.
+
+A path has one connection, on one thread. Python reads one TLS record of 16 KiB per call, so several threads of a
+process would spend on the GIL what they gain from more cores (figures: docs/adr/0029-tcp-connector.md).
 
 The sender does not use `sendfile`: the kernel would read the pages after the call returned, when the blocks may already
 belong to another request.
@@ -11,19 +13,17 @@ belong to another request.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket
 import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 import torch
 
-from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer, when_all
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer
 from tandem.kv_transfer.connectors.block_runs import is_run
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.connectors.process_group import connect_store
@@ -36,23 +36,13 @@ PROGRESS_TIMEOUT_S = 5.0
 """Longest time without progress in a transfer; then the peer counts as dead."""
 _GREETING_TIMEOUT_S = 2.0
 """Deadline of a new connection's TLS handshake and greeting: a stranger delays the others by no more."""
-NUM_CONNECTIONS = 4
-_MIN_PART_BYTES = 1 << 20
-"""A connection is used only for at least this much of a transfer."""
 _CHUNK_BYTES = 1 << 20
 """Blocks that are not adjacent in the pool are gathered into a buffer of about this size."""
 _PORT_KEY = "port"
-_GREETING = struct.Struct("!HH")  # bytes of the path id, number of the connection; the path id follows
+_GREETING = struct.Struct("!H")  # bytes of the path id, which follows
 _ACCEPTED = b"\1"
-_HEADER = struct.Struct("!QQI")  # of a part: number of the transfer, bytes of a block, blocks
+_HEADER = struct.Struct("!QQI")  # number of the transfer, bytes of a block, blocks
 _SHORTEST_SLICE_S = 0.001
-
-
-def divided(block_ids: Sequence[int], block_bytes: int) -> list[list[int]]:
-    """Returns the blocks of each connection that is used, at least one. Both ends divide alike."""
-    num_parts = max(1, min(NUM_CONNECTIONS, len(block_ids), len(block_ids) * block_bytes // _MIN_PART_BYTES))
-    bounds = [len(block_ids) * part // num_parts for part in range(num_parts + 1)]
-    return [list(block_ids[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
 class _Link:
@@ -103,10 +93,7 @@ class _Link:
 
 
 class _TcpEnd:
-    """Common to both ends: the connections, a thread for each, and the division of transfers into parts.
-
-    Connecting runs on the first thread. Jobs wait for it.
-    """
+    """Common to both ends: the connection and its thread. Connecting is the thread's first job."""
 
     def __init__(self, name: str, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> None:
         self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
@@ -115,25 +102,20 @@ class _TcpEnd:
         self._network = network
         self._num_transfers = 0
         self._lock = threading.Lock()  # of the next three
-        self._links: list[_Link] = []
+        self._links: list[_Link] = []  # the peer's, and strangers' until they are refused
         self._listener: socket.socket | None = None
         self._is_closed = False
-        self._connected: Future[list[_Link]] = Future()  # in order of their numbers
-        self._threads = [JobThread(f"{name}.{number}") for number in range(NUM_CONNECTIONS)]
-        self._threads[0].submit(self._connect, on_ready)
+        self._link: _Link | None = None
+        self._thread = JobThread(name)
+        self._thread.submit(self._connect, on_ready)
 
     def _connect(self) -> None:
         try:
-            self._connected.set_result(self._open_connections(time.monotonic() + CONNECT_TIMEOUT_S))
+            self._link = self._open_connection(time.monotonic() + CONNECT_TIMEOUT_S)
         except ssl.SSLError as error:
-            failure = KVTransferFailed(f"the peer has other network keys: {first_line(error)}")
-            self._connected.set_exception(failure)
-            raise failure from error
-        except Exception as error:
-            self._connected.set_exception(error)
-            raise
+            raise KVTransferFailed(f"the peer has other network keys: {first_line(error)}") from error
 
-    def _open_connections(self, deadline: float) -> list[_Link]:
+    def _open_connection(self, deadline: float) -> _Link:
         raise NotImplementedError
 
     def _keep(self, link: _Link) -> _Link:
@@ -144,16 +126,14 @@ class _TcpEnd:
                 raise KVTransferFailed("the pair was closed")
         return link
 
-    def _submit(self, block_ids: Sequence[int], move: Callable[[_Link, int, list[int]], None], on_done: OnDone) -> None:
-        """move(link, number of the transfer, blocks): called on the connection's thread."""
-        parts = divided(block_ids, self._block_bytes)
-        done = when_all(len(parts), on_done)
-        for number, part in enumerate(parts):
-            self._threads[number].submit(partial(self._move, number, move, self._num_transfers, part), done)
+    def _submit(self, move: Callable[[_Link, int, list[int]], None], block_ids: Sequence[int], on_done: OnDone) -> None:
+        """move(link, number of the transfer, blocks): called on the thread, unless connecting failed."""
+        self._thread.submit(partial(self._move, move, self._num_transfers, list(block_ids)), on_done)
         self._num_transfers += 1
 
-    def _move(self, number: int, move: Callable[[_Link, int, list[int]], None], transfer: int, part: list[int]) -> None:
-        move(self._connected.result(CONNECT_TIMEOUT_S)[number], transfer, part)
+    def _move(self, move: Callable[[_Link, int, list[int]], None], transfer: int, block_ids: list[int]) -> None:
+        assert self._link is not None  # a thread whose first job failed runs no other
+        move(self._link, transfer, block_ids)
 
     def _chunks(self, block_ids: list[int]) -> Iterator[tuple[list[int], memoryview, torch.Tensor | None]]:
         """Yields (block ids, their bytes, None), or a buffer for them instead: its bytes, and its blocks."""
@@ -180,14 +160,12 @@ class _TcpEnd:
         for link in links:
             link.stop()
 
-        def end(_: KVTransferFailed | None) -> None:
+        def end() -> None:
             for link in self._links:
                 link.close()
             on_closed()
 
-        ended = when_all(len(self._threads), end)
-        for thread in self._threads:
-            thread.close(partial(ended, None))
+        self._thread.close(end)
 
 
 class TcpSender(_TcpEnd):
@@ -197,27 +175,22 @@ class TcpSender(_TcpEnd):
         self._peer = peer
         super().__init__(f"ship-{peer.path_id}", blocks, network, on_ready)
 
-    def _open_connections(self, deadline: float) -> list[_Link]:
+    def _open_connection(self, deadline: float) -> _Link:
         path_id, params = self._peer.path_id.encode(), self._peer.params
         address = params.store_host, int(connect_store(self._peer.path_id, params).get(_PORT_KEY))
         context = self._network.tls.client if self._network.tls is not None else None
-        links = []
-        for number in range(NUM_CONNECTIONS):
-            plain = socket.create_connection(address, _time_left(deadline))
-            link = self._keep(_Link(plain, context, is_server=False))
-            link.send(_GREETING.pack(len(path_id), number) + path_id)
-            links.append(link)
-        for link in links:
-            link.greeted()  # the peer accepts one after the other
-            if link.read(1) != _ACCEPTED:
-                raise KVTransferFailed("the peer did not accept the connection")
-        return links
+        link = self._keep(_Link(socket.create_connection(address, _time_left(deadline)), context, is_server=False))
+        link.send(_GREETING.pack(len(path_id)) + path_id)
+        link.greeted()  # the peer may be busy with a stranger
+        if link.read(1) != _ACCEPTED:
+            raise KVTransferFailed("the peer did not accept the connection")
+        return link
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         """Does nothing: the receiver writes."""
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
-        self._submit(src_block_ids, self._send, on_done)
+        self._submit(self._send, src_block_ids, on_done)
 
     def _send(self, link: _Link, transfer: int, block_ids: list[int]) -> None:
         link.send(_HEADER.pack(transfer, self._block_bytes, len(block_ids)))
@@ -237,7 +210,7 @@ class TcpReceiver(_TcpEnd):
         self._open_store = open_store
         super().__init__(f"take-{path_id}", blocks, network, on_ready)
 
-    def _open_connections(self, deadline: float) -> list[_Link]:
+    def _open_connection(self, deadline: float) -> _Link:
         store = self._open_store()
         fd, port = listen_on_free_port(self._network.host)
         with socket.socket(fileno=fd) as listener:
@@ -247,16 +220,15 @@ class TcpReceiver(_TcpEnd):
                     raise KVTransferFailed("the pair was closed")
             store.set(_PORT_KEY, str(port))
             try:
-                return self._accept_all(listener, deadline)
+                return self._accept(listener, deadline)
             finally:
                 with self._lock:
                     self._listener = None
 
-    def _accept_all(self, listener: socket.socket, deadline: float) -> list[_Link]:
-        """Accepts the peer's connections. Others, such as a stranger's, are closed."""
-        found: dict[int, _Link] = {}
+    def _accept(self, listener: socket.socket, deadline: float) -> _Link:
+        """Returns the peer's connection. Others, such as a stranger's, are closed."""
         refused = "nothing connected"
-        while len(found) < NUM_CONNECTIONS:
+        while True:
             listener.settimeout(_time_left(deadline))
             try:
                 plain, _ = listener.accept()
@@ -264,34 +236,25 @@ class TcpReceiver(_TcpEnd):
                 raise KVTransferFailed(f"the peer did not connect in {CONNECT_TIMEOUT_S:g} s: {refused}") from None
             try:
                 link = self._greet(plain)
-                number = self._number_of(link)
             except (OSError, KVTransferFailed) as error:
                 refused = first_line(error)
                 continue
-            if number in found or not 0 <= number < NUM_CONNECTIONS:
-                refused = f"a second connection of number {number}"
-                link.stop()
-                continue
-            found[number] = link
-        for link in found.values():
             link.send(_ACCEPTED)
             link.greeted()
-        return [found[number] for number in range(NUM_CONNECTIONS)]
+            return link
 
     def _greet(self, plain: socket.socket) -> _Link:
-        context = self._network.tls.server if self._network.tls is not None else None
-        return self._keep(_Link(plain, context, is_server=True))
-
-    def _number_of(self, link: _Link) -> int:
         """Reads the greeting. Raises KVTransferFailed if it is another path's."""
-        length, number = _GREETING.unpack(link.read(_GREETING.size))
+        context = self._network.tls.server if self._network.tls is not None else None
+        link = self._keep(_Link(plain, context, is_server=True))
+        (length,) = _GREETING.unpack(link.read(_GREETING.size))
         if length != len(self._path_id) or link.read(length) != self._path_id:
             link.stop()
             raise KVTransferFailed("a connection was not of this path")
-        return int(number)
+        return link
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
-        self._submit(block_ids, self._receive, on_done)
+        self._submit(self._receive, block_ids, on_done)
 
     def _receive(self, link: _Link, transfer: int, block_ids: list[int]) -> None:
         header, expected = _HEADER.unpack(link.read(_HEADER.size)), (transfer, self._block_bytes, len(block_ids))

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.connectors import tcp
 from tandem.kv_transfer.connectors.process_group import StoreServer
-from tandem.kv_transfer.connectors.tcp import NUM_CONNECTIONS, TcpReceiver, TcpSender, divided
+from tandem.kv_transfer.connectors.tcp import TcpReceiver, TcpSender
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.network_keys import load_keys, make_keys
 from tandem.protocol.tls_identity import tls_contexts
@@ -80,16 +80,6 @@ class BothEnds:
         closed.next(), closed.next()
 
 
-@given(st.integers(0, 500), st.integers(1, 1 << 24))
-def test_parts_hold_all_blocks_in_order_and_are_not_tiny(num_blocks: int, block_bytes: int) -> None:
-    parts = divided(range(num_blocks), block_bytes)
-    assert [block for part in parts for block in part] == list(range(num_blocks))
-    assert 1 <= len(parts) <= NUM_CONNECTIONS
-    if len(parts) > 1:
-        assert all(parts)
-        assert num_blocks * block_bytes >= len(parts) << 20
-
-
 @pytest.fixture(scope="module", params=["clear", "encrypted"])
 def network(request: pytest.FixtureRequest, encrypted: DataNetwork) -> DataNetwork:
     return CLEAR if request.param == "clear" else encrypted
@@ -97,7 +87,7 @@ def network(request: pytest.FixtureRequest, encrypted: DataNetwork) -> DataNetwo
 
 @pytest.fixture(scope="module")
 def large(network: DataNetwork) -> Iterator[tuple[BothEnds, torch.Tensor, torch.Tensor]]:
-    """Blocks of 300 KiB, so that transfers have several parts and chunks of three blocks."""
+    """Blocks of 300 KiB, so that a chunk has three."""
     source = torch.randint(0, 256, (24, 300 << 10), dtype=torch.uint8)
     destination = torch.zeros_like(source)
     path = BothEnds(source, destination, network, network).connected()
