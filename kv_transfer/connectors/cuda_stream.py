@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.runtime.errors import KVTransferFailed, first_line
@@ -21,6 +23,21 @@ Mark = torch.cuda.Event
 def finish_queued_work(device: torch.device) -> None:
     """Blocks until the device has done all work of this process."""
     torch.cuda.synchronize(device)
+
+
+def pin(memory: npt.NDArray[np.uint8], device: torch.device) -> Callable[[], None]:
+    """Registers memory of this process with CUDA, so that copies from and to it run without the host.
+
+    Allocates all its pages. Returns what undoes it. Raises torch.cuda.CudaError.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)))
+
+    def undo() -> None:
+        torch.cuda.check_error(int(runtime.cudaHostUnregister(memory.ctypes.data)))
+
+    return undo
 
 
 class SideStream:

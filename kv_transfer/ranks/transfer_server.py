@@ -98,9 +98,7 @@ class TransferServer:
                 )
             case orders.UseTiers():
                 pool = self._pool
-                self._tiers = RankTiers(
-                    pool.blocks, make_tiers(order.config, pool.layout, pool.rank, pool.blocks.shape[1])
-                )
+                self._tiers = RankTiers(pool.blocks, make_tiers(order.config, pool.layout, pool.rank, pool.blocks))
                 done(None)
             case orders.StoreInTier():
                 self._tiers.store(order.tier, order.block_ids, order.hashes, partial(self._answer_tier, order.job_id))

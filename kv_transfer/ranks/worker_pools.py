@@ -43,7 +43,7 @@ class WorkerPools:
         self._own = own
         self._followers = [RemoteRank(connection) for connection in followers]
         self._num_ranks = 1 + len(followers)
-        own_tiers = RankTiers(own.blocks, make_tiers(self._tiers_config, own.layout, own.rank, own.blocks.shape[1]))
+        own_tiers = RankTiers(own.blocks, make_tiers(self._tiers_config, own.layout, own.rank, own.blocks))
         self.tiers = WorkerTiers(own_tiers, self._followers)
         self._checksum_thread = JobThread("checksums", keeps_going=True)
         self.layout = own.layout

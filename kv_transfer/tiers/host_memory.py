@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,21 +19,23 @@ from tandem.kv_transfer.tiers.block_record import HEADER_BYTES, BlockFormat, Blo
 from tandem.kv_transfer.tiers.change_log import ChangeLog
 from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
 
+Pin = Callable[[npt.NDArray[np.uint8]], Callable[[], None]]
+"""Locks memory in place, so that a device can copy from and to it, and returns what undoes it. Raises TierFailed."""
 _NO_HEADER = memoryview(bytes(HEADER_BYTES))
 
 
 class HostMemoryTier:
     """See `KVTier`. path: a memfd of `num_bytes` (`/proc/PID/fd/N`), grown if it is smaller, used by nobody else.
 
-    Pages are allocated when first written. The file must not be on a file system that can run full, because a write to
-    a page that cannot be allocated kills the process (SIGBUS).
+    Pages are allocated when first written, or all at once if pinned. The file must not be on a file system that can run
+    full, because a write to a page that cannot be allocated kills the process (SIGBUS).
 
     Evicts the least recently used block, also after a restart: each header has a use counter.
 
-    The mapping stays at one address from `open` to `close`, so a worker on a GPU can pin it then.
+    With `pin`, a device may write to the memory of `room_for` and read that of `whole`.
     """
 
-    def __init__(self, path: str, num_bytes: int, identity: bytes, block_bytes: int) -> None:
+    def __init__(self, path: str, num_bytes: int, identity: bytes, block_bytes: int, pin: Pin | None = None) -> None:
         self._path = path
         self._format = BlockFormat(identity, block_bytes)
         self.max_bytes = num_bytes
@@ -41,6 +43,8 @@ class HostMemoryTier:
         table_bytes = self._num_slots * HEADER_BYTES
         self._first_block = table_bytes + -table_bytes % mmap.PAGESIZE
         self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._pin = pin
+        self._unpin: Callable[[], None] = lambda: None
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by block hash, least recently used first
         self._free: list[int] = []
         self._num_uses = 0
@@ -50,6 +54,10 @@ class HostMemoryTier:
     @property
     def name(self) -> str:
         return "host"
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._pin is not None
 
     @property
     def num_bytes(self) -> int:
@@ -73,6 +81,8 @@ class HostMemoryTier:
                 os.close(fd)
         except OSError as error:
             raise TierFailed(f"cannot map the host memory tier {self._path}: {error.strerror}") from error
+        if self._pin is not None:
+            self._unpin = self._pin(self._bytes)
         self._recover()
 
     def _recover(self) -> None:
@@ -94,16 +104,29 @@ class HostMemoryTier:
         return next((n for n, block_hash in enumerate(hashes) if block_hash not in self._slots), len(hashes))
 
     def store(self, block_hash: bytes, block: memoryview) -> None:
+        if self.room_for(block_hash) is not None:
+            header = self._format.make_header(block_hash, block)
+            self._write(self._block_offset(self._free[-1]), block)
+            self._add(block_hash, header)
+
+    def room_for(self, block_hash: bytes) -> npt.NDArray[np.uint8] | None:
+        """Returns memory for a block, which `keep` adds to the tier; None if the block is there."""
         if block_hash in self._slots:
             self._use(block_hash)
-            return
-        header = self._format.make_header(block_hash, block)
+            return None
         if not self._free:
             self._remove(next(iter(self._slots)))
         slot = self._free[-1]
         # The order protects from SIGKILL: while the block is being written, no header claims that it is there.
         self._write(slot * HEADER_BYTES, _NO_HEADER)
-        self._write(self._block_offset(slot), block)
+        return self._memory(slot)
+
+    def keep(self, block_hash: bytes) -> None:
+        """Adds the block that has been written to the memory of the last `room_for`."""
+        self._add(block_hash, self._format.make_header(block_hash, self._memory(self._free[-1]).data))
+
+    def _add(self, block_hash: bytes, header: bytes) -> None:
+        slot = self._free[-1]
         self._write(slot * HEADER_BYTES, memoryview(header))
         self._free.pop()
         self._slots[block_hash] = slot
@@ -113,10 +136,20 @@ class HostMemoryTier:
     def load(self, block_hash: bytes, block: memoryview) -> bool:
         if (slot := self._slots.get(block_hash)) is None:
             return False
-        offset = self._block_offset(slot)
-        np.copyto(np.frombuffer(block, np.uint8), self._bytes[offset : offset + self._format.block_bytes])
-        header = self._format.parse_header(self._header(slot))
+        np.copyto(np.frombuffer(block, np.uint8), self._memory(slot))
         # The copy is verified, not the memory, so bytes that change in between cannot pass.
+        return self._is_whole(block_hash, block)
+
+    def whole(self, block_hash: bytes) -> npt.NDArray[np.uint8] | None:
+        """Returns a block's memory, valid until the next call; None if the block is not there or is not whole."""
+        if (slot := self._slots.get(block_hash)) is None:
+            return None
+        memory = self._memory(slot)
+        return memory if self._is_whole(block_hash, memory.data) else None
+
+    def _is_whole(self, block_hash: bytes, block: memoryview) -> bool:
+        """Compares a block with its header. Removes it if they disagree."""
+        header = self._format.parse_header(self._header(self._slots[block_hash]))
         if isinstance(header, BlockHeader) and self._format.is_whole(header, block_hash, block):
             self._use(block_hash)
             return True
@@ -142,6 +175,8 @@ class HostMemoryTier:
 
     def close(self) -> None:
         """Unmaps the memory. The blocks stay in it."""
+        self._unpin()
+        self._unpin = lambda: None
         self._bytes = np.empty(0, np.uint8)
         self._slots.clear()
 
@@ -159,6 +194,10 @@ class HostMemoryTier:
 
     def _header(self, slot: int) -> memoryview:
         return self._bytes[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES].data
+
+    def _memory(self, slot: int) -> npt.NDArray[np.uint8]:
+        begin = self._block_offset(slot)
+        return self._bytes[begin : begin + self._format.block_bytes]
 
     def _block_offset(self, slot: int) -> int:
         return self._first_block + slot * self._format.block_bytes

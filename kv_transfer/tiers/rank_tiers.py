@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
-from tandem.kv_transfer.connectors.cuda_stream import SideStream
 from tandem.kv_transfer.connectors.job_thread import JobThread
+from tandem.kv_transfer.tiers.block_copies import copies_between
 from tandem.kv_transfer.tiers.tier import KVTier, TierChanges, TierFailed
 from tandem.runtime.errors import KVTransferFailed
 
@@ -85,16 +84,14 @@ class _Progress:
 class _TierThread:
     def __init__(self, tier: KVTier, blocks: torch.Tensor) -> None:
         self._tier = tier
-        self._blocks = blocks
+        self._copies = copies_between(blocks, tier)
         self._thread = JobThread(f"kv-{tier.name}", keeps_going=True)
         self._is_open = False
-        self._stream: SideStream | None = None
-        self._staging: torch.Tensor | None = None  # one block, for a pool on a GPU
 
     def store(self, block_ids: Sequence[int], hashes: Sequence[bytes], on_answer: OnAnswer) -> None:
         def job(tier: KVTier, progress: _Progress) -> None:
             for block_id, block_hash in zip(block_ids, hashes, strict=True):
-                tier.store(block_hash, self._content(block_id))
+                self._copies.store(block_id, block_hash)
                 progress.add(1)
 
         self.run(job, on_answer)
@@ -102,7 +99,7 @@ class _TierThread:
     def load(self, block_ids: Sequence[int], hashes: Sequence[bytes], on_answer: OnAnswer) -> None:
         def job(tier: KVTier, progress: _Progress) -> None:
             for block_id, block_hash in zip(block_ids, hashes, strict=True):
-                if not self._load(tier, block_hash, block_id):
+                if not self._copies.load(block_id, block_hash):
                     return
                 progress.add(1)
 
@@ -137,39 +134,3 @@ class _TierThread:
 
     def close(self) -> None:
         self._thread.close(self._tier.close)
-
-    # ---- between the pool and the host's memory
-
-    def _content(self, block_id: int) -> memoryview:
-        """Returns a block's bytes: the pool's own on a CPU, a copy that the next call overwrites on a GPU."""
-        block = self._blocks[block_id]
-        if block.device.type == "cpu":
-            return _bytes_of(block)
-        staging, stream = self._on_device()
-        stream.run(partial(_copy, block, staging))
-        return _bytes_of(staging)
-
-    def _load(self, tier: KVTier, block_hash: bytes, block_id: int) -> bool:
-        block = self._blocks[block_id]
-        if block.device.type == "cpu":
-            return tier.load(block_hash, _bytes_of(block))
-        staging, stream = self._on_device()
-        if not tier.load(block_hash, _bytes_of(staging)):
-            return False
-        stream.run(partial(_copy, staging, block))
-        return True
-
-    def _on_device(self) -> tuple[torch.Tensor, SideStream]:
-        """Returns pinned memory for one block, and the stream of its copies. Made on the tier's thread."""
-        if self._staging is None or self._stream is None:
-            self._stream = SideStream(self._blocks.device)
-            self._staging = torch.empty(self._blocks[0].shape, dtype=torch.uint8, pin_memory=True)
-        return self._staging, self._stream
-
-
-def _copy(src: torch.Tensor, dst: torch.Tensor) -> None:
-    dst.copy_(src, non_blocking=True)
-
-
-def _bytes_of(block: torch.Tensor) -> memoryview:
-    return block.numpy().data

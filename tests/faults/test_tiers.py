@@ -18,7 +18,7 @@ import pytest
 from tandem.kv_transfer.tiers.block_record import FORMAT_VERSION
 from tandem.kv_transfer.tiers.folder_index import VERSION_FOLDER
 from tandem.protocol.messages.membership import TierFigures
-from tests.support.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster, tandem
 from tests.support.mooncake import MooncakeStore, freeze, mooncake_environment
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,11 +73,12 @@ class TieredCluster:
         self.cluster.wait_for(is_loading)
 
 
-# ---- killed workers
+# ---- replaced workers
 
 
-@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.exhaustive), "disk"])
-def test_the_next_turn_after_all_workers_were_killed_is_loaded(tier: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tier", "how"), [("disk", "killed"), ("host", "restarted")])
+def test_the_next_turn_after_all_workers_were_replaced_is_loaded(tier: str, how: str, tmp_path: Path) -> None:
+    """Killed at once, or restarted one by one as in an upgrade."""
     tiers = {"host": ("--kv-host-gib", "0.1"), "disk": ("--kv-disk-dir", str(tmp_path), "--kv-disk-gib", "0.1")}
     options = ("--dtype", "float32", "--block-size", "16", "--kv-cache-gib", "0.05", *tiers[tier])
     with Cluster(*options) as cluster:
@@ -91,10 +92,13 @@ def test_the_next_turn_after_all_workers_were_killed_is_loaded(tier: str, tmp_pa
 
         turn = [*first, *ask(cluster, 120, prompt=first, max_tokens=40)[0], *range(50, 100)]
         cluster.wait_for(holds_first_turn)
-        killed = [cluster.worker(each).worker for each in workers]
-        for worker in killed:
-            os.kill(worker.pid, signal.SIGKILL)
-        epochs = {worker.epoch for worker in killed}
+        before = [cluster.worker(each).worker for each in workers]
+        if how == "killed":
+            for worker in before:
+                os.kill(worker.pid, signal.SIGKILL)
+        else:
+            subprocess.run(tandem("restart", "--port", str(cluster.port)), check=True, timeout=200)
+        epochs = {worker.epoch for worker in before}
         cluster.wait_for(lambda: any(not epochs & set(pair) for pair in cluster.ready_pairs()), 120)
         cluster.wait_for(holds_first_turn)
         token_ids, num_cached = ask(cluster, 120, prompt=turn, max_tokens=40)

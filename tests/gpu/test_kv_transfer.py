@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
-from tandem.kv_transfer.connector import Peer
+from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.connectors.cuda_ipc import map_peer_pool
 from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.rank_pool import RankPool
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 16
 LAYOUT = KVLayout("model", "bfloat16", 2, 4, 64, 32)  # 64 KiB a block
-HOST = "127.0.0.1"
+NETWORK = DataNetwork("127.0.0.1")
 
 
 class Outcomes:
@@ -44,15 +44,15 @@ class Outcomes:
 def decode_side(peer: Connection, connector: str) -> None:
     """Announces its pool, receives blocks on command, returns the pool, and ends on command."""
     blocks = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device="cuda")
-    pool = RankPool(0, LAYOUT, blocks, HOST)
+    pool = RankPool(0, LAYOUT, blocks, NETWORK)
     outcomes, server = Outcomes(), None
     params = pool.located(ConnectorParams(os.getpid(), 0, blocks.nbytes, NUM_BLOCKS))
     if connector == "nccl":
-        server = StoreServer(HOST)
-        params = ConnectorParams(store_host=HOST, store_port=server.port)
+        server = StoreServer(NETWORK.host)
+        params = ConnectorParams(store_host=NETWORK.host, store_port=server.port)
     peer.send(params)
     open_store = HashStore if server is None else (lambda: server.store("pair"))
-    receiver = load_connector(connector).open_receiver("pair", open_store, blocks, HOST, outcomes)
+    receiver = load_connector(connector).open_receiver("pair", open_store, blocks, NETWORK, outcomes)
     error = outcomes.next()
     peer.send(None if error is None else error.message)
     while (block_ids := peer.recv()) is not None:
@@ -108,7 +108,7 @@ def move_at_random(connector: str, sender: Any, peer: Connection, source: torch.
 def test_cuda_ipc_puts_blocks_where_they_should_be() -> None:
     with decode_process("ipc") as (peer, params):
         ready, source = Outcomes(), random_blocks()
-        sender = load_connector("ipc").open_sender(Peer("pair", params), source, HOST, ready)
+        sender = load_connector("ipc").open_sender(Peer("pair", params), source, NETWORK, ready)
         assert ready.next() is None and peer.recv() is None
         move_at_random("ipc", sender, peer, source)
         closed, late = Outcomes(), Outcomes()
@@ -122,7 +122,7 @@ def test_cuda_ipc_puts_blocks_where_they_should_be() -> None:
 def prefill_side(results: Connection, peers: ConnectorParams) -> None:
     """Sends a few blocks over `ipc`; ends on command."""
     ready, source = Outcomes(), torch.full((NUM_BLOCKS, BLOCK_BYTES), 7, dtype=torch.uint8, device="cuda")
-    sender = load_connector("ipc").open_sender(Peer("pair", peers), source, HOST, ready)
+    sender = load_connector("ipc").open_sender(Peer("pair", peers), source, NETWORK, ready)
     error, sent = ready.next(), Outcomes()
     if error is None:
         sender.send([1, 2, 9], [8, 3, 4], sent)
@@ -167,7 +167,7 @@ def test_a_second_pair_maps_the_same_pool_again() -> None:
         assert peer.recv() is None
         for _ in range(3):
             ready, closed, source = Outcomes(), Outcomes(), random_blocks()
-            sender = load_connector("ipc").open_sender(Peer("pair", params), source, HOST, ready)
+            sender = load_connector("ipc").open_sender(Peer("pair", params), source, NETWORK, ready)
             assert ready.next() is None
             sent = Outcomes()
             sender.send([1], [2], sent)
@@ -187,13 +187,14 @@ def test_an_invalid_handle_is_refused() -> None:
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.nccl.version() < (2, 30), reason="NCCL before 2.30 wants a GPU per rank"
+    torch.cuda.is_available() and torch.cuda.nccl.version() < (2, 30),  # type: ignore[no-untyped-call]
+    reason="NCCL before 2.30 wants a GPU per rank",
 )
 def test_nccl_between_two_processes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     with decode_process("nccl") as (peer, params):
         ready, source = Outcomes(), random_blocks()
-        sender = load_connector("nccl").open_sender(Peer("pair", params), source, HOST, ready)
+        sender = load_connector("nccl").open_sender(Peer("pair", params), source, NETWORK, ready)
         assert ready.next() is None and peer.recv() is None
         move_at_random("nccl", sender, peer, source)
         sender.close(lambda: None)
