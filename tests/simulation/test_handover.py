@@ -531,10 +531,10 @@ def _random_schedule(seed: int) -> Handover:
     return machine
 
 
-def test_two_thousand_random_schedules() -> None:
+def test_random_schedules() -> None:
     finished: Counter[str | None] = Counter()
     num_preempted = num_cached = num_local = num_ahead = num_dropped = 0
-    for seed in range(2000):
+    for seed in range(800):
         machine = _random_schedule(seed)
         machine.teardown()
         finished.update(sequence.ended for sequence in machine.wanted)
@@ -544,6 +544,6 @@ def test_two_thousand_random_schedules() -> None:
         num_dropped += machine.num_dropped
         num_cached += sum(worker.scheduler.decode.num_cached_tokens for worker in machine.workers)
     # The schedules must reach every case, or the test proves nothing.
-    assert min(finished[reason] for reason in ("stop", "length", "worker_lost", "internal_error")) > 100, finished
-    assert num_preempted > 1000 and num_cached > 10_000 and num_local > 1000
-    assert num_ahead > 10_000 and num_dropped > 1000
+    assert min(finished[reason] for reason in ("stop", "length", "worker_lost", "internal_error")) > 40, finished
+    assert num_preempted > 400 and num_cached > 4000 and num_local > 400
+    assert num_ahead > 4000 and num_dropped > 400

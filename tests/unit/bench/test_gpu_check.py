@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 WRITES = "import json, sys; print('a line'); json.dump({'passed': 1}, open(sys.argv[-1], 'w'))"
 
 
+@pytest.mark.extended
 def test_a_part_that_fails_or_hangs_costs_only_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     parts = [
         PartOfCheck("hangs", 15, ("-c", f"{WRITES}\nimport time; sys.stdout.flush(); time.sleep(600)")),
@@ -94,6 +95,7 @@ def test_all_parts_together_fit_into_nine_minutes() -> None:
     assert [part.name for part in PARTS[:3]] == ["kernels", "families", "kv_transfer"]
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_parts_pass_on_a_cpu(tmp_path: Path) -> None:
     """`tests/faults/test_gpu_check.py` runs the others."""
