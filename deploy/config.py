@@ -183,7 +183,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "TCP port on which workers of other hosts reach the first proxy; further proxies and the media cache "
         "use the next ports.")] = 7777
     network_keys: Annotated[str, _in("multi-host", description=
-        "Folder of keys made by `tandem keys`; they encrypt and authenticate traffic between hosts.")] = ""
+        "Folder of keys made by `tandem keys`; they encrypt and authenticate traffic between hosts, except KV caches "
+        "between GPUs.")] = ""
     insecure_network: Annotated[bool, _in("multi-host", description=
         "Allow traffic between hosts without keys; anybody who can reach the network then controls the "
         "cluster.")] = False
