@@ -251,7 +251,10 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
         endpoints = ",".join(config.proxy_endpoints)
-        print(f"Workers on other hosts join with: tandem worker ROLE --join {endpoints}", flush=True)
+        model = f" --model {config.model}" if config.model else ""
+        keys = f" --network-keys {config.network_keys}" if config.network_keys else " --insecure-network"
+        command = f"tandem worker ROLE{model} --join {endpoints} --cluster-host ADDRESS{keys}"
+        print(f"Workers on other hosts join with: {command}", flush=True)
     admin_host, admin_port = config.admin_address
     console.print(f"Dashboard: http://{bracketed(admin_host)}:{admin_port}/dashboard", soft_wrap=True)
     console.print(f"Logs: {logs}. Press Ctrl-C to stop the cluster.", soft_wrap=True)

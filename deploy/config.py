@@ -88,8 +88,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Maximum number of prompt tokens that a worker computes per step, at least 16; 0 uses 512 on CPU and 2048 on "
         "GPUs.")] = 0
     decode_prefill_threshold: Annotated[int, _in("workers", ge=0, le=65536, description=
-        "A decode worker prefills prompts of up to this many uncached tokens itself; 0 sends every prompt to "
-        "a prefill worker.")] = 64
+        "A decode worker prefills prompts of up to this many uncached tokens itself; 0 leaves every "
+        "prompt to prefill and elastic workers.")] = 64
     threads_per_worker: Annotated[int, _in("workers", ge=0, le=256, description=
         "CPU threads of each worker, split among its processes; 0 divides the cores among all workers.")] = 0
     worker_silence_s: Annotated[float, _in("workers", ge=1, description=

@@ -13,7 +13,7 @@ class HostMemory:
     """One memfd for each rank of each worker, open in this process until `release` or `close`.
 
     A memfd has no name that could be left behind: its memory is freed when this process and the worker have ended. Its
-    pages are allocated when they are first written.
+    pages are allocated when they are first written, or all when a worker pins them for its GPU.
     """
 
     def __init__(self) -> None:
