@@ -238,6 +238,8 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
 
 
 def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
+    from tandem.deploy.demo_model import DEMO_MODEL
+
     if config.join:
         print(f"Workers for {config.served_model_name} have joined {config.join}", flush=True)
         console.print(f"Logs: {logs}. Press Ctrl-C to stop them.", soft_wrap=True)
@@ -251,7 +253,7 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
         endpoints = ",".join(config.proxy_endpoints)
-        model = f" --model {config.model}" if config.model else ""
+        model = f" --model {config.model}" if config.model != str(DEMO_MODEL) else ""
         keys = f" --network-keys {config.network_keys}" if config.network_keys else " --insecure-network"
         command = f"tandem worker ROLE{model} --join {endpoints} --cluster-host ADDRESS{keys}"
         print(f"Workers on other hosts join with: {command}", flush=True)
