@@ -7,7 +7,8 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,24 +74,44 @@ def nothing_is_left(cluster: Cluster) -> Iterator[None]:
 def ask(cluster: Cluster, count: int, num_prompt_tokens: int) -> list[Future[int]]:
     """Sends requests whose prompts share no prefix; returns futures of their HTTP status codes."""
     pool = ThreadPoolExecutor(count)
-
-    def complete(prompt: list[int]) -> int:
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
-        return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120).status_code
-
-    prompts = [[RNG.randrange(4, 2048) for _ in range(num_prompt_tokens)] for _ in range(count)]
-    futures = [pool.submit(complete, prompt) for prompt in prompts]
+    futures = [pool.submit(complete, cluster, new_prompt(num_prompt_tokens)) for _ in range(count)]
     pool.shutdown(wait=False)
     return futures
 
 
-def ask_until_shipping(cluster: Cluster, worker_id: str) -> list[Future[int]]:
-    """Sends long prompts and waits until this prefill worker transfers the first of them."""
+def new_prompt(num_tokens: int) -> list[int]:
+    return [RNG.randrange(4, 2048) for _ in range(num_tokens)]
+
+
+def complete(cluster: Cluster, prompt: list[int]) -> int:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+    return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120).status_code
+
+
+def interrupt_while_shipping(cluster: Cluster, worker_id: str, interrupt: Callable[[], None]) -> list[Future[set[int]]]:
+    """Calls `interrupt` while this prefill worker transfers long prompts, of which eight are in flight all the time.
+
+    Returns futures of the HTTP status codes of each of the eight clients.
+    """
+    is_over = threading.Event()
+
+    def ask_on() -> set[int]:
+        statuses = set()
+        while not is_over.is_set():
+            statuses.add(complete(cluster, new_prompt(1590)))
+        return statuses
+
+    pool = ThreadPoolExecutor(8)
     load = cluster.worker(worker_id).load
-    answers = ask(cluster, 8, 1590)
+    answers = [pool.submit(ask_on) for _ in range(8)]
+    pool.shutdown(wait=False)
     # Load reports lag: the short prompts of the previous test, two blocks each, may still be missing.
     wanted = load.num_transferred_bytes + 10 * KV_CACHE_BYTES // load.num_blocks
-    cluster.wait_for(lambda: cluster.worker(worker_id).load.num_transferred_bytes > wanted)
+    try:
+        cluster.wait_for(lambda: cluster.worker(worker_id).load.num_transferred_bytes > wanted)
+        interrupt()
+    finally:
+        is_over.set()
     return answers
 
 
@@ -125,12 +146,11 @@ def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, co
     """
     before, failures = cluster.ready_pairs(), pair_failures(cluster)
     frozen = cluster.worker("prefill-0").worker
-    answers = ask_until_shipping(cluster, "prefill-0")
-    os.kill(frozen.pid, signal.SIGSTOP)
+    answers = interrupt_while_shipping(cluster, "prefill-0", lambda: os.kill(frozen.pid, signal.SIGSTOP))
     try:
         cluster.wait_for(lambda: frozen.epoch not in {r.worker.epoch for r in cluster.status().workers})
         # Its requests are retried on the other prefill worker.
-        assert {answer.result(120) for answer in answers} == {200}
+        assert [answer.result(120) for answer in answers] == [{200}] * 8
         assert [answer.result(120) for answer in ask(cluster, 4, 300)] == [200] * 4
 
         def only_quarantined() -> bool:
@@ -155,10 +175,9 @@ def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, co
 def test_prefill_frees_blocks_held_for_a_frozen_decode_worker(cluster: Cluster) -> None:
     """Prefill releases the blocks when the heartbeat times out, while the decode worker is still frozen."""
     frozen = cluster.worker("decode-0").worker
-    answers = ask_until_shipping(cluster, "prefill-0")
-    os.kill(frozen.pid, signal.SIGSTOP)
+    answers = interrupt_while_shipping(cluster, "prefill-0", lambda: os.kill(frozen.pid, signal.SIGSTOP))
     try:
-        assert {answer.result(120) for answer in answers} == {200}
+        assert [answer.result(120) for answer in answers] == [{200}] * 8
         cluster.wait_for(cluster.all_blocks_free)  # of the three workers that the proxy still knows
         assert len(cluster.status().workers) == 3
         assert [answer.result(120) for answer in ask(cluster, 4, 300)] == [200] * 4
@@ -172,9 +191,8 @@ def test_prefill_frees_blocks_held_for_a_frozen_decode_worker(cluster: Cluster) 
 def test_a_restarted_prefill_worker_opens_new_pairs(cluster: Cluster) -> None:
     before = cluster.ready_pairs()
     gone = cluster.worker("prefill-1").worker
-    answers = ask_until_shipping(cluster, "prefill-1")
-    os.kill(gone.pid, signal.SIGKILL)
-    assert {answer.result(120) for answer in answers} == {200}
+    answers = interrupt_while_shipping(cluster, "prefill-1", lambda: os.kill(gone.pid, signal.SIGKILL))
+    assert [answer.result(120) for answer in answers] == [{200}] * 8
     cluster.wait_for(cluster.all_blocks_free)
     cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4, 60)
     new = cluster.worker("prefill-1").worker
@@ -239,7 +257,6 @@ def change_every_block(worker: WorkerReport) -> None:
 def test_checksums_detect_corrupt_blocks(cluster: Cluster) -> None:
     """Corrupts every block of the decode pools while decode is stopped, until a checksum fails."""
     decodes = [cluster.worker(worker_id) for worker_id in ("decode-0", "decode-1")]
-    answers = ask_until_shipping(cluster, "prefill-0")
 
     def is_noticed() -> bool:
         for report in decodes:
@@ -253,7 +270,7 @@ def test_checksums_detect_corrupt_blocks(cluster: Cluster) -> None:
                 os.kill(report.worker.pid, signal.SIGCONT)
         return any(cluster.worker(report.worker.worker_id).load.num_corrupt_blocks for report in decodes)
 
-    cluster.wait_for(is_noticed)
-    assert {answer.result(120) for answer in answers} == {200}, "requests with corrupt blocks are prefilled again"
+    answers = interrupt_while_shipping(cluster, "prefill-0", lambda: cluster.wait_for(is_noticed))
+    assert [answer.result(120) for answer in answers] == [{200}] * 8, "requests with corrupt blocks are prefilled again"
     assert "differ from what was sent" in cluster.logs()
     assert len(cluster.ready_pairs()) == 4, "the pairs stay ready"

@@ -231,7 +231,15 @@ def test_wrong_bytes_in_a_store_are_not_used(
     size = next(iter(records.values())).stat().st_size
     store.put([f"tandem/v{FORMAT_VERSION}/{identity}/{name}" for name in records], b"x" * size)
     assert in_store.ask(new_prompt) == (expected, 0)
-    in_store.cluster.wait_for(lambda: in_store.tier().num_corrupt > 0)
+
+    def is_noticed() -> bool:
+        if in_store.tier().num_corrupt > 0:
+            return True
+        in_store.check_answers()  # drops the prompt from the pool; a prediction decides whether it is loaded then
+        assert in_store.ask(new_prompt)[0] == expected
+        return False
+
+    in_store.cluster.wait_for(is_noticed)
 
 
 def test_a_killed_store_fails_nothing(in_store: TieredCluster, store: MooncakeStore) -> None:
