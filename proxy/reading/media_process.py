@@ -56,13 +56,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NICENESS = 10
-"""Of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
+"""Niceness of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
 _LOAD_TIMEOUT_S = 600.0
 _MEMORY_BYTES = 5 << 29
-"""Beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and stacks of
+"""Memory beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and stacks of
 the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
 _MEMORY_PER_THREAD_BYTES = 2 << 30
-"""For one item that is decoded and processed. The largest that the limits allow took 1.2 GiB."""
+"""Memory for one item that is decoded and processed. The largest that the limits allow took 1.2 GiB."""
 
 
 class MediaProcess:
