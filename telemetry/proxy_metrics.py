@@ -298,10 +298,6 @@ class SequenceTimer:
             for name, seconds in self.stages.items():
                 self._metrics.stages[name].observe(seconds)
 
-    def close(self) -> None:
-        """Call when the sequence has ended, also by an error."""
-        self._tally.flush()
-
     def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
         """Yields (moment, name, details) of all attempts."""
         for attempt in self._attempts:

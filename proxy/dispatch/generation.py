@@ -151,8 +151,7 @@ class Generation:
         finally:
             if self._api_key is not None:
                 self._api_key.end(fail)
-            for timer in self.record.sequences:
-                timer.close()
+            services.metrics.per_token.flush()
             for sequence in opened:
                 services.dispatcher.drop(sequence)
             if ticket is not None:
