@@ -218,6 +218,7 @@ class ProxyServer:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # the requests of batches are aborted on the workers
 
     def _stop(self, grace_s: float) -> None:
         """Accepts no more connections, and ends running streams after the grace period. A later call replaces it."""

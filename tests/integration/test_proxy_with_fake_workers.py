@@ -259,6 +259,22 @@ def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
         proxy.process.wait()
 
 
+def test_a_proxy_that_stops_aborts_the_requests_of_batches(tmp_path: Path) -> None:
+    stall = make_tokenizer(tmp_path).encode_batch_fast(["stall"])[0].ids
+    with Proxy(tmp_path, data_folder=str(tmp_path / "data")) as proxy:
+        workers = FakeWorkers(tmp_path, [proxy.control], [-1], stall)
+        proxy.wait_for(200)
+        body = {"prompt": "stall", "max_tokens": 20}
+        line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
+        file = httpx.post(f"{proxy.url}/v1/files", data={"purpose": "batch"}, files={"file": line.encode()}).json()
+        batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert post(proxy, "/v1/batches", **batch).status_code == 200
+        wait_until(lambda: bool(workers.seen))
+        assert proxy.stop() == 0
+        wait_until(lambda: workers.aborted["decode"] == set(workers.seen))
+        workers.stop()
+
+
 def test_the_clients_timeout_ends_a_request(proxy: Proxy, workers: FakeWorkers) -> None:
     url = f"{proxy.url}/v1/completions"
     by_field = httpx.post(url, json={"prompt": "hold", "timeout": 0.2}, timeout=20)
