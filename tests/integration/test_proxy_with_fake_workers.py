@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,17 @@ def test_api_key_and_stop_within_the_grace_period(tmp_path: Path) -> None:
     finally:
         proxy.process.kill()
         proxy.process.wait()
+
+
+def test_the_grace_period_holds_for_requests_that_wait_for_a_worker(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    with Proxy(tmp_path, shutdown_grace_s=0.5) as proxy, ThreadPoolExecutor() as threads:
+        proxy.wait_for(503)
+        waiting = threads.submit(post, proxy, prompt="abc")
+        time.sleep(0.5)
+        proxy.process.send_signal(signal.SIGINT)
+        assert proxy.process.wait(5) == 0
+        assert waiting.result().status_code == 500
 
 
 def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
