@@ -59,8 +59,8 @@ _NICENESS = 10
 """Niceness of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
 _LOAD_TIMEOUT_S = 600.0
 _MEMORY_BYTES = 5 << 29
-"""Memory beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and stacks of
-the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
+"""Memory beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and
+stacks of the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
 _MEMORY_PER_THREAD_BYTES = 2 << 30
 """Memory for one item that is decoded and processed. The largest that the limits allow took 1.2 GiB."""
 

@@ -188,7 +188,7 @@ def test_a_proxy_takes_over_its_listening_socket() -> None:
             writer.write(LAST_GET)
             assert bodies(await asyncio.wait_for(reader.read(), LIMIT_S)) == [b"ok"]
             writer.close()
-        http.stop()
+        http.stop(LIMIT_S)
         await asyncio.wait_for(serving, LIMIT_S)
         kept.close()
 
