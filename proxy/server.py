@@ -87,7 +87,6 @@ class HttpListener:
         """Raises ConfigError when the certificate cannot be read."""
         self._listener = listener
         self._limits = limits
-        grace_s = max(config.shutdown_grace_s, config.drain_timeout_s) + _ERROR_EVENT_S
         # uvicorn gets the socket without TLS, because connections count from before their handshake.
         tls = _read_certificate(config) if has_tls and config.ssl_certfile else None
         uvicorn_config = uvicorn.Config(
@@ -100,7 +99,6 @@ class HttpListener:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # any number works
-            timeout_graceful_shutdown=grace_s,  # type: ignore[arg-type]
         )
         self._server = HttpServer(uvicorn_config)
 
@@ -108,8 +106,10 @@ class HttpListener:
         """Runs until `stop`, and until the requests in flight have ended or their grace period is over."""
         await self._server.serve(sockets=[self._listener])
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float) -> None:
+        """Accepts no more connections. Requests that are in flight after the grace period are cancelled."""
         self._limits.is_stopping = True
+        self._server.config.timeout_graceful_shutdown = grace_s + _ERROR_EVENT_S  # type: ignore[assignment]
         self._server.should_exit = True
 
 
@@ -218,6 +218,7 @@ class ProxyServer:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # the requests of batches are aborted on the workers
 
     def _stop(self, grace_s: float) -> None:
         """Accepts no more connections, and ends running streams after the grace period. A later call replaces it."""
@@ -227,7 +228,7 @@ class ProxyServer:
         error = RequestAborted("the server is shutting down")
         self._abort_timer = asyncio.get_running_loop().call_later(grace_s, self._state.dispatcher.fail_all, error)
         for http in self._http:
-            http.stop()
+            http.stop(grace_s)
 
     async def close(self) -> None:
         self._connections.close_all()

@@ -25,26 +25,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LONG_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _STEP_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.025,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1,
-    2.5,
-    10,
-)
+    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10,
+)  # fmt: skip
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LONG_S[:-1])
 
 PREDICTED: Final = ("ttft", "itl")
@@ -297,10 +279,6 @@ class SequenceTimer:
             self.stages = stage_times(self._arrived_at, self._attempts, now, self._detokenize_s)
             for name, seconds in self.stages.items():
                 self._metrics.stages[name].observe(seconds)
-
-    def close(self) -> None:
-        """Call when the sequence has ended, also by an error."""
-        self._tally.flush()
 
     def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
         """Yields (moment, name, details) of all attempts."""

@@ -138,9 +138,6 @@ class RequestLog:
     def find(self, request_id: str) -> RequestRecord | None:
         return self._records.get(request_id) or self._refused.get(request_id)
 
-    def __len__(self) -> int:
-        return len(self._records) + len(self._refused)
-
 
 class _Ring(OrderedDict[str, RequestRecord]):
     """Records by id. The oldest one is forgotten when there are more than `size`."""

@@ -11,7 +11,7 @@ CAPACITY_REASONS = ("queue_full", "slo", "no_room")
 
 
 def rejection_reason(error: TandemError) -> str | None:
-    """The label of a rejection, or None for an error that more capacity would not have prevented."""
+    """Returns the label of a refusal by a limit, or None for any other error."""
     match error:
         case ClientLimitExceeded():
             return "client_limit"

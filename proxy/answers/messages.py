@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from tandem.protocol.messages.generation import FinishReason
 from tandem.proxy.answers.errors import messages_error
 from tandem.proxy.answers.json_parts import Part, encode
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
@@ -140,9 +139,8 @@ class MessageAnswers(ParsedAnswers):
 
     def _whole(self, choices: list[Any]) -> list[Part]:
         [choice] = choices
-        parser = self._parser(0)
-        blocks = joined_blocks(self._writer.push(parser.push(str(choice.text), is_end=True)))
-        finish_reason = "tool_calls" if choice.finish_reason == "stop" and parser.num_calls else choice.finish_reason
+        parsed, finish_reason = self._parse_whole(choice)
+        blocks = joined_blocks(self._writer.push(parsed))
         return [encode(self._message_of(blocks, *self._stop(finish_reason, choice.stop_reason)))]
 
     def _message_of(
@@ -150,7 +148,7 @@ class MessageAnswers(ParsedAnswers):
     ) -> MessageResponse:
         return MessageResponse(self._id, self._model, blocks, stop_reason, stop_sequence, self._message_usage())
 
-    def _stop(self, finish_reason: FinishReason | str, stopped_by: int | str | None) -> tuple[StopReason, str | None]:
+    def _stop(self, finish_reason: str | None, stopped_by: int | str | None) -> tuple[StopReason, str | None]:
         """Returns stop_reason and stop_sequence."""
         if finish_reason == "tool_calls":
             return "tool_use", None

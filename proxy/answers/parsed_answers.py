@@ -44,6 +44,12 @@ class ParsedAnswers(ChatAnswers):
         parsed = parser.push(delta.text, is_end=delta.finish_reason is not None)
         return parsed, _reason(delta.finish_reason, parser)
 
+    def _parse_whole(self, choice: Choice) -> tuple[Parsed, ChatFinishReason | None]:
+        """Returns the parts of a whole text, and why the sequence ends."""
+        parser = self._parser(choice.index)
+        parsed = parser.push(str(choice.text), is_end=True)
+        return parsed, _reason(choice.finish_reason, parser)
+
     def _content(self, delta: TextDelta) -> tuple[ChatDelta, ChatFinishReason | None]:
         parsed, finish_reason = self._parse(delta)
         content = ChatDelta(
@@ -58,8 +64,7 @@ class ParsedAnswers(ChatAnswers):
         self._count(delta.index, delta.tokens)
 
     def _message(self, choice: Choice, holes: Holes) -> tuple[AssistantMessage, ChatFinishReason | None]:
-        parser = self._parser(choice.index)
-        parsed = parser.push(str(choice.text), is_end=True)
+        parsed, finish_reason = self._parse_whole(choice)
         content = self._prefix(choice.index) + parsed.content
         reasoning = parsed.reasoning if self._request.include_reasoning else ""
         message = AssistantMessage(content, self._role(choice.index), reasoning=reasoning or None)
@@ -68,7 +73,7 @@ class ParsedAnswers(ChatAnswers):
             message = replace(message, content=content or None, tool_calls=calls)
         elif parsed.reasoning and not content:
             message = replace(message, content=None)
-        return message, _reason(choice.finish_reason, parser)
+        return message, finish_reason
 
     def _usage(self) -> Usage:
         return replace(super()._usage(), completion_tokens_details=CompletionTokensDetails(self._num_reasoning()))

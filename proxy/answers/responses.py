@@ -188,7 +188,8 @@ class ResponseAnswers(ParsedAnswers):
 
     def _whole(self, choices: list[Any]) -> list[Part]:
         [choice] = choices
-        for _ in self._writer.push(self._parser(0).push(str(choice.text), is_end=True)):
+        parsed, _ = self._parse_whole(choice)
+        for _ in self._writer.push(parsed):
             pass
         for _ in self._ended(choice.finish_reason):
             pass

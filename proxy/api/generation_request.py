@@ -18,6 +18,7 @@ from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.proxy.text.prompt import AnyPrompt, CompletionPrompt, ContextLengthExceeded
+from tandem.proxy.text.rendering import check_prompt_length
 from tandem.runtime.errors import InvalidRequest
 
 ALL_LOGPROBS = 2**31 - 1
@@ -163,7 +164,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def check_answer_size(self, num_tokens: Sequence[int]) -> None:
         """Raises InvalidRequest if what the answer repeats of the prompts would be too large.
 
-        Call it before the prompts are rendered. num_tokens: of each prompt.
+        num_tokens: of each prompt. `prompt` must still be what the client sent, which tells how often it is repeated.
         """
         num_top = self.num_prompt_logprobs
         if num_top is not None and max_packed_bytes(longest := max(num_tokens), num_top) > MAX_PROMPT_LOGPROBS_BYTES:
@@ -203,6 +204,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         self, num_prompt_tokens: int, limits: ModelLimits, eos_token_ids: frozenset[int]
     ) -> StopConditions:
         """Raises ContextLengthExceeded if prompt and max_tokens together exceed the model's limit."""
+        # Checked when the prompt was rendered, but a worker with a lower limit may have joined since.
+        check_prompt_length(num_prompt_tokens, limits, self.max_tokens_param)
         room = limits.max_model_len - num_prompt_tokens
         if self.max_tokens is not None and self.max_tokens > room:
             raise ContextLengthExceeded(

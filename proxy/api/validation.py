@@ -126,7 +126,7 @@ class BodyDecoder:
             )
         if request.max_tokens == 0 and not request.echo:
             raise InvalidRequest("max_tokens is 0, but must be at least 1, or 0 together with echo.", "max_tokens")
-        checked = self._check(request, prompt, request.max_tokens, "max_tokens", COMPLETION_DEFAULT_MAX_TOKENS)
+        checked = self._check(request, prompt, request.max_tokens, "max_tokens")
         return msgspec.structs.replace(checked, echo=bool(request.echo))
 
     def chat(self, body: bytes) -> GenerationRequest:
@@ -230,19 +230,15 @@ class BodyDecoder:
 
     def detokenize(self, body: bytes) -> list[int]:
         """Returns the token ids."""
-        request = self._decode(self._detokenize, body)
-        return request.tokens
+        return self._decode(self._detokenize, body).tokens
 
     def _decode(self, decoder: msgspec.json.Decoder[R], body: bytes) -> R:
         request = decode_body(decoder, body)
-        if self._is_unknown(request.model):
+        if request.model not in (None, self._served_model_name) and self._adapter(request.model) is None:
             raise ModelNotFound(
                 f"The model {request.model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
             )
         return request
-
-    def _is_unknown(self, model: str | None) -> bool:
-        return model is not None and model != self._served_model_name and self._adapters.get(model) is None
 
     def _adapter(self, model: str | None) -> NamedAdapter | None:
         return None if model is None or model == self._served_model_name else self._adapters.get(model)
@@ -264,10 +260,8 @@ class BodyDecoder:
     def _check_chat(
         self, request: ChatFields, prompt: ChatPrompt | ChatBatch, prompts: list[ChatPrompt]
     ) -> GenerationRequest:
-        if request.max_completion_tokens is not None:
-            checked = self._check(request, prompt, request.max_completion_tokens, "max_completion_tokens", None)
-        else:
-            checked = self._check(request, prompt, request.max_tokens, "max_tokens", None)
+        param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        checked = self._check(request, prompt, getattr(request, param), param)
         return msgspec.structs.replace(
             checked,
             is_chat=True,
@@ -281,16 +275,13 @@ class BodyDecoder:
         prompt: ChatPrompt | ChatBatch | CompletionPrompt,
         max_tokens: int | None,
         max_tokens_param: str,
-        default_max_tokens: int | None,
     ) -> GenerationRequest:
+        is_chat, is_prompt_only = isinstance(request, ChatFields), max_tokens == 0
         refuse_unsupported(request, _NEUTRAL_VALUES)
         check_logprobs(request, self._max_logprobs)
         if request.use_beam_search:
-            check_beam_search(request, is_prompt_only=max_tokens == 0)
+            check_beam_search(request, is_prompt_only)
         request = self._sampling_defaults.fill(request)
-        if isinstance(request, ChatFields):
-            default_max_tokens = self._sampling_defaults.max_new_tokens
-        is_prompt_only = max_tokens == 0
         if is_prompt_only:
             max_tokens = 1
         min_tokens = request.min_tokens or 0
@@ -314,7 +305,7 @@ class BodyDecoder:
                 "start the server with --reasoning-parser.",
                 "thinking_token_budget",
             )
-        reasoning = self._reasoning if isinstance(request, ChatFields) or budget is not None else None
+        reasoning = self._reasoning if is_chat or budget is not None else None
         output = plan_output(request, self._tool_format)
         if request.use_beam_search and output.param is not None:
             raise InvalidRequest(f"{output.param} is not supported with use_beam_search; leave one out.", output.param)
@@ -324,7 +315,7 @@ class BodyDecoder:
         return GenerationRequest(
             prompt=prompt,
             max_tokens=max_tokens,
-            default_max_tokens=default_max_tokens,
+            default_max_tokens=self._sampling_defaults.max_new_tokens if is_chat else COMPLETION_DEFAULT_MAX_TOKENS,
             max_tokens_param=max_tokens_param,
             base_sampling=sampling,
             adapter=self._adapter(request.model),

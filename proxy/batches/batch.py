@@ -13,7 +13,7 @@ from tandem.runtime.errors import InvalidRequest
 
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 16 << 20
-"""Of one request of a file."""
+"""Size of one line of a file, which is one request."""
 WINDOW_S = 24 * 3600
 LOWEST_PRIORITY = 100
 MAX_ERRORS = 20

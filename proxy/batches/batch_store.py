@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -201,9 +202,9 @@ class BatchStore:
             except FileNotFoundError:
                 pass
             else:
-                marker = self._folder / f"{batch_id}.cancel"
-                if batch.status not in FINAL and marker.exists():
-                    return batch.became("cancelling", marker.stat().st_mtime)
+                if batch.status not in FINAL:
+                    with suppress(FileNotFoundError):  # it is not to be cancelled, or ends at this moment
+                        return batch.became("cancelling", (self._folder / f"{batch_id}.cancel").stat().st_mtime)
                 return batch
         raise BatchNotFound(f"There is no batch {batch_id[:100]!r}.", "batch_id")
 

@@ -11,8 +11,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message
@@ -23,6 +24,8 @@ from tandem.proxy.batches.batch_store import BatchFiles, BatchStore
 from tandem.proxy.batches.file_store import FileNotFound, StorageFull, client_folder, new_id
 
 log = logging.getLogger("proxy")
+
+T = TypeVar("T")
 
 MAX_CONCURRENT = 16
 """Requests that one proxy runs at the same time, for all its batches."""
@@ -84,7 +87,7 @@ class BatchRunner:
     async def _run(self, app: ASGIApp, held: BatchFiles) -> None:
         try:
             if held.batch.status == "validating":
-                await asyncio.to_thread(lambda: held.save(held.check()))
+                await _on_thread(lambda: held.save(held.check()))
             missing: LineError | None = None
             if held.batch.status == "in_progress":
                 try:
@@ -92,7 +95,7 @@ class BatchRunner:
                 except FileNotFound as error:  # the client has deleted the input
                     missing = LineError(error.code, error.message)
             if held.batch.status != "failed":
-                await asyncio.to_thread(held.finalize, missing)
+                await _on_thread(partial(held.finalize, missing))
             log.info("batch %s: %s", held.batch.id, held.batch.status)
         except Exception as error:
             if isinstance(error, StorageFull):
@@ -105,7 +108,7 @@ class BatchRunner:
 
     async def _run_lines(self, app: ASGIApp, held: BatchFiles) -> None:
         """Runs the requests without a result, until all have one, the batch is cancelled or its time is over."""
-        finished = await asyncio.to_thread(held.finished)
+        finished = await _on_thread(held.finished)
         lines = held.lines()
         turn = asyncio.Lock()  # one thread at a time reads lines or writes results
 
@@ -118,7 +121,7 @@ class BatchRunner:
                         return
                     result = await self._result(app, held, line)
                 async with turn:
-                    await asyncio.to_thread(held.append, result)
+                    await _on_thread(partial(held.append, result))
 
         async def watch() -> None:
             saved = held.batch
@@ -127,7 +130,7 @@ class BatchRunner:
                 async with turn:
                     if held.batch is not saved:
                         saved = held.batch
-                        await asyncio.to_thread(held.save, saved)
+                        await _on_thread(partial(held.save, saved))
 
         watcher = asyncio.create_task(watch())
         num_left = held.batch.request_counts.total - len(finished)
@@ -158,6 +161,16 @@ class BatchRunner:
                 async with asyncio.timeout(left_s):
                     return await _ask(app, line, body, owner.host, key)
         return _not_run(line, "batch_expired", "The request was not run within the batch's completion window.")
+
+
+async def _on_thread(work: Callable[[], T]) -> T:
+    """Runs work on a thread. Cancelling waits for its end, because it writes files of a batch that is held."""
+    thread = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        await asyncio.wait([thread])
+        raise
 
 
 async def _ask(app: ASGIApp, line: Line, body: bytes, host: str, key: ApiKey | None) -> LineResult:

@@ -40,22 +40,21 @@ class AdapterNotFound(InvalidRequest):
 class AdapterTable:
     """file: shared by the proxies of this host; None if adapters cannot be loaded. initial: those of the configuration.
 
-    model: the served model's name, which no adapter may have.
+    model: the served model's name, which no adapter may have. `load` and `unload` wait for the lock of the file: call
+    them on a thread. The other methods may be called on the event loop meanwhile.
     """
 
     def __init__(self, file: Path | None, initial: list[NamedAdapter], model: str) -> None:
         self._file = file
         self._model = model
-        self._by_name = {adapter.name: adapter for adapter in initial}
-        self._seen: tuple[int, int] | None = None
+        # Identity and content of the file as it was read last; replaced as one, because threads share it.
+        self._known: tuple[tuple[int, int] | None, dict[str, NamedAdapter]] = (None, {a.name: a for a in initial})
 
     def get(self, name: str) -> NamedAdapter | None:
-        self._refresh()
-        return self._by_name.get(name)
+        return self._by_name().get(name)
 
     def all(self) -> list[NamedAdapter]:
-        self._refresh()
-        return list(self._by_name.values())
+        return list(self._by_name().values())
 
     def load(
         self, name: str, files: AdapterFiles, folder: Path, modules: Mapping[str, Shape], *, replace: bool = False
@@ -93,22 +92,24 @@ class AdapterTable:
         if self._file is None:
             raise InvalidAdapter("This proxy cannot load adapters: it has no lora_file.")
         with self._file.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # held for the time of writing a small file
-            self._refresh()
-            adapters = dict(self._by_name)
+            # Held for the time of writing a small file. The launcher kills a proxy that is frozen meanwhile.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            adapters = dict(self._by_name())
             yield adapters
             write_whole(self._file, msgspec.json.encode(list(adapters.values())).decode())
-        self._refresh()
 
-    def _refresh(self) -> None:
+    def _by_name(self) -> dict[str, NamedAdapter]:
+        """Returns the adapters that are loaded now. The caller must not change the dict."""
+        identity, by_name = self._known
         if self._file is None:
-            return
+            return by_name
         try:
             found = self._file.stat()
-            if (found.st_ino, found.st_mtime_ns) == self._seen:
-                return
+            if (found.st_ino, found.st_mtime_ns) == identity:
+                return by_name
             content = self._file.read_bytes()
         except FileNotFoundError:
-            return
-        self._by_name = {each.name: each for each in msgspec.json.decode(content, type=list[NamedAdapter])}
-        self._seen = found.st_ino, found.st_mtime_ns
+            return by_name
+        by_name = {each.name: each for each in msgspec.json.decode(content, type=list[NamedAdapter])}
+        self._known = (found.st_ino, found.st_mtime_ns), by_name
+        return by_name

@@ -18,7 +18,7 @@ without an SLO (`engine/step_times.py`)."""
 _COMFORTABLE_SHARE = 0.6
 """Share of the ITL's SLO that decode steps may take while other workers are kept for prompts."""
 _NEWEST_REPORT_WEIGHT = 0.05
-"""Of the moving average over reports; at four reports per second its time constant is five seconds."""
+"""Weight of the newest report in moving averages; at four reports per second their time constant is five seconds."""
 _UNMEASURED_LOAD_COST = 0.25
 """Computed tokens that a token loaded from a tier counts as before the first load. Below 1, so that prompts go where
 their prefix can be loaded, which measures the speed; above 0, so that blocks in the pool are worth more."""
@@ -30,7 +30,7 @@ _POOL_WEIGHT = 16.0
 class PromptQueue:
     """Prompt tokens that a worker has yet to compute, by priority. A lower priority is computed sooner, as in vLLM.
 
-    total: tokens at all priorities, estimated. latest: the highest priority value among them.
+    total: tokens at all priorities, estimated. latest: no priority value among them is higher.
     """
 
     total: int = 0

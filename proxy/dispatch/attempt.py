@@ -102,11 +102,6 @@ class Attempt:
         self._release()
 
     def on_new_token(self, token: NewToken) -> None:
-        if self._first_released:
-            if not self.has_ended:
-                self._add(token)
-                self._on_change()
-            return
         self._decode_reserved = True  # it decodes, so it has reserved
         self._decode_tokens.append(token)
         self._release()

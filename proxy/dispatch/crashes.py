@@ -1,4 +1,4 @@
-"""Prompts that end the workers that compute them: how they are told from others, and refused for a while. Pure.
+"""Prompts that crash the workers that compute them: how they are identified, and refused for a while. Pure.
 
 Every prompt that a dead worker had not begun to decode may have been the cause, whether it was computed or only queued.
 So the first death changes nothing, the second makes a prompt a suspect, and suspects are retried one at a time

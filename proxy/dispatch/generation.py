@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import msgspec
 
@@ -44,8 +45,9 @@ from tandem.runtime.errors import TandemError
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import RequestLog, RequestRecord
 
-_TAKEN_PER_TURN = 16
-"""Sequences of one request that are served before the event loop runs again (about 2 ms). A thousand may be ready."""
+_SEQUENCES_PER_TURN = 16
+"""Sequences of one request that are started or served before the event loop runs again (about 2 ms). A request may have
+a thousand."""
 _LOGPROBS_PER_SLICE = 1024
 """Encoding them takes about 2 ms of the event loop."""
 
@@ -149,8 +151,7 @@ class Generation:
         finally:
             if self._api_key is not None:
                 self._api_key.end(fail)
-            for timer in self.record.sequences:
-                timer.close()
+            services.metrics.per_token.flush()
             for sequence in opened:
                 services.dispatcher.drop(sequence)
             if ticket is not None:
@@ -172,7 +173,7 @@ class Generation:
         num_open, num_taken = len(texts), 0
         while num_open:
             num_taken += 1
-            if num_taken % _TAKEN_PER_TURN == 0:  # while `ready` is not empty, getting from it does not yield
+            if num_taken % _SEQUENCES_PER_TURN == 0:  # while `ready` is not empty, getting from it does not yield
                 await asyncio.sleep(0)
             sequence = await ready.get()
             if (taken := services.dispatcher.take(sequence)) is None:
@@ -207,31 +208,26 @@ class Generation:
         Every step asks prefill workers for one token of each beam. They find all but the last block of it cached.
         """
         request, services = self.request, self._services
-        searches = []
+        searches: list[tuple[BeamSearch, Prompt]] = []
         for prompt in prompts:
             stop = request.stop_conditions(
                 prompt.num_tokens, services.worker_table.limits(), services.text.eos_token_ids
             )
             ends, penalty = stop.stop_token_ids, request.length_penalty
             num_top = request.base_sampling.logprobs or 0
-            searches.append(BeamSearch(request.n, stop.max_tokens, ends, penalty, prompt.num_tokens, num_top))
+            search = BeamSearch(request.n, stop.max_tokens, ends, penalty, prompt.num_tokens, num_top)
+            searches.append((search, prompt))
         is_first_step = True
-        while not all(search.is_over for search in searches):
-            beams = [
-                (search, _extended(prompt, beam))
-                for search, prompt in zip(searches, prompts, strict=True)
-                if not search.is_over
-                for beam in search.running
-            ]
-            found = await self._next_tokens([prompt for _, prompt in beams], opened, is_first_step)
+        while running := [pair for pair in searches if not pair[0].is_over]:
+            beams = [_extended(prompt, beam) for search, prompt in running for beam in search.running]
+            found = iter(await self._next_tokens(beams, opened, is_first_step))
             if is_first_step:
                 for index in range(len(prompts) * request.n):
                     ticket.on_first_token(index)
             is_first_step = False
-            for search in searches:
-                if not search.is_over:
-                    search.advance([logprobs for (of, _), logprobs in zip(beams, found, strict=True) if of is search])
-        for number, (search, prompt) in enumerate(zip(searches, prompts, strict=True)):
+            for search, _ in running:
+                search.advance(list(islice(found, len(search.running))))
+        for number, (search, prompt) in enumerate(searches):
             for index, beam in enumerate(search.best(), start=number * request.n):
                 yield await self._beam_delta(prompt, beam, index)
 
@@ -246,6 +242,8 @@ class Generation:
         deadline_s, max_ttft_s = self._deadlines() if is_first_step else (self._deadlines()[0], None)
         waiting: dict[DispatchedSequence, int] = {}
         for number, prompt in enumerate(prompts):
+            if number % _SEQUENCES_PER_TURN == _SEQUENCES_PER_TURN - 1:
+                await asyncio.sleep(0)
             [sequence] = services.dispatcher.start(
                 prompt, [sampling], StopConditions(1), deadline_s, ready.put_nowait, max_ttft_s
             )

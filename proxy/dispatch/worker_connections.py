@@ -29,8 +29,8 @@ class WorkerConnections:
         on_message: Callable[[WorkerInfo, ToProxy], None],
         on_broken: Callable[[WorkerInfo], None],
     ) -> None:
-        """Connect. on_message: called on the loop for every message. on_broken: the connection broke, and messages that
-        were in flight are lost."""
+        """Connects to a worker. on_message: called on the loop for each message. on_broken: called when the connection
+        breaks, and with it messages in flight are lost."""
         assert worker.epoch not in self._sockets
         self._sockets[worker.epoch] = DealerSocket(
             self._context,

@@ -39,21 +39,20 @@ class RequestBodies:
         """
         announced = headers.get("content-length", "")
         if announced.isdecimal():
-            self._check_size(int(announced))
+            _check(int(announced), self._max_bytes)
         spooled: SpooledBody | None = None
         small = b""
         try:
             more = True
-            paced = paced_body(receive, self._timeout_s)
+            limited = self.limited(receive, self._max_bytes)
             while more:
-                message = await paced()
+                message = await limited()
                 piece, more = message.get("body", b""), message.get("more_body", False)
                 if spooled is None:
                     small += piece
                     if len(small) <= MAX_UNSPOOLED_BYTES:
                         continue
                     spooled, piece = SpooledBody(), small
-                self._check_size(spooled.num_bytes + len(piece))
                 if self.num_spooled_bytes + len(piece) > self._max_spooled_bytes:
                     raise Overloaded("too many large requests are waiting to be read; try again later")
                 self.num_spooled_bytes += len(piece)
@@ -64,45 +63,33 @@ class RequestBodies:
                 self.num_spooled_bytes -= spooled.num_bytes
                 spooled.close()
 
-    def upload(self, receive: Receive, max_bytes: int) -> Receive:
-        """Returns `receive` with the limit on pace, and another one on size, for a body that goes to a file."""
-        paced, num_bytes = paced_body(receive, self._timeout_s), 0
+    def limited(self, receive: Receive, max_bytes: int) -> Receive:
+        """Returns `receive` for one body of at most `max_bytes`, with the limit on pace.
 
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await paced()
-            num_bytes += len(message.get("body", b""))
+        It raises BodyTooLarge, ClientTooSlow, ClientDisconnected.
+        """
+        now, timeout_s = asyncio.get_running_loop().time, self._timeout_s
+        deadline, num_bytes, num_timed_bytes = now() + timeout_s, 0, 0
+
+        async def receive_limited() -> Message:
+            nonlocal deadline, num_bytes, num_timed_bytes
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError as error:
+                raise ClientTooSlow(
+                    f"The body arrived too slowly: less than {_PROGRESS_BYTES} bytes in {timeout_s:g} s."
+                ) from error
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected("the client disconnected before its body was complete")
+            num_new_bytes = len(message.get("body", b""))
+            num_bytes, num_timed_bytes = num_bytes + num_new_bytes, num_timed_bytes + num_new_bytes
             _check(num_bytes, max_bytes)
+            if num_timed_bytes >= _PROGRESS_BYTES:
+                deadline, num_timed_bytes = now() + timeout_s, 0
             return message
 
-        return limited
-
-    def _check_size(self, num_bytes: int) -> None:
-        _check(num_bytes, self._max_bytes)
-
-
-def paced_body(receive: Receive, timeout_s: float) -> Receive:
-    """Returns `receive` for a whole body. timeout_s: for each 16 KiB. It raises ClientTooSlow, ClientDisconnected."""
-    now = asyncio.get_running_loop().time
-    deadline, num_timed_bytes = now() + timeout_s, 0
-
-    async def paced() -> Message:
-        nonlocal deadline, num_timed_bytes
-        try:
-            async with asyncio.timeout_at(deadline):
-                message = await receive()
-        except TimeoutError as error:
-            raise ClientTooSlow(
-                f"The body arrived too slowly: less than {_PROGRESS_BYTES} bytes in {timeout_s:g} s."
-            ) from error
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected("the client disconnected before its body was complete")
-        num_timed_bytes += len(message.get("body", b""))
-        if num_timed_bytes >= _PROGRESS_BYTES:
-            deadline, num_timed_bytes = now() + timeout_s, 0
-        return message
-
-    return paced
+        return receive_limited
 
 
 def _check(num_bytes: int, max_bytes: int) -> None:

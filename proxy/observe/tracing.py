@@ -46,7 +46,7 @@ class RequestTracer:
                 "tandem.cached_tokens": record.num_cached_tokens,
             },
         )
-        if record.outcome not in ("stop", "length", "tool_calls"):
+        if record.outcome not in ("stop", "length"):
             span.set_status(Status(StatusCode.ERROR, record.outcome))
         for index, timer in enumerate(record.sequences):
             self._add_stages(record, span, index, timer.stages or {})

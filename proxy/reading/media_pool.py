@@ -86,7 +86,7 @@ class MediaPool:
             if self._writer is not None:
                 return
             if self._watching is not None:
-                await asyncio.shield(self._watching)  # until the previous process is gone
+                await asyncio.wait([self._watching])  # until the previous process is gone
             try:
                 ours, theirs = socket.socketpair()
                 with contextlib.ExitStack() as on_error, theirs:

@@ -56,13 +56,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NICENESS = 10
-"""Of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
+"""Niceness of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
 _LOAD_TIMEOUT_S = 600.0
 _MEMORY_BYTES = 5 << 29
-"""Beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and stacks of
-the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
+"""Memory beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and
+stacks of the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
 _MEMORY_PER_THREAD_BYTES = 2 << 30
-"""For one item that is decoded and processed. The largest that the limits allow took 1.2 GiB."""
+"""Memory for one item that is decoded and processed. The largest that the limits allow took 1.2 GiB."""
 
 
 class MediaProcess:
@@ -118,22 +118,21 @@ class MediaProcess:
     def _on_end(self, lease_id: str, reading: asyncio.Task[GenerationRequest]) -> None:
         """Answers the job. A callback, because a task that is cancelled before it starts runs no code of its own."""
         del self._running[lease_id]
-        if reading.cancelled():
-            self._send(MediaJobFailed.of(lease_id, RequestAborted("the client closed the connection")))
+        try:
+            self._send(MediaJobDone(lease_id, reading.result()))
+        except asyncio.CancelledError:
+            failure: TandemError = RequestAborted("the client closed the connection")
+        except TandemError as error:  # also MessageTooLarge, from sending
+            failure = error
+        except MemoryError as error:
+            log.error("a request with media failed for lack of memory: %s", error)
+            failure = Overloaded("the memory for images and video is used up; try again later, or send smaller ones")
+        except Exception as error:
+            log.error("a request with media failed", exc_info=error)
+            failure = InternalError("the request's images or video could not be processed; see the server's log")
+        else:
             return
-        match reading.exception():
-            case None:
-                self._send(MediaJobDone(lease_id, reading.result()))
-            case TandemError() as error:
-                self._send(MediaJobFailed.of(lease_id, error))
-            case MemoryError() as error:
-                log.error("a request with media failed for lack of memory: %s", error)
-                text = "the memory for images and video is used up; try again later, or send smaller ones"
-                self._send(MediaJobFailed.of(lease_id, Overloaded(text)))
-            case error:
-                log.error("a request with media failed", exc_info=error)
-                text = "the request's images or video could not be processed; see the server's log"
-                self._send(MediaJobFailed.of(lease_id, InternalError(text)))
+        self._send(MediaJobFailed.of(lease_id, failure))
 
     async def _read(self, job: MediaJob) -> GenerationRequest:
         await self._is_loaded.wait()

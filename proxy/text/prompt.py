@@ -103,10 +103,9 @@ class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
 class Prompt:
     """A tokenised prompt.
 
-    token_ids: packed, see `tandem.protocol.messages.token_ids`. num_prompt_logprobs, cache_salt, priority: see
-    StartPrefill. prefix_hashes: hashes of the full blocks, packed; the router finds cached prefixes by them.
-    media: readable until the sequence is dropped. is_text: the client sent text, so an echo has no special tokens.
-    media: readable until the sequence is dropped. adapter, pooling: see StartPrefill.
+    token_ids: packed, see `tandem.protocol.messages.token_ids`. prefix_hashes: hashes of the full blocks, packed; the
+    router finds cached prefixes by them. media: readable until the sequence is dropped. is_text: the client sent text,
+    so an echo has no special tokens. The other fields: see StartPrefill.
     """
 
     token_ids: bytes

@@ -42,7 +42,7 @@ def play(metrics: ProxyMetrics, placement: Placement) -> None:
     for now in (10.3, 10.35, 10.4):
         timer.on_tokens(now, 1)
     timer.on_finished(10.4)
-    timer.close()
+    metrics.per_token.flush()
 
 
 def test_the_page_shows_roles_placements_and_predictions() -> None:

@@ -154,7 +154,7 @@ def test_a_stopping_server_answers_a_request_that_is_arriving(
             idle_writer.write(GET)
             await idle.readuntil(b"ok")
             await until(lambda: server.limits.num_open == 3)
-            server.listener.stop()
+            server.listener.stop(LIMIT_S)
             assert await asyncio.wait_for(idle.read(), 2) == b"", "the idle connection closes at once"
             with pytest.raises(OSError):
                 await server.connect()
@@ -188,7 +188,7 @@ def test_a_proxy_takes_over_its_listening_socket() -> None:
             writer.write(LAST_GET)
             assert bodies(await asyncio.wait_for(reader.read(), LIMIT_S)) == [b"ok"]
             writer.close()
-        http.stop()
+        http.stop(LIMIT_S)
         await asyncio.wait_for(serving, LIMIT_S)
         kept.close()
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,17 @@ def test_api_key_and_stop_within_the_grace_period(tmp_path: Path) -> None:
         proxy.process.wait()
 
 
+def test_the_grace_period_holds_for_requests_that_wait_for_a_worker(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    with Proxy(tmp_path, shutdown_grace_s=0.5) as proxy, ThreadPoolExecutor() as threads:
+        proxy.wait_for(503)
+        waiting = threads.submit(post, proxy, prompt="abc")
+        time.sleep(0.5)
+        proxy.process.send_signal(signal.SIGINT)
+        assert proxy.process.wait(5) == 0
+        assert waiting.result().status_code == 500
+
+
 def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     proxy = Proxy(tmp_path)
@@ -257,6 +269,22 @@ def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
         workers.stop()
         proxy.process.kill()
         proxy.process.wait()
+
+
+def test_a_proxy_that_stops_aborts_the_requests_of_batches(tmp_path: Path) -> None:
+    stall = make_tokenizer(tmp_path).encode_batch_fast(["stall"])[0].ids
+    with Proxy(tmp_path, data_folder=str(tmp_path / "data")) as proxy:
+        workers = FakeWorkers(tmp_path, [proxy.control], [-1], stall)
+        proxy.wait_for(200)
+        body = {"prompt": "stall", "max_tokens": 20}
+        line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
+        file = httpx.post(f"{proxy.url}/v1/files", data={"purpose": "batch"}, files={"file": line.encode()}).json()
+        batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert post(proxy, "/v1/batches", **batch).status_code == 200
+        wait_until(lambda: bool(workers.seen))
+        assert proxy.stop() == 0
+        wait_until(lambda: workers.aborted["decode"] == set(workers.seen))
+        workers.stop()
 
 
 def test_the_clients_timeout_ends_a_request(proxy: Proxy, workers: FakeWorkers) -> None:

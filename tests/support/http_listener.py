@@ -84,7 +84,7 @@ async def served(
     try:
         yield Served(port, listener, limits, client_tls)
     finally:
-        listener.stop()
+        listener.stop(proxy_config.drain_timeout_s)
         await asyncio.wait_for(serving, LIMIT_S)
     assert limits.num_open == 0
 

@@ -147,13 +147,15 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
         folder = Path(asked.lora_path)
         files = await asyncio.to_thread(read_adapter, folder)
         await state.readiness.limits()
-        state.adapters.load(asked.lora_name, files, folder, table.lora_modules(), replace=asked.load_inplace)
+        await asyncio.to_thread(
+            state.adapters.load, asked.lora_name, files, folder, table.lora_modules(), replace=asked.load_inplace
+        )
         log.info("loaded the LoRA adapter %s from %s", asked.lora_name, folder)
         return answer(request, f"Success: LoRA adapter '{asked.lora_name}' added successfully.", "text/plain")
 
     async def unload_adapter(request: Request) -> Response:
         asked = decode_body(_UNLOAD_ADAPTER, await _json_body(state, request))
-        state.adapters.unload(asked.lora_name)
+        await asyncio.to_thread(state.adapters.unload, asked.lora_name)
         log.info("unloaded the LoRA adapter %s", asked.lora_name)
         return answer(request, f"Success: LoRA adapter '{asked.lora_name}' removed successfully.", "text/plain")
 

@@ -54,13 +54,14 @@ def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        if name != config.served_model_name and (adapter := state.adapters.get(name)) is not None:
-            return json_answer(request, adapter_card(_with_limit(state, card), adapter))
-        if name != config.served_model_name:
+        base = _with_limit(state, card)
+        if name == config.served_model_name:
+            return json_answer(request, base)
+        if (adapter := state.adapters.get(name)) is None:
             raise ModelNotFound(
                 f"The model {name!r} does not exist; this server has {config.served_model_name!r}.", "model"
             )
-        return json_answer(request, _with_limit(state, card))
+        return json_answer(request, adapter_card(base, adapter))
 
     async def tokenizer_info(request: Request) -> Response:
         return json_answer(request, await asyncio.to_thread(state.text.tokenizer_info))

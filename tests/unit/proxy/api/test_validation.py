@@ -16,7 +16,7 @@ from tandem.proxy.answers.errors import error_body, status_of
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.text.prompt import ChatBatch, ChatPrompt
+from tandem.proxy.text.prompt import ChatBatch, ChatPrompt, ContextLengthExceeded
 from tandem.proxy.text.rendering import check_prompt_length, split_prompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import InvalidRequest
@@ -87,6 +87,12 @@ def test_stop_conditions() -> None:
     request = completion(stop="a", stop_token_ids=[5], ignore_eos=True)
     assert request.stop == ["a"]
     assert request.stop_conditions(1, LIMITS, EOS).stop_token_ids == frozenset({5})
+
+
+def test_a_prompt_that_no_longer_fits_is_refused() -> None:
+    """Workers with a lower limit may join while a request is read."""
+    with pytest.raises(ContextLengthExceeded, match="has 2048 tokens, but this model's limit is 2048"):
+        chat().stop_conditions(LIMITS.max_model_len, LIMITS, EOS)
 
 
 def test_chat_limits_and_parts() -> None:

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from tandem.proxy.batches.batch import (
     read_lines,
     request_body,
 )
-from tandem.proxy.batches.batch_store import BatchNotFound, BatchStore, Owner
+from tandem.proxy.batches.batch_store import BatchFiles, BatchNotFound, BatchStore, Owner
 from tandem.proxy.batches.file_store import FileNotFound, FileStore, StorageFull
 from tandem.proxy.batches.runner import BatchRunner, call
 from tandem.runtime.errors import InvalidRequest
@@ -495,3 +496,35 @@ def test_a_call_within_the_process_returns_the_answer() -> None:
 def test_times_of_a_batch_are_noted(tmp_path: Path) -> None:
     batch = create(BatchStore(tmp_path), line("a")).became("in_progress", time.time())
     assert batch.in_progress_at is not None and batch.expires_at - batch.created_at == batch_module.WINDOW_S
+
+
+def test_a_batch_is_held_until_its_last_write_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another proxy that takes the batch over misses a result, and runs the line a second time."""
+    store = BatchRunner(tmp_path, None).store("")
+    create(store, line("a"))
+    begun, may_write = threading.Event(), threading.Event()
+    append = BatchFiles.append
+
+    def slow_append(held: BatchFiles, result: LineResult) -> None:
+        begun.set()
+        assert may_write.wait(10)
+        append(held, result)
+
+    monkeypatch.setattr(BatchFiles, "append", slow_append)
+
+    async def run() -> None:
+        task = asyncio.create_task(BatchRunner(tmp_path, None).run(App()))
+        await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        await asyncio.sleep(0.1)
+        assert list(store.hold_unfinished()) == [], "another proxy could take the batch"
+        may_write.set()
+        await asyncio.gather(task, return_exceptions=True)
+
+    try:
+        asyncio.run(run())
+    finally:
+        may_write.set()
+    [held] = store.hold_unfinished()
+    assert held.finished() == {"a"}
+    held.close()

@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import json
 import math
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.admission.admission import Admission
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.dispatch.beam_search import Beam, BeamSearch
 from tandem.proxy.dispatch.generation import Generation
@@ -165,5 +168,23 @@ def test_a_failed_beam_fails_the_request(error: TandemError) -> None:
         with pytest.raises(type(error)):
             await task
         assert cluster.dispatcher.num_running == 0
+
+    play(test)
+
+
+def test_many_beams_are_started_between_turns_of_the_loop() -> None:
+    async def test(cluster: Cluster) -> None:
+        services = replace(cluster.services, admission=Admission(100, time.monotonic))
+        body = json.dumps({"prompt": ["ab"] * 100, "use_beam_search": True}).encode()
+        request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
+        generation = Generation(services, request, RequestRecord("r", "completion"))
+        task = asyncio.create_task(whole(CompletionAnswers(generation, "m")))
+        counts = [0]
+        while counts[-1] < 100:
+            await asyncio.sleep(0)
+            counts.append(len(cluster.pool.of(StartPrefill)))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert max(after - before for before, after in itertools.pairwise(counts)) <= 16
 
     play(test)

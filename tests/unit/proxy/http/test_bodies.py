@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import Headers
 
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES, RequestBodies
@@ -67,6 +68,15 @@ def test_refused_bodies_leave_no_file(receive: Any, headers: Any, error: type[Ta
 
     asyncio.run(run())
     assert BODIES.num_spooled_bytes == 0
+
+
+def test_the_limit_holds_for_small_bodies_of_unknown_length() -> None:
+    async def run() -> None:
+        with pytest.raises(BodyTooLarge):
+            async with RequestBodies(1024, 30.0).receive(feed([b"a" * 1025]), Headers()):
+                raise AssertionError("it was taken")
+
+    asyncio.run(run())
 
 
 def test_large_bodies_together_are_limited() -> None:

@@ -212,6 +212,16 @@ def test_a_cancelled_job_is_answered(reader: MediaProcessOnLoop) -> None:
     assert reader.status().num_leases == 0
 
 
+def test_a_request_that_is_too_large_to_be_sent_is_answered(
+    reader: MediaProcessOnLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The input of a response is kept with its images, and may exceed the limit on messages."""
+    monkeypatch.setattr("tandem.protocol.codec.MAX_MESSAGE_BYTES", 10_000)
+    part = image_part(data_url(encoded(picture())))
+    assert "MediaJobDone) of" in reader.refusal(part, stop=["a" * 1000] * 16)
+    assert reader.prompt(part), "the process goes on"
+
+
 def sound() -> bytes:
     """An MP4 without a picture."""
     file = io.BytesIO()
