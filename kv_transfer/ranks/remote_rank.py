@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
 from tandem.runtime.threads import show_thread_name
+
+log = logging.getLogger(__name__)
 
 MakeOrder = Callable[[int], Order]
 """Makes the order with the given job id."""
@@ -121,7 +124,18 @@ class _RemoteSender:
         self._rank.order(lambda job_id: orders.SendBlocks(job_id, self._pair_id, src, dst), on_done)
 
     def close(self, on_closed: Callable[[], None]) -> None:
-        self._rank.order(lambda job_id: orders.CloseRankSender(job_id, self._pair_id), lambda error: on_closed())
+        """See `KVSender.close`. Only the follower's answer proves that it writes nothing more.
+
+        A frozen follower takes no orders, but may carry out earlier ones later. The end of a follower ends the worker.
+        """
+
+        def closed(error: KVTransferFailed | None) -> None:
+            if error is None:
+                on_closed()
+            else:
+                log.error("pair %s cannot be closed: %s", self._pair_id, error)
+
+        self._rank.order(lambda job_id: orders.CloseRankSender(job_id, self._pair_id), closed)
 
 
 class _RemoteReceiver:

@@ -21,7 +21,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel
 from tandem.protocol.tls_identity import tls_contexts
-from tandem.runtime.errors import KVPathRefused, KVTransferFailed
+from tandem.runtime.errors import KVPathRefused, KVTransferFailed, first_line
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ class TransferServer:
                 self._carry_out(order, done)
             except KVTransferFailed as error:
                 done(error)
+            except Exception as error:  # rank 0 waits for the answer to each order
+                log.exception("an order about KV transfers failed")
+                done(KVTransferFailed(f"a rank of this worker failed: {first_line(error)}"))
 
     def _carry_out(self, order: Order, done: OnDone) -> None:
         match order:
