@@ -5,7 +5,7 @@ the device at once, and then waits for the end of the one before. So the device 
 between steps. A step that fails takes the one behind it along.
 
 A device that has failed for good ends the process: it would fail each step at once, look idle and attract all requests.
-So do ranks that are out of step (`ModelRunner.why_lost`).
+So do ranks that are out of step (`ModelRunner.why_lost`), and an unexpected error on the thread itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.model_runner import ModelRunner
+from tandem.runtime.errors import first_line
 from tandem.runtime.process import end_process
 from tandem.runtime.threads import show_thread_name
 
@@ -77,6 +78,7 @@ class EngineThread:
         self._clock = clock
         self._steps: queue.SimpleQueue[tuple[Batch | None, OnDone] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_stopping = False
         self._launched: _Launched | None = None
         self._ended_at: float | None = None  # the last step
 
@@ -96,6 +98,7 @@ class EngineThread:
 
     def stop(self, timeout_s: float) -> None:
         """Stops after the running step, and waits for at most `timeout_s`."""
+        self._is_stopping = True
         self._steps.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -111,8 +114,13 @@ class EngineThread:
             return
         self._post(on_ready, None)
         run_next = self._overlap_next if self.overlaps else self._run_next
-        while run_next(runner):
-            pass
+        try:
+            while run_next(runner):
+                pass
+        except BaseException as error:
+            if not self._is_stopping:  # else the event loop may be closed already
+                log.exception("the engine thread failed")
+                self._on_lost(f"the engine thread failed; the worker ends: {first_line(error)}")
 
     def _run_next(self, runner: ModelRunner) -> bool:
         """Runs one step; False at the end. No reference to the batch, and its media, remains on return."""
