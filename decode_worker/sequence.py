@@ -101,8 +101,7 @@ class DecodeSequence:
     step computes. block_tokens: computed tokens of the last block. parent_hash: hash of the blocks before it.
     copy_from: a held block that the next step copies to the sequence's own last block (copy on write). num_steps: steps
     in flight that use its blocks; each but the first was scheduled before the token of the one before was known.
-    joined_at: when
-    its KV was complete. stepped_at: when its first step began, None before.
+    joined_at: when its KV was complete. stepped_at: when its first step began, None before.
     """
 
     prompt: DecodePrompt

@@ -39,7 +39,7 @@ class RankChannel(Generic[M]):
         self._is_broken = False
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raises OSError if the other process is gone, or frozen with a full buffer; all later calls then raise it, too.
+        """Raises OSError if the other process is gone, or frozen with a full buffer, and from then on in every call.
 
         A send that times out may have written part of its message, so the peer would misread whatever follows.
         """

@@ -160,7 +160,7 @@ class Worker:
                 self._traffic.on_message(message, self._host.loaded.vocab_size)
 
     def _take(self, message: StartPrefill | PrepareDecode) -> None:
-        """Passes a prompt to its scheduler. Whatever fails, the proxy gets an answer. Raises InvalidMessage after it."""
+        """Passes a prompt to its scheduler, or answers with the error. Raises InvalidMessage after its answer."""
         try:
             check_request(message, self._host.loaded.vocab_size, self._host.loaded.max_model_len)
             actions = self._open(message)
