@@ -45,8 +45,11 @@ class ComputedPrompt:
 
 @dataclass(eq=False)
 class DecodePrompt:
-    """hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id. prefill_epoch: of the worker
-    that ships the prompt's KV; empty for this worker."""
+    """A prompt that its sequences share.
+
+    hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id. prefill_epoch: of the worker that
+    ships the prompt's KV; empty for this worker.
+    """
 
     request: PromptMessage
     number: int  # in order of arrival
@@ -71,7 +74,7 @@ class DecodePrompt:
         hashes: list[bytes] | None = None,
         adapter: Adapter | None = None,
     ) -> DecodePrompt:
-        """hashes: None computes them."""
+        """Creates the prompt with a sequence for each attempt. hashes: computed if None."""
         hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media, request.adapter)
         hashes = hashes or hasher.prompt_hashes(request.token_ids)
         prompt = cls(request, number, now, hasher, hashes, adapter=adapter)

@@ -44,7 +44,7 @@ OnReady = Callable[[BaseException | None], None]
 
 @dataclass
 class _Launched:
-    """step: None if it could not be launched, because of `error`. began_at, queued_at: of its launch."""
+    """A launch. step: None if it failed with `error`. began_at, queued_at: when the launch began and ended."""
 
     batch: Batch
     on_done: OnDone
@@ -55,7 +55,9 @@ class _Launched:
 
 
 class EngineThread:
-    """make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`).
+    """Runs the steps of one model.
+
+    make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`).
 
     overlaps: whether steps are launched before the one before has ended; see `submit`. on_lost(reason): called on the
     thread when no step can run any more; by default it ends the process. clock: in seconds.

@@ -36,7 +36,7 @@ class RemoteRank:
         self._gone = False
 
     def wait_until_ready(self, timeout_s: float) -> ConnectorParams:
-        """Block until the follower has allocated its pool; return how it is reached. Raises InternalError."""
+        """Blocks until the follower has allocated its pool. Returns how it is reached. Raises InternalError."""
         message = self._channel.receive() if self._channel.has_message(timeout_s) else None
         if not isinstance(message, PoolReady):
             raise InternalError(f"a rank did not come up within {timeout_s:.0f} s")
@@ -54,7 +54,7 @@ class RemoteRank:
         return _RemoteReceiver(self, pair_id)
 
     def checksums(self, block_ids: Sequence[int], on_checksums: Callable[[list[int]], None], on_done: OnDone) -> None:
-        """Hash the follower's heads of each block. `on_checksums` is called before `on_done` on success."""
+        """Hashes the follower's heads of each block. `on_checksums` is called before `on_done` on success."""
 
         def answered(answer: OrderDone) -> None:
             if answer.error is None:

@@ -39,7 +39,7 @@ class TransferServer:
         self._tiers = RankTiers(pool.blocks, [])
 
     def start(self) -> None:
-        """Announce the pool to rank 0, then serve on a thread until rank 0 is gone."""
+        """Announces the pool to rank 0, then serves on a thread until rank 0 is gone."""
         self._channel.send(PoolReady(self._params))
         threading.Thread(target=self._serve, name="transfers", daemon=True).start()
 
