@@ -26,7 +26,7 @@ MAX_CACHED_ADAPTERS = 32
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """Matrices of one adapter, by the name of the linear layer: A [rank, inputs], B [outputs, rank] times the scaling."""
+    """Matrices of one adapter, by the name of the layer: A [rank, inputs], B [outputs, rank] times the scaling."""
 
     layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 

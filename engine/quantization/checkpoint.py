@@ -92,7 +92,7 @@ def refusal(model: str, reason: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Reading:
-    """Parameters of one load. model: its name, for errors. device: where the layers will run. num_ranks: sharing them."""
+    """Parameters of one load. model: its name, for errors. device: where the layers run. num_ranks: sharing them."""
 
     model: str
     quantization: CheckpointQuantization

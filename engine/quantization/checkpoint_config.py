@@ -29,7 +29,8 @@ class LayerFormat:
 class CheckpointQuantization:
     """How a checkpoint is quantised. label: for people, such as "gptq int4".
 
-    formats: the first that covers a layer holds for it. decoder_only: other layers than the decoder's are left alone, whatever their names.
+    formats: the first that covers a layer holds for it. decoder_only: other layers than the decoder's are left alone,
+    whatever their names.
     """
 
     label: str
