@@ -16,7 +16,9 @@ from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
 
 
 class Reservations:
-    """max_num_seqs: sequences per step. No more are admitted, except a prompt that alone has more of them."""
+    """Gives blocks to prompts in order of arrival.
+
+    max_num_seqs: sequences per step. No more are admitted, except a prompt that alone has more of them."""
 
     def __init__(self, blocks: BlockManager, running: RunningBatch, max_num_seqs: int, tiers: PrefixTiers) -> None:
         self._blocks = blocks

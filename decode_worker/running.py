@@ -12,7 +12,7 @@ from tandem.engine.block_manager import BlockManager
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """sequences: in the order of the batch. copied_from: blocks that are held until the step ends."""
+    """A step in flight. sequences: in the order of the batch. copied_from: blocks that are held until the step ends."""
 
     sequences: list[DecodeSequence]
     copied_from: list[int] = field(default_factory=list)
@@ -34,7 +34,7 @@ class RunningBatch:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    # ---- who runs
+    # ---- joining and leaving
 
     def join(self, sequence: DecodeSequence) -> None:
         self.sequences.append(sequence)

@@ -211,9 +211,7 @@ class DecodeScheduler:
         if prompt is not None and prompt.request.adapter_digest != message.adapter:
             error = KVTransferFailed(_OTHER_ADAPTER)
             return [_refusal(message.pair_id, message.transfer_id, error), *self._end_all(prompt, error)]
-        transfer = IncomingTransfer(
-            message.transfer_id, message.pair_id, message.num_prompt_tokens, now, message.adapter
-        )
+        transfer = IncomingTransfer(message.transfer_id, message.pair_id, now, message.adapter)
         self._transfers.add(transfer)
         self._reservations.wait(transfer)
         return self._reserve()
@@ -341,8 +339,8 @@ class DecodeScheduler:
     def on_out_of_memory(self, preempt: bool) -> list[Action]:
         """Ends a step that did not fit into the device's memory, or was not run. Its sequences have no new token.
 
-        preempt: the newest half of them goes to where the proxy sends it. All of them go if the step copied blocks, as
-        these copies may be missing.
+        preempt: preempts the newest half of them. All are preempted if the step copied blocks, because the copies may
+        be missing.
         """
         had_copies = self._running.has_copied
         step = sorted(self._running.end_step(), key=lambda sequence: sequence.age)

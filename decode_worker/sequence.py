@@ -45,8 +45,11 @@ class ComputedPrompt:
 
 @dataclass(eq=False)
 class DecodePrompt:
-    """hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id. prefill_epoch: of the worker
-    that ships the prompt's KV; empty for this worker."""
+    """A prompt that its sequences share.
+
+    hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id. prefill_epoch: of the worker that
+    ships the prompt's KV; empty for this worker.
+    """
 
     request: PromptMessage
     number: int  # in order of arrival
@@ -71,7 +74,7 @@ class DecodePrompt:
         hashes: list[bytes] | None = None,
         adapter: Adapter | None = None,
     ) -> DecodePrompt:
-        """hashes: None computes them."""
+        """Creates the prompt with a sequence for each attempt. hashes: computed if None."""
         hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media, request.adapter)
         hashes = hashes or hasher.prompt_hashes(request.token_ids)
         prompt = cls(request, number, now, hasher, hashes, adapter=adapter)
@@ -101,8 +104,7 @@ class DecodeSequence:
     step computes. block_tokens: computed tokens of the last block. parent_hash: hash of the blocks before it.
     copy_from: a held block that the next step copies to the sequence's own last block (copy on write). num_steps: steps
     in flight that use its blocks; each but the first was scheduled before the token of the one before was known.
-    joined_at: when
-    its KV was complete. stepped_at: when its first step began, None before.
+    joined_at: when its KV was complete. stepped_at: when its first step began, None before.
     """
 
     prompt: DecodePrompt

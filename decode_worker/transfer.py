@@ -32,7 +32,6 @@ class IncomingTransfer:
 
     transfer_id: str
     pair_id: str
-    num_prompt_tokens: int
     arrived_at: float
     adapter: str = ""
     is_reserved: bool = False

@@ -1,4 +1,4 @@
-"""What an error of a step says about the device."""
+"""Classifies errors of steps: out of memory, or a device that is lost for good."""
 
 from __future__ import annotations
 

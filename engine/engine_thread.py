@@ -5,7 +5,7 @@ the device at once, and then waits for the end of the one before. So the device 
 between steps. A step that fails takes the one behind it along.
 
 A device that has failed for good ends the process: it would fail each step at once, look idle and attract all requests.
-So do ranks that are out of step (`ModelRunner.why_lost`).
+So do ranks that are out of step (`ModelRunner.why_lost`), and an unexpected error on the thread itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.model_runner import ModelRunner
+from tandem.runtime.errors import first_line
 from tandem.runtime.process import end_process
 from tandem.runtime.threads import show_thread_name
 
@@ -43,7 +44,7 @@ OnReady = Callable[[BaseException | None], None]
 
 @dataclass
 class _Launched:
-    """step: None if it could not be launched, because of `error`. began_at, queued_at: of its launch."""
+    """A launch. step: None if it failed with `error`. began_at, queued_at: when the launch began and ended."""
 
     batch: Batch
     on_done: OnDone
@@ -54,7 +55,9 @@ class _Launched:
 
 
 class EngineThread:
-    """make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`).
+    """Runs the steps of one model.
+
+    make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`).
 
     overlaps: whether steps are launched before the one before has ended; see `submit`. on_lost(reason): called on the
     thread when no step can run any more; by default it ends the process. clock: in seconds.
@@ -77,6 +80,7 @@ class EngineThread:
         self._clock = clock
         self._steps: queue.SimpleQueue[tuple[Batch | None, OnDone] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_stopping = False
         self._launched: _Launched | None = None
         self._ended_at: float | None = None  # the last step
 
@@ -96,6 +100,7 @@ class EngineThread:
 
     def stop(self, timeout_s: float) -> None:
         """Stops after the running step, and waits for at most `timeout_s`."""
+        self._is_stopping = True
         self._steps.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -111,8 +116,13 @@ class EngineThread:
             return
         self._post(on_ready, None)
         run_next = self._overlap_next if self.overlaps else self._run_next
-        while run_next(runner):
-            pass
+        try:
+            while run_next(runner):
+                pass
+        except BaseException as error:
+            if not self._is_stopping:  # else the event loop may be closed already
+                log.exception("the engine thread failed")
+                self._on_lost(f"the engine thread failed; the worker ends: {first_line(error)}")
 
     def _run_next(self, runner: ModelRunner) -> bool:
         """Runs one step; False at the end. No reference to the batch, and its media, remains on return."""

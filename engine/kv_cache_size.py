@@ -79,8 +79,8 @@ class CudaMemory:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """free, total: of the device. held: reserved by this process, with the weights. peak: the same in the largest step,
-    with CUDA graphs."""
+    """Memory in bytes. free, total: of the device. held: reserved by this process, with the weights. peak: the same in
+    the largest step, with CUDA graphs."""
 
     free: int
     total: int

@@ -25,7 +25,9 @@ def block_bytes(loaded: LoadedModel) -> int:
 
 
 class KVPool:
-    """tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], of `config.kv_cache_bytes`.
+    """The KV cache of one rank.
+
+    tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], of `config.kv_cache_bytes`.
 
     model_dtype: of the keys and values that attention gets, before they are stored.
 
@@ -68,11 +70,11 @@ class KVPool:
         self.layer_tokens = [(keys, values) for keys, values in by_layer]
 
     def as_blocks(self) -> torch.Tensor:
-        """View the pool as bytes, uint8 [num_blocks, block_bytes]."""
+        """Returns a view of the pool as bytes, uint8 [num_blocks, block_bytes]."""
         return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
 
     def location(self) -> ConnectorParams:
-        """How a peer on this host maps the pool."""
+        """Returns the parameters with which a peer on this host maps the pool."""
         return ConnectorParams(pid=os.getpid(), fd=self.fd or 0, num_bytes=self.num_bytes, num_blocks=self.num_blocks)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Steps that have been queued on the device, and what the next step takes from them before they have ended."""
+"""Steps that are queued on the device, and tokens that the next step takes from them before they have ended."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ModelRunner:
         self._model = loaded.model
         self._media_input = MediaInput(loaded.vision, loaded.model) if loaded.vision is not None else None
         self._pool = pool
-        self.device = self._device = loaded.device
+        self.device = loaded.device
         self._max_model_len = loaded.max_model_len
         self._vocab_size = loaded.vocab_size
         self._uses_triton = uses_triton(pool, self._model.config.get_text_config(decoder=True))
@@ -82,11 +82,11 @@ class ModelRunner:
         before: the step of the last launch; required if items follow it (`BatchItem.follows`), except on ranks other
         than 0.
         """
-        return LaunchedStep(*self._launch(batch, before), end_of_work(self._device))
+        return LaunchedStep(*self._launch(batch, before), end_of_work(self.device))
 
     def wait(self) -> None:
         """Waits for the work that is queued on the device."""
-        end_of_work(self._device)()
+        end_of_work(self.device)()
 
     def why_lost(self, error: BaseException) -> str:
         """Returns why this process must end after a step that failed with `error`, or an empty string."""
@@ -95,7 +95,7 @@ class ModelRunner:
 
     def _launch(self, batch: Batch, before: LaunchedStep | None) -> Launched:
         if batch.block_copies:
-            sources, destinations = upload([np.array(batch.block_copies, np.int64)], self._device)[0].unbind(1)
+            sources, destinations = upload([np.array(batch.block_copies, np.int64)], self.device)[0].unbind(1)
             words = self._pool.as_blocks().view(torch.int64)
             words[destinations] = words[sources]
         if batch.encodes or any(item.media is not None or item.adapter is not None for item in batch.items):
@@ -120,7 +120,7 @@ class ModelRunner:
         num_items = len(batch.items)
         if not items:
             return None, lambda tokens: [failed[number] for number in range(num_items)]
-        with self._adapters.of(items, self._device) if self._adapters is not None else nullcontext():
+        with self._adapters.of(items, self.device) if self._adapters is not None else nullcontext():
             sampled, make_outputs = self._launch_items(items, before)
 
         def outputs(tokens: Sequence[SampledToken]) -> list[ItemOutput]:
@@ -139,7 +139,7 @@ class ModelRunner:
         pooled: dict[int, bytes] = {}
         if any(item.num_prompt_logprobs is not None or item.pooling is not None for item in items):
             rows, prompt_logprobs, pooled = self._run_with_head(items, fed)
-            tensors = upload(sampling.arrays, self._device)
+            tensors = upload(sampling.arrays, self.device)
         else:
             rows, tensors = self._sampled_logits(items, fed, sampling.arrays)
         mask = masking.result() if masking is not None else None
@@ -166,14 +166,14 @@ class ModelRunner:
         num_fed = len(fed.arrays)
         if self._uses_triton:
             index = StepIndex.of(items, self._pool.layout.block_size)
-            flat, *tensors = upload([flat_on_host(index), *fed.arrays, *arrays], self._device)
+            flat, *tensors = upload([flat_on_host(index), *fed.arrays, *arrays], self.device)
             fed.put_into(flat, tensors[:num_fed])
             inputs |= self._inputs_of(StepTensors.of(flat, index))
             token_ids = inputs["input_ids"]
         else:
-            tensors = upload([*fed.arrays, *arrays], self._device)
+            tensors = upload([*fed.arrays, *arrays], self.device)
             inputs["tandem"] = self._make_attention(items)
-            token_ids = torch.tensor([[token_id for item in items for token_id in item.token_ids]], device=self._device)
+            token_ids = torch.tensor([[token_id for item in items for token_id in item.token_ids]], device=self.device)
             fed.put_into(token_ids[0], tensors[:num_fed])
         if self._media_input is not None and any(item.media is not None for item in items):
             for name in ("input_ids", "position_ids"):
@@ -181,7 +181,7 @@ class ModelRunner:
             inputs |= self._media_input.inputs(items, token_ids)
         elif not self._uses_triton:
             inputs["input_ids"] = token_ids
-            inputs["position_ids"] = torch.tensor([positions_of(items)], device=self._device)
+            inputs["position_ids"] = torch.tensor([positions_of(items)], device=self.device)
         return inputs, tensors[num_fed:]
 
     def _inputs_of(self, step: StepTensors) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class ModelRunner:
                 padded = self._graphs.padded(index, shape)
                 choice = [number for number, item in enumerate(items) for _ in item.samples]
                 flat, chosen, *tensors = upload(
-                    [flat_on_host(padded), np.array(choice, np.int64), *fed.arrays, *arrays], self._device
+                    [flat_on_host(padded), np.array(choice, np.int64), *fed.arrays, *arrays], self.device
                 )
                 fed.put_into(flat, tensors[: len(fed.arrays)])
                 tensors = tensors[len(fed.arrays) :]
@@ -237,14 +237,14 @@ class ModelRunner:
         first_row = 0
         for number, item in enumerate(items):
             if item.num_prompt_logprobs is not None:
-                targets = torch.tensor(item.target_token_ids, dtype=torch.long, device=self._device)
+                targets = torch.tensor(item.target_token_ids, dtype=torch.long, device=self.device)
                 prompt_logprobs[number] = head.logprobs(first_row, targets, item.num_prompt_logprobs)
             if item.pooling is not None:
                 pooled[number] = head.pooled(first_row, len(item.token_ids), item.pooling)
             first_row += len(item.token_ids)
             sampled_rows += [first_row - 1] * len(item.samples)
         # At least one row, because models do not support an empty selection.
-        rows = head.logits(torch.tensor(sampled_rows or [0], device=self._device))
+        rows = head.logits(torch.tensor(sampled_rows or [0], device=self.device))
         return rows, prompt_logprobs, pooled
 
     def warm_up(self) -> None:

@@ -25,7 +25,9 @@ _LEAST_PROMPT_TIME_SHARE = 0.25
 
 
 class StepTimes:
-    """slo_s: limit on a step with prompt tokens beside running sequences; 0 derives it from measured steps.
+    """Model of a worker's step times.
+
+    slo_s: limit on a step with prompt tokens beside running sequences; 0 derives it from measured steps.
 
     A decode step of n sequences takes fixed_s + n * s_per_sequence, fitted by least squares with exponential
     forgetting. Both are 0 before the first step. The line goes through the origin until two batch sizes were seen.

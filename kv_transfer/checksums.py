@@ -22,7 +22,7 @@ OnChecksums = Callable[[list[int] | KVTransferFailed], None]
 
 
 def rank_checksums(blocks: torch.Tensor, block_ids: Sequence[int], layout: KVLayout, rank: int) -> list[int]:
-    """Hash this rank's heads of each block. blocks: the rank's pool, uint8 [num_blocks, block_bytes]."""
+    """Hashes this rank's heads of each block. blocks: the rank's pool, uint8 [num_blocks, block_bytes]."""
     first_head = rank * layout.num_kv_heads
     checksums = []
     for block_id in block_ids:

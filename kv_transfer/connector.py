@@ -81,7 +81,7 @@ class KVSender(Protocol):
     """The prefill end of a path. Jobs run in the order of the calls."""
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
-        """Prepare to write these blocks, which the peer has reserved, while their content is being computed."""
+        """Prepares to write these blocks, which the peer has reserved, while their content is being computed."""
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         """Copies own blocks `src_block_ids` to the peer's `dst_block_ids` (same length)."""

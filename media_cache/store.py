@@ -24,7 +24,7 @@ _MAX_ENDED_LEASES = 4096
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """number: names the segment and is never reused. waiting: lease ids in order of arrival."""
+    """The space of one item. number: names the segment and is never reused. waiting: lease ids in order of arrival."""
 
     number: int
     key: MediaKey
@@ -42,8 +42,8 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class _ItemLease:
-    """wanted: keys in the order asked for. entries: by key, None where there is none. num_waits: entries that the lease
-    waits for."""
+    """A lease. wanted: keys in the order asked for. entries: by key, None where there is none. num_waits: entries that
+    the lease waits for."""
 
     client_pid: int
     wanted: list[MediaKey]
@@ -71,8 +71,8 @@ Action = Grant | Drop
 
 
 class MediaStore:
-    """capacity_bytes: limit on the size of all entries. max_items: limit on their number, since each is an open
-    file."""
+    """All entries and leases. capacity_bytes: limit on the size of all entries. max_items: limit on their number, since
+    each is an open file."""
 
     def __init__(self, capacity_bytes: int, max_items: int) -> None:
         self.capacity_bytes = capacity_bytes

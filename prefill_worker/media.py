@@ -106,7 +106,7 @@ class MediaIntake:
     def _prepare_later(
         self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, endpoint: str
     ) -> None:
-        fetches = remote.for_prompt() if remote is not None else None
+        fetches = PromptFetches(remote) if remote is not None else None
         task = asyncio.get_running_loop().create_task(self._prepare(media, missing, fetches, endpoint))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,17 +1,17 @@
-"""One prompt on a prefill worker, shared by its sequences: what is computed, what is shipped, who still waits for
-it."""
+"""State of one prompt in the prefill role, shared by its sequences: progress of computing and shipping, and the
+attempts that wait for a first token."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.lora.adapters import Adapter
-from tandem.engine.prompt_chunks import chunk, first_samples
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
@@ -23,8 +23,11 @@ from tandem.protocol.worker_actions import Ship
 
 @dataclass(eq=False)
 class PrefillPrompt:
-    """pair_id: None if nothing is to be shipped. decodes_here: the sequences go on in this worker's decode role.
-    open_ids: attempt_ids that still wait for the first token."""
+    """A prompt from its arrival until its blocks are released.
+
+    pair_id: None if it is not shipped. decodes_here: this worker also decodes its sequences. open_ids: attempt_ids that
+    wait for the first token.
+    """
 
     request: StartPrefill
     pair_id: str | None
@@ -73,11 +76,7 @@ class PrefillPrompt:
         state = (
             grammar.new_state(request.stop.stop_token_ids, request.sampling.thinking) if grammar is not None else None
         )
-        samples: list[Sample] = []
-        if request.pooling is None:
-            samples = first_samples(
-                request.sampling, request.seeds, request.stop, token_ids, request.num_generated, state
-            )
+        samples = _first_samples(request, token_ids, state) if request.pooling is None else []
         open_ids = set(request.attempt_ids)
         return cls(
             request, pair_id, decodes_here, number, now, token_ids, open_ids, samples, grammar, state, media, adapter
@@ -122,17 +121,20 @@ class PrefillPrompt:
         return self.hashes
 
     def next_item(self, num_tokens: int) -> BatchItem:
-        """Returns the next chunk."""
-        return chunk(
-            self.token_ids,
-            self.num_computed_tokens,
-            num_tokens,
-            self.block_table,
-            self.samples,
-            self.request.num_prompt_logprobs,
-            self.media,
-            self.adapter,
-            self.request.pooling,
+        """Returns the next chunk. Only the last one samples tokens."""
+        request, start = self.request, self.num_computed_tokens
+        end = start + num_tokens
+        is_last = end == self.num_prompt_tokens
+        return BatchItem(
+            token_ids=self.token_ids[start:end],
+            start=start,
+            block_table=self.block_table,
+            samples=self.samples if is_last else (),
+            num_prompt_logprobs=request.num_prompt_logprobs,
+            target_token_ids=() if request.num_prompt_logprobs is None else self.token_ids[start + 1 : end + 1],
+            media=self.media,
+            adapter=self.adapter,
+            pooling=request.pooling if is_last or request.pooling == "mean" else None,
         )
 
     def next_work(
@@ -218,3 +220,15 @@ class PrefillPrompt:
     def position_offset(self) -> int:
         """Offset between tokens' positions and their numbers after the prompt. Valid once it is computed."""
         return self.media.position_offset if self.media is not None else 0
+
+
+def _first_samples(request: StartPrefill, token_ids: list[int], grammar: GrammarState | None) -> list[Sample]:
+    """Returns the first sample of each sequence. All share one grammar state: they start from the same tokens."""
+    sampling, num_before = request.sampling, len(token_ids) - request.num_generated
+    prompt_token_ids = token_ids[:num_before] if sampling.has_penalties else ()
+    output_token_ids = token_ids[num_before:] if sampling.needs_history else ()
+    banned = request.stop.banned(request.num_generated)
+    return [
+        Sample(msgspec.structs.replace(sampling, seed=seed), prompt_token_ids, output_token_ids, banned, grammar)
+        for seed in request.seeds
+    ]

@@ -62,10 +62,6 @@ class RemoteMedia:
     def held_bytes(self) -> int:
         return sum(end - start for _, start, end in self._ranges)
 
-    def for_prompt(self) -> PromptFetches:
-        """Returns an object that fetches for one prompt. Its `release` must be called."""
-        return PromptFetches(self)
-
     def hold(self, endpoint: str, key: _Range) -> _Fetched:
         """Returns the range, which is complete when its task is done. Must be followed by one `give_back`.
 
@@ -136,7 +132,7 @@ class RemoteMedia:
 
 
 class PromptFetches:
-    """The ranges that one prompt uses, until `release`."""
+    """The ranges that one prompt uses. `release` must be called."""
 
     def __init__(self, remote: RemoteMedia) -> None:
         self._remote = remote

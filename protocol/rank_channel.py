@@ -35,12 +35,23 @@ class RankChannel(Generic[M]):
     def __init__(self, connection: Connection, codec: Codec[M]) -> None:
         self._connection = connection
         self._codec = codec
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # also of the next
+        self._is_broken = False
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raises OSError if the other process is gone, or frozen with a full buffer."""
+        """Raises OSError if the other process is gone, or frozen with a full buffer, and from then on in every call.
+
+        A send that times out may have written part of its message, so the peer would misread whatever follows.
+        """
+        data = self._codec.encode(message)
         with self._sending:
-            self._connection.send_bytes(self._codec.encode(message))
+            if self._is_broken:
+                raise OSError("an earlier message was sent in part")
+            try:
+                self._connection.send_bytes(data)
+            except OSError:
+                self._is_broken = True
+                raise
 
     def receive(self) -> M | None:
         """Returns the next message, or None if the other process is gone. Raises ProtocolError."""

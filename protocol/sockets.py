@@ -41,7 +41,7 @@ _FAILED_HANDSHAKES = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHA
 
 
 class _MessageSocket(Generic[M]):
-    """Common to both kinds of socket: reading until EAGAIN, decoding, monitoring, closing."""
+    """Base class of both kinds of socket: reads until EAGAIN, decodes, monitors and closes."""
 
     def __init__(self, context: Context, kind: int, codec: Codec[M]) -> None:
         self._loop = asyncio.get_running_loop()

@@ -30,7 +30,7 @@ _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 
 @dataclass(frozen=True)
 class TlsContexts:
-    """server: of the end that listens. client: of the end that connects."""
+    """One context for each end. server: of the end that listens. client: of the end that connects."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext

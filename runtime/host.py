@@ -1,4 +1,4 @@
-"""Identifies the host a process runs on, in the sense of who can share memory with whom."""
+"""Identifies the host of a process. Processes of one host can share memory."""
 
 from __future__ import annotations
 

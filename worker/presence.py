@@ -141,7 +141,7 @@ class Presence:
         try:
             while not stopping.is_set():
                 now = self._loop.time()
-                registration.raise_if_refused()
+                registration.raise_if_failed()
                 if self._drain.is_over(now, self._scheduler.is_idle):
                     num_left = self._scheduler.num_running + self._scheduler.num_waiting
                     log.info("drained; %d requests in flight migrate to other workers", num_left)

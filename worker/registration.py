@@ -112,7 +112,7 @@ class Registration:
         self._refused_since: tuple[float, str] | None = None  # with the last reason
         for endpoint in proxy_endpoints:
             self._connect(endpoint)
-        self._task = asyncio.get_running_loop().create_task(self._beat())
+        self._heartbeats = asyncio.get_running_loop().create_task(self._beat())
 
     def _connect(self, endpoint: str) -> None:
         worker = self._register.worker
@@ -164,8 +164,13 @@ class Registration:
         for link in self._links:
             link.socket.send(message)
 
-    def raise_if_refused(self) -> None:
-        """Raises ConfigError after REFUSAL_PATIENCE_S of refusals if no proxy has ever accepted this worker."""
+    def raise_if_failed(self) -> None:
+        """Raises the error that ended the heartbeats, as proxies would take the worker for lost without them.
+
+        Raises ConfigError after REFUSAL_PATIENCE_S of refusals if no proxy has ever accepted this worker.
+        """
+        if self._heartbeats.done():
+            self._heartbeats.result()
         if self._was_accepted or self._refused_since is None:
             return
         since, reason = self._refused_since
@@ -238,6 +243,6 @@ class Registration:
             self._on_view(view)
 
     def close(self) -> None:
-        self._task.cancel()
+        self._heartbeats.cancel()
         for link in self._links:
             link.socket.close()

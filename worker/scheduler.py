@@ -25,7 +25,7 @@ MIN_BATCHED_TOKENS = 64
 
 
 class _Step(NamedTuple):
-    """num_decoding: items of sequences, which come first. has_prompts: whether it computes prompts, or their media."""
+    """A step. num_decoding: items of sequences, which come first. has_prompts: it computes prompts or encodes media."""
 
     num_decoding: int
     num_prompt_tokens: int

@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """clock: the event loop's. perform: performs actions, and calls `start`. on_step_end: called first at each end.
+    """Runs the worker's steps, one after another or overlapped.
 
-    step_time_s: duration of the last step.
+    clock: the event loop's. perform: performs actions, and calls `start`. on_step_end: called at the end of each step,
+    before its results are handled. step_time_s: duration of the last step.
     """
 
     def __init__(

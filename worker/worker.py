@@ -152,48 +152,44 @@ class Worker:
 
     def _on_message(self, identity: bytes, message: ToWorker | ToDecodePeer) -> None:
         match message:
-            case StartPrefill():
-                self._start(message)
-            case PrepareDecode():
-                self._check(message)
-                grammar = self._host.grammars.get(message.sampling.grammar)
-                adapter = self._host.adapters.get(message.adapter)
-                self._perform(self._scheduler.decode.on_prepare(self._loop.time(), message, grammar, adapter))
+            case StartPrefill() | PrepareDecode():
+                self._take(message)
             case AbortAttempt():
                 self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))
             case _:
                 self._traffic.on_message(message, self._host.loaded.vocab_size)
 
-    def _start(self, message: StartPrefill) -> None:
-        self._check(message)
-        assert self._presence is not None
-        try:
-            decodes_here = message.decode_epoch == self._presence.info.epoch
-            pair_id = None
-            if message.decode_epoch is not None and not decodes_here:
-                pair_id = self._traffic.pair_to(str(message.decode_worker_id), message.decode_epoch)
-            grammar = self._host.grammars.get(message.sampling.grammar)
-            adapter = self._host.adapters.get(message.adapter)
-            media = self._media.open(message)
-        except TandemError as error:
-            self._refuse(message, error)
-            return
-        except Exception as error:  # the proxy must get an answer in any case
-            log.exception("a prompt could not be opened")
-            self._refuse(message, InternalError(f"the prompt could not be opened: {error}"))
-            return
-        now = self._loop.time()
-        self._perform(
-            self._scheduler.prefill.on_start(now, message, pair_id, grammar, media, adapter, decodes_here=decodes_here)
-        )
-
-    def _check(self, message: PromptMessage) -> None:
-        """Raises InvalidMessage, after an answer to the proxy."""
+    def _take(self, message: StartPrefill | PrepareDecode) -> None:
+        """Passes a prompt to its scheduler, or answers with the error. Raises InvalidMessage after its answer."""
         try:
             check_request(message, self._host.loaded.vocab_size, self._host.loaded.max_model_len)
+            actions = self._open(message)
         except InvalidMessage as error:
             self._refuse(message, InternalError(error.message))
             raise
+        except TandemError as error:
+            self._refuse(message, error)
+        except Exception as error:
+            log.exception("a prompt could not be opened")
+            self._refuse(message, InternalError(f"the prompt could not be opened: {error}"))
+        else:
+            self._perform(actions)
+
+    def _open(self, message: StartPrefill | PrepareDecode) -> list[Action]:
+        now = self._loop.time()
+        grammar = self._host.grammars.get(message.sampling.grammar)
+        adapter = self._host.adapters.get(message.adapter)
+        if isinstance(message, PrepareDecode):
+            return self._scheduler.decode.on_prepare(now, message, grammar, adapter)
+        assert self._presence is not None
+        decodes_here = message.decode_epoch == self._presence.info.epoch
+        pair_id = None
+        if message.decode_epoch is not None and not decodes_here:
+            pair_id = self._traffic.pair_to(str(message.decode_worker_id), message.decode_epoch)
+        media = self._media.open(message)
+        return self._scheduler.prefill.on_start(
+            now, message, pair_id, grammar, media, adapter, decodes_here=decodes_here
+        )
 
     def _refuse(self, message: PromptMessage, error: TandemError) -> None:
         for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:

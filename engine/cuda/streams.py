@@ -1,4 +1,4 @@
-"""All that the engine does with CUDA streams, events, graphs and pinned memory, so that tests replace one module."""
+"""The engine's only module that uses CUDA streams, events, graphs and pinned memory, so that tests can replace it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 Array = npt.NDArray[Any]
 Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
-"""Captures a function in a graph, and returns what replays the graph and returns its output."""
+"""Captures a function in a graph. Returns a function that replays the graph and returns its output."""
 
 _ALIGNMENT = 16
 

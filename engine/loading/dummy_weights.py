@@ -10,7 +10,7 @@ _SEED = 0
 
 
 def make_dummy_model(auto_class: Any, config: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
-    """Initialise the model directly on the device in `dtype`. options: for the auto class's `from_config`.
+    """Initialises the model directly on the device in `dtype`. options: for the auto class's `from_config`.
 
     The weights are the same in every process on the same kind of device, as prefill and decode require.
     """

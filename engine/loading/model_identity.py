@@ -30,7 +30,7 @@ def hub_identity(name: str, commit: str) -> str:
 
 
 def folder_identity(folder: Path, *, with_weights: bool = True, with_code: bool = False) -> str:
-    """Hash the names and contents of the files in `folder` that determine the KV caches.
+    """Hashes the names and contents of the files in `folder` that determine the KV caches.
 
     These are the config; the weights (safetensors; without those, .bin files), their index and adapters; the model's
     Python code. Raises OSError, and ValueError for a large safetensors file without a valid header.
@@ -63,7 +63,7 @@ def _file_digest(file: Path) -> bytes:
 
 
 def _sampled_digest(fd: int) -> bytes:
-    """Hash the size, the header and the samples of a safetensors file. Raises ValueError for an invalid header."""
+    """Hashes the size, the header and the samples of a safetensors file. Raises ValueError for an invalid header."""
     size = os.fstat(fd).st_size
     header_bytes = int.from_bytes(os.pread(fd, 8, 0), "little")
     if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size - 8):

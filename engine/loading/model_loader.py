@@ -194,7 +194,8 @@ def _resolve_max_model_len(config: EngineConfig, text_config: Any) -> int:
 
 
 def _model_id(config: EngineConfig, model_config: Any, device: torch.device) -> str:
-    """Identify the weights. Raises ConfigError for a hub model of an unknown commit; see also `folder_identity`."""
+    """Returns the identity of the weights. Raises ConfigError for a hub model of an unknown commit, and what
+    `folder_identity` raises."""
     folder = Path(config.model)
     is_dummy = config.load_format == "dummy"
     is_online = config.quantization != "auto"

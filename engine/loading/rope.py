@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
-    """Use the frequencies for sequences of `max_model_len` tokens in every step."""
+    """Sets the frequencies for sequences of `max_model_len` tokens in every step."""
     parameter = next(model.parameters())
     states = torch.empty(1, 1, 1, dtype=parameter.dtype, device=parameter.device)  # only dtype and device matter
     last = torch.tensor([[max_model_len - 1]], device=parameter.device)

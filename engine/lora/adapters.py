@@ -18,6 +18,7 @@ from safetensors.torch import load
 from tandem.protocol.lora_files import AdapterFiles, InvalidAdapter, Shape, read_adapter, tensor_names
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, first_line
+from tandem.runtime.threads import show_thread_name
 
 MAX_CACHED_ADAPTERS = 32
 """Adapters in memory besides those that requests use."""
@@ -25,7 +26,7 @@ MAX_CACHED_ADAPTERS = 32
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """layers: (A [rank, inputs], B [outputs, rank] times the scaling) by the name of the linear layer."""
+    """Matrices of one adapter, by the name of the layer: A [rank, inputs], B [outputs, rank] times the scaling."""
 
     layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -73,7 +74,7 @@ class Adapters:
         self._device = device
         self._on_loaded = on_loaded
         self._adapters: OrderedDict[AdapterRef, Adapter] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._thread = ThreadPoolExecutor(1, "adapters", show_thread_name)
 
     def get(self, ref: AdapterRef | None) -> Adapter | None:
         """Returns the adapter of a request, loading or loaded. Call it on the event loop.

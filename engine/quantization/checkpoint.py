@@ -92,7 +92,7 @@ def refusal(model: str, reason: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Reading:
-    """What to read. model: its name, for errors. device: where the layers will run. num_ranks: that share them."""
+    """Parameters of one load. model: its name, for errors. device: where the layers run. num_ranks: sharing them."""
 
     model: str
     quantization: CheckpointQuantization

@@ -27,9 +27,10 @@ class LayerFormat:
 
 @dataclass(frozen=True)
 class CheckpointQuantization:
-    """label: for people, such as "gptq int4". formats: the first that covers a layer holds for it.
+    """How a checkpoint is quantised. label: for people, such as "gptq int4".
 
-    decoder_only: other layers than the decoder's are left alone, whatever their names.
+    formats: the first that covers a layer holds for it. decoder_only: other layers than the decoder's are left alone,
+    whatever their names.
     """
 
     label: str

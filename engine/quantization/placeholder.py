@@ -1,4 +1,4 @@
-"""The place of a quantised layer while transformers loads its tensors, and what becomes of it then."""
+"""Modules that stand in for quantised layers while transformers loads their tensors, and then become these layers."""
 
 from __future__ import annotations
 

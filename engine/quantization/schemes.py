@@ -108,7 +108,7 @@ def w8a8_problem(kind: torch.dtype, in_features: int, out_features: int, device:
 class PackedInts:
     """The pack-quantized format of compressed-tensors: 4- or 8-bit weights in 32-bit words, inputs as they are.
 
-    group_size: 0 for one group per output. has_zeros: asymmetric. has_groups: inputs are in groups of any order.
+    group_size: 0 for one group per output. has_zeros: asymmetric. has_order: inputs may be in groups of any order.
     """
 
     num_bits: int

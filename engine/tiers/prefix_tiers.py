@@ -42,9 +42,10 @@ class _Segment:
 
 @dataclass(eq=False)
 class _Load:
-    """hashes: of the whole prefix. shared_ids: its blocks in the pool, held. block_ids: those being loaded, after them.
+    """One load. hashes: of the whole prefix. shared_ids: its blocks in the pool, held.
 
-    find_job: while a tier is asked for what it has. is_over: whether the prompt waits no more.
+    block_ids: the blocks being loaded, which follow the shared ones. find_job: set while a tier is asked for more
+    blocks. is_over: whether the prompt has stopped waiting.
     """
 
     key: Hashable
@@ -60,7 +61,7 @@ class _Load:
 
 
 class PrefixTiers:
-    """tiers: fastest first; without any, nothing here does anything. block_bytes: of all ranks together.
+    """Policy of all tiers of a worker. tiers: fastest first; may be none. block_bytes: of all ranks together.
 
     tokens_per_s: returns the speed of prefill; 0 if it is not known.
     """
@@ -88,11 +89,11 @@ class PrefixTiers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it holds no block."""
+        """Whether no load or store holds blocks."""
         return not self._loads and not self._storing
 
     def figures(self) -> list[TierFigures]:
-        """Returns what is known here of each tier; the shell knows the sizes."""
+        """Returns the counts of each tier. The shell adds its size."""
         return [
             TierFigures(
                 tier.name,
@@ -106,7 +107,7 @@ class PrefixTiers:
         ]
 
     def take_actions(self, now: float) -> list[Action]:
-        """Returns what the tiers are to do. Called after each event."""
+        """Returns the next jobs of the tiers. Called after each event."""
         if not self._tiers:
             return []
         limit = max(1, MAX_TO_STORE_BYTES // self._block_bytes)
@@ -131,7 +132,7 @@ class PrefixTiers:
         return load is not None and not load.is_over
 
     def must_wait(self, now: float, key: Hashable, hashes: Sequence[bytes]) -> bool:
-        """Begins to load what the pool lacks of a prompt's prefix, once per prompt, and if that pays.
+        """Begins to load the blocks of a prompt's prefix that the pool lacks, once per prompt, and if that saves time.
 
         Returns whether the prompt `key` must wait. The caller has checked that the pool has room for all blocks of the
         prefix. Call `forget` when the prompt takes its blocks or ends.
@@ -210,7 +211,7 @@ class PrefixTiers:
     # ---- answers of tiers
 
     def on_changes(self, name: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Handles what a tier has gained and lost, by itself or by other workers."""
+        """Handles blocks that a tier has gained or lost, by itself or by other workers."""
         tier = self._tiers[name]
         for block_hash in removed:
             if block_hash in tier.hashes:
@@ -227,7 +228,7 @@ class PrefixTiers:
                     self.prefix_log.add(block_hash)
 
     def on_found(self, now: float, load_id: int, error: str | None) -> None:
-        """Handles the end of FindBlocks. `on_changes` has told what was found."""
+        """Handles the end of FindBlocks. `on_changes` has recorded the blocks that were found."""
         load = self._loads[load_id]
         assert load.finder is not None and load.find_job is not None
         load.finder.end_job(now, load.find_job, error)
@@ -238,7 +239,7 @@ class PrefixTiers:
             del self._loads[load_id]
 
     def on_loaded(self, now: float, name: str, load_id: int, num_loaded: int, error: str | None) -> None:
-        """Handles the end of LoadBlocks: the first `num_loaded` of its blocks hold what they should."""
+        """Handles the end of LoadBlocks: the first `num_loaded` of its blocks were loaded."""
         load = self._loads[load_id]
         segment = next(each for each in load.segments if each.tier.name == name and each.num_loaded is None)
         tier = segment.tier

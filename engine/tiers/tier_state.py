@@ -1,4 +1,4 @@
-"""What a worker knows of one tier below its KV pool: the blocks there, and what is to be stored. Pure."""
+"""One tier below a worker's KV pool: the blocks that it is known to hold, and those that wait to be stored. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RETRY_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
 """A tier that needs longer for one batch counts as failing until it answers."""
 FORGET_SPEED_S = 30.0
-"""A measured speed is this long reason enough not to load; then loading is tried again."""
+"""A measured speed older than this is ignored, so that a tier that was slow is tried again."""
 _LEARNING_RATE = 0.3
 """Weight of the newest load in the moving average of the speed."""
 
@@ -38,7 +38,7 @@ class LoadSpeed:
 
 
 class TierState:
-    """knows_all: whether `hashes` are all blocks that the tier has; otherwise it must be asked (FindBlocks)."""
+    """State of one tier. knows_all: `hashes` are all its blocks; if False, it must be asked for others (FindBlocks)."""
 
     def __init__(self, name: str, knows_all: bool) -> None:
         self.name = name
@@ -71,13 +71,13 @@ class TierState:
             self._retry_at = now + RETRY_S
 
     def is_usable(self, now: float) -> bool:
-        """Whether the tier may be asked for something: it has answered all that is overdue, and not failed lately."""
+        """Whether jobs may be sent to the tier: no answer is overdue, and it has not failed within the last RETRY_S."""
         if any(now - asked_at > ANSWER_TIMEOUT_S for asked_at in self._asked_at.values()):
             self.error = f"no answer for {ANSWER_TIMEOUT_S:g} s"
             return False
         return not self.error or now >= self._retry_at
 
-    # ---- what is to be stored
+    # ---- blocks to store
 
     def want(self, block_hash: bytes, block_id: int, limit: int) -> None:
         """Queues a block for the tier unless it is there. The oldest of more than `limit` blocks are skipped."""
@@ -100,7 +100,7 @@ class TierState:
             max_blocks -= 1
             yield block_hash, block_id
 
-    # ---- what is there
+    # ---- blocks in the tier
 
     def num_leading(self, hashes: Sequence[bytes]) -> int:
         """Returns how many of these blocks the tier has before the first that it lacks, as far as is known."""

@@ -35,7 +35,7 @@ def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
 
 
 def view_tensor(tensor: MediaTensor, memory: mmap.mmap, offset: int) -> torch.Tensor:
-    """View a tensor at `offset`; the view keeps `memory` mapped."""
+    """Returns a view of the tensor at `offset`. It keeps `memory` mapped."""
     dtype = getattr(torch, tensor.dtype)
     if not tensor.num_bytes:
         return torch.empty(tensor.shape, dtype=dtype)

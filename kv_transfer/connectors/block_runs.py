@@ -12,7 +12,7 @@ def is_run(block_ids: Sequence[int]) -> bool:
 
 
 def paired_runs(src: Sequence[int], dst: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (src start, dst start, count) for each maximal run that is consecutive on both sides."""
+    """Yields (src start, dst start, count) for each maximal run that is consecutive on both sides."""
     assert len(src) == len(dst)
     start = 0
     for i in range(1, len(src) + 1):

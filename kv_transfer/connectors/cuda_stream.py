@@ -13,7 +13,7 @@ from tandem.runtime.errors import KVTransferFailed, first_line
 from tandem.runtime.process import end_process
 
 _POLL_INTERVAL_S = 0.0002
-"""A transfer ends at most this much too late; the device works meanwhile (`process_group.MESSAGES_AHEAD`)."""
+"""The end of a transfer is noticed at most this late. The device goes on (`process_group.MESSAGES_AHEAD`)."""
 
 
 Mark = torch.cuda.Event
@@ -28,7 +28,7 @@ def finish_queued_work(device: torch.device) -> None:
 def pin(memory: npt.NDArray[np.uint8], device: torch.device) -> Callable[[], None]:
     """Registers memory of this process with CUDA, so that copies from and to it run without the host.
 
-    Allocates all its pages. Returns what undoes it. Raises torch.cuda.CudaError.
+    Allocates all its pages. Returns a function that unregisters it. Raises torch.cuda.CudaError.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
@@ -41,7 +41,7 @@ def pin(memory: npt.NDArray[np.uint8], device: torch.device) -> Callable[[], Non
 
 
 class SideStream:
-    """Belongs to the path's thread.
+    """CUDA stream for the copies of one path. Used on the path's thread only.
 
     A step of the model ends when the device is done with it, so blocks that a step has written may be sent, and blocks
     that it has read may be overwritten, without an event between the streams.

@@ -25,7 +25,7 @@ class JobThread:
         self._broken: KVTransferFailed | None = None
 
     def submit(self, job: Callable[[], None], on_done: OnDone) -> None:
-        """Queue `job`. `on_done` is called on the thread, or at once if the thread is closed."""
+        """Queues `job`. `on_done` is called on the thread, or at once if the thread is closed."""
         if self._closed:
             on_done(KVTransferFailed("the pair is closed"))
             return
@@ -48,7 +48,7 @@ class JobThread:
         return None
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
-        """Fail queued jobs, let the running one finish, then call `on_closed` on the thread. Does not wait."""
+        """Fails queued jobs, lets the running one finish, then calls `on_closed` on the thread. Does not wait."""
         if not self._closed:
             self._closed = True
             self._executor.submit(on_closed)

@@ -37,7 +37,7 @@ def map_peer_pool(params: ConnectorParams) -> torch.Tensor:
 
 
 def same_heads(mapped: torch.Tensor, blocks: torch.Tensor, peer_view: PeerView) -> torch.Tensor:
-    """Select the heads of the peer's pool that `blocks` holds. Raises KVTransferFailed if the shapes differ."""
+    """Returns the heads of the peer's pool that `blocks` holds. Raises KVTransferFailed if the shapes differ."""
     try:
         heads = peer_view(mapped)
     except RuntimeError as error:
@@ -50,7 +50,7 @@ def same_heads(mapped: torch.Tensor, blocks: torch.Tensor, peer_view: PeerView) 
 
 
 def populate_pages(blocks: torch.Tensor, block_ids: Sequence[int], for_writing: bool) -> None:
-    """Fault in the pages of these blocks ahead of their use; the content stays. blocks: [num_blocks, ...].
+    """Faults in the pages of these blocks before they are used. Their content stays. blocks: [num_blocks, ...].
 
     for_writing: allocates missing pages. Otherwise only maps the pages that a peer has written.
     """
@@ -81,7 +81,7 @@ class MappedMemorySender:
         self._thread = JobThread(name)
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
-        """Allocate the pages while the prompt computes: a page fault costs several times the copy into the page."""
+        """Allocates the pages while the prompt computes: a page fault costs several times the copy into the page."""
         if new := _take_new(dst_block_ids, self._populated):
             self._thread.submit(lambda: self._populate(new), lambda error: None)
 

@@ -56,7 +56,7 @@ which would be a wait without a deadline."""
 
 
 def message_plan(backend: str, block_bytes: int) -> tuple[int, int]:
-    """Return (blocks per message, messages in flight). Both sides must compute the same plan.
+    """Returns (blocks per message, messages in flight). Both sides must compute the same plan.
 
     At least two messages are in flight, so that staging overlaps with sending.
     """
@@ -83,7 +83,7 @@ class StoreServer:
 
 
 def connect_store(path_id: str, params: ConnectorParams) -> Store:
-    """Connect to the decode worker's store. Blocks for up to CONNECT_TIMEOUT_S."""
+    """Connects to the decode worker's store. Blocks for up to CONNECT_TIMEOUT_S."""
     client = TCPStore(params.store_host, params.store_port, None, False, timedelta(seconds=CONNECT_TIMEOUT_S), False)
     return PrefixStore(path_id, client)
 
@@ -149,7 +149,7 @@ class _Message:
 
 
 class _ProcessGroupEnd:
-    """Common to both ends: the group, its thread, and the division of jobs into messages.
+    """Base class of both ends: owns the group and its thread, and divides jobs into messages.
 
     The group is created on the thread; jobs queue behind its creation. `on_ready` reports the result, after twice
     CONNECT_TIMEOUT_S at the latest: NCCL connects without a deadline.
@@ -246,7 +246,7 @@ class _ProcessGroupEnd:
     def _transfer(
         self, block_ids: list[int], before: Callable[[_Message], None], after: Callable[[_Message], None]
     ) -> None:
-        """Move the blocks in messages, a limited number in flight. Calls `before` and `after` for each message.
+        """Moves the blocks in messages, a limited number in flight. Calls `before` and `after` for each message.
 
         After an error nothing more is written: gloo cancels a receive when its work is dropped. NCCL's group is
         aborted, and the side stream waits for the messages in flight, as another thread may be aborting it. Until

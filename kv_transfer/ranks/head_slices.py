@@ -20,7 +20,7 @@ class HeadSlice:
     num_kv_heads: int
 
     def of(self, blocks: torch.Tensor, num_layers: int) -> torch.Tensor:
-        """View uint8 [num_blocks, block_bytes] as [num_blocks, 2 * num_layers, stop - start, bytes per head]."""
+        """Views uint8 [num_blocks, block_bytes] as [num_blocks, 2 * num_layers, stop - start, bytes per head]."""
         return blocks.view(len(blocks), 2 * num_layers, self.num_kv_heads, -1)[:, :, self.start : self.stop]
 
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankPool:
-    """blocks: uint8 [num_blocks, block_bytes]."""
+    """The pool of one rank. blocks: uint8 [num_blocks, block_bytes]."""
 
     rank: int
     layout: KVLayout
@@ -92,7 +92,7 @@ class RankPool:
             return params
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """Hash this rank's heads of each block (`kv_transfer.checksums`). Slow, so not for the event loop."""
+        """Hashes this rank's heads of each block (`kv_transfer.checksums`). Slow, so not for the event loop."""
         return rank_checksums(self.blocks, block_ids, self.layout, self.rank)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
 from tandem.runtime.threads import show_thread_name
+
+log = logging.getLogger(__name__)
 
 MakeOrder = Callable[[int], Order]
 """Makes the order with the given job id."""
@@ -33,7 +36,7 @@ class RemoteRank:
         self._gone = False
 
     def wait_until_ready(self, timeout_s: float) -> ConnectorParams:
-        """Block until the follower has allocated its pool; return how it is reached. Raises InternalError."""
+        """Blocks until the follower has allocated its pool. Returns how it is reached. Raises InternalError."""
         message = self._channel.receive() if self._channel.has_message(timeout_s) else None
         if not isinstance(message, PoolReady):
             raise InternalError(f"a rank did not come up within {timeout_s:.0f} s")
@@ -51,7 +54,7 @@ class RemoteRank:
         return _RemoteReceiver(self, pair_id)
 
     def checksums(self, block_ids: Sequence[int], on_checksums: Callable[[list[int]], None], on_done: OnDone) -> None:
-        """Hash the follower's heads of each block. `on_checksums` is called before `on_done` on success."""
+        """Hashes the follower's heads of each block. `on_checksums` is called before `on_done` on success."""
 
         def answered(answer: OrderDone) -> None:
             if answer.error is None:
@@ -121,7 +124,18 @@ class _RemoteSender:
         self._rank.order(lambda job_id: orders.SendBlocks(job_id, self._pair_id, src, dst), on_done)
 
     def close(self, on_closed: Callable[[], None]) -> None:
-        self._rank.order(lambda job_id: orders.CloseRankSender(job_id, self._pair_id), lambda error: on_closed())
+        """See `KVSender.close`. Only the follower's answer proves that it writes nothing more.
+
+        A frozen follower takes no orders, but may carry out earlier ones later. The end of a follower ends the worker.
+        """
+
+        def closed(error: KVTransferFailed | None) -> None:
+            if error is None:
+                on_closed()
+            else:
+                log.error("pair %s cannot be closed: %s", self._pair_id, error)
+
+        self._rank.order(lambda job_id: orders.CloseRankSender(job_id, self._pair_id), closed)
 
 
 class _RemoteReceiver:

@@ -21,7 +21,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel
 from tandem.protocol.tls_identity import tls_contexts
-from tandem.runtime.errors import KVPathRefused, KVTransferFailed
+from tandem.runtime.errors import KVPathRefused, KVTransferFailed, first_line
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class TransferServer:
         self._tiers = RankTiers(pool.blocks, [])
 
     def start(self) -> None:
-        """Announce the pool to rank 0, then serve on a thread until rank 0 is gone."""
+        """Announces the pool to rank 0, then serves on a thread until rank 0 is gone."""
         self._channel.send(PoolReady(self._params))
         threading.Thread(target=self._serve, name="transfers", daemon=True).start()
 
@@ -50,6 +50,9 @@ class TransferServer:
                 self._carry_out(order, done)
             except KVTransferFailed as error:
                 done(error)
+            except Exception as error:  # rank 0 waits for the answer to each order
+                log.exception("an order about KV transfers failed")
+                done(KVTransferFailed(f"a rank of this worker failed: {first_line(error)}"))
 
     def _carry_out(self, order: Order, done: OnDone) -> None:
         match order:

@@ -25,9 +25,10 @@ READY_TIMEOUT_S = 60.0
 
 
 class WorkerPools:
-    """own: rank 0's pool, at `params`. followers: connections to the other ranks, in order of rank.
+    """The pools and tiers of a worker, as rank 0 uses them.
 
-    keys: which the followers get, to protect their paths. tiers: of all ranks, below their pools.
+    own: rank 0's pool, at `params`. followers: connections to the other ranks, in order of rank. keys: sent to the
+    followers, which protect their paths by them. tiers: below the pool of each rank.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class WorkerPools:
         """How each rank's pool is reached; complete after `wait_until_ready`."""
 
     def wait_until_ready(self) -> None:
-        """Block until every follower has allocated its pool. Raises InternalError on time-out."""
+        """Blocks until every follower has allocated its pool. Raises InternalError on time-out."""
         self.params += [follower.wait_until_ready(READY_TIMEOUT_S) for follower in self._followers]
         for follower in self._followers:
             if (keys := self._keys) is not None:
@@ -87,7 +88,7 @@ class WorkerPools:
         return combine_receivers([own, *others])
 
     def checksums(self, block_ids: Sequence[int], on_done: OnChecksums) -> None:
-        """Hash whole blocks, over all ranks' heads. Results arrive in the order of the calls."""
+        """Hashes whole blocks, over all ranks' heads. Results arrive in the order of the calls."""
         by_rank: list[list[int]] = []
         rank_done = when_all(self._num_ranks, lambda error: on_done(error or combine(by_rank)))
         self._checksum_thread.submit(lambda: by_rank.append(self._own.checksums(block_ids)), rank_done)

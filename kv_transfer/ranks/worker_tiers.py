@@ -12,7 +12,7 @@ from tandem.kv_transfer.tiers.rank_tiers import OnAnswer, RankTiers, TierAnswer
 
 
 class WorkerTiers:
-    """own: rank 0's. followers: the other ranks.
+    """The tiers of all ranks, as rank 0 uses them. own: rank 0's. followers: the other ranks.
 
     No method blocks. `on_answer` is called once, on any thread, when all ranks have answered: with the blocks that all
     of them have, the first error, and rank 0's figures and changes. A block of which a rank lacks its heads is missing.
@@ -51,7 +51,7 @@ class WorkerTiers:
         self._own.close()
 
     def _ask(self, make: MakeOrder, on_answer: OnAnswer) -> OnAnswer:
-        """Sends the order to the followers. Returns what is to be called with rank 0's answer."""
+        """Sends the order to the followers. Returns the callback for rank 0's own answer."""
         if not self._followers:
             return on_answer
         answers = _Answers(1 + len(self._followers), on_answer)
@@ -61,7 +61,7 @@ class WorkerTiers:
 
 
 class _Answers:
-    """Collects one answer of each rank, from any thread."""
+    """Merges the answers of all ranks, which arrive on any thread."""
 
     def __init__(self, num_left: int, on_answer: Callable[[TierAnswer], None]) -> None:
         self._lock = threading.Lock()

@@ -38,7 +38,7 @@ _DISK_BLOCK_BYTES = 4096
 
 @dataclass(slots=True)
 class _File:
-    """num_bytes: its length. is_held: whether it counts as a block of the index's own identity."""
+    """A file of the index. num_bytes: its length. is_held: whether it holds a block of the index's own identity."""
 
     num_bytes: int
     mtime_ns: int
@@ -47,7 +47,7 @@ class _File:
 
 @dataclass(slots=True)
 class _Folder:
-    """One XX. mtime_ns: when it was listed; -1 if it must be listed again."""
+    """One folder XX. mtime_ns: its modification time when it was listed; -1 if it must be listed again."""
 
     mtime_ns: int = -1
     files: dict[str, _File] = field(default_factory=dict)

@@ -42,7 +42,7 @@ def parse_store_url(url: str) -> str:
 
 
 class StoreClient(Protocol):
-    """What a tier needs of `MooncakeProcess`."""
+    """The methods of `MooncakeProcess` that the tier uses."""
 
     def find(self, hashes: Sequence[bytes]) -> list[bool]: ...
     def put(self, block_hash: bytes, block: memoryview) -> None: ...

@@ -47,7 +47,7 @@ _MISSING = (Code.OBJECT_NOT_FOUND, Code.REPLICA_IS_NOT_READY, Code.LEASE_EXPIRED
 
 
 class DistributedStore(Protocol):
-    """What is used of `mooncake.store.MooncakeDistributedStore`. Negative results are errors, see `Code`."""
+    """The used methods of `mooncake.store.MooncakeDistributedStore`. Negative results are errors, see `Code`."""
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
     def put_from(self, key: str, buffer_ptr: int, size: int) -> int: ...

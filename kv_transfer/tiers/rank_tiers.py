@@ -36,7 +36,9 @@ OnAnswer = Callable[[TierAnswer], None]
 
 
 class RankTiers:
-    """blocks: the rank's pool, uint8 [num_blocks, block_bytes], on the CPU or on a GPU. tiers: fastest first.
+    """All tiers of one rank. tiers: fastest first.
+
+    blocks: the rank's pool, uint8 [num_blocks, block_bytes], on the CPU or on a GPU.
 
     No method blocks. A tier's jobs run in the order of the calls; a tier is opened by its first job, and again by the
     next after a failure to open.

@@ -78,11 +78,11 @@ class KVTier(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Looks for blocks that others have stored or removed. Called every few seconds while nothing else is to do."""
+        """Looks for blocks that others have stored or removed. Called every few seconds."""
         ...
 
     def take_changes(self) -> TierChanges:
-        """Returns what has changed since the last call, by this object's calls or by others."""
+        """Returns the changes since the last call, made by this object or by others."""
         ...
 
     def num_corrupt(self) -> int:
@@ -94,5 +94,5 @@ class KVTier(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases what `open` took. Blocks stay where the tier outlives the process."""
+        """Releases the resources that `open` acquired. Blocks stay if the tier outlives the process."""
         ...

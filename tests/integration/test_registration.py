@@ -154,7 +154,7 @@ def test_a_refused_worker_exits_unless_it_has_served(
             with pytest.raises(ConfigError, match="it has a namesake"):
                 async with asyncio.timeout(LIMIT_S):
                     while True:
-                        worker.registration.raise_if_refused()
+                        worker.registration.raise_if_failed()
                         await asyncio.sleep(0.01)
             assert len(a.registered) >= 2
             lines = [r.message for r in caplog.records if "refused this worker" in r.message]
@@ -163,6 +163,6 @@ def test_a_refused_worker_exits_unless_it_has_served(
             await until(lambda: bool(a.known) and a.num_statuses > 0)
             num_statuses = a.num_statuses
             await until(lambda: a.num_statuses > num_statuses + 1)
-            worker.registration.raise_if_refused()
+            worker.registration.raise_if_failed()
 
     asyncio.run(main())

@@ -45,7 +45,7 @@ class Worker:
         self.blocks = BlockManager(NUM_BLOCKS, 1)
         self._steps: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._runner: Any = object.__new__(model_runner.ModelRunner)
-        self._runner._device = torch.device("cuda", 0)
+        self._runner.device = torch.device("cuda", 0)
         self._stream = self._device.Stream()
         self._device.start(name, self._run)
 

@@ -19,7 +19,7 @@ from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVTransferFailed, first_line
 from tandem.worker.pairs.incoming_table import (
     AcceptPair,
     IncomingPairAction,
@@ -117,14 +117,10 @@ class IncomingPairs:
                     self._on_prefill_lost(action.prefill_epoch)
 
     def _accept(self, action: AcceptPair) -> None:
-        pair_id, store = action.pair_id, ConnectorParams()
-        connector = load_connector(action.connector)
-        if connector.meets_in_store:
-            if self._store_server is None:
-                self._store_server = StoreServer(self._pools.host)
-            store = ConnectorParams(store_host=self._pools.host, store_port=self._store_server.port)
+        pair_id, connector = action.pair_id, load_connector(action.connector)
         self._pidfds[pair_id] = set()
         try:
+            store = self._store_params() if connector.meets_in_store else ConnectorParams()
             receiver = self._pools.open_receiver(
                 action.connector,
                 pair_id,
@@ -133,9 +129,9 @@ class IncomingPairs:
                 store,
                 lambda error: self._on_ready(pair_id, error),
             )
-        except KVTransferFailed as error:
+        except Exception as error:  # KVTransferFailed, OSError or torch's; the peer waits for an answer in any case
             self._table.on_opened(pair_id, peer_writes=False)
-            self.fail(pair_id, error.message)
+            self.fail(pair_id, first_line(error))
             return
         params = [
             msgspec.structs.replace(each, store_host=store.store_host, store_port=store.store_port)
@@ -145,6 +141,12 @@ class IncomingPairs:
         self._table.on_opened(pair_id, connector.one_sided)
         self._send(pair_id, PairAccepted(pair_id, self._epoch, action.connector, params, action.checksums))
         self._watch(pair_id, action.pids)
+
+    def _store_params(self) -> ConnectorParams:
+        """Returns the address of the store, which is started for the first pair that needs it. May raise OSError."""
+        if self._store_server is None:
+            self._store_server = StoreServer(self._pools.host)
+        return ConnectorParams(store_host=self._pools.host, store_port=self._store_server.port)
 
     def _open_store(self, path_id: str) -> Store:
         assert self._store_server is not None

@@ -115,6 +115,24 @@ def test_a_step_of_several_ranks_that_fails_ends_the_worker(is_late: bool) -> No
     assert lost == ["the ranks are out of step; the worker ends: no room"]
 
 
+def test_a_thread_that_dies_ends_the_worker() -> None:
+    """It would otherwise run no step any more, but report its load."""
+
+    class Broken(FailingRunner):
+        def why_lost(self, error: BaseException) -> str:
+            raise LookupError("the driver is gone")
+
+    posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    runner: Any = Broken(ValueError("a mistake"))
+    thread = EngineThread(lambda: runner, lambda callback, *outcome: posted.put(outcome), 1, lost.put)
+    thread.start(lambda error: None)
+    posted.get(timeout=60)
+    thread.submit(a_batch(False), lambda *outcome: None)
+    assert lost.get(timeout=10) == "the engine thread failed; the worker ends: the driver is gone"
+    thread.stop(60)
+
+
 def test_a_failed_device_is_found_behind_another_librarys_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device) -> None:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
@@ -142,7 +160,7 @@ def test_a_step_ends_when_the_device_is_done_even_if_nothing_is_sampled(monkeypa
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     runner: Any = object.__new__(ModelRunner)
-    runner._device = torch.device("cuda", 0)
+    runner.device = torch.device("cuda", 0)
     runner._launch = lambda batch, before: (None, lambda tokens: happened.append("outputs") or [])
     assert ModelRunner.run(runner, Batch([BatchItem([1], 0, [0])])) == []
     assert happened == ["record on the stream of cuda:0", "synchronize", "outputs"]

@@ -6,6 +6,7 @@ import os
 import queue
 import random
 import socket
+import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -23,13 +24,14 @@ from tandem.deploy.processes.process_configs import num_sharing_ranks
 from tandem.kv_transfer.connector import DataNetwork, when_all
 from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.head_slices import head_routes
-from tandem.kv_transfer.ranks.orders import PrepareBlocks
+from tandem.kv_transfer.ranks.orders import Order, PoolReady, PrepareBlocks
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
+from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
-from tandem.protocol.rank_channel import open_channel
+from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
 
 NUM_BLOCKS, NUM_LAYERS, NUM_KV_HEADS, HEAD_BYTES = 24, 3, 6, 64
@@ -187,6 +189,45 @@ def test_a_dead_rank_fails_its_jobs() -> None:
         assert error is not None and "rank" in error.message
         sender.send([1], [1], sent)
         assert sent.next() is not None
+
+
+def test_an_order_that_fails_unexpectedly_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    opens = RankPool.open_sender
+    failures = [RuntimeError("can't start new thread")]
+
+    def open_sender(self: RankPool, *args: Any) -> Any:
+        if self.rank == 1 and failures:
+            raise failures.pop()
+        return opens(self, *args)
+
+    monkeypatch.setattr(RankPool, "open_sender", open_sender)
+    with worker_of(2) as prefill, worker_of(2) as decode:
+        ready = Outcomes()
+        prefill.pools.open_sender("ipc", "pair-0", decode.pools.params, ready)
+        error = ready.next()
+        assert error is not None and "can't start new thread" in error.message
+        prefill.pools.open_sender("ipc", "pair-1", decode.pools.params, ready)
+        assert ready.next() is None
+
+
+def test_a_frozen_follower_does_not_count_as_closed() -> None:
+    """It may still write what it was told to before. Its silence is no proof."""
+    end, follower_end = open_channel()
+    with socket.socket(fileno=os.dup(end.fileno())) as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 50_000))
+    RankChannel(follower_end, Codec(Order)).send(PoolReady(ConnectorParams()))
+    rank = RemoteRank(end)
+    rank.wait_until_ready(30)
+    ready, sent, closed = Outcomes(), Outcomes(), Outcomes()
+    sender = rank.open_sender("ipc", "pair", [], ready)
+    for _ in range(20):
+        sender.send(list(range(30_000)), list(range(30_000)), sent)
+    sender.close(lambda: closed(None))
+    rank.order(lambda job_id: PrepareBlocks(job_id, "pair", [1]), ready)
+    error = ready.next()
+    assert error is not None and "takes no orders" in error.message
+    assert closed.is_empty
+    follower_end.close()
 
 
 def test_a_rank_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ class Hosts:
 
     async def fetch(self, endpoint: str, item: MediaItem, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Fetches for a new prompt."""
-        prompt = self.remote.for_prompt()
+        prompt = PromptFetches(self.remote)
         self._prompts.append(prompt)
         return await prompt.fetch(endpoint, item, names)
 

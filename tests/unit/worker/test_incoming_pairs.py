@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
+import torch
 
+from tandem.kv_transfer.connector import DataNetwork
+from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
-from tandem.protocol.messages.transfer import KVLayout, OpenPair
+from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, KVLayout, OpenPair
+from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 16, 64)
@@ -56,3 +63,24 @@ def test_pair_numbers_of_any_size_are_only_compared(number: int) -> None:
     table = open_first(peer_writes=False)
     actions = table.on_open(msgspec.structs.replace(SECOND, number=number))
     assert bool(actions) == (number > 0)
+
+
+def test_a_pair_without_a_store_is_closed_and_leaves_nothing() -> None:
+    """No process of this host can listen at the address that the worker was given."""
+    sent: list[object] = []
+
+    async def run() -> None:
+        table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False)
+        pool = RankPool(0, LAYOUT, torch.zeros(4, 16384, dtype=torch.uint8), DataNetwork("192.0.2.1"))
+        pairs = IncomingPairs(
+            "epoch", table, WorkerPools(pool, ConnectorParams()), lambda pair_id, message: sent.append(message),
+            lambda *loss: None, lambda epoch: None,
+        )  # fmt: skip
+        pairs.on_open(FIRST)
+        [answer] = sent
+        assert isinstance(answer, ClosePair) and "assign" in answer.reason
+        assert not list(table.pairs())
+        pairs.on_close("pair-0", "the peer closes it, too")
+        pairs.close()
+
+    asyncio.run(run())

@@ -1,0 +1,55 @@
+"""Every prompt that a worker cannot take gets an answer, whatever is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.engine.block_manager import BlockManager
+from tandem.engine.config import EngineConfig
+from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, StartPrefill
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.worker.config import WorkerConfig
+from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker import Worker
+
+FIELDS: dict[str, Any] = {
+    "proxy_id": "p", "attempt_ids": ["a", "b"], "transfer_id": "t", "token_ids": pack_token_ids([1, 2, 3]),
+    "sampling": SamplingParams(), "seeds": [0, 1], "stop": StopConditions(5), "deadline_s": 9.0,
+}  # fmt: skip
+PROMPTS = [
+    StartPrefill(**FIELDS, decode_worker_id=None, decode_epoch=None),
+    PrepareDecode(**FIELDS, prefill_worker_id="w", prefill_epoch="e"),
+]
+
+
+class BrokenGrammars:
+    def get(self, text: str | None) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("message", PROMPTS, ids=lambda message: type(message).__name__)
+def test_an_unexpected_error_fails_the_attempts(message: StartPrefill | PrepareDecode) -> None:
+    sent: list[tuple[bytes, Any]] = []
+
+    async def run() -> None:
+        worker: Any = Worker(WorkerConfig("w", "any", "ipc:///unused", [], EngineConfig("model")))
+        worker._presence = SimpleNamespace(info=SimpleNamespace(epoch="e"), drain=None)
+        worker._host = SimpleNamespace(
+            loaded=SimpleNamespace(vocab_size=100, max_model_len=100), grammars=BrokenGrammars()
+        )
+        worker._scheduler = WorkerScheduler(BlockManager(8, 4), "m", 16, 4, lease_s=10.0)
+        worker._router = SimpleNamespace(send=lambda identity, message: not sent.append((identity, message)))
+        worker._steps = SimpleNamespace(start=lambda: None)
+        worker._on_message(b"p:0", message)
+        worker._metrics.close()
+        assert worker._scheduler.is_idle
+
+    asyncio.run(run())
+    assert all(identity == b"p:0" and isinstance(answer, AttemptFailed) for identity, answer in sent)
+    assert [answer.attempt_id for _, answer in sent] == ["a", "b"]
+    assert "can't start new thread" in sent[0][1].error.message
