@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Installs the clients of others that tests/integration/clients runs, NIXL and Mooncake, each in a place of its own below
-# the folder that is the first argument. Prints the variables by which the tests find them. With "exhaustive" as the second
-# argument, also the load generators that `make test-exhaustive` runs.
+# the folder that is the first argument. Prints the variables by which the tests find them.
 set -euo pipefail
 folder=$1
 uv=$PWD/.venv/bin/uv
@@ -21,7 +20,6 @@ if "$uv" pip install --quiet --no-deps --python .venv/bin/python --target "$fold
   PYTHONPATH="$folder/mooncake" .venv/bin/python -c "import mooncake.store" >&2; then
   echo "MOONCAKE_FOLDER=$folder/mooncake"
 fi
-if [ "${2:-}" != exhaustive ]; then exit 0; fi
 for each in guidellm==0.8.1 aiperf==0.13.0 genai-bench==0.0.5; do
   "$uv" venv --quiet --python 3.11 "$folder/${each%%==*}" && "$uv" pip install --quiet --python "$folder/${each%%==*}/bin/python" "$each" || exit 0
 done

@@ -48,10 +48,10 @@ class ProxyMetrics:
         )
         self.prompt_tokens = self._counter("tandem_prompt_tokens", "Prompt tokens of dispatched sequences.")
         self.cached_prompt_tokens = self._counter(
-            "tandem_cached_prompt_tokens", "Prompt tokens that prefill workers found in their prefix cache."
+            "tandem_cached_prompt_tokens", "Prompt tokens that workers found in their prefix cache."
         )
         self.preempted = self._counter(
-            "tandem_preemptions", "Sequences that lost their place on a decode worker and were dispatched again."
+            "tandem_preemptions", "Sequences that a worker gave up for lack of KV blocks, and that were dispatched again."
         )
         self.migrated = self._counter("tandem_migrations", "Sequences that lost a worker and migrated to another.")
         self.generation_tokens = self._counter("tandem_generation_tokens", "Tokens generated for clients.")

@@ -87,13 +87,13 @@ class WorkerMetrics:
         labels = ["prefill_worker", "decode_worker", "connector"]
         self._transfer = Histogram(
             "tandem_kv_transfer_seconds",
-            "One shipment of KV blocks, from its start in the connector to its end; reported by prefill workers.",
+            "One shipment of KV blocks, from its start in the connector to its end; reported by the worker that sends.",
             labels,
             buckets=_TRANSFER_S,
             registry=self.registry,
         )
         self._transfer_bytes = Counter(
-            "tandem_kv_transfer_bytes", "KV bytes shipped; reported by prefill workers.", labels, registry=self.registry
+            "tandem_kv_transfer_bytes", "KV bytes shipped; reported by the worker that sends.", labels, registry=self.registry
         )
         self._close: Callable[[], None] = lambda: None
 
