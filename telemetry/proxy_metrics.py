@@ -51,7 +51,8 @@ class ProxyMetrics:
             "tandem_cached_prompt_tokens", "Prompt tokens that workers found in their prefix cache."
         )
         self.preempted = self._counter(
-            "tandem_preemptions", "Sequences that a worker gave up for lack of KV blocks, and that were dispatched again."
+            "tandem_preemptions",
+            "Sequences that a worker gave up for lack of KV blocks, and that were dispatched again.",
         )
         self.migrated = self._counter("tandem_migrations", "Sequences that lost a worker and migrated to another.")
         self.generation_tokens = self._counter("tandem_generation_tokens", "Tokens generated for clients.")

@@ -93,7 +93,10 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._transfer_bytes = Counter(
-            "tandem_kv_transfer_bytes", "KV bytes shipped; reported by the worker that sends.", labels, registry=self.registry
+            "tandem_kv_transfer_bytes",
+            "KV bytes shipped; reported by the worker that sends.",
+            labels,
+            registry=self.registry,
         )
         self._close: Callable[[], None] = lambda: None
 
