@@ -178,6 +178,32 @@ def store() -> Iterator[MooncakeStore]:
         yield running
 
 
+def test_wrong_bytes_in_a_store_are_not_used(on_disk: TieredCluster, disk: Path, store: MooncakeStore) -> None:
+    """Another client stores values under the keys of a prompt that the store does not have yet. A cluster with a disk
+    tells the keys, which are its files' names. The cluster that reads them is new: it loads whatever the store has,
+    while one that knows how fast the store is may compute instead. The first test of the store, because a frozen master
+    may forget what it holds."""
+    new_prompt = max(PROMPTS) + 1
+    before = set(block_files(disk))
+    expected, num_cached = on_disk.ask(new_prompt)
+    assert num_cached == 0
+    num_blocks = PROMPT_TOKENS // 16
+    on_disk.cluster.wait_for(lambda: len(set(block_files(disk)) - before) >= num_blocks)
+    records = {path.name: path for path in set(block_files(disk)) - before}
+    [identity] = [path.name for path in (disk / "kv" / VERSION_FOLDER).iterdir()]
+    size = next(iter(records.values())).stat().st_size
+    store.put([f"tandem/v{FORMAT_VERSION}/{identity}/{name}" for name in records], b"x" * size)
+    with Cluster(*OPTIONS, "--kv-store", f"mooncake://{store.address}", env=mooncake_environment()) as cluster:
+
+        def tier() -> TierFigures:
+            return cluster.worker("worker-0").load.tiers[0]
+
+        ask(cluster, MAX_DELAY_S, prompt=[5] * 100, max_tokens=8)
+        cluster.wait_for(lambda: tier().num_stored > 0)  # it is connected
+        assert ask(cluster, MAX_DELAY_S, prompt=prompt_of(new_prompt), max_tokens=8) == (expected, 0)
+        cluster.wait_for(lambda: tier().num_corrupt > 0)
+
+
 @pytest.fixture(scope="module")
 def in_store(store: MooncakeStore) -> Iterator[TieredCluster]:
     with Cluster(*OPTIONS, "--kv-store", f"mooncake://{store.address}", env=mooncake_environment()) as cluster:
@@ -216,31 +242,6 @@ def test_a_slow_store_delays_and_fails_nothing(in_store: TieredCluster, store: M
     with slowed(store.memory):
         in_store.check_answers(PROMPTS[:4])
     in_store.wait_until_loading()
-
-
-def test_wrong_bytes_in_a_store_are_not_used(on_disk: TieredCluster, disk: Path, store: MooncakeStore) -> None:
-    """Another client stores values under the keys of a prompt that the store does not have yet. A cluster with a disk
-    tells the keys, which are its files' names. The cluster that reads them is new: it loads whatever the store has,
-    while one that knows how fast the store is may compute instead."""
-    new_prompt = max(PROMPTS) + 1
-    before = set(block_files(disk))
-    expected, num_cached = on_disk.ask(new_prompt)
-    assert num_cached == 0
-    num_blocks = PROMPT_TOKENS // 16
-    on_disk.cluster.wait_for(lambda: len(set(block_files(disk)) - before) >= num_blocks)
-    records = {path.name: path for path in set(block_files(disk)) - before}
-    [identity] = [path.name for path in (disk / "kv" / VERSION_FOLDER).iterdir()]
-    size = next(iter(records.values())).stat().st_size
-    store.put([f"tandem/v{FORMAT_VERSION}/{identity}/{name}" for name in records], b"x" * size)
-    with Cluster(*OPTIONS, "--kv-store", f"mooncake://{store.address}", env=mooncake_environment()) as cluster:
-
-        def tier() -> TierFigures:
-            return cluster.worker("worker-0").load.tiers[0]
-
-        ask(cluster, MAX_DELAY_S, prompt=[5] * 100, max_tokens=8)
-        cluster.wait_for(lambda: tier().num_stored > 0)  # it is connected
-        assert ask(cluster, MAX_DELAY_S, prompt=prompt_of(new_prompt), max_tokens=8) == (expected, 0)
-        cluster.wait_for(lambda: tier().num_corrupt > 0)
 
 
 def test_a_killed_store_fails_nothing(in_store: TieredCluster, store: MooncakeStore) -> None:
