@@ -54,7 +54,7 @@ class SideStream:
         self._on_lost = on_lost
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def run(self, job: Callable[[], None]) -> None:
+    def run(self, job: Callable[[], object]) -> None:
         """Runs the job, which queues copies, and blocks, without spinning, until they are complete."""
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
@@ -47,59 +45,57 @@ class DirectCopies:
         return self._tier.load(block_hash, self._blocks[block_id].numpy().data)
 
 
-class StagedCopies:
-    """For pools on a GPU and tiers that read and write the host's memory: through one pinned block."""
+class _DeviceCopies:
+    """Base class for pools on a GPU. The stream is made at the first copy, on the tier's thread."""
 
-    def __init__(self, blocks: torch.Tensor, tier: KVTier) -> None:
+    def __init__(self, blocks: torch.Tensor) -> None:
         self._blocks = blocks
-        self._tier = tier
 
     @cached_property
     def _stream(self) -> SideStream:
         return SideStream(self._blocks.device)
+
+    def _copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Blocks until the copy is complete."""
+        self._stream.run(lambda: dst.copy_(src, non_blocking=True))
+
+
+class StagedCopies(_DeviceCopies):
+    """For pools on a GPU and tiers that read and write the host's memory: through one pinned block."""
+
+    def __init__(self, blocks: torch.Tensor, tier: KVTier) -> None:
+        super().__init__(blocks)
+        self._tier = tier
 
     @cached_property
     def _staging(self) -> torch.Tensor:
         return torch.empty(self._blocks[0].shape, dtype=torch.uint8, pin_memory=True)
 
     def store(self, block_id: int, block_hash: bytes) -> None:
-        self._stream.run(lambda: _copy(self._blocks[block_id], self._staging))
+        self._copy(self._blocks[block_id], self._staging)
         self._tier.store(block_hash, self._staging.numpy().data)
 
     def load(self, block_id: int, block_hash: bytes) -> bool:
         if not self._tier.load(block_hash, self._staging.numpy().data):
             return False
-        self._stream.run(lambda: _copy(self._staging, self._blocks[block_id]))
+        self._copy(self._staging, self._blocks[block_id])
         return True
 
 
-class PinnedCopies:
+class PinnedCopies(_DeviceCopies):
     """For pools on a GPU and pinned host memory, which the GPU itself reads and writes."""
 
     def __init__(self, blocks: torch.Tensor, tier: HostMemoryTier) -> None:
-        self._blocks = blocks
+        super().__init__(blocks)
         self._tier = tier
 
-    @cached_property
-    def _stream(self) -> SideStream:
-        return SideStream(self._blocks.device)
-
     def store(self, block_id: int, block_hash: bytes) -> None:
-        if (room := self._tier.room_for(block_hash)) is None:
-            return
-        self._stream.run(lambda: _copy(self._blocks[block_id], _tensor_of(room)))
-        self._tier.keep(block_hash)
+        if (room := self._tier.room_for(block_hash)) is not None:
+            self._copy(self._blocks[block_id], torch.from_numpy(room))
+            self._tier.keep(block_hash)
 
     def load(self, block_id: int, block_hash: bytes) -> bool:
         if (memory := self._tier.whole(block_hash)) is None:
             return False
-        self._stream.run(lambda: _copy(_tensor_of(memory), self._blocks[block_id]))
+        self._copy(torch.from_numpy(memory), self._blocks[block_id])
         return True
-
-
-def _copy(src: torch.Tensor, dst: torch.Tensor) -> None:
-    dst.copy_(src, non_blocking=True)
-
-
-def _tensor_of(memory: npt.NDArray[np.uint8]) -> torch.Tensor:
-    return torch.from_numpy(memory)

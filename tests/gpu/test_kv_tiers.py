@@ -37,8 +37,8 @@ def test_blocks_come_back_as_they_were_also_to_another_worker(name: str, config:
     expected = blocks.cpu()
     for is_restarted in (False, True):
         tiers = make_tiers(config, LAYOUT, 0, blocks)
-        kinds = {type(copies_between(blocks, tier)) for tier in tiers}
-        assert kinds == {PinnedCopies, StagedCopies}
+        host, disk = (copies_between(blocks, tier) for tier in tiers)
+        assert isinstance(host, PinnedCopies) and isinstance(disk, StagedCopies)
         rank_tiers, answers = RankTiers(blocks, tiers), queue.Queue[TierAnswer]()
         if not is_restarted:
             rank_tiers.store(name, range(NUM_BLOCKS), HASHES, answers.put)
