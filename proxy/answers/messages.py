@@ -35,6 +35,7 @@ from tandem.proxy.api.messages_response import (
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.tool_parser import Parsed
+from tandem.proxy.text.call_arguments import INVALID_ARGUMENTS
 from tandem.runtime.errors import TandemError
 
 
@@ -107,7 +108,7 @@ def _input(text: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
         # The answer ends within the call, or its grammar could not be enforced.
-        return {"INVALID_JSON": text}
+        return {INVALID_ARGUMENTS: text}
 
 
 class MessageAnswers(ParsedAnswers):

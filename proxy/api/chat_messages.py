@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from tandem.protocol.messages.media import MediaKind
 from tandem.proxy.media.source import MediaSource
+from tandem.proxy.text.call_arguments import template_arguments
 from tandem.runtime.errors import InvalidRequest
 
 JsonObject = dict[str, Any]
@@ -34,10 +35,11 @@ class ContentPart(msgspec.Struct):
 
 
 class FunctionCall(msgspec.Struct):
-    """arguments: a JSON object, or a string that contains one (OpenAI's form)."""
-
     name: str
-    arguments: str | JsonObject | None = None
+    arguments: Annotated[
+        Any,
+        Meta(description="a JSON object, or a string that contains one; templates get anything else as text"),
+    ] = None
 
 
 class ToolCall(msgspec.Struct):
@@ -90,7 +92,8 @@ def template_message(param: str, message: ChatMessage, media: list[MediaSource] 
     """Converts one message to the form that Hugging Face chat templates take.
 
     Content becomes one string, or a list of parts if it includes images or video. Arguments of tool calls become
-    objects. param: of the message, for errors. media: receives the images and videos; None refuses them.
+    objects where they are JSON objects.
+    param: of the message, for errors. media: receives the images and videos; None refuses them.
     Raises InvalidRequest.
     """
     content: Any = message.content
@@ -114,9 +117,7 @@ def template_message(param: str, message: ChatMessage, media: list[MediaSource] 
         if (value := getattr(message, field)) is not None:
             rendered[field] = value
     if message.tool_calls:
-        rendered["tool_calls"] = [
-            _template_call(f"{param}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
-        ]
+        rendered["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     return rendered
 
 
@@ -148,13 +149,7 @@ def _text(param: str, part: ContentPart, takes_media: bool) -> str:
     return text
 
 
-def _template_call(param: str, call: ToolCall) -> JsonObject:
-    arguments = call.function.arguments or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments, type=JsonObject)
-        except msgspec.DecodeError as error:
-            param = f"{param}.function.arguments"
-            raise InvalidRequest(f"{param} must be a string that contains a JSON object: {error}.", param) from error
+def _template_call(call: ToolCall) -> JsonObject:
+    arguments = template_arguments(call.function.arguments)
     rendered: JsonObject = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return rendered if call.id is None else {"id": call.id, **rendered}

@@ -56,9 +56,11 @@ class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """input: an object; other values, which models write by mistake, are taken too."""
+
     id: str
     name: str
-    input: JsonObject
+    input: Any
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):

@@ -147,8 +147,6 @@ def test_fields_become_those_of_chats() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://h/i"}]}]},
          "input[0].content[0]", "takes text only"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "no call_id"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
-         "input[0].tool_calls[0].function.arguments", "JSON object"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "no call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "runs no tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "no name"),
