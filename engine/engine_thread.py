@@ -25,7 +25,7 @@ from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.model_runner import ModelRunner
 from tandem.runtime.errors import first_line
-from tandem.runtime.process import end_process
+from tandem.runtime.lifetime import end_process
 from tandem.runtime.threads import show_thread_name
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.protocol.sockets import listen_on_free_port
 from tandem.runtime.errors import first_line
-from tandem.runtime.process import end_process
+from tandem.runtime.lifetime import end_process
 
 LOAD_TIMEOUT_S = 600.0
 """Deadline of collectives while the ranks load."""

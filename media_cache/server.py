@@ -34,9 +34,9 @@ from tandem.protocol.messages.media_cache import (
     ReleaseMedia,
     ToMediaCache,
 )
-from tandem.protocol.proxy_endpoints import write_whole
 from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.runtime.errors import ConfigError, ErrorInfo, InvalidRequest, TandemError
+from tandem.runtime.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 

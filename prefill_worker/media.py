@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from tandem.engine.vision.embedding_cache import EmbeddingCache
@@ -16,6 +17,7 @@ from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem, check_media
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
+from tandem.runtime.tasks import start_job
 
 if TYPE_CHECKING:
     import torch
@@ -107,12 +109,19 @@ class MediaIntake:
         self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, endpoint: str
     ) -> None:
         fetches = PromptFetches(remote) if remote is not None else None
-        task = asyncio.get_running_loop().create_task(self._prepare(media, missing, fetches, endpoint))
+        task = start_job(
+            self._prepare(media, missing, fetches, endpoint), "preparing media", partial(self._on_failed, media)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         media.on_release(task.cancel)
         if fetches is not None:
             media.on_release(fetches.release)
+
+    def _on_failed(self, media: PromptMedia) -> None:
+        media.error = ErrorInfo.of(InternalError("the media could not be prepared; see the worker's log"))
+        media.is_ready = True
+        self._on_ready()
 
     def _set_tensors(self, media: PromptMedia, tensors: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """tensors: one mapping for each item. Raises InvalidRequest."""

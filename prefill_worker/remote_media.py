@@ -20,6 +20,7 @@ from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.media_cache import HEADER_BYTES, MediaKey
 from tandem.protocol.network import Context
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
+from tandem.runtime.tasks import start
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,7 @@ class RemoteMedia:
         fetched = self._ranges.get(key)
         if fetched is None:
             memory = self._allocate(key[2] - key[1])
-            fetched = _Fetched(key, memory, asyncio.create_task(self._fetch(endpoint, key, memory)))
+            fetched = _Fetched(key, memory, start(self._fetch(endpoint, key, memory)))
             self._ranges[key] = fetched
             fetched.task.add_done_callback(partial(self._on_fetched, fetched))
         fetched.num_users += 1

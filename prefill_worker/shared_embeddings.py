@@ -16,6 +16,7 @@ from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.media_segment import map_segment, offsets_of, write_segment
 from tandem.protocol.messages.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
 from tandem.runtime.errors import TandemError
+from tandem.runtime.tasks import start_job
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class SharedEmbeddings:
 
     def set(self, embeddings: Mapping[bytes, torch.Tensor]) -> None:
         """Stores embeddings in the background. Failures are logged."""
-        task = asyncio.get_running_loop().create_task(self._share(dict(embeddings)))
+        task = start_job(self._share(dict(embeddings)), "sharing embeddings")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-
-def write_whole(file: Path, text: str) -> None:
-    """Replaces the file atomically. It is readable by its owner only."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.touch(mode=0o600)
-    temporary.write_text(text)
-    temporary.replace(file)
+from tandem.runtime.whole_file import write_whole
 
 
 def write_endpoints(file: Path, endpoints: Sequence[str]) -> None:

@@ -35,7 +35,6 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.network import Context
-from tandem.protocol.proxy_endpoints import write_whole
 from tandem.protocol.sockets import RouterSocket
 from tandem.proxy.cluster.worker_table import CHECK_INTERVAL_S, MembershipChange
 from tandem.proxy.config import ProxyConfig
@@ -43,6 +42,7 @@ from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.runtime.errors import ConfigError, InvalidMessage, ProtocolError
+from tandem.runtime.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -47,6 +48,7 @@ from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ConfigError, RequestAborted
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.listen_socket import bind
+from tandem.runtime.tasks import keep_running
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog, ignore
 
@@ -54,6 +56,8 @@ log = logging.getLogger(__name__)
 
 _MAX_ADMIN_CONNECTIONS = 128
 _GAUGES_INTERVAL_S = 1.0
+_RESTART_TASK_S = 5.0
+"""Time after which a task of the proxy that has failed is started again."""
 _ERROR_EVENT_S = 0.5
 """After the grace period running streams end with an error event. This is the time to send it."""
 
@@ -208,11 +212,12 @@ class ProxyServer:
             await self._state.media.start()
         freeze_loaded_objects()
         log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, config.host, config.port)
-        tasks = [asyncio.create_task(self._update_gauges())]
+        tasks = [keep_running(self._update_gauges, "updating gauges", _RESTART_TASK_S)]
         if self._state.api_keys is not None:
-            tasks.append(asyncio.create_task(self._state.api_keys.watch()))
+            tasks.append(keep_running(self._state.api_keys.watch, "reading the API keys again", _RESTART_TASK_S))
         if self._state.batches is not None:
-            tasks.append(asyncio.create_task(self._state.batches.run(make_batch_app(config, self._state))))
+            run_batches = partial(self._state.batches.run, make_batch_app(config, self._state))
+            tasks.append(keep_running(run_batches, "running batches", _RESTART_TASK_S))
         try:
             await asyncio.gather(*(http.serve() for http in self._http))
         finally:

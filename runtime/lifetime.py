@@ -1,11 +1,14 @@
-"""Ends a process when its parent is gone, even if the parent was killed."""
+"""How a process ends: when its parent is gone, even if that was killed, or at once for a reason of its own."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,3 +23,17 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
             return
         if b"tandem" not in parent and b"python" not in parent:
             os.kill(os.getpid(), number)
+
+
+def end_process(reason: str, exit_code: int = 1) -> NoReturn:
+    """Logs the reason and exits at once. May be called from any thread."""
+    logging.getLogger(__name__).critical(reason)
+    leave(exit_code)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Exits at once, after what was logged and printed has been written."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

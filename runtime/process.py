@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -15,8 +14,9 @@ import uvloop
 from tandem.runtime.drain import Retired
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.file_limits import take_all_descriptors
-from tandem.runtime.lifetime import die_with_parent
+from tandem.runtime.lifetime import die_with_parent, leave
 from tandem.runtime.logs import LogFormat, setup_logging
+from tandem.runtime.tasks import start
 
 EXIT_BAD_CONFIG = 2
 EXIT_RETIRED = 3
@@ -67,20 +67,7 @@ def run_to_exit(
     except BaseException:
         logging.getLogger(name).exception("the process failed")
         exit_code = 1
-    _leave(exit_code)
-
-
-def end_process(reason: str, exit_code: int = 1) -> NoReturn:
-    """Logs the reason and exits at once. May be called from any thread."""
-    logging.getLogger(__name__).critical(reason)
-    _leave(exit_code)
-
-
-def _leave(exit_code: int) -> NoReturn:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    leave(exit_code)
 
 
 async def _serve(make: Callable[[], Service]) -> None:
@@ -102,8 +89,8 @@ async def _serve(make: Callable[[], Service]) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, drain)
     loop.add_signal_handler(signal.SIGINT, stop)
-    running = asyncio.ensure_future(service.run())
-    early = asyncio.ensure_future(stopped_early.wait())
+    running = start(service.run())
+    early = start(stopped_early.wait())
     await asyncio.wait({running, early}, return_when=asyncio.FIRST_COMPLETED)
     # A service that is still loading ignores `stop`; it gets two seconds like the others.
     done, _ = await asyncio.wait({running}, timeout=2.0)

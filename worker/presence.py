@@ -22,12 +22,12 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.network import Context
-from tandem.protocol.proxy_endpoints import write_whole
 from tandem.protocol.worker_actions import Action
 from tandem.runtime.drain import Drain, Retired
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.host import host_id
 from tandem.runtime.threads import show_thread_name
+from tandem.runtime.whole_file import write_whole
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost

@@ -35,6 +35,7 @@ from tandem.protocol.network import Context
 from tandem.protocol.proxy_endpoints import EndpointsFile
 from tandem.protocol.sockets import DealerSocket
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.tasks import start
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Registration:
         self._refused_since: tuple[float, str] | None = None  # with the last reason
         for endpoint in proxy_endpoints:
             self._connect(endpoint)
-        self._heartbeats = asyncio.get_running_loop().create_task(self._beat())
+        self._heartbeats = start(self._beat())
 
     def _connect(self, endpoint: str) -> None:
         worker = self._register.worker

@@ -24,7 +24,7 @@ from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S, Watchd
 from tandem.deploy.launch.loading_bar import fraction_loaded
 from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_names, num_pairs, start_role
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
-from tandem.deploy.processes.supervisor import Supervised
+from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised
 from tandem.deploy.sites.site import Site
 from tandem.protocol.codec import Codec
 from tandem.protocol.media_client import MediaCacheClient
@@ -42,6 +42,7 @@ from tandem.protocol.network import Context
 from tandem.protocol.sockets import DealerSocket
 from tandem.runtime.errors import ConfigError, InternalError, TandemError
 from tandem.runtime.process import EXIT_BAD_CONFIG, EXIT_RETIRED
+from tandem.runtime.tasks import keep_running, start_job
 
 log = logging.getLogger(__name__)
 
@@ -98,16 +99,18 @@ class Launcher:
     async def _serve(self, on_ready: Callable[[], None], boot_s: float) -> None:
         """Watch, autoscale and answer commands until stopped."""
         config = self._config
-        watches = [self._watch(), self._ask_media_cache()]
+        watches = {"the watchdog": self._watch}
+        if self._site.media_cache_endpoint:
+            watches["asking the media cache"] = self._ask_media_cache
         with ExitStack() as cleanup:
             if not config.join:  # else the cluster's own launcher does this
                 autoscaler = Autoscaler(config, self, boot_s)
                 admin_socket = AdminSocket(self._context, self._folder, self, autoscaler)
                 cleanup.callback(admin_socket.close)
                 if config.prefill or config.workers:  # decode workers alone report no prefill speed to plan with
-                    watches.append(autoscaler.run())
-            for watch in watches:
-                cleanup.callback(asyncio.create_task(watch).cancel)
+                    watches["the autoscaler"] = autoscaler.run
+            for name, watch in watches.items():
+                cleanup.callback(keep_running(watch, name, INTERVAL_S).cancel)
             on_ready()
             await self._stopping.wait()
 
@@ -128,7 +131,12 @@ class Launcher:
 
     def _start(self, child: Supervised) -> None:
         self._children[child.name] = child
-        self._tasks[child.name] = asyncio.create_task(child.run(), name=child.name)
+        self._tasks[child.name] = start_job(child.run(), child.name, partial(self._start_again, child))
+
+    def _start_again(self, child: Supervised) -> None:
+        """Supervises a process again after its supervisor has failed."""
+        if not self._stopping.is_set() and self._children.get(child.name) is child:
+            asyncio.get_running_loop().call_later(MAX_RESTART_DELAY_S, self._start, child)
 
     def _on_endpoint(self, name: str, endpoint: str) -> None:
         """Connects to a proxy's control endpoint, which changes when Ray moves the proxy."""
@@ -187,7 +195,7 @@ class Launcher:
             self._set_role(name, role)
         for name in changes.removed:
             self._workers.remove(name)
-            self._stops.add(stop := asyncio.create_task(self._stop_worker(name)))
+            self._stops.add(stop := start_job(self._stop_worker(name), f"stopping {name}"))
             stop.add_done_callback(self._stops.discard)
         for role, count in counts.items():
             if count != before[role]:
@@ -277,9 +285,7 @@ class Launcher:
                 self._children[name].replace()
 
     async def _ask_media_cache(self) -> None:
-        if not (endpoint := self._site.media_cache_endpoint):
-            return
-        cache = MediaCacheClient(self._context, endpoint)
+        cache = MediaCacheClient(self._context, self._site.media_cache_endpoint)
         loop = asyncio.get_running_loop()
         try:
             while True:

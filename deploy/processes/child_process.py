@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.deploy.processes.log_file import LogFile
-from tandem.deploy.processes.supervisor import OnExit, Supervised
-from tandem.protocol.proxy_endpoints import write_whole
+from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, OnExit, Supervised
+from tandem.runtime.tasks import keep_running
+from tandem.runtime.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class ChildProcess(Supervised):
 
     async def run(self) -> None:
         self._output.clear()
-        limiting = asyncio.create_task(self._output.limit_size())
+        limiting = keep_running(self._output.limit_size, f"limiting the log of {self.name}", MAX_RESTART_DELAY_S)
         try:
             await super().run()
         finally:

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.whole_file import write_whole
 
 PROXIES_FILE = "proxies"
 """File with the control endpoints of proxies on other hosts."""
@@ -39,7 +40,7 @@ def create_runtime_dir(port: int | str) -> Path:
             raise ConfigError(f"a cluster already uses port {port} (process {pid}); choose another --port")
         shutil.rmtree(folder)
     folder.mkdir(mode=0o700)
-    pid_file.write_text(str(os.getpid()))
+    write_whole(pid_file, str(os.getpid()))
     return folder
 
 

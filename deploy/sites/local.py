@@ -25,6 +25,7 @@ from tandem.protocol.messages.membership import Role
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.listen_socket import bind
+from tandem.runtime.whole_file import write_whole
 
 
 class LocalSite:
@@ -163,8 +164,7 @@ class LocalSite:
         inherited_fds: Sequence[int] = (),
     ) -> ChildProcess:
         config_file = self._folder / f"{name}.json"
-        config_file.touch(mode=0o600)
-        config_file.write_bytes(msgspec.json.encode(config))
+        write_whole(config_file, msgspec.json.encode(config))
         output = LogFile(self._logs / f"{name}.log")
         pid_file = self._folder / f"{name}.pid"
         return ChildProcess(name, module, config_file, output, env, on_exit, pid_file, inherited_fds)

@@ -18,8 +18,12 @@ import msgspec
 from tandem.deploy.processes.child_process import ChildProcess, start_module
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
+from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S
 from tandem.media_cache.config import MediaCacheConfig
-from tandem.protocol.proxy_endpoints import write_endpoints, write_whole
+from tandem.protocol.proxy_endpoints import write_endpoints
+from tandem.runtime.lifetime import end_process
+from tandem.runtime.tasks import keep_running, start_job
+from tandem.runtime.whole_file import write_whole
 
 POLL_S = 0.05
 MEDIA_CACHE_START_S = 60.0
@@ -80,7 +84,7 @@ class ProcessActor:
             lambda *_: True,
             self._folder / "media-cache.pid",
         )
-        self._running_cache = asyncio.create_task(cache.run())
+        self._running_cache = start_job(cache.run(), "the supervisor of the media cache", _end)
         endpoint_file = Path(decoded.tcp_endpoint_file)
         for _ in range(int(MEDIA_CACHE_START_S / POLL_S)):
             if endpoint_file.exists():
@@ -102,7 +106,7 @@ class ProcessActor:
             self._process = await start_module(module, config_file, self._output, env, [config_fd])
         finally:
             os.close(config_fd)
-        self._limiting = asyncio.create_task(self._output.limit_size())
+        self._limiting = keep_running(self._output.limit_size, "limiting the log", MAX_RESTART_DELAY_S)
         return self._process.pid
 
     async def set_proxies(self, endpoints: list[str]) -> None:
@@ -143,3 +147,8 @@ class ProcessActor:
             self._media_cache.kill()
             self._running_cache.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _end() -> None:
+    """Ends the actor, which the launcher then replaces."""
+    end_process("the media cache is not supervised any more")

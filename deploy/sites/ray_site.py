@@ -23,7 +23,7 @@ from tandem.deploy.config import ClusterConfig, bracketed
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
-from tandem.deploy.processes.supervisor import OnExit, Supervised
+from tandem.deploy.processes.supervisor import RESTART_DELAY_S, OnExit, Supervised
 from tandem.deploy.sites.ray_actor import NodePlace, ProcessActor, ProcessEnd
 from tandem.deploy.sites.site import WORKER_MODULE
 from tandem.media_cache.config import MediaCacheConfig
@@ -34,6 +34,8 @@ from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.proxy.http.api_keys import KeyFile, parse_keys
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.errors import ConfigError, first_line
+from tandem.runtime.tasks import keep_running
+from tandem.runtime.whole_file import write_whole
 
 try:
     import ray
@@ -70,10 +72,12 @@ class RaySite:
         if cluster.api_keys_file:
             file = KeyFile(Path(cluster.api_keys_file))
             self._api_keys = file.read()
-            self._copying_keys = asyncio.create_task(self._copy_api_keys(file))
+            self._copying_keys = keep_running(
+                partial(self._copy_api_keys, file), "copying the API keys", RESTART_DELAY_S
+            )
         self.progress_files: dict[str, Path] = {}  # always empty: the files are on the nodes
         self.media_cache_endpoint = ""
-        (folder / NETWORK_FILE).write_bytes(msgspec.json.encode(cluster.network))
+        write_whole(folder / NETWORK_FILE, msgspec.json.encode(cluster.network))
         try:
             ray.init(address=cluster.ray, namespace="tandem", log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:

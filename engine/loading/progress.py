@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers.utils.logging import set_tqdm_hook
 
+from tandem.runtime.whole_file import write_whole
+
 _PERIOD_S = 0.1
 
 
@@ -25,10 +27,10 @@ class _ReportingBar:
     def __iter__(self) -> Iterator[Any]:
         for number, item in enumerate(self._bar):
             if time.monotonic() >= self._next_write:
-                self._file.write_text(f"{number / self._total:.3f}")
+                write_whole(self._file, f"{number / self._total:.3f}")
                 self._next_write = time.monotonic() + _PERIOD_S
             yield item
-        self._file.write_text("1")
+        write_whole(self._file, "1")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bar, name)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.proxy.answers.errors import ClientDisconnected
+from tandem.runtime.tasks import start
 
 T = TypeVar("T")
 _HEADERS = {
@@ -57,8 +58,8 @@ class EventStream(Response):
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Returns the result of `work`. Cancels it and raises ClientDisconnected when the client disconnects first."""
-    worker = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+    worker = start(work)
+    watcher = start(_disconnect(receive))
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
         if worker.done():

@@ -17,6 +17,7 @@ import msgspec
 
 from tandem.proxy.api.responses_request import InputItem
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.whole_file import write_whole
 
 MAX_BYTES = 256 << 20
 """Limit for all stored responses together; beyond it the least recently used ones are removed. Of several clients, each
@@ -75,13 +76,7 @@ class ResponseStore:
         file = self._file(scope, response_id)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._remove_old(len(content))
-        partial = file.with_suffix(f".{os.getpid()}")
-        try:
-            partial.write_bytes(content)
-            partial.replace(file)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        write_whole(file, content)
         return True
 
     def load(self, scope: str, response_id: str) -> StoredResponse:

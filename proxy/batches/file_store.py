@@ -21,6 +21,7 @@ from typing import BinaryIO, Literal
 import msgspec
 
 from tandem.runtime.errors import InvalidRequest, TandemError
+from tandem.runtime.whole_file import write_whole
 
 MAX_FILE_BYTES = 200 << 20
 MAX_CLIENT_BYTES = 4 << 30
@@ -68,10 +69,8 @@ def new_id(prefix: str) -> str:
 
 def write_json(file: Path, content: msgspec.Struct) -> None:
     """Replaces the file at once. Raises StorageFull."""
-    partial = file.with_suffix(".partial")
     with storage_errors():
-        partial.write_bytes(msgspec.json.encode(content))
-        partial.replace(file)
+        write_whole(file, msgspec.json.encode(content), durable=True)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from tandem.proxy.admission.api_key import ApiKey
 from tandem.proxy.batches.batch import Failure, Line, LineError, LineResponse, LineResult, parse_line, request_body
 from tandem.proxy.batches.batch_store import BatchFiles, BatchStore
 from tandem.proxy.batches.file_store import FileNotFound, StorageFull, client_folder, new_id
+from tandem.runtime.tasks import start, start_job
 
 log = logging.getLogger("proxy")
 
@@ -63,7 +64,7 @@ class BatchRunner:
             while True:
                 self._wake.clear()
                 for held in await asyncio.to_thread(self._hold):
-                    task = asyncio.create_task(self._run(app, held))
+                    task = start_job(self._run(app, held), f"batch {held.batch.id}")
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
                 with contextlib.suppress(TimeoutError):
@@ -132,9 +133,9 @@ class BatchRunner:
                         saved = held.batch
                         await _on_thread(partial(held.save, saved))
 
-        watcher = asyncio.create_task(watch())
+        watcher = start(watch())
         num_left = held.batch.request_counts.total - len(finished)
-        workers = [asyncio.create_task(work()) for _ in range(min(MAX_CONCURRENT, num_left))]
+        workers = [start(work()) for _ in range(min(MAX_CONCURRENT, num_left))]
         try:
             pending = set(workers)
             while pending:
@@ -165,7 +166,7 @@ class BatchRunner:
 
 async def _on_thread(work: Callable[[], T]) -> T:
     """Runs work on a thread. Cancelling waits for its end, because it writes files of a batch that is held."""
-    thread = asyncio.create_task(asyncio.to_thread(work))
+    thread = start(asyncio.to_thread(work))
     try:
         return await asyncio.shield(thread)
     except asyncio.CancelledError:

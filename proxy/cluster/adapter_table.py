@@ -16,8 +16,8 @@ import msgspec
 
 from tandem.protocol.lora_files import AdapterFiles, InvalidAdapter, Shape
 from tandem.protocol.messages.adapter import AdapterRef
-from tandem.protocol.proxy_endpoints import write_whole
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.whole_file import write_whole
 
 MAX_ADAPTERS = 1024
 """Adapters that may be loaded at the same time."""
@@ -96,7 +96,7 @@ class AdapterTable:
             fcntl.flock(lock, fcntl.LOCK_EX)
             adapters = dict(self._by_name())
             yield adapters
-            write_whole(self._file, msgspec.json.encode(list(adapters.values())).decode())
+            write_whole(self._file, msgspec.json.encode(list(adapters.values())))
 
     def _by_name(self) -> dict[str, NamedAdapter]:
         """Returns the adapters that are loaded now. The caller must not change the dict."""

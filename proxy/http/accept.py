@@ -13,6 +13,7 @@ from typing import Any, cast
 from tandem.proxy.http.client_connection import ClientConnection
 from tandem.proxy.http.connection_limits import ConnectionLimits
 from tandem.proxy.http.request_framing import FramedHttpProtocol
+from tandem.runtime.tasks import start_job
 
 HANDSHAKE_S = 5.0
 """Time for a whole TLS handshake, which takes two round trips."""
@@ -24,11 +25,10 @@ def connection_factory(
     limits: ConnectionLimits, timeout_s: float, tls: ssl.SSLContext | None
 ) -> Callable[..., asyncio.Protocol]:
     """Returns what makes a connection's protocol, for `uvicorn.Config(http=...)`."""
-    handshakes: set[asyncio.Task[None]] = set()
 
     def make(**arguments: Any) -> asyncio.Protocol:
         connection = ClientConnection(partial(FramedHttpProtocol, **arguments), limits, timeout_s)
-        return TlsAccept(connection, tls, handshakes) if tls is not None else connection
+        return TlsAccept(connection, tls) if tls is not None else connection
 
     return make
 
@@ -38,16 +38,11 @@ class TlsAccept(asyncio.Protocol):
 
     An asyncio server that speaks TLS itself reports a connection only after its handshake. `loop.start_tls` cannot be
     used on a connection just accepted: uvloop may have read from it before.
-
-    handshakes: keeps the tasks alive.
     """
 
-    def __init__(
-        self, connection: ClientConnection, context: ssl.SSLContext, handshakes: set[asyncio.Task[None]]
-    ) -> None:
+    def __init__(self, connection: ClientConnection, context: ssl.SSLContext) -> None:
         self._connection = connection
         self._context = context
-        self._handshakes = handshakes
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)
@@ -57,9 +52,8 @@ class TlsAccept(asyncio.Protocol):
             except OSError:  # no descriptor is left
                 self._connection.connection_lost(None)
             else:
-                task = asyncio.get_running_loop().create_task(self._shake_hands(duplicate))
-                self._handshakes.add(task)
-                task.add_done_callback(self._handshakes.discard)
+                on_failure = partial(self._connection.connection_lost, None)
+                start_job(self._shake_hands(duplicate), "a TLS handshake", on_failure)
         transport.abort()  # closes its own descriptor; the connection lives on where it was duplicated
 
     async def _shake_hands(self, duplicate: socket.socket) -> None:

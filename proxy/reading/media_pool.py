@@ -13,6 +13,7 @@ import math
 import socket
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -43,6 +44,7 @@ from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InternalError, ProtocolError, TandemError, WorkerLost
 from tandem.runtime.file_limits import out_of_descriptors
+from tandem.runtime.tasks import start_job
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +108,8 @@ class MediaPool:
                     raise overloaded from error
                 raise InternalError(f"the media process cannot be started: {error}") from error
             write_message(self._writer, MediaSetup(self._config))
-            self._watching = asyncio.create_task(self._watch(reader, self._writer, self._process))
+            watch = self._watch(reader, self._writer, self._process)
+            self._watching = start_job(watch, "watching the media process")
 
     async def read(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str = "", cache_scope: str = ""
@@ -176,7 +179,7 @@ class MediaPool:
     ) -> None:
         """Handles the messages of one process until it has ended, then fails its jobs."""
         self._unanswered_pings = None
-        pinging = asyncio.create_task(self._ping(writer, process))
+        pinging = start_job(self._ping(writer, process), "asking the media process", partial(_kill, process))
         try:
             while True:
                 message = await read_message(reader, FROM_PROCESS)

@@ -50,6 +50,7 @@ from tandem.runtime.errors import ConfigError, InternalError, InvalidRequest, Ov
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.logs import setup_logging
+from tandem.runtime.tasks import start
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class MediaProcess:
     def on_message(self, message: ToMediaProcess) -> None:
         match message:
             case MediaJob():
-                reading = asyncio.create_task(self._read(message))
+                reading = start(self._read(message))
                 reading.add_done_callback(partial(self._on_end, message.lease_id))
                 self._running[message.lease_id] = reading
             case PingMediaProcess():
@@ -228,8 +229,8 @@ async def serve(channel: socket.socket) -> int:
     assert isinstance(setup, MediaSetup)
     setup_logging(f"{setup.config.proxy_id}-media", setup.config.log_level)
     process = MediaProcess(setup.config, partial(write_message, writer), os.getppid())
-    loading = asyncio.create_task(process.load(_MEMORY_BYTES + setup.config.media_threads * _MEMORY_PER_THREAD_BYTES))
-    receiving = asyncio.create_task(_receive(reader, process))
+    loading = start(process.load(_MEMORY_BYTES + setup.config.media_threads * _MEMORY_PER_THREAD_BYTES))
+    receiving = start(_receive(reader, process))
     await asyncio.wait([loading, receiving], return_when=asyncio.FIRST_COMPLETED)
     if loading.done() and (error := loading.exception()) is not None:
         if not isinstance(error, ConfigError):

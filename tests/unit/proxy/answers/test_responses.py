@@ -275,10 +275,10 @@ def test_a_response_that_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    def full(self: Path, data: bytes) -> int:
+    def full(self: Path, target: Path) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "replace", full)
 
     async def test(cluster: Cluster) -> None:
         task = asyncio.create_task(whole(answers_to(cluster, ResponseStore(tmp_path))))

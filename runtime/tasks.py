@@ -1,0 +1,71 @@
+"""The only place that starts asyncio tasks, so that none ends without a word.
+
+A task has an owner that awaits it (`start`), is a job that runs once (`start_job`), or runs until its owner cancels it
+(`keep_running`). `tests/unit/runtime/test_code_rules.py` finds tasks that are started elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from tandem.runtime.lifetime import end_process
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_jobs: set[asyncio.Task[None]] = set()
+"""asyncio itself keeps weak references to tasks."""
+
+
+def start(work: Awaitable[T], name: str | None = None) -> asyncio.Task[T]:
+    """Starts a task whose result, also an error, its owner takes. Must be called on a running loop."""
+    return asyncio.get_running_loop().create_task(_awaited(work), name=name)
+
+
+def start_job(
+    work: Coroutine[Any, Any, None], name: str, on_failure: Callable[[], object] = lambda: None
+) -> asyncio.Task[None]:
+    """Starts work that nobody awaits. An exception is logged, then `on_failure` is called. It may be cancelled."""
+
+    def on_end(task: asyncio.Task[None]) -> None:
+        _jobs.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", name, exc_info=error)
+            on_failure()
+
+    task = start(work, name)
+    _jobs.add(task)
+    task.add_done_callback(on_end)
+    return task
+
+
+def keep_running(work: Callable[[], Awaitable[None]], name: str, restart_after_s: float | None) -> asyncio.Task[None]:
+    """Starts work that has no end. Only the cancellation of the returned task ends it.
+
+    restart_after_s: when the work ends or fails nevertheless, that is logged and it is called again after this time.
+    None ends the process, for work without which the process must not serve.
+    """
+
+    async def kept() -> None:
+        while True:
+            try:
+                await work()
+                log.error("%s has ended, which it should not do", name)
+            except Exception:
+                log.exception("%s failed", name)
+            if restart_after_s is None:
+                end_process(f"{name} has ended, and this process cannot go on without it")
+            await asyncio.sleep(restart_after_s)
+
+    task = start(kept(), name)
+    _jobs.add(task)
+    task.add_done_callback(_jobs.discard)
+    return task
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work

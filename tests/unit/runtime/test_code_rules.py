@@ -1,0 +1,63 @@
+"""Rules for product code that ruff cannot express, as they are about methods: who starts tasks and writes files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = (
+    "decode_worker", "deploy", "engine", "kv_transfer", "media_cache", "prefill_worker", "protocol", "proxy", "runtime",
+    "telemetry", "worker",
+)  # fmt: skip
+STARTS_TASKS = {"create_task", "ensure_future", "TaskGroup", "run_coroutine_threadsafe"}
+WRITES_WHOLE = {"write_text", "write_bytes"}
+MAY_START = {"runtime/tasks.py"}
+MAY_WRITE = {
+    "runtime/threads.py",  # /proc
+    "deploy/sites/ray_actor.py",  # a memfd
+    "deploy/sites/ray_site.py",  # empties a log
+    "deploy/processes/log_file.py",  # empties a log
+    "deploy/configuration_page.py",  # a page of the documentation
+}
+
+
+def called_names(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line and last name of everything that is called or passed on, e.g. `create_task` of `loop.create_task`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield node.lineno, alias.name
+
+
+def broken(names: set[str], allowed: set[str]) -> list[str]:
+    found = []
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            name = str(file.relative_to(ROOT))
+            source = file.read_text()
+            if name not in allowed and any(each in source for each in names):
+                found += [f"{name}:{line} {each}" for line, each in called_names(source) if each in names]
+    return found
+
+
+def test_tasks_are_started_in_one_place() -> None:
+    assert not broken(STARTS_TASKS, MAY_START), "use tandem.runtime.tasks, so that the task does not end silently"
+
+
+def test_files_are_written_whole() -> None:
+    assert not broken(WRITES_WHOLE, MAY_WRITE), "use tandem.runtime.whole_file, so that no reader sees a part of a file"
+
+
+@pytest.mark.parametrize(
+    "source", ["asyncio.create_task(x)", "loop.create_task(x)", "from asyncio import ensure_future"]
+)
+def test_the_rule_sees(source: str) -> None:
+    assert any(name in STARTS_TASKS for _, name in called_names(source))
