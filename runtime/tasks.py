@@ -23,7 +23,8 @@ _jobs: set[asyncio.Task[None]] = set()
 
 def start(work: Awaitable[T], name: str | None = None) -> asyncio.Task[T]:
     """Starts a task whose result, also an error, its owner takes. Must be called on a running loop."""
-    return asyncio.get_running_loop().create_task(_awaited(work), name=name)
+    coroutine = work if isinstance(work, Coroutine) else _awaited(work)
+    return asyncio.get_running_loop().create_task(coroutine, name=name)
 
 
 def start_job(
