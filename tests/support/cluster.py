@@ -127,10 +127,14 @@ class Cluster:
         orders = ClusterClient(self.port).ask_proxies(SetWorkerRole(worker_id, role), WorkerOrdered)
         return next((answer.error for answer in asyncio.run(orders) if answer.error), "")
 
+    @property
+    def launcher_pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def pids(self) -> list[int]:
         """Process ids of the launcher's children."""
-        assert self._process is not None
-        return children_of(self._process.pid)
+        return children_of(self.launcher_pid)
 
     def all_blocks_free(self) -> bool:
         report = self.status()
