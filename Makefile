@@ -41,13 +41,13 @@ test: setup
 test-all: setup
 	$(PYTEST) $(ARGS)
 
-# What `make test` leaves out, about half an hour. More schedules, connectors and larger clusters, another quarter of an hour:
+# What `make test` leaves out, about half an hour, and its property tests with new random examples. More schedules, connectors and larger clusters, another quarter of an hour:
 # make test-exhaustive.
 test-extended: setup
-	$(PYTEST) -m "extended and not exhaustive" $(ARGS)
+	$(PYTEST) -m "extended and not exhaustive" --hypothesis-profile new $(ARGS)
 
 test-exhaustive: setup
-	$(PYTEST) -m exhaustive $(ARGS)
+	$(PYTEST) -m exhaustive --hypothesis-profile new $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ from hypothesis import HealthCheck, settings
 
 from bench.noise_model import ensure_noise_model
 from tests.progress import ProgressPlugin
-from tests.selection import group_of, select
+from tests.selection import NEW_EXAMPLES, group_of, select
 from tests.support.cluster import Cluster
 
 # Deadlines would measure the machine, not the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fixed", UNTIMED, derandomize=True)
+settings.register_profile(NEW_EXAMPLES, UNTIMED, print_blob=True)
+settings.load_profile("fixed")  # --hypothesis-profile loads another
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,8 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects by the marks that this sets
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    select(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    select(items, config.getoption("--hypothesis-profile") == NEW_EXAMPLES)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -45,6 +49,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Makes a test that draws from a library's shared generator see the same numbers in each run."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):  # proxies' tests do not import it
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ Unit, simulation and security tests all run. Of the tests that start clusters, t
 others are marked `extended` and run with `make test-extended`. A single test or parameter of a named module, or a
 security test that starts a cluster, is left out by `pytest.mark.extended`.
 
+Property tests run in both: with fixed examples in `make test`, and with new random ones in `make test-extended`.
+
 Modules in EXHAUSTIVE, and tests marked so, run with `make test-exhaustive` only: many more random schedules, the same
 faults over further connectors and layouts, larger clusters. `make test-all` runs everything.
 """
@@ -43,6 +45,11 @@ EXHAUSTIVE = (
 )
 
 
+NEW_EXAMPLES = "new"
+"""Hypothesis profile that draws new random examples, and prints how to repeat those that fail. Without it, every run
+tries the same examples, so that a newcomer's `make test` depends on the code alone."""
+
+
 def stage_of(node_id: str) -> str:
     folders = node_id.split("/")
     return folders[1] if len(folders) > 2 and folders[1] in STAGES else STAGES[0]
@@ -60,9 +67,20 @@ def _module_of(node_id: str) -> str:
     return node_id.removeprefix("tests/").partition("::")[0]
 
 
-def select(items: list[pytest.Item]) -> None:
-    """Marks the extended and exhaustive tests and sorts all by stage. The order within a stage stays pytest's."""
+def tries_examples(item: pytest.Item) -> bool:
+    """Returns whether hypothesis chooses the test's examples; a test that calls a state machine is marked so."""
+    by_decorator = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    return by_decorator or item.get_closest_marker("hypothesis") is not None
+
+
+def select(items: list[pytest.Item], new_examples: bool) -> None:
+    """Marks the extended and exhaustive tests and sorts all by stage. The order within a stage stays pytest's.
+
+    With new_examples, the property tests of `make test` are extended tests, too: they have something new to try.
+    """
     for item in items:
+        if new_examples and tries_examples(item):
+            item.add_marker("extended")
         if is_exhaustive(item.nodeid):
             item.add_marker("exhaustive")
         if item.get_closest_marker("exhaustive") is not None:

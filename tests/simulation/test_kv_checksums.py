@@ -23,7 +23,8 @@ from tests.support.fake_connector import FakeNetwork, Faults
 
 NUM_BLOCKS, NUM_HEADS, HEAD_BYTES = 6, 6, 16
 LAYOUT = KVLayout("model", "bfloat16", 2, NUM_HEADS, 2, 4)
-BLOCKS = torch.randint(0, 256, (NUM_BLOCKS, 4, NUM_HEADS, HEAD_BYTES), dtype=torch.uint8)
+RNG = torch.Generator().manual_seed(0)
+BLOCKS = torch.randint(0, 256, (NUM_BLOCKS, 4, NUM_HEADS, HEAD_BYTES), dtype=torch.uint8, generator=RNG)
 
 
 def checksums(blocks: torch.Tensor, block_ids: list[int], num_ranks: int = 1) -> list[int]:

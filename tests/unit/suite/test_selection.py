@@ -5,8 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.selection import EXHAUSTIVE, REPRESENTATIVE, group_of, is_exhaustive, is_representative, stage_of
+from tests.selection import (
+    EXHAUSTIVE,
+    NEW_EXAMPLES,
+    REPRESENTATIVE,
+    group_of,
+    is_exhaustive,
+    is_representative,
+    select,
+    stage_of,
+)
 
 TESTS = Path(__file__).parents[2]
 
@@ -33,3 +44,27 @@ def test_cluster_tests_form_one_group() -> None:
     assert len({group_of(node_id) for node_id in units}) == 2
     assert stage_of("tests/security/test_x.py::test_y") == "security"
     assert stage_of("tests/simulation/test_x.py::test_y") == "simulation"
+
+
+drawn: list[int] = []
+
+
+@settings(max_examples=20, database=None)
+@given(st.integers(0, 10**9))
+def draw(number: int) -> None:
+    drawn.append(number)
+
+
+def test_what_a_newcomer_runs_draws_the_same_examples_each_time(request: pytest.FixtureRequest) -> None:
+    draw()
+    first, drawn[:] = drawn[:], []
+    draw()
+    second, drawn[:] = drawn[:], []
+    assert (first == second) is (request.config.getoption("--hypothesis-profile") != NEW_EXAMPLES)
+
+
+def test_property_tests_are_extended_tests_where_new_examples_are_drawn(request: pytest.FixtureRequest) -> None:
+    for new_examples in (False, True):
+        item = pytest.Function.from_parent(request.node.parent, name="drawing", callobj=draw)
+        select([item], new_examples)
+        assert (item.get_closest_marker("extended") is not None) is new_examples

@@ -11,6 +11,7 @@ import contextlib
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -290,9 +291,10 @@ class Requests(RuleBasedStateMachine):
         self.loop.close()
 
 
-Requests.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
+Requests.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 
 
+@pytest.mark.hypothesis
 def test_requests_outlive_their_workers() -> None:
     seen.clear()
     run_state_machine_as_test(Requests)
