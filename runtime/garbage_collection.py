@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def freeze_loaded_objects() -> None:
@@ -15,3 +17,19 @@ def freeze_loaded_objects() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # else nanobind, which Triton uses, reports what stays uncollected as leaks
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Keeps the collector from running while many objects are made that are no garbage.
+
+    It scans them again and again while they grow: a JSON text with five million lists takes 1.6 s to decode with it
+    and 0.3 s without.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

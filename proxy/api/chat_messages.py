@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -13,6 +14,11 @@ from tandem.proxy.text.call_arguments import template_arguments
 from tandem.runtime.errors import InvalidRequest
 
 JsonObject = dict[str, Any]
+
+MAX_CHAT_MESSAGES = 65_536
+"""Messages of all chats of a request, and, for the Responses API, items of its input."""
+MAX_CHAT_PARTS = 65_536
+"""Content parts and tool calls of all messages of a request."""
 
 _MEDIA_KINDS: dict[str, MediaKind] = {"image_url": "image", "video_url": "video"}
 
@@ -64,16 +70,21 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatTurns:
-    """The messages of a chat that comes in another API's form, and for each the field that it begins with."""
+    """The messages of a chat that comes in another API's form, and for each the field that it begins with.
+
+    Parts are appended in place: a turn may have as many as the body has room for.
+    """
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
         self.params: list[str] = []
+        self._thoughts: list[list[str] | None] = []  # of each message
 
     def begin(self, role: str, param: str) -> ChatMessage:
         """Adds a message."""
         self.messages.append(ChatMessage(role))
         self.params.append(param)
+        self._thoughts.append(None)
         return self.messages[-1]
 
     def turn(self, role: str, param: str) -> ChatMessage:
@@ -84,8 +95,25 @@ class ChatTurns:
 
     def add_parts(self, role: str, param: str, parts: list[ContentPart]) -> None:
         turn = self.turn(role, param)
-        before = turn.content if isinstance(turn.content, list) else []
-        turn.content = [*before, *parts]
+        if not isinstance(turn.content, list):
+            turn.content = []
+        turn.content += parts
+
+    def add_call(self, param: str, call: ToolCall) -> None:
+        turn = self.turn("assistant", param)
+        if turn.tool_calls is None:
+            turn.tool_calls = []
+        turn.tool_calls.append(call)
+
+    def add_thoughts(self, param: str, thoughts: Iterable[str]) -> None:
+        self.turn("assistant", param)
+        self._thoughts[-1] = before = self._thoughts[-1] or []
+        before += thoughts
+
+    def finish(self) -> None:
+        """Puts the thinking into the messages. Nothing may be added afterwards."""
+        for message, thoughts in zip(self.messages, self._thoughts, strict=True):
+            message.reasoning = None if thoughts is None else "".join(thoughts)
 
 
 def template_message(param: str, message: ChatMessage, media: list[MediaSource] | None = None) -> JsonObject:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import msgspec
 
-from tandem.proxy.api.chat_messages import ChatMessage, template_message
+from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, MAX_CHAT_PARTS, ChatMessage, template_message
 from tandem.proxy.api.schema import ChatFields, TokenizeRequest
 from tandem.proxy.api.structured_output import template_tool
 from tandem.proxy.media.source import MediaSource
 from tandem.proxy.text.model_text import RESERVED_VARIABLES
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.runtime.errors import InvalidRequest
+
+MAX_TEMPLATE_VALUES = 2**18
+"""JSON values that a chat template gets besides messages: in chat_template_kwargs, documents, tools, arguments of
+calls. transformers copies each of them, at about a microsecond a value."""
 
 
 class ChatPromptBuilder(msgspec.Struct, frozen=True):
@@ -46,11 +53,17 @@ class ChatPromptBuilder(msgspec.Struct, frozen=True):
             variables.setdefault("reasoning_effort", request.reasoning_effort)
         media: list[MediaSource] | None = [] if self.max_media else None
         params = params or [f"messages[{i}]" for i in range(len(given))]
+        check_chat_size(given, params)
         messages = [template_message(param, message, media) for param, message in zip(params, given, strict=True)]
         if media is not None and len(media) > self.max_media:
             raise media[self.max_media].refused(
                 f"the limit is {self.max_media} images and videos per request, but this one has {len(media)}"
             )
+        tools = [template_tool(tool) for tool in request.tools or ()] or None
+        calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+        check_num_values(
+            {"chat_template_kwargs": variables, "documents": request.documents, "tools": tools, "messages": calls}
+        )
         return ChatPrompt(
             messages=messages,
             media=media or [],
@@ -60,5 +73,44 @@ class ChatPromptBuilder(msgspec.Struct, frozen=True):
             template=request.chat_template,
             variables=variables,
             documents=request.documents,
-            tools=[template_tool(tool) for tool in request.tools or ()] or None,
+            tools=tools,
         )
+
+
+def check_chat_size(messages: Sequence[ChatMessage], params: Sequence[str]) -> None:
+    """Raises InvalidRequest for more messages or parts than one request may have. params: names for errors."""
+    if len(messages) > MAX_CHAT_MESSAGES:
+        raise InvalidRequest(
+            f"The request has {len(messages)} messages, those of earlier responses included; the limit is "
+            f"{MAX_CHAT_MESSAGES}. Send fewer.",
+            params[MAX_CHAT_MESSAGES],
+        )
+    num_parts = 0
+    for message, param in zip(messages, params, strict=True):
+        num_parts += len(message.content) if isinstance(message.content, list) else 0
+        num_parts += len(message.tool_calls or ())
+        if num_parts > MAX_CHAT_PARTS:
+            raise InvalidRequest(
+                f"The messages have more than {MAX_CHAT_PARTS} content parts and tool calls, the limit; join parts "
+                "of text, or send fewer.",
+                param,
+            )
+
+
+def check_num_values(fields: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for more than MAX_TEMPLATE_VALUES. fields: their values by name, for errors."""
+    num_values = 0
+    for param, field in fields.items():
+        rest = [field]
+        while rest:
+            value = rest.pop()
+            if not isinstance(value, dict | list):
+                continue
+            num_values += len(value)
+            if num_values > MAX_TEMPLATE_VALUES:
+                raise InvalidRequest(
+                    f"{param} has too many values: tools, arguments of calls, documents and chat_template_kwargs may "
+                    f"have {MAX_TEMPLATE_VALUES} together. Send fewer, or as text.",
+                    param,
+                )
+            rest += value.values() if isinstance(value, dict) else value

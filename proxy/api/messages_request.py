@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.proxy.api.chat_messages import ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
+from tandem.proxy.api.chat_messages import (
+    MAX_CHAT_MESSAGES,
+    ChatTurns,
+    ContentPart,
+    FunctionCall,
+    JsonObject,
+    ToolCall,
+)
 from tandem.proxy.api.field_errors import refuse_unsupported
 from tandem.proxy.api.schema import (
     CacheSalt,
@@ -143,7 +150,7 @@ class PromptFields(msgspec.Struct, kw_only=True):
 
     model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
     messages: Annotated[
-        Annotated[list[InputMessage], Meta(min_length=1, max_length=65536)],
+        Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_CHAT_MESSAGES)],
         doc("the chat; an answer continues a last message of the assistant"),
     ]
     system: Annotated[str | list[TextBlock] | None, doc("the system prompt")] = None
@@ -230,6 +237,7 @@ class _MessageTurns(ChatTurns):
                 self.turn(message.role, param)
             for index, block in enumerate(blocks):
                 self._add(message.role, block, param, f"{param}.content[{index}]")
+        self.finish()
         for turn in self.messages:
             turn.content = turn.content if turn.content is not None else ""
 
@@ -247,12 +255,10 @@ class _MessageTurns(ChatTurns):
                         self._add("user", each, param, block_param)
             case ToolUseBlock():
                 _check_role(role, "assistant", "tool_use", block_param)
-                turn = self.turn(role, param)
-                turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(FunctionCall(block.name, block.input), block.id)]
+                self.add_call(param, ToolCall(FunctionCall(block.name, block.input), block.id))
             case ThinkingBlock():
                 _check_role(role, "assistant", "thinking", block_param)
-                turn = self.turn(role, param)
-                turn.reasoning = (turn.reasoning or "") + block.thinking
+                self.add_thoughts(param, [block.thinking])
             case RedactedThinkingBlock():
                 _check_role(role, "assistant", "redacted_thinking", block_param)
                 self.turn(role, param)

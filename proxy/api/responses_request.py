@@ -9,7 +9,14 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
-from tandem.proxy.api.chat_messages import ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
+from tandem.proxy.api.chat_messages import (
+    MAX_CHAT_MESSAGES,
+    ChatTurns,
+    ContentPart,
+    FunctionCall,
+    JsonObject,
+    ToolCall,
+)
 from tandem.proxy.api.field_errors import refuse_unsupported
 from tandem.proxy.api.schema import (
     CacheSalt,
@@ -37,6 +44,8 @@ from tandem.runtime.errors import InvalidRequest
 
 PART_TYPES = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text", "input_image")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+MAX_FUNCTIONS = 1024
+"""Functions of a request, those in namespaces included."""
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -122,7 +131,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     """OpenAI's `/v1/responses`. Unknown fields are ignored."""
 
     input: Annotated[
-        str | Annotated[list[InputItem], Meta(max_length=65536)],
+        str | Annotated[list[InputItem], Meta(max_length=MAX_CHAT_MESSAGES)],
         doc("a text, or messages, function calls, their outputs and earlier thinking"),
     ]
     model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
@@ -240,6 +249,7 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
     else:
         for number, item in enumerate(request.input):
             turns.add(item, f"input[{number}]")
+    turns.finish()
     if not turns.messages:
         raise InvalidRequest("input has no items; send a text or at least one item.", "input")
     chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
@@ -275,14 +285,11 @@ class _ItemTurns(ChatTurns):
                 else:
                     self.begin(item.role, param).content = parts
             case "reasoning":
-                turn = self.turn("assistant", param)
                 parts = _parts(item.content or item.summary or [], f"{param}.content")
-                turn.reasoning = (turn.reasoning or "") + "".join(part.text or "" for part in parts)
+                self.add_thoughts(param, [part.text or "" for part in parts])
             case "function_call":
-                turn = self.turn("assistant", param)
                 name, call_id = _given(item, "name", param), _given(item, "call_id", param)
-                call = ToolCall(FunctionCall(name, item.arguments), call_id)
-                turn.tool_calls = [*(turn.tool_calls or ()), call]
+                self.add_call(param, ToolCall(FunctionCall(name, item.arguments), call_id))
             case "function_call_output":
                 parts = _parts(item.output, f"{param}.output")
                 answer = self.begin("tool", param)
@@ -333,6 +340,10 @@ def _tools(given: list[ResponseTool]) -> list[Tool]:
         members = [(param, tool)]
         if tool.type == "namespace":
             members = [(f"{param}.tools[{index}]", each) for index, each in enumerate(_functions(tool))]
+        if len(tools) + len(members) > MAX_FUNCTIONS:
+            raise InvalidRequest(
+                f"tools have more than {MAX_FUNCTIONS} functions, those in namespaces included; send fewer.", param
+            )
         for each_param, each in members:
             if each.type != "function":
                 raise InvalidRequest(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from tandem.proxy.api.chat_messages import ChatMessage, JsonObject
+from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatMessage, JsonObject
 
 
 def doc(description: str) -> Meta:
@@ -266,7 +266,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
 
 Messages = Annotated[
-    Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)], doc("the chat, for the model's chat template")
+    Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_CHAT_MESSAGES)],
+    doc("the chat, for the model's chat template"),
 ]
 Tools = Annotated[Annotated[list[Tool], Meta(max_length=128)] | None, doc("functions that the model may call")]
 AddGenerationPrompt = Annotated[
@@ -319,7 +320,9 @@ class BatchChatCompletionRequest(ChatFields, kw_only=True):
     """vLLM's `/v1/chat/completions/batch`: several chats, one choice for each. Not with stream, tools, n or beams."""
 
     messages: Annotated[
-        Annotated[list[Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]], Meta(min_length=1)],
+        Annotated[
+            list[Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_CHAT_MESSAGES)]], Meta(min_length=1)
+        ],
         doc("the chats"),
     ]
 

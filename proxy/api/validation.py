@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Literal, TypeVar
 
 import msgspec
 
 from tandem.protocol.messages.generation import SamplingParams
-from tandem.proxy.api.chat_prompts import ChatPromptBuilder
+from tandem.proxy.api.chat_prompts import ChatPromptBuilder, check_chat_size
 from tandem.proxy.api.field_checks import (
     check_batch,
     check_beam_search,
@@ -165,10 +166,9 @@ class BodyDecoder:
         check_batch(request)
         num_chats = len(request.messages)
         self._check_num_prompts(lambda most: min(num_chats, most + 1), 1, "messages")
-        prompts = [
-            self._chats.prompt(request, messages, [f"messages[{i}][{j}]" for j in range(len(messages))])
-            for i, messages in enumerate(request.messages)
-        ]
+        params = [[f"messages[{i}][{j}]" for j in range(len(chat))] for i, chat in enumerate(request.messages)]
+        check_chat_size([*chain(*request.messages)], [*chain(*params)])
+        prompts = [self._chats.prompt(request, *chat) for chat in zip(request.messages, params, strict=True)]
         for each in prompts:
             if each.media:
                 raise each.media[0].refused("batches of chats take text only; send this chat to /v1/chat/completions")

@@ -24,6 +24,7 @@ from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer, Room
 from tandem.runtime.errors import InvalidRequest, TandemError
+from tandem.runtime.garbage_collection import collection_paused
 
 MAX_TOKENIZED_BYTES = 4 << 20
 """UTF-8 that `/tokenize` takes: about a million tokens of text. At one token a byte it takes 600 MB for 4 s."""
@@ -85,7 +86,7 @@ class BodyReader:
             "message": self._decoder.message,
             "response": lambda body: self._decoder.response(body, partial(self._history, cache_scope)),
         }
-        with _nesting_refused():
+        with _decoding():
             request = decode[kind](body)
         return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
 
@@ -131,7 +132,7 @@ class BodyReader:
 
     def tokenize(self, body: bytes, max_model_len: int | None) -> bytes:
         """Returns the JSON answer of `/tokenize`. Raises InvalidRequest."""
-        with _nesting_refused():
+        with _decoding():
             prompt, add_special_tokens, with_strings = self._decoder.tokenize(body)
         token_ids = self._encode(prompt, add_special_tokens)
         strings = [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids] if with_strings else None
@@ -139,7 +140,7 @@ class BodyReader:
 
     def count_tokens(self, body: bytes) -> bytes:
         """Returns the JSON answer of `/v1/messages/count_tokens`. Raises InvalidRequest."""
-        with _nesting_refused():
+        with _decoding():
             prompt = self._decoder.counted_prompt(body)
         return msgspec.json.encode(TokenCount(len(self._encode(prompt, prompt.add_special_tokens))))
 
@@ -176,10 +177,11 @@ class BodyReader:
 
 
 @contextmanager
-def _nesting_refused() -> Iterator[None]:
+def _decoding() -> Iterator[None]:
     """Refuses bodies with schemas, arguments of calls and the like that are nested too deeply to be converted."""
     try:
-        yield
+        with collection_paused():
+            yield
     except RecursionError as error:
         raise InvalidRequest("The body has values that are nested too deeply; send flatter ones.") from error
 
