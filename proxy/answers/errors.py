@@ -58,6 +58,12 @@ class HeadTooLarge(InvalidRequest):
     code = "head_too_large"
 
 
+class UnsupportedContentCoding(InvalidRequest):
+    """The body is compressed in a way that the server does not know."""
+
+    code = "unsupported_content_coding"
+
+
 class ClientTooSlow(RequestAborted):
     """The request did not arrive in time."""
 
@@ -106,6 +112,7 @@ _STATUS: dict[type[TandemError], int] = {
     StorageFull: 507,
     RoleRefused: 409,
     BodyTooLarge: 413,
+    UnsupportedContentCoding: 415,
     HeadTooLarge: 431,
     Overloaded: 503,
     ClientLimitExceeded: 429,
@@ -117,6 +124,12 @@ _STATUS: dict[type[TandemError], int] = {
     ClientDisconnected: 499,
 }
 """Statuses of errors and of their subclasses, unless those have their own. Other errors are the server's: 500."""
+
+_HEADERS: dict[type, dict[str, str]] = {
+    InvalidApiKey: {"www-authenticate": 'Bearer realm="tandem"'},
+    UnsupportedContentCoding: {"accept-encoding": "gzip, deflate"},
+}
+"""Headers that answers with these errors must have (RFC 9110)."""
 
 _ANTHROPIC_KINDS = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
@@ -137,6 +150,7 @@ def tandem_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
     status = status_of(error)
     headers = id_header(request)
+    headers |= next((_HEADERS[kind] for kind in type(error).__mro__ if kind in _HEADERS), {})
     if status in RETRY_STATUSES:
         headers["retry-after"] = str(error.retry_after_s) if isinstance(error, Overloaded) else RETRY_AFTER_S
     return Response(_body_of(request, error), status, headers, _JSON)

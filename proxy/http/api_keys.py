@@ -22,7 +22,7 @@ CHECK_INTERVAL_S = 1.0
 """Seconds between two reads of the file. A change holds after the second read that finds the same content."""
 MAX_FILE_BYTES = 1 << 20
 """Size of the file; about 15,000 keys."""
-_BEARER = "Bearer "
+_BEARER = "bearer"
 _UNCHANGED = "the keys that were read before stay valid"
 
 
@@ -38,14 +38,16 @@ class ApiKeys:
         self._file = KeyFile(file) if file is not None else None
         self._replace(parse_keys(self._file.read()) if self._file is not None else {})
 
-    def find(self, authorization: str) -> ApiKey | None:
-        """Returns the key in this header, or None for a missing or wrong one.
+    def find(self, authorization: str, x_api_key: str = "") -> ApiKey | None:
+        """Returns the valid key in one of these headers, or None where there is none.
 
+        A client may use `Authorization` for a gateway before this server, and Anthropic's `X-Api-Key` for the key.
         Keys are looked up by their hash, so that the time of an answer reveals nothing about them.
         """
-        if not authorization.startswith(_BEARER):
-            return None
-        return self._keys.get(_digest(authorization.removeprefix(_BEARER)))
+        scheme, _, credentials = authorization.partition(" ")
+        given = [credentials.lstrip(" ")] if scheme.lower() == _BEARER else []
+        found = (self._keys.get(_digest(key)) for key in [*given, x_api_key] if key)
+        return next((key for key in found if key is not None), None)
 
     def of_client(self, client: str) -> ApiKey | None:
         """Returns a valid key of this client."""

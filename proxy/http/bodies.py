@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow
+from tandem.proxy.http.content_coding import coding_of, decoded
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import Overloaded
 
@@ -35,7 +36,8 @@ class RequestBodies:
     async def receive(self, receive: Receive, headers: Headers) -> AsyncGenerator[bytes | SpooledBody, None]:
         """Yields the whole body. A large one is deleted at the end of the context.
 
-        Raises BodyTooLarge, ClientTooSlow, ClientDisconnected, and Overloaded while too much is being uploaded.
+        Raises BodyTooLarge, ClientTooSlow, ClientDisconnected, UnsupportedContentCoding, InvalidRequest for a body that
+        cannot be decoded, and Overloaded while too much is being uploaded.
         """
         announced = headers.get("content-length", "")
         if announced.isdecimal():
@@ -44,7 +46,7 @@ class RequestBodies:
         small = b""
         try:
             more = True
-            limited = self.limited(receive, self._max_bytes)
+            limited = self.limited(receive, headers, self._max_bytes)
             while more:
                 message = await limited()
                 piece, more = message.get("body", b""), message.get("more_body", False)
@@ -63,11 +65,17 @@ class RequestBodies:
                 self.num_spooled_bytes -= spooled.num_bytes
                 spooled.close()
 
-    def limited(self, receive: Receive, max_bytes: int) -> Receive:
-        """Returns `receive` for one body of at most `max_bytes`, with the limit on pace.
+    def limited(self, receive: Receive, headers: Headers, max_bytes: int) -> Receive:
+        """Returns `receive` for one body of at most `max_bytes`, decoded, with the limit on pace.
 
-        It raises BodyTooLarge, ClientTooSlow, ClientDisconnected.
+        It raises BodyTooLarge, ClientTooSlow, ClientDisconnected, and InvalidRequest for a body that cannot be decoded.
+        Raises UnsupportedContentCoding.
         """
+        coding = coding_of(headers)
+        paced = self._paced(receive, max_bytes)
+        return decoded(paced, coding, max_bytes) if coding else paced
+
+    def _paced(self, receive: Receive, max_bytes: int) -> Receive:
         now, timeout_s = asyncio.get_running_loop().time, self._timeout_s
         deadline, num_bytes, num_timed_bytes = now() + timeout_s, 0, 0
 

@@ -285,9 +285,35 @@ def track_requests(app: ASGIApp) -> ASGIApp:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 connection.on_answer_complete()
 
-        await app(scope, receive_body, send_answer)
+        if scope["http_version"] == "1.0":
+            await app(dict(scope), receive_body, _delimited_by_close(scope, connection, send_answer))
+        else:
+            await app(scope, receive_body, send_answer)
 
     return tracked
+
+
+def _delimited_by_close(scope: Scope, connection: ClientConnection, send: Send) -> Send:
+    """Returns `send` for a client of HTTP/1.0: a body of unknown length ends with the connection.
+
+    uvicorn would send such a body in chunks, which HTTP/1.0 does not have. It is told that the request is a HEAD, so
+    that it sends no body, and the body is written here. scope: uvicorn's own; the application has a copy.
+    """
+    is_unframed = False
+
+    async def send_unframed(message: Message) -> None:
+        nonlocal is_unframed
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            is_unframed = b"content-length" not in names and scope["method"] != "HEAD"
+            if is_unframed:
+                scope["method"] = "HEAD"
+        elif is_unframed and (body := message.get("body", b"")):
+            await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits for a slow reader
+            connection.write(body)
+        await send(message)
+
+    return send_unframed
 
 
 def _refusal(error: TandemError) -> bytes:

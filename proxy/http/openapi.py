@@ -52,6 +52,7 @@ ERRORS = {
     405: "the path does not take this method",
     408: "the body arrived too slowly",
     413: "the body is too large",
+    415: "the body has a Content-Encoding other than gzip and deflate",
     429: "this client has too many running requests; see Retry-After",
     431: "the headers or trailers are too large or too many",
     500: "the server failed",
@@ -105,7 +106,7 @@ class RouteDoc:
     @property
     def errors(self) -> list[int]:
         of_key = () if self.is_open else (401,)
-        of_body = () if self.body is None and self.form is None else (400, 404, 408, 413, 503, 504)
+        of_body = () if self.body is None and self.form is None else (400, 404, 408, 413, 415, 503, 504)
         return sorted({405, 431, 500, *of_key, *of_body, *self.more_errors})
 
 

@@ -6,8 +6,11 @@ their number and size are limited, for each message as a whole.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem.proxy.answers.errors import HeadTooLarge
@@ -58,6 +61,10 @@ class RequestFraming:
         self.is_in_head = False
         self.num_heads += 1
 
+    def on_repeated_head(self) -> None:
+        """The parser is given the head of the message again, which counts once."""
+        self._num_headers = 0
+
     def on_body(self, num_bytes: int) -> None:
         self._num_other_bytes -= num_bytes
         self._num_body_bytes += num_bytes
@@ -88,6 +95,35 @@ class _LimitReached(Exception):
     """Makes httptools stop parsing."""
 
 
+class UpgradeIgnoringParser(httptools.HttpRequestParser):
+    """A parser that reads a request which asks for another protocol as if it did not ask (RFC 9110, 7.8).
+
+    httptools takes what follows the head of such a request for the other protocol. Java's client asks for HTTP/2 in
+    each first request of a connection, with the body behind it.
+
+    take_head: returns the head without `Upgrade` headers, where the protocol has just seen one that has them, else
+    b"". The parser reads that head in its place, so that both parts of a request are framed by the same parser.
+    """
+
+    def __init__(self, protocol: FramedHttpProtocol, take_head: Callable[[], bytes]) -> None:
+        super().__init__(protocol)
+        self._take_head = take_head
+
+    def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
+        rest = memoryview(data)
+        while True:
+            try:
+                super().feed_data(rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                head = self._take_head()
+                if not head:
+                    raise  # CONNECT
+                super().feed_data(head)
+                rest = rest[upgrade.args[0] :]
+            else:
+                return
+
+
 class FramedHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which reports to `framing`. It overrides the callbacks that httptools documents.
 
@@ -96,7 +132,10 @@ class FramedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, framing: RequestFraming, **arguments: Any) -> None:
         self._framing = framing
+        self._plain_head = b""  # of a request that asks for an upgrade, while the parser is to read it again
         super().__init__(**arguments)
+        self.parser = UpgradeIgnoringParser(self, self._take_plain_head)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
     def on_message_begin(self) -> None:
         self._framing.on_begin(len(self.pipeline))
@@ -110,6 +149,9 @@ class FramedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._plain_head = self._head_without_upgrade()
+            return
         super().on_headers_complete()
         self._framing.on_head_complete()
 
@@ -118,8 +160,22 @@ class FramedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._plain_head:
+            return  # the parser took the head for the whole message
         self._framing.on_complete()
         super().on_message_complete()
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _take_plain_head(self) -> bytes:
+        head, self._plain_head = self._plain_head, b""
+        if head:
+            self._framing.on_repeated_head()
+        return head
 
     def _stop_at_limit(self) -> None:
         if self._framing.error is not None:

@@ -68,10 +68,8 @@ def _with_key(keys: ApiKeys, handler: Handler) -> Handler:
     """Requires a key and notes it, because limits and cached prefixes are then those of its client."""
 
     async def guarded(request: Request) -> Response:
-        given = request.headers.get("authorization")
-        if given is None and (key := request.headers.get("x-api-key")) is not None:  # Anthropic's header
-            given = f"Bearer {key}"
-        request.state.api_key = keys.find(given or "")
+        headers = request.headers
+        request.state.api_key = keys.find(headers.get("authorization", ""), headers.get("x-api-key", ""))
         if request.state.api_key is None:
             raise InvalidApiKey("The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
         return await handler(request)

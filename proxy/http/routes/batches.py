@@ -75,7 +75,9 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
 
     async def upload(request: Request) -> Response:
         store = store_of(request)
-        limited = Request(request.scope, state.bodies.limited(request.receive, MAX_FILE_BYTES + _FORM_BYTES))
+        limited = Request(
+            request.scope, state.bodies.limited(request.receive, request.headers, MAX_FILE_BYTES + _FORM_BYTES)
+        )
         try:
             with uploads.hold(client_of(request)), storage_errors():
                 async with limited.form(max_files=1, max_fields=8, max_part_size=_FORM_BYTES) as form:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.testclient import TestClient
 
 from tandem.proxy.http.api_keys import MAX_FILE_BYTES, ApiKeys, KeyFile, parse_keys
+from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
 from tandem.runtime.errors import ConfigError
 
 
@@ -23,8 +27,35 @@ def test_each_key_without_a_name_is_a_client(tmp_path: Path) -> None:
     clients = [client_of(keys, key) for key in ("one", "zwei", "drei-ä")]
     assert len(set(clients)) == 3
     assert not any("one" in client or "zwei" in client for client in clients), "the name must not reveal the key"
-    for wrong in ("", "one", "Bearer", "Bearer ", "Bearer On", "Bearer one ", "bearer one", "Bearer \udcff"):
+    for wrong in ("", "one", "Bearer", "Bearer ", "Bearer On", "Bearer one ", "Basic one", "Bearer \udcff"):
         assert keys.find(wrong) is None
+
+
+def test_a_key_is_found_in_both_headers_whatever_else_they_hold() -> None:
+    keys = ApiKeys("one", None)
+    for authorization, x_api_key in (
+        ("bearer one", ""),
+        ("BEARER  one", ""),
+        ("", "one"),
+        ("Basic dXNlcjpwYXNz", "one"),
+        ("Bearer of-a-gateway", "one"),
+        ("Bearer one", "of-another-server"),
+    ):
+        assert keys.find(authorization, x_api_key) is not None, (authorization, x_api_key)
+    for authorization, x_api_key in (("Bearer two", "three"), ("Basic one", ""), ("one", ""), ("", "Bearer one")):
+        assert keys.find(authorization, x_api_key) is None
+
+
+def test_a_missing_key_is_asked_for_by_its_scheme() -> None:
+    async def never(request: Request) -> Response:
+        raise AssertionError("it was let in")
+
+    app = starlette_app([ApiRoute("GET", path, never) for path in ("/v1/models", "/v1/messages")], ApiKeys("one", None))
+    with TestClient(app) as client:
+        for path, code in (("/v1/models", "invalid_api_key"), ("/v1/messages", "authentication_error")):
+            answer = client.get(path, headers={"Authorization": "Bearer wrong"})
+            assert answer.status_code == 401 and code in answer.text
+            assert answer.headers["www-authenticate"] == 'Bearer realm="tandem"'
 
 
 def test_keys_of_one_name_are_one_client_with_one_cache(tmp_path: Path) -> None:

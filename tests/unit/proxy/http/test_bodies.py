@@ -31,7 +31,7 @@ def feed(pieces: list[bytes], then: dict[str, Any] | None = None) -> Any:
 
 
 async def read(pieces: list[bytes], headers: dict[str, str] | None = None) -> bytes:
-    async with BODIES.receive(feed(pieces), headers or {}) as body:
+    async with BODIES.receive(feed(pieces), Headers(headers or {})) as body:
         if isinstance(body, bytes):
             assert len(body) <= MAX_UNSPOOLED_BYTES
             return body
@@ -63,7 +63,7 @@ DISCONNECT = {"type": "http.disconnect"}
 def test_refused_bodies_leave_no_file(receive: Any, headers: Any, error: type[TandemError]) -> None:
     async def run() -> None:
         with pytest.raises(error):
-            async with BODIES.receive(receive, headers):
+            async with BODIES.receive(receive, Headers(headers)):
                 raise AssertionError("it was taken")
 
     asyncio.run(run())
@@ -81,10 +81,10 @@ def test_the_limit_holds_for_small_bodies_of_unknown_length() -> None:
 
 def test_large_bodies_together_are_limited() -> None:
     async def run() -> None:
-        async with BODIES.receive(feed([b"a" * 90_000]), {}) as first:
+        async with BODIES.receive(feed([b"a" * 90_000]), Headers()) as first:
             assert isinstance(first, SpooledBody)
             with pytest.raises(Overloaded):
-                async with BODIES.receive(feed([b"b" * 90_000]), {}):
+                async with BODIES.receive(feed([b"b" * 90_000]), Headers()):
                     pass
             assert await read([b"small"]) == b"small"
         assert len(await read([b"b" * 90_000])) == 90_000
