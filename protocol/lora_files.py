@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.regular_file import read_regular
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHTS_BYTES = 4 << 30
+MAX_HEADER_BYTES = 8 << 20
+"""Size of the JSON that lists the tensors, about 50,000 of them. Decoding it holds the GIL for about 0.1 s."""
 MAX_RANK = 512
 _PREFIX = "base_model.model."
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -114,9 +117,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
 
 def _read(file: Path, max_bytes: int) -> bytes:
     try:
-        if file.stat().st_size > max_bytes:
-            raise InvalidAdapter(f"{file} is larger than {max_bytes} bytes, the limit.", "lora_path")
-        return file.read_bytes()
+        return read_regular(file, max_bytes)
     except OSError as error:
         raise InvalidAdapter(f"Cannot read {file}: {error.strerror}.", "lora_path") from error
 
@@ -178,8 +179,8 @@ def _tensor_shapes(file: Path, content: bytes) -> dict[str, list[int]]:
     """Reads the header of a safetensors file."""
     num_bytes = int.from_bytes(content[:8], "little")
     try:
-        if len(content) < 8 or not 0 < num_bytes <= len(content) - 8:
-            raise ValueError(f"a header of {num_bytes} bytes")
+        if len(content) < 8 or not 0 < num_bytes <= min(len(content) - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {num_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
         header = json.loads(content[8 : 8 + num_bytes])
         header.pop("__metadata__", None)
         unknown = {entry["dtype"] for entry in header.values()} - _DTYPES

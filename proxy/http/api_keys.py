@@ -10,11 +10,14 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 from tandem.proxy.admission.api_key import ApiKey
-from tandem.runtime.errors import ConfigError
+from tandem.runtime.errors import ConfigError, TandemError
+from tandem.runtime.regular_file import read_regular_with_status
+from tandem.runtime.threads import Threads
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +25,8 @@ CHECK_INTERVAL_S = 1.0
 """Seconds between two reads of the file. A change holds after the second read that finds the same content."""
 MAX_FILE_BYTES = 1 << 20
 """Size of the file; about 15,000 keys."""
+_READ_TIMEOUT_S = 10.0
+"""What a read of the file may take before that is logged. It is tried again."""
 _BEARER = "bearer"
 _UNCHANGED = "the keys that were read before stay valid"
 
@@ -59,8 +64,8 @@ class ApiKeys:
             return
         async for text in self._file.changes():
             try:
-                self._replace(await asyncio.to_thread(parse_keys, text))
-            except ConfigError as error:
+                self._replace(await self._file.threads.run(partial(parse_keys, text)))
+            except TandemError as error:
                 log.error("%s; %s", error, _UNCHANGED)
             else:
                 log.info("read the API keys again: %d are valid", len(self._keys))
@@ -78,21 +83,19 @@ class ApiKeys:
 
 
 class KeyFile:
-    """Reads the file, and again once it has changed."""
+    """Reads the file, and again once it has changed. threads: for reading and parsing it, and for nothing else."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.threads = Threads("api keys", 1, 2, _READ_TIMEOUT_S)
         self._read_as: tuple[int, ...] | None = None  # how the file looked when it was read
         self._seen_as: tuple[int, ...] | None = None  # how it looked at the last call of `changed`
 
     def read(self) -> str:
         """Raises ConfigError for a file that cannot be read, is too large or is not UTF-8 text."""
         try:
-            with self._path.open("rb") as file:
-                self._read_as = self._seen_as = _looks(os.fstat(file.fileno()))
-                content = file.read(MAX_FILE_BYTES + 1)
-            if len(content) > MAX_FILE_BYTES:
-                raise ConfigError(f"api_keys_file: {self._path} is larger than {MAX_FILE_BYTES >> 20} MiB")
+            content, status = read_regular_with_status(self._path, MAX_FILE_BYTES)
+            self._read_as = self._seen_as = _looks(status)
             return content.decode()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -111,13 +114,16 @@ class KeyFile:
         return self.read() if is_settled and looks != self._read_as else None
 
     async def changes(self) -> AsyncGenerator[str, None]:
-        """Yields the text after each change, for ever. Reads on a thread, and logs once why the file cannot be read."""
+        """Yields the text after each change, for ever. Logs once why the file cannot be read.
+
+        Reads on a thread of its own: a revoked key is refused however slow other files are.
+        """
         trouble = ""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             try:
-                text = await asyncio.to_thread(self.changed)
-            except ConfigError as error:
+                text = await self.threads.run(self.changed)
+            except TandemError as error:
                 if error.message != trouble:
                     trouble = error.message
                     log.error("%s; %s", trouble, _UNCHANGED)

@@ -12,7 +12,6 @@ import binascii
 import os
 import socket
 import ssl
-import stat
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +27,7 @@ from tandem.proxy.media.fair_slots import FairSlots
 from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.source import MAX_CLIENT_SHARE, MediaLimits, MediaSource
 from tandem.runtime.errors import Overloaded, first_line
+from tandem.runtime.regular_file import read_regular
 
 _MAX_REDIRECTS = 4
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -264,15 +264,9 @@ def _read_file(source: MediaSource, limits: MediaLimits) -> bytes:
     if path is None or not path.is_relative_to(folder):  # the same message, so that clients cannot probe for files
         raise source.refused("its file is not in the folder of --allowed-media-path")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise source.refused("it is not a regular file")
-            data = file.read(limits.max_bytes + 1)
+        return read_regular(path, limits.max_bytes, follow_links=False)
     except OSError as error:
         raise source.refused(f"its file cannot be read: {error.strerror}") from error
-    _check_num_bytes(source, len(data), limits)
-    return data
 
 
 def _check_num_bytes(source: MediaSource, num_bytes: int, limits: MediaLimits) -> None:

@@ -20,6 +20,7 @@ from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
+from tandem.runtime.regular_file import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ RESERVED_VARIABLES = frozenset(
 """Template variables that the server sets itself."""
 
 _PROBE_TEXT = "tandem"
+_MAX_CONFIG_BYTES = 16 << 20
+"""Size of tokenizer_config.json where it is shown to clients."""
 
 
 class ModelText:
@@ -64,7 +67,8 @@ class ModelText:
     def tokenizer_info(self) -> dict[str, Any]:
         """Returns tokenizer_config.json with the chat template and the texts of special tokens. Raises ConfigError."""
         try:
-            info = msgspec.json.decode((self.folder / "tokenizer_config.json").read_bytes(), type=dict[str, Any])
+            content = read_regular(self.folder / "tokenizer_config.json", _MAX_CONFIG_BYTES)
+            info = msgspec.json.decode(content, type=dict[str, Any])
         except FileNotFoundError:
             info = {}
         except (OSError, msgspec.DecodeError) as error:

@@ -77,6 +77,24 @@ def test_keys_are_added_and_revoked_while_the_proxy_runs(file: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_key_is_revoked_while_other_files_block_every_shared_thread(file: Path) -> None:
+    keys = ApiKeys(None, file)
+    release = threading.Event()
+
+    async def scenario(until: Callable[..., Any]) -> None:
+        loop = asyncio.get_running_loop()
+        blocked = [loop.run_in_executor(None, release.wait) for _ in range(64)]
+        try:
+            file.write_text("second team\n")
+            await until(lambda: keys.find("Bearer first") is None)
+        finally:
+            release.set()
+            await asyncio.gather(*blocked)
+
+    watched(keys, scenario)
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_bad_file_opens_nothing_and_revokes_nothing(
     file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

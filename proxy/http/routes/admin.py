@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -25,11 +26,17 @@ from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.starlette_app import ApiRoute, answer, fixed_answer, json_answer
 from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.threads import Threads
 from tandem.telemetry.proxy_metrics import CONTENT_TYPE
 from tandem.telemetry.request_log import NUM_KEPT
 from tandem.telemetry.vllm_names import adapter_gauge, cache_gauge, load_gauges, vllm_text
 
 log = logging.getLogger(__name__)
+
+MAX_SCRAPES, MAX_ADAPTER_CALLS = 32, 16
+"""Limits for calls of /metrics, and for calls that load or unload adapters, on one proxy; then they get 503."""
+_ADMIN_TIMEOUT_S = 60.0
+"""What such a call may take: the disk of an adapter may be that of another host."""
 
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -99,15 +106,17 @@ async def _json_body(state: AppState, request: Request) -> bytes:
 def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> list[ApiRoute]:
     page = Path(__file__).with_name("dashboard.html").read_text()
     table = state.worker_table
+    rendering = Threads("metrics", 1, MAX_SCRAPES, _ADMIN_TIMEOUT_S)
+    adapter_files = Threads("adapters", 2, MAX_ADAPTER_CALLS, _ADMIN_TIMEOUT_S)
 
     async def metrics(request: Request) -> Response:
-        text = await asyncio.to_thread(state.metrics.render)  # takes milliseconds
+        text = await rendering.run(state.metrics.render)  # takes milliseconds
         if config.metrics_compat == "vllm":
             loads = [worker.load for worker in table.report(asyncio.get_running_loop().time())]
             information = [adapter_gauge([adapter.name for adapter in state.adapters.all()])]
             if loads:
                 information.append(cache_gauge(table.block_size, sum(load.num_blocks for load in loads)))
-            text += await asyncio.to_thread(
+            text += await rendering.run(
                 lambda: vllm_text(state.metrics.families(), load_gauges(loads), config.served_model_name, information)
             )
         return answer(request, text, CONTENT_TYPE)
@@ -145,17 +154,17 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
     async def load_adapter(request: Request) -> Response:
         asked = decode_body(_LOAD_ADAPTER, await _json_body(state, request))
         folder = Path(asked.lora_path)
-        files = await asyncio.to_thread(read_adapter, folder)
+        files = await adapter_files.run(partial(read_adapter, folder))
         await state.readiness.limits()
-        await asyncio.to_thread(
-            state.adapters.load, asked.lora_name, files, folder, table.lora_modules(), replace=asked.load_inplace
-        )
+        modules = table.lora_modules()
+        load = partial(state.adapters.load, asked.lora_name, files, folder, modules, replace=asked.load_inplace)
+        await adapter_files.run(load)
         log.info("loaded the LoRA adapter %s from %s", asked.lora_name, folder)
         return answer(request, f"Success: LoRA adapter '{asked.lora_name}' added successfully.", "text/plain")
 
     async def unload_adapter(request: Request) -> Response:
         asked = decode_body(_UNLOAD_ADAPTER, await _json_body(state, request))
-        await asyncio.to_thread(state.adapters.unload, asked.lora_name)
+        await adapter_files.run(partial(state.adapters.unload, asked.lora_name))
         log.info("unloaded the LoRA adapter %s", asked.lora_name)
         return answer(request, f"Success: LoRA adapter '{asked.lora_name}' removed successfully.", "text/plain")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,12 @@ from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.routes.admin import PAGE_HEADERS
 from tandem.proxy.http.starlette_app import ApiRoute, fixed_answer, json_answer
 from tandem.runtime.errors import Overloaded
+from tandem.runtime.threads import Threads
 from tandem.runtime.version import own_version
 
+MAX_INFO_CALLS = 16
+"""Calls of /tokenizer_info that may run or wait on one proxy; further ones get 503."""
+_INFO_TIMEOUT_S = 30.0
 _SHOWN_CONFIG = (
     "model", "served_model_name", "num_proxies", "tokenizer_threads", "trust_request_chat_template", "tool_call_parser",
     "generation_config", "max_logprobs", "decode_prefill_threshold", "max_body_bytes", "max_waiting_requests",
@@ -42,6 +45,7 @@ def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     card = ModelCard(config.served_model_name, int(time.time()), None, root=config.served_model_name)
     document = openapi_document(config.served_model_name, state.api_keys is not None)
     show_health = partial(_health, state)
+    reading = Threads("tokenizer info", 1, MAX_INFO_CALLS, _INFO_TIMEOUT_S)
 
     def adapter_card(base: ModelCard, adapter: NamedAdapter) -> ModelCard:
         return msgspec.structs.replace(
@@ -64,7 +68,7 @@ def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
         return json_answer(request, adapter_card(base, adapter))
 
     async def tokenizer_info(request: Request) -> Response:
-        return json_answer(request, await asyncio.to_thread(state.text.tokenizer_info))
+        return json_answer(request, await reading.run(state.text.tokenizer_info))
 
     async def server_info(request: Request) -> Response:
         shown = {name: getattr(config, name) for name in _SHOWN_CONFIG}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tandem.protocol.lora_files import InvalidAdapter, read_adapter
+from tandem.protocol.lora_files import MAX_HEADER_BYTES, InvalidAdapter, read_adapter
 from tests.support.lora import make_adapter
 
 MODEL = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(12, 6)})
@@ -93,3 +94,27 @@ def test_an_adapter_must_fit_the_model(tmp_path: Path) -> None:
         files.check_fits({"k_proj": (12, 6)})
     with pytest.raises(InvalidAdapter, match="do not support"):
         files.check_fits({})
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("kind", ["a FIFO", "an endless device", "a folder"])
+def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    make_adapter(tmp_path, MODEL, ["q_proj"], seed=1)
+    file = tmp_path / name
+    file.unlink()
+    if kind == "a FIFO":
+        os.mkfifo(file)
+    elif kind == "an endless device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.mkdir()
+    with pytest.raises(InvalidAdapter, match="not a regular file"):
+        read_adapter(tmp_path)
+
+
+def test_a_header_that_would_take_long_to_decode_is_refused(tmp_path: Path) -> None:
+    make_adapter(tmp_path, MODEL, ["q_proj"], seed=1)
+    header = b"[" + b"0," * (MAX_HEADER_BYTES // 2) + b"0]"
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(InvalidAdapter, match=f"the limit is {MAX_HEADER_BYTES}"):
+        read_adapter(tmp_path)

@@ -14,8 +14,17 @@ PACKAGES = (
     "telemetry", "worker",
 )  # fmt: skip
 STARTS_TASKS = {"create_task", "ensure_future", "TaskGroup", "run_coroutine_threadsafe"}
+SHARES_THREADS = {"to_thread", "run_in_executor"}
 WRITES_WHOLE = {"write_text", "write_bytes"}
 MAY_START = {"runtime/tasks.py"}
+MAY_SHARE = {
+    "proxy/server.py",  # when the proxy ends and nothing else runs
+    "proxy/reading/media_process.py",  # its own executor
+    "proxy/answers/responses.py",
+    "proxy/batches/runner.py",
+    "proxy/http/routes/batches.py",
+    "proxy/http/routes/responses.py",
+}
 MAY_WRITE = {
     "runtime/threads.py",  # /proc
     "deploy/sites/ray_actor.py",  # a memfd
@@ -37,9 +46,9 @@ def called_names(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, alias.name
 
 
-def broken(names: set[str], allowed: set[str]) -> list[str]:
+def broken(names: set[str], allowed: set[str], packages: tuple[str, ...] = PACKAGES) -> list[str]:
     found = []
-    for package in PACKAGES:
+    for package in packages:
         for file in (ROOT / package).rglob("*.py"):
             name = str(file.relative_to(ROOT))
             source = file.read_text()
@@ -54,6 +63,11 @@ def test_tasks_are_started_in_one_place() -> None:
 
 def test_files_are_written_whole() -> None:
     assert not broken(WRITES_WHOLE, MAY_WRITE), "use tandem.runtime.whole_file, so that no reader sees a part of a file"
+
+
+def test_blocking_work_of_a_proxy_has_threads_of_its_kind() -> None:
+    found = broken(SHARES_THREADS, MAY_SHARE, ("proxy", "media_cache"))
+    assert not found, "use tandem.runtime.threads, so that work which never ends stops no other kind of work"
 
 
 @pytest.mark.parametrize(

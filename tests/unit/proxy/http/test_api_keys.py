@@ -83,7 +83,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not UTF-8"):
         KeyFile(file).read()
     file.write_bytes(b"x" * (MAX_FILE_BYTES + 1))
-    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
         KeyFile(file).read()
 
 
