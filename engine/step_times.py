@@ -58,7 +58,7 @@ class StepTimes:
         elif not self.fixed_s:
             self.s_per_sequence = mean_s / mean_n
         self.s_per_sequence = min(self.s_per_sequence, mean_s / mean_n)
-        self.fixed_s = mean_s - self.s_per_sequence * mean_n
+        self.fixed_s = max(0.0, mean_s - self.s_per_sequence * mean_n)  # the difference may round to below 0
 
     def decode_s(self, num_sequences: int) -> float:
         """Returns the expected duration of a step of so many sequences without prompt tokens."""

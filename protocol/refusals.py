@@ -13,9 +13,10 @@ from typing import Literal
 
 log = logging.getLogger(__name__)
 
-RefusalReason = Literal["unknown_key", "bad_handshake", "not_a_message", "not_possible"]
+RefusalReason = Literal["unknown_key", "bad_handshake", "not_a_message", "not_possible", "implausible_figure"]
 """For connections: a key that is not on the list; a failed handshake. For messages: bytes that are no expected message;
-a message with invalid values. ZeroMQ closes connections with oversized messages by itself, unreported."""
+a message with invalid values; figures that cannot be true, without which the message was accepted. ZeroMQ closes
+connections with oversized messages by itself, unreported."""
 
 _LOG_INTERVAL_S = 10.0
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.checks import check_register, check_status
+from tandem.protocol.messages.checks import check_register
 from tandem.protocol.messages.membership import (
     ChangeRole,
     ClearCache,
@@ -34,6 +34,7 @@ from tandem.protocol.messages.membership import (
     WorkerOrdered,
     WorkerStatus,
 )
+from tandem.protocol.messages.plausible import plausible_status
 from tandem.protocol.network import Context
 from tandem.protocol.sockets import RouterSocket
 from tandem.proxy.cluster.worker_table import CHECK_INTERVAL_S, MembershipChange
@@ -54,6 +55,7 @@ class Control:
         """Raises ConfigError when an endpoint cannot be bound."""
         self._loop = asyncio.get_running_loop()
         self._proxy_id = proxy_id
+        self._refusals = context.refusals
         self._model = config.served_model_name
         self._generation_config = config.generation_config
         self._state = state
@@ -81,7 +83,9 @@ class Control:
             case RegisterWorker():
                 self._register(now, identity, message)
             case WorkerStatus():
-                check_status(message)
+                message, dropped = plausible_status(message, *self._table.last_report(message.epoch))
+                if dropped:
+                    self._refusals.count("implausible_figure", f"{', '.join(dropped)} of {message.worker_id}")
                 known = self._table.on_status(now, message)
                 if known and message.load.refusals:
                     self._state.metrics.on_worker_refusals(message.worker_id, message.load.refusals)

@@ -91,7 +91,7 @@ class WorkerScheduler:
             num_cached_tokens=prefill.num_cached_tokens + decode.num_cached_tokens,
             num_preempted=decode.num_preempted,
             num_finished=prefill.num_finished + decode.num_finished,
-            num_received_tokens=decode.num_prompt_tokens - decode.num_cached_tokens,
+            num_received_tokens=max(0, decode.num_prompt_tokens - decode.num_cached_tokens),
             num_received=decode.num_received,
             num_shipped=prefill.num_shipped,
             num_kept_blocks=decode.num_kept_blocks,

@@ -1,6 +1,7 @@
 """Checks of message values that types cannot express. Messages that fail are refused before they reach a scheduler.
 
 A wrong token id would fail the step of a whole batch; a negative block id would write to another sequence's block.
+What merely informs is not checked here: `protocol.messages.plausible` does without it, and keeps the sender.
 Pure. Each check raises InvalidMessage, which names the field.
 """
 
@@ -10,13 +11,12 @@ import math
 import re
 from collections.abc import Iterable
 
-import msgspec
 import numpy as np
 
 from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
-from tandem.protocol.messages.membership import RegisterWorker, WorkerStatus
+from tandem.protocol.messages.membership import RegisterWorker
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, OpenPair
 from tandem.runtime.errors import InvalidMessage
@@ -128,24 +128,8 @@ def check_register(message: RegisterWorker) -> None:
     _require(len(worker.host_id) <= MAX_NAME_CHARACTERS, "RegisterWorker", "host_id", "too long")
     _require(_ENDPOINT.fullmatch(worker.endpoint) is not None, "RegisterWorker", "endpoint", "cannot be connected to")
     sizes = (worker.pid, worker.num_ranks, message.max_model_len, message.vocab_size, message.block_size)
-    _require(len(message.quantization) <= MAX_NAME_CHARACTERS, "RegisterWorker", "quantization", "too long")
     _require(len(message.lora_modules) <= MAX_LORA_MODULES, "RegisterWorker", "lora_modules", "too many")
     _require(all(0 < size < 2**31 for size in sizes), "RegisterWorker", "a size", "not positive")
-
-
-def check_status(message: WorkerStatus) -> None:
-    kind, load = "WorkerStatus", message.load
-    numbers = [value for value in msgspec.structs.astuple(load) if isinstance(value, int | float)]
-    numbers += [number for _, number in (*load.waiting_tokens, *load.refusals)]
-    numbers += [value for tier in load.tiers for value in msgspec.structs.astuple(tier) if isinstance(value, int)]
-    _require(all(math.isfinite(number) and 0 <= number < 2**63 for number in numbers), kind, "load", "out of range")
-    is_short = len(load.waiting_tokens) <= 4096 and len(load.refusals) <= 64 and len(load.tiers) <= MAX_TIERS
-    _require(is_short, kind, "load", "too many entries")
-    _require(all(abs(priority) < 2**31 for priority, _ in load.waiting_tokens), kind, "priority", "out of range")
-    _require(len(message.pairs) <= MAX_PAIRS, kind, "pairs", "too many")
-    for field, update in (("prefixes", message.prefixes), ("tier_prefixes", message.tier_prefixes)):
-        for packed in (update.added, update.evicted) if update is not None else ():
-            _require(len(packed) % 8 == 0, kind, field, "truncated hashes")
 
 
 def _check_names(kind: str, names: Iterable[str]) -> None:

@@ -171,8 +171,16 @@ class WorkerTable:
         self._rebuild()
         return MembershipChange([LostWorker(old, "it was restarted") for old in namesakes], [worker])
 
+    def last_report(self, epoch: str) -> tuple[WorkerLoad, list[PairStatus]]:
+        """Returns the worker's last load and pairs; empty ones if it is not registered."""
+        record = self._by_epoch.get(epoch)
+        return (record.load, record.pairs) if record is not None else (WorkerLoad(), [])
+
     def on_status(self, now: float, message: WorkerStatus) -> bool:
-        """Stores a report. Returns False when the sender is not registered, so that it must register again."""
+        """Stores a report of plausible figures (`protocol.messages.plausible`).
+
+        Returns False when the sender is not registered, so that it must register again.
+        """
         record = self._by_epoch.get(message.epoch)
         if record is None:
             return False

@@ -41,6 +41,7 @@ from tandem.protocol.messages.dispatch import (
 )
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.plausible import plausible_count, plausible_figure
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import unpack_short_hashes
 from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Router, SLOUnreachable
@@ -331,13 +332,15 @@ class Dispatcher:
                     attempt.on_new_token(token)
             for began in message.began:
                 if (attempt := self._find(worker, began.attempt_id)) is not None:
-                    attempt.times.on_began(now, began.decode_wait_s, began.step_s, began.num_kv_bytes)
+                    wait_s, step_s = plausible_figure(began.decode_wait_s), plausible_figure(began.step_s)
+                    attempt.times.on_began(now, wait_s, step_s, plausible_count(began.num_kv_bytes))
             return
         if (attempt := self._find(worker, message.attempt_id)) is None:
             return
         match message:
             case FirstToken():
-                attempt.times.on_first_token(now, message.queue_s, message.prefill_s)
+                queue_s, prefill_s = plausible_figure(message.queue_s), plausible_figure(message.prefill_s)
+                attempt.times.on_first_token(now, queue_s, prefill_s)
                 attempt.on_first_token(message)
             case DecodeReserved():
                 attempt.times.reserved_at = now

@@ -21,6 +21,7 @@ from tandem.protocol.messages.generation import (
     StopConditions,
 )
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.plausible import plausible_count
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.crashes import MAX_DEATHS, SUSPECT_DEATHS
 from tandem.proxy.text.prompt import Prompt
@@ -157,7 +158,8 @@ class DispatchedSequence:
         if not is_first:
             return TokenDelta(tokens, attempt.finish_reason)
         assert attempt.first_token is not None
-        num_cached_tokens, logprobs = attempt.first_token.num_cached_tokens, attempt.prefill.take_prompt_logprobs()
+        num_cached_tokens = plausible_count(attempt.first_token.num_cached_tokens, self.prompt.num_tokens)
+        logprobs = attempt.prefill.take_prompt_logprobs()
         embedding = attempt.first_token.embedding
         return TokenDelta(tokens, attempt.finish_reason, True, num_cached_tokens, logprobs, embedding)
 

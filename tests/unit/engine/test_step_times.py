@@ -82,3 +82,12 @@ def test_a_mixed_step_stays_within_the_limit(
     step_s = times.decode_s(num_sequences) + chunk / times.prompt_tokens_per_s
     limit_s = slo_s or max(times.itl_slo_s, 2 * times.decode_s(num_sequences))
     assert chunk == 16 or step_s <= limit_s * 1.001
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-6, 10.0)), max_size=60))
+def test_measured_coefficients_are_never_negative(steps: list[tuple[int, float]]) -> None:
+    """A line through rounded sums may miss the origin by a rounding error."""
+    times = StepTimes()
+    for num_sequences, step_s in [*steps, *((3, 0.1), (7, 0.7), (1, 0.1))]:
+        times.on_step(num_sequences, 0, step_s)
+        assert times.fixed_s >= 0 and times.s_per_sequence >= 0 and times.itl_slo_s >= 0

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tandem.protocol.messages.checks import (
     check_finish_transfer,
@@ -16,22 +14,16 @@ from tandem.protocol.messages.checks import (
     check_register,
     check_request,
     check_reserved,
-    check_status,
 )
 from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
-    PrefixUpdate,
     RegisterWorker,
-    TierFigures,
     WorkerInfo,
-    WorkerLoad,
-    WorkerStatus,
 )
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVLayout, KVReserved, OpenPair
-from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import InvalidMessage
 
 VOCAB_SIZE, MAX_MODEL_LEN = 300, 256
@@ -150,60 +142,3 @@ def test_invalid_reservations_are_refused(num_cached: int, block_ids: list[int])
     check_reserved(KVReserved("t", 0, [0, 1]))
     with pytest.raises(InvalidMessage):
         check_reserved(KVReserved("t", num_cached, block_ids))
-
-
-LOADS = st.builds(
-    WorkerLoad,
-    **{
-        field.name: st.integers() | st.just(0) if field.type is int else st.floats()
-        for field in msgspec.structs.fields(WorkerLoad)
-        if field.type in (int, float)
-    },
-)
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(
-    load=LOADS,
-    tiers=st.lists(st.builds(TierFigures, st.just("host"), st.integers(), error=st.text()), max_size=20),
-    packed=st.tuples(st.binary(max_size=20), st.binary(max_size=20)),
-    number=st.integers(-1, 3),
-    restart=st.booleans(),
-)
-def test_a_status_is_refused_or_harmless(
-    load: WorkerLoad, tiers: list[TierFigures], packed: tuple[bytes, bytes], number: int, restart: bool
-) -> None:
-    """A status that passes the check must not make the worker table fail, which would drop the worker's heartbeat."""
-    table = WorkerTable(2.5)
-    table.on_register(0.0, REGISTER)
-    load = replace(load, tiers=tiers)
-    prefixes, tier_prefixes = (PrefixUpdate(number, restart, hashes, hashes) for hashes in packed)
-    status = WorkerStatus("w", "e", "prefill", load, [], prefixes, tier_prefixes=tier_prefixes)
-    try:
-        check_status(status)
-    except InvalidMessage:
-        return
-    assert table.on_status(0.1, status)
-    table.report(0.2)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"prefixes": PrefixUpdate(1, True, b"1234567", b"")},
-        {"tier_prefixes": PrefixUpdate(1, True, b"1234567", b"")},
-        {"tier_prefixes": PrefixUpdate(1, True, b"", b"123456789")},
-        {"load": WorkerLoad(tiers=[TierFigures("host", num_blocks=-1)])},
-        {"load": WorkerLoad(tiers=[TierFigures("host", max_bytes=2**70)])},
-        {"load": WorkerLoad(tiers=[TierFigures("host")] * 17)},
-        {"load": WorkerLoad(loaded_tokens_per_s=math.inf)},
-        {"load": WorkerLoad(loaded_tokens_per_s=-1.0)},
-    ],
-)
-def test_a_status_with_invalid_prefixes_or_tiers_is_refused(change: dict[str, Any]) -> None:
-    packed = PrefixUpdate(1, True, b"12345678", b"")
-    load = WorkerLoad(tiers=[TierFigures("disk", 3, 4096, 0, 5, 2, 1, 1, "it is full")], loaded_tokens_per_s=9.5)
-    status = WorkerStatus("w", "e", "prefill", load, [], packed, tier_prefixes=packed)
-    check_status(status)
-    with pytest.raises(InvalidMessage):
-        check_status(replace(status, **change))

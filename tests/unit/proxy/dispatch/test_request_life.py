@@ -16,8 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from tandem.protocol.messages.dispatch import AttemptPreempted, FirstToken, PrepareDecode, StartPrefill
-from tandem.protocol.messages.generation import FinishReason, SampledToken
+from tandem.protocol.messages.dispatch import (
+    AttemptPreempted,
+    DecodeBegan,
+    FirstToken,
+    NewToken,
+    PrepareDecode,
+    StartPrefill,
+    TokenBatch,
+)
+from tandem.protocol.messages.generation import FinishReason, SampledToken, SamplingParams
 from tandem.protocol.messages.membership import PairStatus, WorkerInfo, WorkerLoad, WorkerStatus
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
@@ -88,6 +96,24 @@ def test_a_first_token_that_is_the_last_releases_decode() -> None:
         cluster.first(cluster.started(), EOS, "stop")
         assert await reader == ([EOS], "stop")
         assert cluster.aborted() == ["decode-0"]
+
+    play(test)
+
+
+@pytest.mark.parametrize("num_cached_tokens", [-5, 10**9])
+def test_figures_that_cannot_be_true_fail_no_request(num_cached_tokens: int) -> None:
+    async def test(cluster: Cluster) -> None:
+        [sequence] = cluster.start([SamplingParams()], 2, 60)
+        attempt_id, nan = cluster.started(), float("nan")
+        first = FirstToken(attempt_id, SampledToken(5), None, nan, -1e300, num_cached_tokens=num_cached_tokens)
+        cluster.dispatcher.on_message(PREFILL, first)
+        last = NewToken(attempt_id, SampledToken(6), "length")
+        cluster.dispatcher.on_message(DECODE, TokenBatch([last], [DecodeBegan(attempt_id, nan, float("inf"), -1)]))
+        delta = cluster.dispatcher.take(sequence)
+        assert delta is not None and 0 <= delta.num_cached_tokens <= sequence.prompt.num_tokens
+        [times] = sequence.times
+        assert times.queue_s == times.prefill_s == times.decode_wait_s == times.step_s == times.num_kv_bytes == 0
+        cluster.dispatcher.drop(sequence)
 
     play(test)
 

@@ -1,0 +1,93 @@
+"""Makes figures plausible that inform and decide nothing irrevocable: loads, speeds, durations, counts. Pure.
+
+Such a figure must not silence its sender: a worker whose report has one bad figure still serves. The receiver does
+without the figure. Values that would corrupt something are refused instead, see `protocol.messages.checks`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tandem.protocol.messages.checks import MAX_PAIRS, MAX_TIERS
+from tandem.protocol.messages.membership import PairStatus, PrefixUpdate, WorkerLoad, WorkerStatus
+
+MAX_FIGURE = 1e15
+"""Seconds, or tokens per second, above which a figure is wrong."""
+MIN_FIGURE = 1e-9
+"""Seconds, or tokens per second, below which a figure is the rounding error of a zero."""
+MAX_COUNT = 2**63 - 1
+MAX_PRIORITIES = 4096
+"""Entries of `WorkerLoad.waiting_tokens`."""
+MAX_REFUSAL_REASONS = 64
+"""Entries of `WorkerLoad.refusals`."""
+
+_MAX_ENTRIES = {
+    "waiting_tokens": MAX_PRIORITIES,
+    "refusals": MAX_REFUSAL_REASONS,
+    "tiers": MAX_TIERS,
+    "traffic": MAX_PAIRS,
+}
+
+
+def plausible_figure(value: float) -> float:
+    """Returns the figure if it can be true, else 0. NaN, infinite, negative and huge values cannot."""
+    return value if MIN_FIGURE <= value <= MAX_FIGURE else 0.0
+
+
+def plausible_count(value: int, most: int = MAX_COUNT) -> int:
+    """Returns the nearest count from 0 to `most`."""
+    return min(max(value, 0), most)
+
+
+def plausible_status(
+    message: WorkerStatus, last_load: WorkerLoad, last_pairs: list[PairStatus]
+) -> tuple[WorkerStatus, list[str]]:
+    """Replaces what cannot be true by what the worker's last report had. Returns also the names of what was replaced.
+
+    A truncated prefix update is left out, so that the gap in the numbers makes the proxy ask for all prefixes.
+    """
+    dropped: list[str] = []
+    load: dict[str, Any] = {}
+    for field in WorkerLoad.__struct_fields__:
+        value = getattr(message.load, field)
+        if isinstance(value, float) and -MIN_FIGURE < value < MIN_FIGURE:
+            load[field] = 0.0
+        elif _is_plausible(value) and len(value if isinstance(value, list) else ()) <= _MAX_ENTRIES.get(field, 0):
+            load[field] = value
+        else:
+            load[field] = getattr(last_load, field)
+            dropped.append(f"load.{field}")
+    changes: dict[str, Any] = {"load": WorkerLoad(**load)}
+    if len(message.pairs) > MAX_PAIRS:
+        changes["pairs"] = last_pairs
+        dropped.append("pairs")
+    for field in ("prefixes", "tier_prefixes"):
+        update: PrefixUpdate | None = getattr(message, field)
+        if update is not None and (len(update.added) % 8 or len(update.evicted) % 8):
+            changes[field] = None
+            dropped.append(field)
+    return msgspec.structs.replace(message, **changes), dropped
+
+
+def _is_plausible(value: Any) -> bool:
+    """Whether a figure, or each in a list of named figures, can be true."""
+    match value:
+        case int():
+            return 0 <= value <= MAX_COUNT
+        case float():
+            return value == 0 or MIN_FIGURE <= value <= MAX_FIGURE
+        case str():
+            return True
+        case list():
+            return all(map(_is_plausible_entry, value))
+        case _:
+            raise TypeError(f"a figure of type {type(value).__name__}")
+
+
+def _is_plausible_entry(entry: Any) -> bool:
+    if isinstance(entry, tuple):
+        label, number = entry  # the label of waiting tokens is a priority, which may be negative
+        return (isinstance(label, str) or abs(label) < 2**31) and _is_plausible(number)
+    return all(map(_is_plausible, msgspec.structs.astuple(entry)))
