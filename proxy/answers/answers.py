@@ -15,6 +15,7 @@ from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.errors import error_body
 from tandem.proxy.answers.json_parts import Holes, JsonArray, JsonText, Part, encode
 from tandem.proxy.answers.prompt_part import PromptPart, encode_prompt
+from tandem.proxy.answers.streaming_response import KEEP_ALIVE
 from tandem.proxy.api.responses import (
     ChatCompletionChunk,
     CompletionResponse,
@@ -59,6 +60,8 @@ class Answers(ABC):
     _CHUNK: ClassVar[type[CompletionResponse | ChatCompletionChunk]]
     END: ClassVar[bytes] = DONE
     """Ends the last event of a stream that is complete; empty where the event has no such end."""
+    KEEP_ALIVE: ClassVar[bytes] = KEEP_ALIVE
+    """Sent where a stream would be silent for long."""
 
     def __init__(self, generation: Generation, model: str) -> None:
         self._generation = generation
@@ -112,10 +115,7 @@ class Answers(ABC):
         except Exception as error:
             if not has_begun:
                 raise
-            if not isinstance(error, TandemError):
-                log.exception("a stream failed")
-                error = InternalError("the server failed in mid-stream")
-            yield self._error_event(error)
+            yield self.error_event(error)
             return
         finally:
             self.release()
@@ -124,6 +124,13 @@ class Answers(ABC):
     async def _ending(self) -> bytes:
         """Returns the last event of a stream that is complete; it ends with END."""
         return self._event([], self._usage()) + DONE if self._request.include_usage else DONE
+
+    def error_event(self, error: Exception) -> bytes:
+        """Returns the last event of a stream that fails. Logs an error that is not a TandemError."""
+        if not isinstance(error, TandemError):
+            log.error("a stream failed", exc_info=error)
+            error = InternalError("the server failed in mid-stream")
+        return self._error_event(error)
 
     def _error_event(self, error: TandemError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"

@@ -23,6 +23,7 @@ from tandem.proxy.api.messages_response import (
     InputPiece,
     MessageDelta,
     MessageEnd,
+    MessagePing,
     MessageResponse,
     MessageStart,
     MessageStop,
@@ -113,6 +114,7 @@ def _input(text: str) -> dict[str, Any]:
 
 class MessageAnswers(ParsedAnswers):
     END: ClassVar[bytes] = encode_event(MessageStop())
+    KEEP_ALIVE: ClassVar[bytes] = encode_event(MessagePing())
 
     def __init__(self, generation: Generation, model: str) -> None:
         super().__init__(generation, model)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,6 +15,11 @@ from tandem.proxy.answers.errors import ClientDisconnected
 from tandem.runtime.tasks import start
 
 T = TypeVar("T")
+KEEP_ALIVE_S = 15.0
+"""Longest silence of a stream. Load balancers close connections that are silent for 30 to 60 s."""
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients of server-sent events skip."""
+_END_OF_EVENT = b"\n\n"
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -22,38 +27,108 @@ _HEADERS = {
 }
 
 
+async def begun(receive: Receive, events: AsyncGenerator[bytes, None], wait_s: float) -> asyncio.Task[bytes]:
+    """Returns the first event, which may still be awaited after `wait_s`.
+
+    Raises what the generator raises before that, and ClientDisconnected. An error can then be an HTTP status; a later
+    one must be an event.
+    """
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await unless_disconnected(receive, asyncio.wait({first}, timeout=wait_s))
+        if first.done():
+            first.result()
+        return first
+    except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        raise
+
+
 class EventStream(Response):
     """Server-sent events. The generator is closed when the stream ends or the client disconnects.
 
-    Differs from Starlette's StreamingResponse in two ways: `first` has been made before the status was chosen, and the
-    last event, which ends with `end`, is sent together with the end of the answer. An empty `end` matches none.
+    Differs from Starlette's StreamingResponse in three ways: the first event was awaited before the status was chosen,
+    the last event, which ends with `end`, is sent together with the end of the answer, and something is sent whenever
+    the stream would be silent for long.
     """
 
     def __init__(
-        self, first: bytes, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], end: bytes
+        self,
+        first: asyncio.Task[bytes],
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        end: bytes,
+        error_event: Callable[[Exception], bytes],
+        keep_alive: bytes = KEEP_ALIVE,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
+        """first: as `begun` returns it. end: an empty one matches no event. error_event: encodes an error of `first`.
+
+        keep_alive: sent after `keep_alive_s` of silence.
+        """
         self.status_code = 200
         self.background = None
         self.init_headers({**_HEADERS, **headers})
         self._first = first
         self._events = events
         self._end = end
+        self._error_event = error_event
+        self._keep_alive = keep_alive
+        self._keep_alive_s = keep_alive_s
+        self._sent_at = 0.0
+        self._num_sending = 0
+        self._is_between_events = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnected):
             await unless_disconnected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._sent_at = asyncio.get_running_loop().time()
+        keeping_alive = asyncio.ensure_future(self._send_keep_alives(send))
+        try:
+            last = await self._send_events(send)
+        finally:
+            keeping_alive.cancel()
+            [ended] = await asyncio.gather(keeping_alive, return_exceptions=True)
+        if not isinstance(ended, asyncio.CancelledError):
+            raise ended
+        await self._send(send, last, more_body=False)
+
+    async def _send_events(self, send: Send) -> bytes:
+        """Sends all events except the last one, which it returns."""
+        last = b""
         async with aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            last = b""
+            try:
+                await self._send(send, await self._first)
+            except Exception as error:
+                return self._error_event(error)
             async for event in events:
                 if self._end and event.endswith(self._end):
                     last = event
                 else:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+                    await self._send(send, event)
+        return last
+
+    async def _send(self, send: Send, event: bytes, *, more_body: bool = True) -> None:
+        self._num_sending += 1
+        self._is_between_events = event.endswith(_END_OF_EVENT)  # large events come in pieces
+        await send({"type": "http.response.body", "body": event, "more_body": more_body})
+        self._num_sending -= 1
+        self._sent_at = asyncio.get_running_loop().time()
+
+    async def _send_keep_alives(self, send: Send) -> NoReturn:
+        """Sends `keep_alive` after silence, but not while the client has yet to read what was sent before."""
+        now = asyncio.get_running_loop().time
+        while True:
+            if (silence_s := now() - self._sent_at) < self._keep_alive_s:
+                await asyncio.sleep(self._keep_alive_s - silence_s)
+            elif self._num_sending or not self._is_between_events:
+                await asyncio.sleep(self._keep_alive_s)
+            else:
+                await self._send(send, self._keep_alive)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:

@@ -121,5 +121,9 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
     pass
 
 
+class MessagePing(msgspec.Struct, tag_field="type", tag="ping"):
+    """Comes at any time, and means nothing."""
+
+
 BlockEvent = BlockStart | BlockDelta | BlockStop
-MessageEvent = MessageStart | BlockEvent | MessageDelta | MessageStop | MessagesError
+MessageEvent = MessageStart | BlockEvent | MessageDelta | MessageStop | MessagePing | MessagesError

@@ -15,11 +15,14 @@ from starlette.types import Message, Receive
 
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow
 from tandem.proxy.http.content_coding import coding_of, decoded
+from tandem.proxy.http.read_turns import ReadTurns
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import Overloaded
 
 _PROGRESS_BYTES = 16 * 1024
 MAX_UNSPOOLED_BYTES = 16 * 1024
+MAX_UNORDERED_BYTES = 64 * 1024
+"""Size up to which a body is read as soon as it arrives. Larger ones are read in turn, see `ReadTurns`."""
 MAX_SPOOLED_BYTES = 1 << 30
 """All large bodies together. Beyond that, large bodies are refused."""
 
@@ -30,6 +33,7 @@ class RequestBodies:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._max_spooled_bytes = max_spooled_bytes
+        self._turns = ReadTurns()
         self.num_spooled_bytes = 0
 
     @asynccontextmanager
@@ -72,15 +76,20 @@ class RequestBodies:
         Raises UnsupportedContentCoding.
         """
         coding = coding_of(headers)
-        paced = self._paced(receive, max_bytes)
-        return decoded(paced, coding, max_bytes) if coding else paced
+        announced = headers.get("content-length", "")
+        paced = self._paced(receive, max_bytes, int(announced) if announced.isdecimal() else 0)
+        return decoded(paced, coding, max_bytes, self._turns.turn) if coding else paced
 
-    def _paced(self, receive: Receive, max_bytes: int) -> Receive:
+    def _paced(self, receive: Receive, max_bytes: int, num_announced: int) -> Receive:
         now, timeout_s = asyncio.get_running_loop().time, self._timeout_s
         deadline, num_bytes, num_timed_bytes = now() + timeout_s, 0, 0
 
         async def receive_limited() -> Message:
             nonlocal deadline, num_bytes, num_timed_bytes
+            if max(num_announced, num_bytes) > MAX_UNORDERED_BYTES:
+                came = now()
+                await self._turns.turn()
+                deadline += now() - came
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()

@@ -35,6 +35,8 @@ KERNEL_BUFFER_BYTES = 256 * 1024
 """Kernel send buffer per connection. Without a limit it grows to several MiB for a client that does not read."""
 _PIECE_BYTES = 4096
 """Data is parsed in pieces of this size. After each one the limits are checked."""
+_BODY_PIECE_BYTES = 64 * 1024
+"""Within a body the pieces are larger, because most of them are nothing else."""
 _LAST_HEAD_S = 0.5
 """How long a server that stops waits for the head of a request on a connection that it has accepted."""
 _LINGER_S = 2.0
@@ -152,8 +154,10 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
         if not self._in_flight and not self._head_timer.is_running:
             self._start_head_timer()
         self._is_parsing = True
-        for start in range(0, len(data), _PIECE_BYTES):
-            piece = data[start : start + _PIECE_BYTES]
+        start = 0
+        while start < len(data):
+            piece = data[start : start + (_BODY_PIECE_BYTES if self._framing.is_in_body else _PIECE_BYTES)]
+            start += len(piece)
             self._framing.on_bytes(len(piece))
             self._http.data_received(piece)
             self._framing.check()

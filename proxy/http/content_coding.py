@@ -6,9 +6,8 @@ keeps nobody waiting. The limit on the size of a body holds for what it decodes 
 
 from __future__ import annotations
 
-import asyncio
 import zlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
@@ -39,8 +38,10 @@ def coding_of(headers: Headers) -> str:
     return codings[0]
 
 
-def decoded(receive: Receive, coding: str, max_bytes: int) -> Receive:
-    """Returns `receive` for the decoded body, in messages of at most 64 KiB. coding: as `coding_of` returns it.
+def decoded(receive: Receive, coding: str, max_bytes: int, turn: Callable[[], Awaitable[None]]) -> Receive:
+    """Returns `receive` for the decoded body, in messages of at most 64 KiB.
+
+    coding: as `coding_of` returns it. turn: awaited after each slice; see `ReadTurns`.
 
     It raises InvalidRequest for a body that is damaged or incomplete, and BodyTooLarge beyond `max_bytes`.
     """
@@ -64,7 +65,7 @@ def decoded(receive: Receive, coding: str, max_bytes: int) -> Receive:
         num_bytes += len(piece)
         if num_bytes > max_bytes:
             raise BodyTooLarge(f"The decoded body is larger than this server's limit of {max_bytes} bytes.")
-        await asyncio.sleep(0)
+        await turn()
         return {"type": "http.request", "body": piece, "more_body": True}
 
     return receive_decoded

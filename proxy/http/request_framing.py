@@ -42,6 +42,11 @@ class RequestFraming:
         self._num_body_bytes = 0
         self._num_headers = 0
 
+    @property
+    def is_in_body(self) -> bool:
+        """Whether a head is complete and what follows it is not."""
+        return self.num_heads > self.num_complete
+
     def on_bytes(self, num_bytes: int) -> None:
         """Some bytes arrived; what they are is reported after it."""
         self._num_other_bytes += num_bytes

@@ -36,8 +36,9 @@ class SpooledBody:
         self._tail = b""
 
     def write(self, piece: bytes) -> None:
-        self.mentions_media = self.mentions_media or _has_media_field(self._tail + piece)
-        self._tail = (self._tail + piece[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+        if not self.mentions_media:
+            self.mentions_media = _has_media_field(self._tail + piece[:_TAIL_BYTES]) or _has_media_field(piece)
+            self._tail = (self._tail + piece[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         self.num_bytes += len(piece)
         rest = memoryview(piece)
         while rest:

@@ -23,7 +23,7 @@ from tandem.proxy.answers.messages import MessageAnswers
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.responses import ResponseAnswers
-from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
+from tandem.proxy.answers.streaming_response import KEEP_ALIVE_S, EventStream, begun, unless_disconnected
 from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
 from tandem.proxy.answers.timeline_comments import wants_timeline, with_timeline
 from tandem.proxy.answers.whole_answer import WholeAnswer
@@ -108,9 +108,10 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
             whole = await unless_disconnected(request.receive, answers.whole())
             return WholeAnswer(whole, {**id_header(request), **_load_header(state, request)}, answers.release)
         events = with_timeline(answers.events(), record) if has_timeline else answers.events()
-        # The first event decides between an error's status and a stream, so nothing is sent before.
-        first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(first, events, id_header(request), answers.END)
+        # The first event decides between an error's status and a stream, so nothing is sent before it if it comes soon.
+        first = await begun(request.receive, events, KEEP_ALIVE_S)
+        headers = id_header(request)
+        return EventStream(first, events, headers, answers.END, answers.error_event, answers.KEEP_ALIVE)
     except BaseException:
         asked.release_media()  # the client may have disconnected before the generation began
         raise
