@@ -6,13 +6,12 @@ import logging
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 import uvloop
 
-from tandem.proxy.config import read_config
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.forked_process import ONE_THREAD
 from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.logs import setup_logging
 
@@ -22,6 +21,9 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m tandem.proxy CONFIG.json", file=sys.stderr)
         return 2
     die_with_parent(signal.SIGINT)
+    os.environ |= ONE_THREAD
+    from tandem.proxy.config import read_config  # imports numpy
+
     try:
         config = read_config(Path(arguments[0]))
         setup_logging(config.proxy_id, config.log_level, config.log_format)
@@ -32,8 +34,8 @@ def main(arguments: list[str]) -> int:
         from tandem.proxy.text.model_text import ModelText
 
         text = ModelText(config.model, config.generation_config)
-        readers = ReaderPool(BodyReader(text, config), partial(BodyReader.load, config), config.tokenizer_threads)
-        readers.fork([fd for fd in (config.listen_fd, config.admin_listen_fd) if fd is not None])
+        readers = ReaderPool(BodyReader(text, config), config, config.tokenizer_threads)
+        readers.fork()
         uvloop.run(serve(config, text, readers))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

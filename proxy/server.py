@@ -208,6 +208,7 @@ class ProxyServer:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop, config.drain_timeout_s)
         loop.add_signal_handler(signal.SIGINT, self._stop, config.shutdown_grace_s)
+        self._state.readers.start()
         if self._state.media is not None:
             await self._state.media.start()
         freeze_loaded_objects()

@@ -46,6 +46,8 @@ def reads_files(kind: BodyKind, body: bytes) -> bool:
 class HasMedia(TandemError):
     """The request has images or video, which `proxy.reading.media_pool` reads. Clients never see this error."""
 
+    code = "has_media"
+
 
 class BodyReader:
     def __init__(self, text: ModelText, config: ProxyConfig) -> None:

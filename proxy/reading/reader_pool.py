@@ -1,34 +1,36 @@
 """Processes that decode, render and tokenise long bodies, so that the event loop never waits for them.
 
 They are processes and not threads because a thread holds the interpreter's lock while it decodes JSON
-(docs/adr/0007-reader-processes.md). They are forked before the loop and any thread exists, and thereby share the
-tokeniser's memory. If one process dies, all running jobs fail and a new pool is spawned.
+(docs/adr/0007-reader-processes.md). A fork server, which is forked before the loop and any thread exists, forks them
+and their successors, so that all share the tokeniser's memory. Each has one job at a time: a job that crashes its
+process, or that must be ended at a limit, harms no other one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
 from functools import partial
-from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia, reads_files
+from tandem.proxy.reading.job_queue import JobQueue
+from tandem.proxy.reading.reader_connection import JobLost, ReaderConnection
+from tandem.proxy.reading.reader_process import CONFIG_FD, encode_job, reader_entries, result_decoder
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_template, has_token_ids
-from tandem.runtime.errors import InternalError, Overloaded
+from tandem.runtime.errors import InternalError, Overloaded, TandemError
+from tandem.runtime.forked_process import ForkServer, ForkServerLost
 from tandem.runtime.garbage_collection import freeze_loaded_objects
-from tandem.runtime.lifetime import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -44,32 +46,65 @@ MAX_PENDING_JOBS = 4096
 """Jobs that may wait for a process. Other limits apply earlier (`proxy.admission`)."""
 _TRANSFORM_SHARE = 0.5
 """Share of the processes, and at least one, that work on calls of `/tokenize` and `/detokenize` at the same time."""
+_STABLE_AFTER_S, _RESTART_DELAY_S = 1.0, 0.05
+"""A process that lived shorter than the first is replaced after the second: jobs that crash at once cost few forks."""
+_FAILED_START_DELAY_S = 1.0
+_LOAD_TIMEOUT_S = 60.0
+"""Deadline of a fork server that must load the model's text files first; it takes about 3 s."""
+
+
+class _Job:
+    """A job until it has ended. answer: has been cancelled if the caller is gone."""
+
+    def __init__(self, client: str, request: bytes, num_bytes: int) -> None:
+        self.client = client
+        self.request = request
+        self.num_bytes = num_bytes
+        self.answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self.on_end: Callable[[], None] = lambda: None
+        self.was_lost = False  # once, with a process that had not read it
+
+    def end(self, answer: msgspec.Raw | TandemError) -> None:
+        self.on_end()
+        if self.answer.done():
+            return
+        if isinstance(answer, TandemError):
+            self.answer.set_exception(answer)
+        else:
+            self.answer.set_result(answer)
 
 
 class ReaderPool:
-    """make_reader: creates a reader in a spawned process; must be picklable."""
+    """config: a fork server loads a reader by it if the one that `fork` makes is lost, or was not made."""
 
-    def __init__(self, reader: BodyReader, make_reader: Callable[[], BodyReader], num_processes: int) -> None:
+    def __init__(self, reader: BodyReader, config: ProxyConfig, num_processes: int) -> None:
         self._reader = reader
-        self._make_reader = make_reader
+        # The readers parse untrusted bodies, so they get no secrets.
+        self._config = msgspec.structs.replace(config, api_key=None, api_keys_file="")
         self._num_processes = num_processes
         self._num_pending = 0
         self._transform_turns = asyncio.Semaphore(max(1, int(_TRANSFORM_SHARE * num_processes)))
-        self._executor: ProcessPoolExecutor | None = None
+        self._server: ForkServer | None = None
+        self._starting = asyncio.Lock()
+        self._queue: JobQueue[_Job] = JobQueue()
+        self._idle: list[asyncio.Future[None]] = []  # of processes without a job; a result wakes one
+        self._keeping: list[asyncio.Task[None]] = []
 
-    def fork(self, fds: Sequence[int] = ()) -> None:
-        """Starts the processes. Must be called while this process has one thread and no loop.
+    def fork(self) -> None:
+        """Forks the fork server. Must be called while this process has one thread and no loop.
 
-        Without this call, processes are spawned when first needed. fds: sockets that the processes close.
+        Without this call, and if it is refused, one that loads the model's text files is started when first needed.
         """
         freeze_loaded_objects()
+        try:
+            self._server = ForkServer.fork_here(reader_entries(self._reader))
+        except ForkServerLost as error:
+            log.error("%s; the readers load the model's text files again", error)
 
-        def inherit() -> BodyReader:
-            for fd in fds:
-                os.close(fd)
-            return self._reader
-
-        self._executor = self._start(multiprocessing.get_context("fork"), inherit)
+    def start(self) -> None:
+        """Starts the processes, now instead of for the first job."""
+        if not self._keeping:
+            self._keeping = [asyncio.create_task(self._keep_process()) for _ in range(self._num_processes)]
 
     async def read(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, cache_scope: str = ""
@@ -88,7 +123,7 @@ class ReaderPool:
             # The client decides how long its own template or grammar takes.
             if is_short and not has_own_template(request.prompt) and request.base_sampling.grammar is None:
                 return self._reader.render(request, limits)
-        return await self.run(BodyReader.read, body, kind, limits, cache_scope)
+        return await self.run(BodyReader.read, body, kind, limits, cache_scope, client=cache_scope)
 
     async def text_of(self, token_ids: bytes, skip_special_tokens: bool = True) -> str:
         """Returns the text of a prompt. token_ids: packed."""
@@ -102,75 +137,145 @@ class ReaderPool:
         A call whose client has disconnected keeps its turn until the process is done with it.
         """
         await self._transform_turns.acquire()
-        release = partial(asyncio.get_running_loop().call_soon_threadsafe, self._transform_turns.release)
         try:
-            job = self._submit(method, body, *arguments)
+            job = self._submit(method, body, arguments)
         except BaseException:
             self._transform_turns.release()
             raise
-        job.add_done_callback(lambda _: release())
-        return await self._result(job)
+        job.on_end = self._transform_turns.release
+        return result_decoder(method).decode(await job.answer)  # type: ignore[no-any-return]  # of the annotated type
 
-    async def run(self, method: Callable[..., T], data: bytes | SpooledBody, *arguments: object) -> T:
+    async def run(self, method: Callable[..., T], data: bytes | SpooledBody, *arguments: object, client: str = "") -> T:
         """Calls a method of a process's reader; a spooled body is passed as the path of its file.
 
-        Raises as the method does, Overloaded, InternalError.
+        method: a function of a module or class, annotated with types that msgspec encodes. client: whose job it is;
+        clients take turns. Raises as the method does, InvalidRequest if it takes too much CPU time or memory,
+        Overloaded, InternalError.
         """
-        return await self._result(self._submit(method, data, *arguments))
+        answer = await self._submit(method, data, arguments, client).answer
+        return result_decoder(method).decode(answer)  # type: ignore[no-any-return]  # of the annotated type
 
-    def _submit(self, method: Callable[..., T], data: bytes | SpooledBody, *arguments: object) -> Future[T]:
-        """Raises Overloaded, InternalError."""
+    def _submit(
+        self, method: Callable[..., object], data: bytes | SpooledBody, arguments: tuple[object, ...], client: str = ""
+    ) -> _Job:
+        """Raises Overloaded."""
         if self._num_pending >= MAX_PENDING_JOBS:
             raise Overloaded("too many requests are waiting to be read; try again later")
-        if self._executor is None:
-            self._executor = self._start(multiprocessing.get_context("spawn"), self._make_reader)
+        self.start()
         content = Path(data.path) if isinstance(data, SpooledBody) else data
-        try:
-            return self._executor.submit(_call, method, content, *arguments)
-        except BrokenProcessPool as error:
-            raise self._replace(self._executor) from error
-
-    async def _result(self, job: Future[T]) -> T:
-        executor = self._executor
-        assert executor is not None
+        num_bytes = data.num_bytes if isinstance(data, SpooledBody) else len(data)
+        job = _Job(client, encode_job(method, content, arguments), num_bytes)
         self._num_pending += 1
+        job.answer.add_done_callback(partial(self._on_answer, job))
+        self._queue.put(client, job)
+        self._wake()
+        return job
+
+    def _on_answer(self, job: _Job, answer: asyncio.Future[msgspec.Raw]) -> None:
+        self._num_pending -= 1
+        if answer.cancelled() and self._queue.discard(job.client, job):  # its caller is gone
+            job.on_end()
+
+    def _wake(self) -> None:
+        while self._idle:
+            if not (idle := self._idle.pop(0)).done():
+                _end_wait(idle)
+                return
+
+    async def _next_job(self, connection: ReaderConnection) -> _Job | None:
+        """Returns None when the process has ended."""
+        while not connection.has_ended:
+            job = self._queue.take()
+            if job is None:
+                idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._idle.append(idle)
+                connection.on_end = partial(_end_wait, idle)
+                await idle
+            else:
+                return job
+        return None
+
+    async def _keep_process(self) -> None:
+        """Starts a process again and again, and feeds it with jobs until it has ended."""
+        loop = asyncio.get_running_loop()
+        while True:
+            started_at = loop.time()
+            try:
+                connection = await self._connect()
+            except (ForkServerLost, OSError) as error:
+                log.error("cannot start a process that reads requests: %s", error)
+                self._fail_waiting()
+                await asyncio.sleep(_FAILED_START_DELAY_S)
+                continue
+            try:
+                await self._feed(connection)
+            finally:
+                connection.close()
+            log.error("a reader process ended with status %d; starting another", await connection.process.wait())
+            if loop.time() - started_at < _STABLE_AFTER_S:
+                await asyncio.sleep(_RESTART_DELAY_S)
+
+    async def _connect(self) -> ReaderConnection:
+        """Starts a process. Raises ForkServerLost, OSError."""
+        async with self._starting:
+            for has_tried in (False, True):
+                if self._server is None:
+                    self._server = await self._load_server()
+                try:
+                    return await ReaderConnection.start(self._server)
+                except ForkServerLost as error:
+                    self._server = None
+                    if has_tried:
+                        raise
+                    log.error("%s; starting another", error)
+        raise AssertionError
+
+    async def _load_server(self) -> ForkServer:
+        """Raises ForkServerLost, OSError."""
+        config = os.memfd_create("config")
         try:
-            return await asyncio.wrap_future(job)
-        except BrokenProcessPool as error:
-            raise self._replace(executor) from error
+            with open(config, "wb", closefd=False) as file:
+                file.write(msgspec.json.encode(self._config))
+            os.lseek(config, 0, os.SEEK_SET)
+            server = ForkServer.spawn("tandem.proxy.reading.reader_process", os.environ, {CONFIG_FD: config})
         finally:
-            self._num_pending -= 1
+            os.close(config)
+        await server.until_ready(_LOAD_TIMEOUT_S)
+        return server
 
-    def _replace(self, broken: ProcessPoolExecutor) -> InternalError:
-        """Lets the next job start new processes, and returns the error of one that the broken pool had."""
-        if self._executor is broken:
-            log.error("a reader process died; starting new ones")
-            self._executor = None
-            broken.shutdown(wait=False)
-        return InternalError("the process that read the request died; try again")
+    async def _feed(self, connection: ReaderConnection) -> None:
+        """Gives the process jobs until it has ended."""
+        while (job := await self._next_job(connection)) is not None:
+            try:
+                job.end(await connection.call(job.request, job.num_bytes))
+            except JobLost as lost:
+                if (
+                    lost.error is None and not job.was_lost and not job.answer.done()
+                ):  # the process died before it had read the job
+                    job.was_lost = True
+                    self._queue.put_back(job.client, job)
+                    self._wake()
+                else:
+                    job.end(lost.error or InternalError("the process that should read the request died; try again"))
+                return
+            except TandemError as error:
+                job.end(error)
+            except BaseException:
+                job.end(InternalError("the server is stopping"))
+                raise
 
-    def _start(self, context: BaseContext, make_reader: Callable[[], BodyReader]) -> ProcessPoolExecutor:
-        executor = ProcessPoolExecutor(self._num_processes, context, _initialize, (make_reader,))
-        executor.submit(int)  # makes a fork start all processes now
-        return executor
+    def _fail_waiting(self) -> None:
+        while (job := self._queue.take()) is not None:
+            job.end(InternalError("the process that reads requests cannot be started; try again later"))
 
     def close(self) -> None:
-        """Cancels waiting jobs. A process that is busy ends together with this one."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+        """Ends the processes and cancels waiting jobs."""
+        for task in self._keeping:
+            task.cancel()
+        if self._server is not None:
+            self._server.close()
 
 
-# ---- in the processes
-
-_reader: BodyReader
-
-
-def _initialize(make_reader: Callable[[], BodyReader]) -> None:
-    global _reader
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    _reader = make_reader()
-
-
-def _call(method: Callable[..., Any], content: bytes | Path, *arguments: object) -> Any:
-    return method(_reader, content.read_bytes() if isinstance(content, Path) else content, *arguments)
+def _end_wait(idle: asyncio.Future[None]) -> None:
+    if not idle.done():
+        idle.set_result(None)

@@ -26,9 +26,9 @@ from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.routes.batches import MAX_UPLOADS_PER_CLIENT
 from tandem.proxy.reading import body_reader
 from tandem.proxy.reading.body_reader import BodyReader
-from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.runtime.errors import InvalidRequest
 from tests.support.proxy_cluster import FakeText, turn
+from tests.support.reader_pools import fork_pool, run_with
 
 
 def test_calls_are_counted_by_client_and_in_all() -> None:
@@ -103,9 +103,7 @@ def echo(_reader: Any, body: bytes) -> bytes:
 
 def test_they_leave_processes_to_other_requests_even_when_their_clients_disconnect(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    reader = cast(BodyReader, None)
-    pool = ReaderPool(reader, lambda: reader, 2)
-    pool.fork()
+    pool = fork_pool(2)
 
     async def run() -> None:
         first = asyncio.create_task(pool.transform(read_pipe, os.fsencode(tmp_path / "pipe")))
@@ -118,10 +116,7 @@ def test_they_leave_processes_to_other_requests_even_when_their_clients_disconne
         os.close(write_fd)
         assert await second == b"second"
 
-    try:
-        asyncio.run(asyncio.wait_for(run(), 30))
-    finally:
-        pool.close()
+    run_with(pool, run)
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ class Cluster:
         text = cast(ModelText, self.text)
         self.admission = Admission(8, time.monotonic)
         self.reader = BodyReader(text, ProxyConfig("proxy-0", "", "m", "m"))
-        readers = ReaderPool(self.reader, lambda: self.reader, 1)  # what is small starts no process
+        readers = ReaderPool(self.reader, ProxyConfig("proxy-0", "", "m", "m"), 1)  # what is small starts no process
         self.services = GenerationServices(
             text,
             TokenText(self.text.tokenizer),

@@ -1,7 +1,4 @@
-"""Data from sockets is never unpickled: no module names a function that could do it. (Ruff's S rules help.)
-
-The proxy's readers (proxy/reading/reader_pool.py) exchange pickles over private pipes: concurrent.futures does it.
-"""
+"""Data from sockets is never unpickled: no module names a function that could do it. (Ruff's S rules help.)"""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.reading.reader_process import result_decoder
 from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.errors import InvalidRequest
 
@@ -161,12 +161,12 @@ class _NoRendering(BodyReader):
 
 def test_grammars_are_compiled_off_the_loop(text: ModelText, reader: BodyReader) -> None:
     here = _NoRendering(text, ProxyConfig("proxy-0", "", "m", "m"))
-    pool = ReaderPool(here, lambda: reader, 1)
+    pool = ReaderPool(here, ProxyConfig("proxy-0", "", "m", "m"), 1)
     ran: list[str] = []
 
-    async def run(job: Any, *arguments: Any) -> Any:
+    async def run(job: Any, *arguments: Any, client: str) -> Any:
         ran.append(job.__name__)
-        return pickle.loads(pickle.dumps(reader.read(*arguments)))
+        return result_decoder(job).decode(msgspec.msgpack.encode(reader.read(*arguments)))
 
     pool.run = run  # type: ignore[method-assign]
     body = msgspec.json.encode(CHAT | {"tools": [TOOL]})

@@ -12,43 +12,29 @@ from tandem.protocol.messages.membership import PROTOCOL_VERSION, PrefixUpdate, 
 from tandem.proxy.cluster import prefix_index, worker_table
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_table import WorkerTable
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading import reader_pool
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.runtime.errors import Overloaded, ProtocolError
 
 
-class HeldExecutor:
-    """An executor that finishes no job by itself."""
-
-    def __init__(self) -> None:
-        self.futures: list[Any] = []
-
-    def submit(self, *job: object) -> Any:
-        from concurrent.futures import Future
-
-        future: Future[bytes] = Future()
-        self.futures.append(future)
-        return future
-
-
 def test_jobs_waiting_for_a_reader_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(reader_pool, "MAX_PENDING_JOBS", 3)
+    monkeypatch.setattr(ReaderPool, "start", lambda self: None)  # no process takes a job
 
     async def run() -> None:
-        pool, executor = ReaderPool(cast(Any, None), cast(Any, None), 1), HeldExecutor()
-        pool._executor = cast(Any, executor)
+        pool = ReaderPool(cast(Any, None), ProxyConfig("proxy-0", "", "m", "m"), 1)
         waiting = [asyncio.create_task(pool.run(BodyReader.detokenize, b"{}")) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
             await pool.run(BodyReader.detokenize, b"{}")
-        for future in executor.futures:
-            future.set_result(b"done")
-        assert await asyncio.gather(*waiting) == [b"done"] * 3
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
         again = asyncio.create_task(pool.run(BodyReader.detokenize, b"{}"))
         await asyncio.sleep(0)
-        executor.futures[-1].set_result(b"room again")
-        assert await again == b"room again"
+        assert not again.done(), "there is room again"
+        assert sum(pool._queue.take() is not None for _ in range(5)) == 3, "a cancelled job does not stay"
 
     asyncio.run(run())
 

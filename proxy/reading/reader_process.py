@@ -1,0 +1,152 @@
+"""A process that reads bodies: one job at a time from a private socket, answered on the same socket.
+
+A fork server forks it and calls `work`. `python -m tandem.proxy.reading.reader_process` is a fork server that loads the
+model's text files by itself, for the time after the one that the proxy forked was lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import operator
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from tandem.proxy.config import ProxyConfig
+from tandem.proxy.reading.body_reader import BodyReader
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
+from tandem.runtime.fork_server import Entry, main_channel, num_data_bytes, serve_forks
+from tandem.runtime.forked_process import CHANNEL_FD
+from tandem.runtime.garbage_collection import freeze_loaded_objects
+from tandem.runtime.logs import setup_logging
+
+log = logging.getLogger(__name__)
+
+ENTRY = "reader"
+JOBS_FD, CONFIG_FD = 3, 4
+LENGTH_BYTES = 8
+"""Size of the length before each message."""
+JOB_MEMORY_BYTES = 1 << 30
+"""Memory that a job may take, besides MEMORY_PER_BODY_BYTE."""
+MEMORY_PER_BODY_BYTE = 128
+"""Memory in addition for each byte of the body: a byte of text may become a token of 120."""
+
+
+class ReaderJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of a function or method whose first argument is a BodyReader and whose second is the body."""
+
+    module: str
+    name: str
+    """Qualified name within the module."""
+    body: bytes
+    path: str
+    """File with the body; empty if `body` is all of it."""
+    arguments: msgspec.Raw
+    """The other arguments, a list. They and the result have the types of the function's annotations."""
+
+
+class JobAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The answer to a job: a result, or the error that the call raised."""
+
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")  # null
+    error: ErrorInfo | None = None
+
+
+_JOB = msgspec.msgpack.Decoder(ReaderJob)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode_job(method: Callable[..., Any], body: bytes | Path, arguments: tuple[object, ...]) -> bytes:
+    content, path = (b"", str(body)) if isinstance(body, Path) else (body, "")
+    packed = msgspec.Raw(_ENCODER.encode(arguments))
+    return _ENCODER.encode(ReaderJob(method.__module__, method.__qualname__, content, path, packed))
+
+
+@functools.cache
+def result_decoder(method: Callable[..., Any]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(get_type_hints(method)["return"])
+
+
+@functools.cache
+def _arguments_decoder(method: Callable[..., Any], num_arguments: int) -> msgspec.msgpack.Decoder[Any]:
+    """num_arguments: without the reader and the body."""
+    names = method.__code__.co_varnames[2 : 2 + num_arguments]
+    hints = get_type_hints(method)
+    return msgspec.msgpack.Decoder(tuple[tuple(hints[name] for name in names)] if names else tuple[()])  # type: ignore[misc]
+
+
+def work(reader: BodyReader, _arguments: list[str]) -> None:
+    """Answers jobs until the proxy closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the proxy handles it
+    channel = socket.socket(fileno=JOBS_FD)
+    while (request := _receive(channel)) is not None:
+        answer = _ENCODER.encode(_answer(reader, _JOB.decode(request)))
+        channel.sendall(len(answer).to_bytes(LENGTH_BYTES, "little"))
+        channel.sendall(answer)
+
+
+def _answer(reader: BodyReader, job: ReaderJob) -> JobAnswer:
+    try:
+        return JobAnswer(result=msgspec.Raw(_ENCODER.encode(_call(reader, job))))
+    except TandemError as error:
+        return JobAnswer(error=ErrorInfo.of(error))
+    except MemoryError:
+        refusal = "Reading this request takes more memory than its size allows; send a smaller or simpler one."
+        return JobAnswer(error=ErrorInfo.of(InvalidRequest(refusal)))
+    except Exception:
+        log.exception("a request could not be read")
+        return JobAnswer(error=ErrorInfo.of(InternalError("the request could not be read; see the proxy's log")))
+
+
+def _call(reader: BodyReader, job: ReaderJob) -> Any:
+    method = operator.attrgetter(job.name)(importlib.import_module(job.module))
+    body = Path(job.path).read_bytes() if job.path else job.body
+    arguments = msgspec.msgpack.decode(job.arguments, type=list[msgspec.Raw])
+    decoder = _arguments_decoder(method, len(arguments))
+    allowed = num_data_bytes(os.getpid()) + JOB_MEMORY_BYTES + MEMORY_PER_BODY_BYTE * len(body)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
+    return method(reader, body, *decoder.decode(job.arguments))
+
+
+def _receive(channel: socket.socket) -> bytes | None:
+    length = _receive_exactly(channel, LENGTH_BYTES)
+    return None if length is None else _receive_exactly(channel, int.from_bytes(length, "little"))
+
+
+def _receive_exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
+    """Returns None if the proxy has closed the socket."""
+    data = bytearray(num_bytes)
+    rest = memoryview(data)
+    while rest:
+        if not (num_received := channel.recv_into(rest)):
+            return None
+        rest = rest[num_received:]
+    return bytes(data)
+
+
+def reader_entries(reader: BodyReader) -> dict[str, Entry]:
+    """Returns the entries of a fork server that forks readers."""
+    return {ENTRY: partial(work, reader)}
+
+
+def main() -> None:
+    with open(CONFIG_FD, "rb") as file:
+        config = msgspec.json.decode(file.read(), type=ProxyConfig)
+    setup_logging(config.proxy_id, config.log_level, config.log_format)
+    reader = BodyReader.load(config)
+    freeze_loaded_objects()
+    serve_forks(main_channel(CHANNEL_FD), reader_entries(reader))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Reader processes: what one job does to its process costs that job alone."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.proxy.reading import reader_connection, reader_pool, reader_process
+from tandem.proxy.reading.body_reader import HasMedia
+from tandem.proxy.reading.job_queue import JobQueue
+from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.text.prompt import ContextLengthExceeded
+from tandem.runtime.errors import InternalError, InvalidRequest
+from tests.support.fake_workers import make_tokenizer
+from tests.support.reader_pools import CONFIG, fork_pool, run_with
+
+
+def pid(_reader: Any, _body: bytes) -> int:
+    return os.getpid()
+
+
+def echo(_reader: Any, body: bytes, number: int = 0) -> tuple[bytes, int]:
+    return body, number
+
+
+def until(_reader: Any, body: bytes) -> int:
+    """Begins by making the file BODY.PID, and ends when the file BODY exists."""
+    file = Path(os.fsdecode(body))
+    Path(f"{file}.{os.getpid()}").touch()
+    while not file.exists():
+        time.sleep(0.01)
+    return os.getpid()
+
+
+def crash(_reader: Any, _body: bytes) -> int:
+    return ctypes.string_at(0)[0]
+
+
+def loop(_reader: Any, _body: bytes) -> int:
+    while True:
+        pass
+
+
+def allocate(_reader: Any, body: bytes) -> int:
+    return len(bytearray(int(body)))
+
+
+def refuse(_reader: Any, body: bytes) -> int:
+    raise {b"media": HasMedia, b"long": ContextLengthExceeded, b"bad": InvalidRequest}[body]("no", "prompt")
+
+
+def sleep(_reader: Any, _body: bytes) -> int:
+    time.sleep(100)
+    return 0
+
+
+async def begun(folder: Path, *names: str) -> list[int]:
+    """Waits until these jobs have begun, and returns the pids of their processes."""
+    while True:
+        found = [[int(file.suffix[1:]) for file in folder.glob(f"{name}.*")] for name in names]
+        if all(found):
+            return [pids[-1] for pids in found]
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_process_costs_its_job_alone(tmp_path: Path, victim: int) -> None:
+    pool = fork_pool(3)
+
+    async def run() -> None:
+        names = ["a", "b", "c"]
+        running = [asyncio.create_task(pool.run(until, os.fsencode(tmp_path / name))) for name in names]
+        pids = await begun(tmp_path, *names)
+        waiting = [asyncio.create_task(pool.run(echo, b"x", i)) for i in range(20)]
+        os.kill(pids[victim], signal.SIGKILL)
+        assert await asyncio.gather(*waiting) == [(b"x", i) for i in range(20)], "a new process takes them"
+        for name in names:
+            (tmp_path / name).touch()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        lost = results.pop(victim)
+        assert isinstance(lost, InternalError) and "died; try again" in lost.message
+        assert results == [each for i, each in enumerate(pids) if i != victim]
+
+    run_with(pool, run)
+
+
+def test_a_crash_in_a_library_costs_its_job_alone_and_a_storm_of_them_is_slowed() -> None:
+    others = children()
+    pool = fork_pool(2)
+
+    async def run() -> None:
+        began_at = time.monotonic()
+        pids = set[int]()
+        for _ in range(6):
+            jobs = [pool.run(pid, b""), *(pool.run(crash, b"") for _ in range(2)), pool.run(pid, b"")]
+            first, *crashed, last = await asyncio.gather(*jobs, return_exceptions=True)
+            assert all(isinstance(each, InternalError) for each in crashed)
+            assert isinstance(first, int) and isinstance(last, int)
+            pids |= {first, last}
+            assert len(children() - others) <= 3, "never more than the fork server and its two readers"
+        assert len(pids) > 2, "the processes were replaced"
+        assert time.monotonic() - began_at > 5 * reader_pool._RESTART_DELAY_S
+
+    run_with(pool, run)
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+
+def test_a_job_that_loops_is_ended_at_its_cpu_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_connection, "JOB_CPU_S", 0.3)
+    pool = fork_pool(2)
+
+    async def run() -> None:
+        looping = asyncio.create_task(pool.run(loop, b""))
+        assert await pool.run(echo, b"other") == (b"other", 0)
+        with pytest.raises(InvalidRequest, match=r"more than 0 s of CPU time.*simpler schema"):
+            await looping
+        assert await asyncio.gather(*(pool.run(echo, b"", i) for i in range(3))) == [(b"", i) for i in range(3)]
+
+    run_with(pool, run)
+
+
+def test_the_cpu_limit_grows_with_the_body_and_waiting_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_connection, "JOB_CPU_S", 0.05)
+    monkeypatch.setattr(reader_connection, "_DEADLINE_FACTOR", 1000)
+    pool = fork_pool(1)
+
+    async def run() -> None:
+        waiting = asyncio.create_task(pool.run(sleep, b""))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        waiting.cancel()
+        pool_of_one = pool  # its process still sleeps
+        queued = asyncio.create_task(pool_of_one.run(echo, b""))
+        await asyncio.sleep(0.1)
+        assert not queued.done()
+
+    run_with(pool, run)
+    monkeypatch.setattr(reader_connection, "JOB_CPU_S_PER_MIB", 1000.0)
+    pool = fork_pool(1)
+
+    async def run_large() -> None:
+        looping = asyncio.create_task(pool.run(loop, b"x" * (1 << 20)))
+        await asyncio.sleep(0.5)
+        assert not looping.done()
+
+    run_with(pool, run_large)
+
+
+def test_a_job_that_only_waits_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_connection, "JOB_CPU_S", 0.5)
+    monkeypatch.setattr(reader_connection, "_DEADLINE_FACTOR", 2)
+    pool = fork_pool(1)
+
+    async def run() -> None:
+        with pytest.raises(InternalError, match="did not answer in time"):
+            await pool.run(sleep, b"")
+        assert await pool.run(echo, b"next") == (b"next", 0)
+
+    run_with(pool, run)
+
+
+def test_a_job_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_process, "JOB_MEMORY_BYTES", 64 << 20)
+    pool = fork_pool(1)
+
+    async def run() -> None:
+        assert await pool.run(allocate, b"%d" % (32 << 20)) == 32 << 20
+        with pytest.raises(InvalidRequest, match="more memory than its size allows"):
+            await pool.run(allocate, b"%d" % (128 << 20))
+        assert await pool.run(allocate, b"%d" % (32 << 20)) == 32 << 20
+
+    run_with(pool, run)
+
+
+def test_errors_keep_their_class() -> None:
+    pool = fork_pool(1)
+
+    async def run() -> None:
+        for body, error in ((b"media", HasMedia), (b"long", ContextLengthExceeded), (b"bad", InvalidRequest)):
+            with pytest.raises(error) as raised:
+                await pool.run(refuse, body)
+            assert type(raised.value) is error and (raised.value.message, raised.value.param) == ("no", "prompt")
+
+    run_with(pool, run)
+
+
+def test_a_job_for_a_process_that_has_died_is_given_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while idle: the death is found by the job that the process never reads."""
+    pool = fork_pool(1)
+
+    async def run() -> None:
+        for when in (0.0, 0.2):
+            idle = await pool.run(pid, b"")
+            os.kill(idle, signal.SIGKILL)
+            await asyncio.sleep(when)
+            jobs = [pool.run(pid, b"x" * size) for size in (1, 1_000_000)]
+            assert idle not in await asyncio.gather(*jobs)
+
+    run_with(pool, run)
+
+
+def test_large_jobs_and_answers() -> None:
+    pool = fork_pool(2)
+
+    async def run() -> None:
+        bodies = [os.urandom(5_000_000) for _ in range(3)]
+        assert await asyncio.gather(*(pool.run(echo, body, 7) for body in bodies)) == [(body, 7) for body in bodies]
+
+    run_with(pool, run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_the_fork_server_running_processes_go_on_and_another_server_is_started(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one loads the model's text files by itself."""
+    monkeypatch.setattr("tandem.runtime.forked_process.FORK_TIMEOUT_S", 0.5)
+    (tmp_path / "model").mkdir()
+    make_tokenizer(tmp_path / "model")
+    pool = fork_pool(1)
+    pool._config = type(CONFIG)("proxy-0", "", str(tmp_path / "model"), "m")
+
+    async def run() -> None:
+        server = pool._server
+        assert server is not None
+        running = asyncio.create_task(pool.run(until, os.fsencode(tmp_path / "a")))
+        (reader,) = await begun(tmp_path, "a")
+        os.kill(server.pid, number)
+        await asyncio.sleep(0.1)
+        (tmp_path / "a").touch()
+        assert await running == reader
+        os.kill(reader, signal.SIGKILL)
+        # A new process has no functions of a test module that it cannot import; these are of an installed one.
+        answer = await pool.run(reader_pool.BodyReader.tokenize, b'{"prompt": "abc"}', None)
+        assert answer.startswith(b'{"count":')
+        assert pool._server is not None and pool._server.pid != server.pid
+
+    run_with(pool, run)
+
+
+def test_jobs_fail_when_no_process_can_be_started(tmp_path: Path) -> None:
+    pool = ReaderPool(None, type(CONFIG)("proxy-0", "", str(tmp_path / "nothing"), "m"), 1)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        with pytest.raises(InternalError, match="cannot be started"):
+            await pool.run(pid, b"")
+
+    run_with(pool, run)
+
+
+def test_readers_inherit_only_their_socket_and_die_with_the_proxy(tmp_path: Path) -> None:
+    with (tmp_path / "secret").open("w") as secret:
+        os.set_inheritable(secret.fileno(), True)
+        pool = fork_pool(1)
+
+        async def run() -> None:
+            reader = await pool.run(pid, b"")
+            fds = {int(fd.name): str(fd.readlink()) for fd in Path(f"/proc/{reader}/fd").iterdir()}
+            assert set(fds) == {0, 1, 2, reader_process.JOBS_FD} and "socket" in fds[reader_process.JOBS_FD]
+            status = Path(f"/proc/{reader}/status").read_text()
+            assert f"PPid:\t{os.getpid()}" in status
+
+        run_with(pool, run)
+
+
+def test_clients_take_turns() -> None:
+    queue: JobQueue[str] = JobQueue()
+    for job in ("a1", "a2", "a3", "b1", "a4", "c1"):
+        queue.put(job[0], job)
+    assert queue.discard("a", "a3") and not queue.discard("a", "a3") and not queue.discard("d", "d1")
+    assert queue.take() == "a1"
+    queue.put_back("a", "a1")
+    assert [queue.take() for _ in range(6)] == ["a1", "b1", "c1", "a2", "a4", None]

@@ -1,0 +1,214 @@
+"""A forked process is like one that was started: status, signals, descriptors, environment, death with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.runtime import fork_server, forked_process
+from tandem.runtime.fork_server import Entry
+from tandem.runtime.forked_process import ForkServer, ForkServerLost
+
+
+def leave(arguments: list[str]) -> None:
+    sys.exit(int(arguments[0]))
+
+
+def fail(_: list[str]) -> None:
+    raise ValueError("no")
+
+
+def wait(_: list[str]) -> None:
+    time.sleep(100)
+
+
+def describe(arguments: list[str]) -> None:
+    """Writes what the process sees to descriptor 1."""
+    seen = {
+        "arguments": arguments,
+        "variables": {name: os.environ.get(name) for name in ("ADDED", "HOME")},
+        "cwd": str(Path.cwd()),
+        "leads": os.getsid(0) == os.getpid(),
+        "parent": os.getppid(),
+        "fds": sorted(int(fd.name) for fd in list(Path("/proc/self/fd").iterdir()) if fd.exists()),
+        "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    }
+    os.write(1, json.dumps(seen).encode())
+
+
+ENTRIES: dict[str, Entry] = {"leave": leave, "fail": fail, "wait": wait, "describe": describe}
+
+
+def run(test: Callable[[ForkServer], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test with a server that is forked from the tests' process, whose threads hold no lock."""
+    with monkeypatch.context() as patch:
+        patch.setattr(forked_process, "why_unsafe_to_fork", lambda: "")
+        server = ForkServer.fork_here(ENTRIES)
+
+    async def main() -> None:
+        try:
+            await asyncio.wait_for(test(server), 30)
+        finally:
+            server.close()
+
+    asyncio.run(main())
+
+
+def test_exit_codes_and_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(server: ForkServer) -> None:
+        for number in (0, 3):
+            process = await server.start("leave", [str(number)])
+            assert await process.wait() == number == process.returncode
+        assert await (await server.start("fail")).wait() == 1
+        waiting = [await server.start("wait") for _ in range(3)]
+        for process, number in zip(waiting, (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1), strict=True):
+            process.send_signal(number)
+            assert await asyncio.gather(process.wait(), process.wait()) == [-number, -number]
+            process.send_signal(number)  # it has ended
+            assert process.cpu_s() == 0.0
+
+    run(test, monkeypatch)
+
+
+def test_what_the_process_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def test(server: ForkServer) -> None:
+        file = (tmp_path / "output").open("wb+")
+        with file:
+            process = await server.start(
+                "describe",
+                ["a", "b"],
+                fds={1: file.fileno(), 9: 0, 40: file.fileno()},
+                environment={"ADDED": "yes"},
+                cwd=str(tmp_path),
+                new_session=True,
+            )
+            assert await process.wait() == 0
+            file.seek(0)
+            assert json.loads(file.read()) == {
+                "arguments": ["a", "b"],
+                "variables": {"ADDED": "yes", "HOME": os.environ.get("HOME")},
+                "cwd": str(tmp_path),
+                "leads": True,
+                "parent": os.getpid(),
+                "fds": [0, 1, 2, 9, 40],
+                "interrupt": True,
+            }
+
+    run(test, monkeypatch)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_processes_outlive_a_server_that_is_lost(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    monkeypatch.setattr(forked_process, "FORK_TIMEOUT_S", 0.2)
+
+    async def test(server: ForkServer) -> None:
+        process = await server.start("wait")
+        os.kill(server.pid, number)
+        with pytest.raises(ForkServerLost, match=f"the fork server {server.pid} "):
+            await server.start("wait")
+        with pytest.raises(ForkServerLost):
+            await server.start("wait")
+        await asyncio.sleep(0.05)
+        assert process.returncode is None and os.getpgid(process.pid)
+        process.end()
+
+    run(test, monkeypatch)
+
+
+def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        end = threading.Event()
+        thread = threading.Thread(target=end.wait)
+        thread.start()
+        with pytest.raises(ForkServerLost, match=r"cannot be forked: it has \d+ threads"):
+            ForkServer.fork_here(ENTRIES)
+        end.set()
+        thread.join()
+        # The server forks no more either; the requester is told why.
+        patch.setattr(fork_server, "why_unsafe_to_fork", lambda: "it has 2 threads")
+
+        async def test(server: ForkServer) -> None:
+            with pytest.raises(ForkServerLost, match="does not fork any more: it has 2 threads"):
+                await server.start("wait")
+
+        run(test, monkeypatch)
+
+
+def test_the_end_of_a_cancelled_request_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(server: ForkServer) -> None:
+        await server.until_ready(5)
+        request = asyncio.create_task(server.start("wait"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.wait([request])
+        with pytest.raises(ForkServerLost):
+            await server.start("wait")
+
+    run(test, monkeypatch)
+
+
+def test_bad_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(server: ForkServer) -> None:
+        with pytest.raises(ForkServerLost, match="over the limit"):
+            await server.start("wait", ["x" * 200_000])
+        with pytest.raises(ForkServerLost, match="no entry 'nothing'"):
+            await server.start("nothing")
+
+    run(test, monkeypatch)
+
+
+PARENT = """
+import asyncio, os, time
+from tandem.runtime.forked_process import ForkServer
+
+def wait(arguments):
+    time.sleep(100)
+
+server = ForkServer.fork_here({"wait": wait})
+
+async def main():
+    process = await server.start("wait")
+    print(server.pid, process.pid, flush=True)
+    await process.wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_parent_takes_all_with_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.kill()
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}").exists() and "Z" not in state(pid) for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_a_server_that_cannot_load_is_lost() -> None:
+    async def test() -> None:
+        server = ForkServer.spawn("tandem.no_such_module", os.environ)
+        with pytest.raises(ForkServerLost, match="died"):
+            await server.until_ready(20)
+
+    asyncio.run(test())
