@@ -32,6 +32,10 @@ _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LONG_S[:-1])
 PREDICTED: Final = ("ttft", "itl")
 """Latencies that the router predicts. ttft begins at the dispatch; itl is the mean of a sequence, thus its TPOT."""
 
+MAX_SHOWN_ATTEMPTS = 16
+"""Attempts of a sequence whose events its timeline has: the first and the last ones."""
+_TIMER_BYTES, _ATTEMPT_BYTES = 1536, 1024
+"""Estimated memory of a sequence's timer, and of each of its attempts."""
 _FLUSH_INTERVAL_S = 1.0
 """How often per-token counts are added to prometheus_client, where one shared observation takes about 5 us."""
 
@@ -281,9 +285,28 @@ class SequenceTimer:
             for name, seconds in self.stages.items():
                 self._metrics.stages[name].observe(seconds)
 
+    def keep_shown(self) -> None:
+        """Forgets the attempts that `events` leaves out, once the sequence has ended."""
+        self._attempts = self._shown()
+
+    def num_bytes(self) -> int:
+        """Returns its estimated memory."""
+        return _TIMER_BYTES + _ATTEMPT_BYTES * len(self._attempts)
+
+    def _shown(self) -> list[AttemptTimes]:
+        attempts = self._attempts
+        if len(attempts) <= MAX_SHOWN_ATTEMPTS:
+            return attempts
+        return attempts[: MAX_SHOWN_ATTEMPTS // 2] + attempts[-(MAX_SHOWN_ATTEMPTS // 2) :]
+
+    def num_events(self) -> int:
+        """Returns how many `events` there are."""
+        own = bool(self._first_at) + (self._finished_at is not None)
+        return own + sum(attempt.num_events() for attempt in self._shown())
+
     def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
-        """Yields (moment, name, details) of all attempts."""
-        for attempt in self._attempts:
+        """Yields (moment, name, details) of the first and the last attempts, MAX_SHOWN_ATTEMPTS together."""
+        for attempt in self._shown():
             yield from attempt.events()
         if self._first_at:
             yield self._first_at, "first token delivered", {}

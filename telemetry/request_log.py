@@ -18,8 +18,23 @@ log = logging.getLogger("request")
 
 NUM_KEPT = 2000
 """Timelines that a proxy keeps, about 3 KiB each."""
+MAX_KEPT_BYTES = 64 << 20
+"""Estimated memory of these timelines, beyond which the oldest are forgotten."""
+MAX_SHOWN_SEQUENCES = 16
+"""Sequences of a request that its timeline shows. The other figures are of all its sequences."""
 NUM_KEPT_REFUSED = 200
 """Timelines of refused requests. They are kept apart, so that an overload does not displace the others."""
+_RECORD_BYTES = 1024
+"""Estimated memory of a record without its sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Figures of all sequences of a request."""
+
+    num_sequences: int
+    ttft_s: float | None
+    stages: dict[str, float]
 
 
 @dataclass(eq=False, slots=True)
@@ -27,7 +42,8 @@ class RequestRecord:
     """One HTTP request. arrived_at: monotonic clock; arrived_unix_s: the same moment on the wall clock.
 
     traceparent: the client's header, or empty. read_at: when its prompts were tokenised. sequences: one timer each, in
-    order. outcome: stop, length, aborted or an error's code; empty while the request runs.
+    order; once it has ended, of those that the timeline shows. outcome: stop, length, aborted or an error's code; empty
+    while the request runs.
     """
 
     request_id: str
@@ -42,14 +58,31 @@ class RequestRecord:
     sequences: list[SequenceTimer] = field(default_factory=list)
     outcome: str = ""
     ended_at: float | None = None
+    _figures: _Figures | None = None
+
+    def end(self, outcome: str) -> None:
+        """Notes the outcome, and keeps no more than what the timeline shows."""
+        self._figures = _Figures(len(self.sequences), self.ttft_s, self.stages())
+        self.ended_at, self.outcome = time.monotonic(), outcome
+        del self.sequences[MAX_SHOWN_SEQUENCES:]
+        for timer in self.sequences:
+            timer.keep_shown()
+
+    def num_bytes(self) -> int:
+        """Returns its estimated memory."""
+        return _RECORD_BYTES + sum(timer.num_bytes() for timer in self.sequences)
 
     @property
     def ttft_s(self) -> float | None:
         """Seconds to the first token of any sequence."""
+        if self._figures is not None:
+            return self._figures.ttft_s
         return min((timer.ttft_s for timer in self.sequences if timer.ttft_s is not None), default=None)
 
     def stages(self) -> dict[str, float]:
         """Returns seconds by stage of the slowest sequence, or nothing when none has finished."""
+        if self._figures is not None:
+            return self._figures.stages
         done = [timer for timer in self.sequences if timer.stages is not None]
         slowest = max(done, key=lambda timer: timer.e2e_s or 0.0, default=None)
         return slowest.stages or {} if slowest is not None else {}
@@ -61,7 +94,7 @@ class RequestRecord:
             "request_id": self.request_id,
             "api": self.api,
             "outcome": self.outcome,
-            "sequences": len(self.sequences),
+            "sequences": self._figures.num_sequences if self._figures is not None else len(self.sequences),
             "prompt_tokens": self.num_prompt_tokens,
             "cached_tokens": self.num_cached_tokens,
             "completion_tokens": self.num_completion_tokens,
@@ -74,14 +107,20 @@ class RequestRecord:
     def num_events(self) -> int:
         """Returns how many events `timeline` has."""
         own = 1 + (self.read_at is not None) + (self.ended_at is not None)
-        return own + sum(1 for timer in self.sequences for _ in timer.events())
+        return own + sum(timer.num_events() for timer in self._shown())
+
+    def _shown(self) -> list[SequenceTimer]:
+        return self.sequences[:MAX_SHOWN_SEQUENCES]
 
     def timeline(self) -> dict[str, Any]:
-        """Returns the whole timeline for JSON. Events are in seconds since the request arrived."""
+        """Returns the timeline for JSON. Events are in seconds since the request arrived.
+
+        It has those of the first MAX_SHOWN_SEQUENCES sequences, and of each, those of a few attempts.
+        """
         events: list[tuple[float, str, dict[str, Any]]] = [(self.arrived_at, "arrived", {})]
         if self.read_at is not None:
             events.append((self.read_at, "tokenized", {"prompt_tokens": self.num_prompt_tokens}))
-        for index, timer in enumerate(self.sequences):
+        for index, timer in enumerate(self._shown()):
             for moment, name, details in timer.events():
                 events.append((moment, name, {"sequence": index, **details}))
         if self.ended_at is not None:
@@ -128,10 +167,12 @@ class RequestLog:
         """Idempotent: the first outcome counts. is_refused: by admission."""
         if record.ended_at is not None:
             return
-        record.ended_at, record.outcome = time.monotonic(), outcome
+        record.end(outcome)
         if is_refused:
             self._records.forget(record)
             self._refused.keep(record)
+        else:
+            self._records.measure(record)
         log.info("ended", extra={"fields": record.fields()})
         self._on_end(record)
 
@@ -140,18 +181,39 @@ class RequestLog:
 
 
 class _Ring(OrderedDict[str, RequestRecord]):
-    """Records by id. The oldest one is forgotten when there are more than `size`."""
+    """Records by id. The oldest are forgotten when there are more than `size`, or when they need too much memory.
+
+    A record counts with its memory when it was kept or measured last; the sequences of a running request are in memory
+    anyway.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self._size = size
+        self._num_bytes: dict[str, int] = {}
+        self._total_bytes = 0
 
     def keep(self, record: RequestRecord) -> None:
-        self.pop(record.request_id, None)  # of several with one id, the newest
+        self._remove(record.request_id)  # of several with one id, the newest
         self[record.request_id] = record
-        if len(self) > self._size:
-            self.popitem(last=False)
+        self._count(record)
+
+    def measure(self, record: RequestRecord) -> None:
+        """Counts a record with its present memory, if it is still kept."""
+        if self.get(record.request_id) is record:
+            self._total_bytes -= self._num_bytes[record.request_id]
+            self._count(record)
 
     def forget(self, record: RequestRecord) -> None:
         if self.get(record.request_id) is record:
-            del self[record.request_id]
+            self._remove(record.request_id)
+
+    def _count(self, record: RequestRecord) -> None:
+        self._num_bytes[record.request_id] = num_bytes = record.num_bytes()
+        self._total_bytes += num_bytes
+        while len(self) > self._size or self._total_bytes > MAX_KEPT_BYTES:
+            self._remove(next(iter(self)))
+
+    def _remove(self, request_id: str) -> None:
+        if self.pop(request_id, None) is not None:
+            self._total_bytes -= self._num_bytes.pop(request_id)

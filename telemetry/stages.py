@@ -70,6 +70,11 @@ class AttemptTimes:
             self.began_at, self.decode_wait_s, self.step_s = now, decode_wait_s, step_s
             self.num_kv_bytes = num_kv_bytes
 
+    def num_events(self) -> int:
+        """Returns how many `events` there are."""
+        moments = (self.first_token_at, self.reserved_at, self.began_at, self.lost_at)
+        return 1 + sum(moment is not None for moment in moments)
+
     def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
         """Yields (moment, name, details) of what has happened."""
         details: dict[str, Any] = {

@@ -15,6 +15,8 @@ from tandem.telemetry.request_log import RequestRecord
 
 HEADER = "x-tandem-timeline"
 PREFIX = b": tandem-timeline "
+MAX_COMMENT_BYTES = 1 << 20
+"""Limit for the comments of a stream. Beyond it only the whole timeline at the end follows."""
 
 
 def wants_timeline(value: str | None) -> bool:
@@ -30,11 +32,12 @@ def timeline_comment(record: RequestRecord) -> bytes:
 
 async def with_timeline(events: AsyncGenerator[bytes, None], record: RequestRecord) -> AsyncGenerator[bytes, None]:
     """Yields the events, each preceded by the timeline if something has happened since the last one."""
-    num_known = 0
+    num_known = num_bytes = 0
     async with aclosing(events):
         async for event in events:
-            num_events = record.num_events()
-            if num_events != num_known or record.ended_at is not None:
-                event = timeline_comment(record) + event
-                num_known = num_events
+            has_ended = record.ended_at is not None
+            if (num_bytes < MAX_COMMENT_BYTES or has_ended) and (num_events := record.num_events()) != num_known:
+                comment = timeline_comment(record)
+                event = comment + event
+                num_known, num_bytes = num_events, num_bytes + len(comment)
             yield event

@@ -55,7 +55,7 @@ class Attacker:
         bodies = (self.complete(structured_outputs={"grammar": grammar}) for grammar in grammars)
         self.send_all("/v1/completions", bodies, at_once)
 
-    def with_schemas(self, schemas: Iterable[dict[str, Any]], at_once: int = 4) -> None:
+    def with_schemas(self, schemas: Iterable[dict[str, Any] | str], at_once: int = 4) -> None:
         bodies = (self.complete(structured_outputs={"json": schema}) for schema in schemas)
         self.send_all("/v1/completions", bodies, at_once)
 
@@ -76,11 +76,8 @@ def ref_chain(length: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": definitions}
 
 
-def nested_choices(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"anyOf": [schema, {"type": "null"}]}
-    return schema
+def nested_choices(depth: int) -> str:
+    return '{"anyOf":[' * depth + '{"type":"integer"}' + ',{"type":"null"}]}' * depth
 
 
 def critical_chains(attacker: Attacker) -> None:
@@ -110,15 +107,13 @@ def slow_conversions(attacker: Attacker) -> None:
 
 def ambiguous_grammars(attacker: Attacker) -> None:
     """Grammars for which one mask took seconds, in the step of all."""
-    for number in range(3):
-        many = " ".join(["A?"] * (1000 + number))
-        attacker.with_grammars([f'start: {many}\nA: "a"\n', f'start: x{{{900 + number}}}\nx: "a"? "a"? "a"?\n'], 2)
+    attacker.with_grammars(f'start: {"a? " * (40_000 + number)}\na: "a"\n' for number in range(4))
 
 
 def stored_ballast(attacker: Attacker) -> None:
     """A stored response of 15 MB that the server decoded anew for each page of its items."""
     lists = b",".join([b"[]"] * 4_900_000)
-    item = b'{"type":"message","role":"user","content":"hi","extra":[%s]}' % lists
+    item = b'{"role":"user","content":[{"type":"input_text","text":"hi","annotations":[%s]}]}' % lists
     body = b'{"model":"%s","max_output_tokens":2,"input":[%s]}' % (MODEL.encode(), item)
     answer = attacker.send("/v1/responses", body)
     if answer is None or answer.status_code != 200:

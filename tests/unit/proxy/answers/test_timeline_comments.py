@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 
 import msgspec
 import pytest
 
 from tandem.proxy.answers.answers import DONE
-from tandem.proxy.answers.timeline_comments import PREFIX, wants_timeline, with_timeline
+from tandem.proxy.answers.timeline_comments import MAX_COMMENT_BYTES, PREFIX, wants_timeline, with_timeline
 from tandem.runtime.errors import InvalidRequest
-from tandem.telemetry.request_log import RequestLog
+from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
+from tandem.telemetry.request_log import MAX_SHOWN_SEQUENCES, RequestLog
+from tandem.telemetry.stages import AttemptTimes
 
 
 def test_a_comment_precedes_the_events_after_which_something_happened() -> None:
@@ -34,6 +37,39 @@ def test_a_comment_precedes_the_events_after_which_something_happened() -> None:
     timeline = msgspec.json.decode(comment.removeprefix(PREFIX))
     assert last.endswith(DONE)
     assert [event["event"] for event in timeline["events"]] == ["arrived", "ended"]
+
+
+def test_comments_of_many_sequences_are_bounded_and_the_last_one_is_sent() -> None:
+    """A stream of 1,024 sequences had 158 MB of comments, which the loop encoded."""
+    requests, metrics = RequestLog(), ProxyMetrics()
+    record = requests.begin("r", "chat")
+    attempts = [[AttemptTimes(0.0, f"attempt-{i}", "prefill-0", "decode-0")] for i in range(1024)]
+    record.sequences += [SequenceTimer(metrics, 0.0, each) for each in attempts]
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for number in range(3 * 1024):
+            timer, [attempt] = record.sequences[number % 1024], attempts[number % 1024]
+            if number < 1024:
+                attempt.on_first_token(1.0, 0.0, 0.0)
+                timer.on_tokens(1.0, 1)
+            elif number < 2 * 1024:
+                attempt.on_began(2.0, 0.0, 0.0)
+            else:
+                timer.on_finished(3.0)
+            yield b"data: 1\n\n"
+        requests.end(record, "stop")
+        yield DONE
+
+    async def read() -> list[bytes]:
+        return [event async for event in with_timeline(events(), record)]
+
+    begun = time.process_time()
+    received = asyncio.run(read())
+    assert time.process_time() - begun < 2
+    assert sum(map(len, received)) < MAX_COMMENT_BYTES + 200_000
+    last = msgspec.json.decode(received[-1].partition(b"\n\n")[0].removeprefix(PREFIX))
+    assert last["sequences"] == 1024 and last["outcome"] == "stop" and last["stages_s"]
+    assert {event.get("sequence") for event in last["events"]} == {None, *range(MAX_SHOWN_SEQUENCES)}
 
 
 def test_the_header_is_checked() -> None:
