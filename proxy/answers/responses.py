@@ -206,7 +206,7 @@ class ResponseAnswers(ParsedAnswers):
 
     def _object(self, status: Literal["in_progress", "completed", "incomplete", "failed"]) -> ResponseObject:
         has_ended = status in ("completed", "incomplete")
-        shown = {name: value for name, value in self._options.shown.items() if value is not None}
+        shown: dict[str, Any] = {name: msgspec.Raw(value) for name, value in self._options.shown.items()}
         return ResponseObject(
             id=self._id,
             created_at=self._generation.created,

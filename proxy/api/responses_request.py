@@ -177,15 +177,16 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """The fields of a request that its answer needs. input: items as JSON, to be stored. shown: fields to repeat.
+    """The fields of a request that its answer needs. input: items as JSON, to be stored.
 
+    shown: fields to repeat, as JSON, whose integers may be larger than those of other encodings.
     namespaces: of functions that have one, by name.
     """
 
     store: bool
     previous_response_id: str | None
     input: bytes
-    shown: dict[str, Any]
+    shown: dict[str, bytes]
     namespaces: dict[str, str]
 
 
@@ -200,7 +201,8 @@ def options_of(request: ResponseRequest) -> ResponseOptions:
     items = [InputItem("message", "user", request.input)] if isinstance(request.input, str) else request.input
     items = [_listed(item) for item in items]
     namespaces = {each.name or "": tool.name or "" for tool in request.tools or () for each in _functions(tool)}
-    shown = {name: msgspec.to_builtins(getattr(request, name)) for name in _SHOWN}
+    values = {name: getattr(request, name) for name in _SHOWN}
+    shown = {name: msgspec.json.encode(value) for name, value in values.items() if value is not None}
     return ResponseOptions(
         request.store is not False, request.previous_response_id, msgspec.json.encode(items), shown, namespaces
     )

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading import reader_connection, reader_pool, reader_process
-from tandem.proxy.reading.body_reader import HasMedia
+from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.job_queue import JobQueue
 from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.reading.reader_process import result_decoder
 from tandem.proxy.text.prompt import ContextLengthExceeded
 from tandem.runtime.errors import InternalError, InvalidRequest
 from tests.support.fake_workers import make_tokenizer
-from tests.support.reader_pools import CONFIG, fork_pool, run_with
+from tests.support.reader_pools import fork_pool, run_with
 
 
 def pid(_reader: Any, _body: bytes) -> int:
@@ -228,7 +233,7 @@ def test_without_the_fork_server_running_processes_go_on_and_another_server_is_s
     (tmp_path / "model").mkdir()
     make_tokenizer(tmp_path / "model")
     pool = fork_pool(1)
-    pool._config = type(CONFIG)("proxy-0", "", str(tmp_path / "model"), "m")
+    pool._config = ProxyConfig("proxy-0", "", str(tmp_path / "model"), "m")
 
     async def run() -> None:
         server = pool._server
@@ -241,7 +246,7 @@ def test_without_the_fork_server_running_processes_go_on_and_another_server_is_s
         assert await running == reader
         os.kill(reader, signal.SIGKILL)
         # A new process has no functions of a test module that it cannot import; these are of an installed one.
-        answer = await pool.run(reader_pool.BodyReader.tokenize, b'{"prompt": "abc"}', None)
+        answer = await pool.run(BodyReader.tokenize, b'{"prompt": "abc"}', None)
         assert answer.startswith(b'{"count":')
         assert pool._server is not None and pool._server.pid != server.pid
 
@@ -249,7 +254,7 @@ def test_without_the_fork_server_running_processes_go_on_and_another_server_is_s
 
 
 def test_jobs_fail_when_no_process_can_be_started(tmp_path: Path) -> None:
-    pool = ReaderPool(None, type(CONFIG)("proxy-0", "", str(tmp_path / "nothing"), "m"), 1)  # type: ignore[arg-type]
+    pool = ReaderPool(None, ProxyConfig("proxy-0", "", str(tmp_path / "nothing"), "m"), 1)  # type: ignore[arg-type]
 
     async def run() -> None:
         with pytest.raises(InternalError, match="cannot be started"):
@@ -271,6 +276,19 @@ def test_readers_inherit_only_their_socket_and_die_with_the_proxy(tmp_path: Path
             assert f"PPid:\t{os.getpid()}" in status
 
         run_with(pool, run)
+
+
+@pytest.mark.parametrize("kind", ["chat", "response"])
+def test_integers_of_any_size_in_schemas_cross_the_socket(tmp_path: Path, kind: BodyKind) -> None:
+    make_tokenizer(tmp_path)
+    reader = BodyReader.load(ProxyConfig("proxy-0", "", str(tmp_path), "m"))
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"maximum": 10**30}}}}
+    messages: dict[str, object] = {
+        "chat": {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": function}]},
+        "response": {"input": "x", "tools": [{"type": "function", **function}]},
+    }[kind]
+    request = reader.read(json.dumps({"model": "m", **messages}).encode(), kind, ModelLimits(100, 500, "m", 64))
+    assert result_decoder(BodyReader.read).decode(msgspec.msgpack.encode(request)) == request
 
 
 def test_clients_take_turns() -> None:
