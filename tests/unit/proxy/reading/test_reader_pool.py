@@ -287,7 +287,9 @@ def test_integers_of_any_size_in_schemas_cross_the_socket(tmp_path: Path, kind: 
         "chat": {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": function}]},
         "response": {"input": "x", "tools": [{"type": "function", **function}]},
     }[kind]
-    request = reader.read(json.dumps({"model": "m", **messages}).encode(), kind, ModelLimits(100, 500, "m", 64))
+    request = reader.read(
+        json.dumps({"model": "m", "tool_choice": "none", **messages}).encode(), kind, ModelLimits(100, 500, "m", 64)
+    )
     assert result_decoder(BodyReader.read).decode(msgspec.msgpack.encode(request)) == request
 
 
