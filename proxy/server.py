@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.sockets import new_context
-from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.admission import MAX_INPUTS, Admission
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.admission.queue_delay import QueueDelayController
@@ -150,6 +150,7 @@ class ProxyServer:
             config.max_requests_per_client,
             QueueDelayController(time.monotonic, ttft_slo_s) if ttft_slo_s is not None else None,
             config.low_priority_share,
+            MAX_INPUTS,
         )
         media: MediaPool | None = None
         if config.media_cache_endpoint:

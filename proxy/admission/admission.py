@@ -17,6 +17,8 @@ from tandem.runtime.errors import InvalidRequest, Overloaded
 
 DEFAULT_PRIORITY = 0
 """Priority of a request that names none. Higher values are later."""
+MAX_INPUTS = 2048
+"""Inputs of one request for embeddings, as in OpenAI's API."""
 _SPEED_WINDOW_S = 10.0
 """Seconds over which the speed of serving prompts is averaged for Retry-After."""
 _MAX_RETRY_AFTER_S = 60
@@ -91,7 +93,8 @@ class Admission:
     max_waiting, max_waiting_tokens: sequences and prompt tokens that may wait for a first token. max_per_client:
     sequences that one client may have in flight. 0 turns either of the last two off. queue_delay: lowers max_waiting
     while the queue is standing. low_priority_share: of both limits, for priorities later than the default. clock:
-    seconds, monotonic.
+    seconds, monotonic. max_alone: sequences of a request that is admitted when nothing else waits, even if max_waiting
+    is less.
     """
 
     def __init__(
@@ -102,7 +105,9 @@ class Admission:
         max_per_client: int = 0,
         queue_delay: QueueDelayController | None = None,
         low_priority_share: float = 1.0,
+        max_alone: int = 0,
     ) -> None:
+        self._max_alone = max_alone
         self._max_waiting = max_waiting
         self._queue_delay = queue_delay
         self._max_waiting_tokens = max_waiting_tokens
@@ -163,11 +168,11 @@ class Admission:
         max_sequences, scope = self._max_waiting, ""
         if self._is_low(priority):
             max_sequences, scope = self._low_share_of(max_sequences), f" for a priority over {DEFAULT_PRIORITY}"
-        max_sequences = min(max_sequences, self._max_per_client or max_sequences)
-        if num_sequences > max_sequences:
+        max_alone = max(max_sequences, self._max_alone)
+        max_alone = min(max_alone, self._max_per_client or max_alone)
+        if num_sequences > max_alone:
             raise InvalidRequest(
-                f"The request asks for {num_sequences} sequences (prompts times n); the limit is "
-                f"{max_sequences}{scope}.",
+                f"The request asks for {num_sequences} sequences (prompts times n); the limit is {max_alone}{scope}.",
                 "n",
             )
         running = self._running.get(client, 0)
@@ -200,10 +205,10 @@ class Admission:
             num_waiting_tokens = sum(self._waiting_tokens[level] for level in levels)
             num_others = num_waiting - sum(ticket.num_sequences for ticket in displaced)
             num_other_tokens = num_waiting_tokens - sum(sum(ticket.waiting.values()) for ticket in displaced)
-            if num_others + num_sequences > max_sequences:
+            # A request, or a prompt, that exceeds a limit by itself is admitted when nothing else waits.
+            if num_others + num_sequences > max_sequences and (num_others or num_sequences > self._max_alone):
                 reason = f"{num_waiting} requests{scope} are waiting already; the limit is {max_sequences}"
                 return reason if standing_limit is None else f"{reason} at present, so that first tokens come in time"
-            # A prompt that exceeds the limit by itself is admitted when nothing else waits.
             if max_tokens and num_others and num_other_tokens + num_tokens > max_tokens:
                 return f"{num_waiting_tokens} prompt tokens{scope} are waiting already; the limit is {max_tokens}"
         return None

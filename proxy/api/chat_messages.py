@@ -60,10 +60,12 @@ class ChatMessage(msgspec.Struct):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: Annotated[
         str | list[ContentPart] | None,
-        Meta(description="text or content parts; null only together with tool_calls or reasoning"),
+        Meta(description="text or content parts; null only together with tool_calls, reasoning or refusal"),
     ] = None
+    refusal: Annotated[str | None, Meta(description="stands for a content of null")] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, Meta(description="earlier calls of the assistant")] = None
+    function_call: Annotated[FunctionCall | None, Meta(description="older form of tool_calls, for one call")] = None
     tool_call_id: Annotated[str | None, Meta(description="in a tool message: the call that it answers")] = None
     reasoning: Annotated[str | None, Meta(description="earlier thinking, for templates that render it")] = None
     reasoning_content: Annotated[str | None, Meta(description="older name of reasoning")] = None
@@ -124,14 +126,15 @@ def template_message(param: str, message: ChatMessage, media: list[MediaSource] 
     param: of the message, for errors. media: receives the images and videos; None refuses them.
     Raises InvalidRequest.
     """
-    content: Any = message.content
+    content: Any = message.refusal if message.content is None else message.content
+    calls = message.tool_calls or ([] if message.function_call is None else [ToolCall(message.function_call)])
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
     if isinstance(content, list):
         parts = [_template_part(f"{param}.content[{i}]", part, media) for i, part in enumerate(content)]
         is_text = all(part["type"] == "text" for part in parts)
         content = "\n".join(part["text"] for part in parts) if is_text else parts
     if content is None:
-        if not message.tool_calls and reasoning is None:
+        if not calls and reasoning is None:
             raise InvalidRequest(
                 f"{param}.content is null; send a string or a list of content parts.", f"{param}.content"
             )
@@ -139,13 +142,13 @@ def template_message(param: str, message: ChatMessage, media: list[MediaSource] 
     rendered: JsonObject = {"role": message.role, "content": content}
     if reasoning is not None:  # templates use either name
         rendered["reasoning"] = rendered["reasoning_content"] = reasoning
-        if message.tool_calls and not content:  # GPT-OSS's name; its template takes it only here
+        if calls and not content:  # GPT-OSS's name; its template takes it only here
             rendered["thinking"] = reasoning
     for field in ("name", "tool_call_id"):
         if (value := getattr(message, field)) is not None:
             rendered[field] = value
-    if message.tool_calls:
-        rendered["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    if calls:
+        rendered["tool_calls"] = [_template_call(call) for call in calls]
     return rendered
 
 

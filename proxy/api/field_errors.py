@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
+from tandem.proxy.api.whole_numbers import decode_whole
 from tandem.runtime.errors import InvalidRequest
 
 R = TypeVar("R")
@@ -18,6 +19,7 @@ _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 _MISSING_FIELD = re.compile(r"required field `(\w+)`")
 _BOUNDS = {">=": "greater_than_equal", "<=": "less_than_equal", ">": "greater_than", "<": "less_than"}
 """Pydantic's names, which clients of vLLM look for in errors about numbers."""
+_FLOAT_FOR_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) ")
 
 
@@ -26,7 +28,15 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error), body) from error
+        message = str(error)
+        if _FLOAT_FOR_INTEGER.match(message):
+            try:
+                return cast(R, decode_whole(decoder, body))
+            except msgspec.ValidationError as other:
+                message = str(other)
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
+                pass  # the body is malformed behind the field, which the error below tells
+        raise _invalid_field(message, body) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
 

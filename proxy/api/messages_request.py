@@ -16,20 +16,23 @@ from tandem.proxy.api.chat_messages import (
     ToolCall,
 )
 from tandem.proxy.api.field_errors import refuse_unsupported
+from tandem.proxy.api.output_fields import (
+    MAX_FUNCTIONS,
+    FunctionDefinition,
+    JsonSchemaFormat,
+    NamedFunction,
+    NamedToolChoice,
+    ResponseFormat,
+    Tool,
+)
 from tandem.proxy.api.schema import (
     CacheSalt,
     ChatCompletionRequest,
-    FunctionDefinition,
-    JsonSchemaFormat,
     MaxTokens,
-    NamedFunction,
-    NamedToolChoice,
     OptionalBool,
     Priority,
-    ResponseFormat,
     StopStrings,
     Temperature,
-    Tool,
     TopK,
     TopP,
     accepts,
@@ -47,6 +50,36 @@ prefix of another one in a cache."""
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
+
+
+class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference"):
+    """A tool that a search has found. The model sees all tools, so it gets the name as text."""
+
+    tool_name: str
+
+
+class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
+    """The model gets it as text. citations: ignored."""
+
+    content: list[TextBlock]
+    source: str
+    title: str
+
+
+class PlainTextSource(msgspec.Struct, tag_field="type", tag="text"):
+    data: str
+
+
+class TextContentSource(msgspec.Struct, tag_field="type", tag="content"):
+    content: str | list[TextBlock]
+
+
+class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
+    """source: of text. citations: ignored."""
+
+    source: PlainTextSource | TextContentSource
+    title: str | None = None
+    context: str | None = None
 
 
 class Base64Source(msgspec.Struct, tag_field="type", tag="base64"):
@@ -74,7 +107,7 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
     """is_error: accepted; the content says what went wrong."""
 
     tool_use_id: str
-    content: str | list[TextBlock | ImageBlock] | None = None
+    content: str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock] | None = None
     is_error: OptionalBool = None
 
 
@@ -91,7 +124,17 @@ class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thin
     data: str
 
 
-Block = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+AnyTextBlock = TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
+Block = (
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+)
 
 
 class InputMessage(msgspec.Struct):
@@ -155,7 +198,7 @@ class PromptFields(msgspec.Struct, kw_only=True):
     ]
     system: Annotated[str | list[TextBlock] | None, doc("the system prompt")] = None
     tools: Annotated[
-        Annotated[list[InputTool], Meta(max_length=128)] | None, doc("functions that the model may call")
+        Annotated[list[InputTool], Meta(max_length=MAX_FUNCTIONS)] | None, doc("functions that the model may call")
     ] = None
     tool_choice: Annotated[ToolChoice | None, doc("whether the answer may or must call tools, or which one")] = None
     thinking: Annotated[
@@ -210,7 +253,7 @@ def to_chat(request: MessageRequest | CountTokensRequest, can_think: bool) -> tu
         chat.reasoning_effort = output.effort
         if output.format is not None:
             chat.response_format = ResponseFormat(
-                "json_schema", JsonSchemaFormat("answer", schema=output.format.schema)
+                "json_schema", JsonSchemaFormat("answer", schema=output.format.schema, strict=True)
             )
     if isinstance(request, MessageRequest):
         chat.stop, chat.stream = request.stop_sequences, request.stream
@@ -249,7 +292,7 @@ class _MessageTurns(ChatTurns):
                 blocks = [TextBlock(content)] if isinstance(content, str) else content or []
                 answer = self.begin("tool", param)
                 answer.tool_call_id = block.tool_use_id
-                answer.content = [_part(each) for each in blocks if isinstance(each, TextBlock)]
+                answer.content = [_part(each) for each in blocks if not isinstance(each, ImageBlock)]
                 for each in blocks:
                     if isinstance(each, ImageBlock):  # templates of tool messages take text only
                         self._add("user", each, param, block_param)
@@ -262,7 +305,7 @@ class _MessageTurns(ChatTurns):
             case RedactedThinkingBlock():
                 _check_role(role, "assistant", "redacted_thinking", block_param)
                 self.turn(role, param)
-            case TextBlock() | ImageBlock():
+            case TextBlock() | ImageBlock() | DocumentBlock() | SearchResultBlock():
                 self.add_parts(role, param, [_part(block)])
 
 
@@ -271,12 +314,26 @@ def _check_role(role: str, expected: str, kind: str, param: str) -> None:
         raise InvalidRequest(f"{param} is a {kind} block, which only {expected} messages may have.", param)
 
 
-def _part(block: TextBlock | ImageBlock) -> ContentPart:
-    if isinstance(block, TextBlock):
-        return ContentPart("text", block.text)
+def _part(block: AnyTextBlock | ImageBlock) -> ContentPart:
+    if not isinstance(block, ImageBlock):
+        return ContentPart("text", _text(block))
     source = block.source
     url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
     return ContentPart("image_url", image_url=url)
+
+
+def _text(block: AnyTextBlock) -> str:
+    match block:
+        case TextBlock():
+            return block.text
+        case ToolReferenceBlock():
+            return block.tool_name
+        case SearchResultBlock():
+            return "\n".join([block.title, block.source, *(each.text for each in block.content)])
+        case DocumentBlock(source=source):
+            content = source.data if isinstance(source, PlainTextSource) else source.content
+            text = content if isinstance(content, str) else "\n".join(each.text for each in content)
+            return "\n".join([each for each in (block.title, block.context) if each] + [text])
 
 
 def _tool(tool: InputTool) -> Tool:

@@ -6,7 +6,7 @@ import secrets
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, UnsetType, field
 from msgspec.structs import replace
 
 from tandem.proxy.api.chat_messages import (
@@ -18,21 +18,27 @@ from tandem.proxy.api.chat_messages import (
     ToolCall,
 )
 from tandem.proxy.api.field_errors import refuse_unsupported
-from tandem.proxy.api.schema import (
-    CacheSalt,
-    ChatCompletionRequest,
+from tandem.proxy.api.output_fields import (
+    MAX_FUNCTIONS,
+    AllowedTools,
     FunctionDefinition,
     JsonSchemaFormat,
+    NamedFunction,
+    NamedTool,
+    NamedToolChoice,
+    ResponseFormat,
+    Tool,
+)
+from tandem.proxy.api.schema import (
+    SERVICE_TIERS,
+    CacheSalt,
+    ChatCompletionRequest,
     MaxTokens,
     Metadata,
-    NamedFunction,
-    NamedToolChoice,
     OptionalBool,
     Priority,
     RequestId,
-    ResponseFormat,
     Temperature,
-    Tool,
     TopP,
     accepts,
     doc,
@@ -44,8 +50,6 @@ from tandem.runtime.errors import InvalidRequest
 
 PART_TYPES = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text", "input_image")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
-MAX_FUNCTIONS = 1024
-"""Functions of a request, those in namespaces included."""
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -95,9 +99,19 @@ class ResponseTool(msgspec.Struct):
     tools: list[ResponseTool] | UnsetType | None = UNSET
 
 
-class NamedTool(msgspec.Struct):
+class ChosenTool(msgspec.Struct):
     name: str
     type: Literal["function"] = "function"
+
+
+class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
+    """name: required if the type is function. tools, mode: required if the type is allowed_tools: which tools the
+    answer may call, and whether it must."""
+
+    type: Literal["function", "allowed_tools"] = field(default_factory=lambda: "function")  # always shown
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=MAX_FUNCTIONS)] | None = None
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
@@ -149,7 +163,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         Annotated[list[ResponseTool], Meta(max_length=128)] | None, doc("functions that the model may call")
     ] = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
+        Literal["none", "auto", "required"] | ResponseToolChoice | None,
         doc("whether the answer may or must call tools, or which one; by default auto"),
     ] = None
     parallel_tool_calls: Annotated[OptionalBool, doc("an answer may contain more than one call")] = True
@@ -163,11 +177,15 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     background: Annotated[Any, accepts(False)] = None
     conversation: Annotated[Any, accepts()] = None
     prompt: Annotated[Any, accepts()] = None
-    truncation: Annotated[Any, accepts("disabled")] = None
-    top_logprobs: Annotated[Annotated[int, Meta(ge=0, le=0)] | None, doc("not supported: 0 only")] = None
-    context_management: Annotated[Any, accepts([])] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None, doc("accepted and ignored: a conversation that does not fit is refused")
+    ] = None
+    top_logprobs: Annotated[
+        Annotated[int, Meta(ge=0, le=20)] | None, doc("accepted; without logprobs in include it asks for nothing")
+    ] = None
+    context_management: Annotated[list[Any] | None, doc("accepted and ignored, like truncation")] = None
     moderation: Annotated[Any, accepts()] = None
-    service_tier: Annotated[Any, accepts("auto", "default")] = None
+    service_tier: Annotated[Any, accepts(*SERVICE_TIERS)] = None
     user: Annotated[str | None, doc("accepted and ignored")] = None
     priority: Annotated[Priority | None, doc("lower values are served first; not of OpenAI's API")] = 0
     cache_salt: Annotated[
@@ -258,7 +276,7 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
     chat.temperature, chat.top_p = request.temperature, request.top_p
     chat.tools = _tools(request.tools or []) or None
     choice = request.tool_choice
-    chat.tool_choice = NamedToolChoice(NamedFunction(choice.name)) if isinstance(choice, NamedTool) else choice
+    chat.tool_choice = _tool_choice(choice) if isinstance(choice, ResponseToolChoice) else choice
     chat.parallel_tool_calls, chat.stream = request.parallel_tool_calls, request.stream
     if request.text is not None and (wanted := request.text.format) is not None:
         schema = None
@@ -332,6 +350,15 @@ def _part(part: InputPart, param: str) -> ContentPart:
     if value is None:
         raise InvalidRequest(f"{param} has type {part.type!r} but no {field}; add it.", param)
     return ContentPart("image_url", image_url=value) if field == "image_url" else ContentPart("text", value)
+
+
+def _tool_choice(choice: ResponseToolChoice) -> NamedToolChoice:
+    if choice.type == "function":
+        return NamedToolChoice(NamedFunction(choice.name) if choice.name is not None else None)
+    if choice.mode is None or choice.tools is None:
+        raise InvalidRequest("tool_choice of type 'allowed_tools' requires mode and tools; add them.", "tool_choice")
+    tools = [NamedTool(NamedFunction(tool.name)) for tool in choice.tools]
+    return NamedToolChoice(None, "allowed_tools", AllowedTools(choice.mode, tools))
 
 
 def _tools(given: list[ResponseTool]) -> list[Tool]:

@@ -15,9 +15,13 @@ _SAME_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_
 
 def sampling_params(request: GenerationFields, grammar: str | None) -> SamplingParams:
     """Returns all but the seed and the bad words, which are tokenised later."""
+    given, top_k = given_fields(request, _SAME_NAMES), max(request.top_k or 0, 0)  # -1 also means all
+    if given.get("top_p") == 0:  # the smallest nucleus: the most likely token
+        del given["top_p"]
+        top_k = 1
     return SamplingParams(
-        **given_fields(request, _SAME_NAMES),
-        top_k=max(request.top_k or 0, 0),  # -1 also means all
+        **given,
+        top_k=top_k,
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
         logprobs=_num_reported(request),

@@ -12,6 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatMessage, JsonObject
+from tandem.proxy.api.output_fields import (
+    Choices,
+    GrammarText,
+    NamedToolChoice,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+)
 
 
 def doc(description: str) -> Meta:
@@ -30,7 +38,7 @@ Count = Annotated[int, Meta(ge=1, le=128)]
 NumTop = Annotated[int, Meta(ge=-1, lt=2**31)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 ThinkingBudget = Annotated[int, Meta(ge=-1, lt=2**31)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
+TopP = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(gt=0, le=1e6)]
@@ -58,8 +66,6 @@ Template = Annotated[str, Meta(min_length=1, max_length=65536)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-GrammarText = Annotated[str, Meta(min_length=1, max_length=131072)]
-Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(min_length=1, max_length=10000)]
 
 _ONE_PROMPT = {"type": "string", "minLength": 1}
 _TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
@@ -78,61 +84,6 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: Annotated[OptionalBool, doc("the usage so far in every chunk")] = False
 
 
-# ---- structured output and tools
-
-
-class JsonSchemaFormat(msgspec.Struct):
-    """strict: null and true refuse schema keywords that cannot be enforced; false ignores them."""
-
-    name: str = ""
-    description: str | None = None
-    schema: JsonObject | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    """json_schema: required if the type is json_schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
-class StructuredOutputs(msgspec.Struct):
-    """vLLM's field; exactly one member is set. grammar: Lark or GBNF."""
-
-    json: str | JsonObject | None = None
-    regex: GrammarText | None = None
-    choice: Choices | None = None
-    grammar: GrammarText | None = None
-    json_object: bool | None = None
-
-
-class FunctionDefinition(msgspec.Struct):
-    """parameters: JSON schema of the arguments. strict: true refuses schema keywords that cannot be enforced."""
-
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct):
-    function: FunctionDefinition
-    type: Literal["function"] = "function"
-
-
-class NamedFunction(msgspec.Struct):
-    name: str
-
-
-class NamedToolChoice(msgspec.Struct):
-    function: NamedFunction
-    type: Literal["function"] = "function"
-
-
-# ---- requests
-
-
 def accepts(*neutral: Any) -> Meta:
     """neutral: accepted values of a field that is not supported, besides null: they request nothing."""
     description = "not supported: other values are refused"
@@ -149,6 +100,10 @@ def neutral_values(kind: type[msgspec.Struct]) -> dict[str, list[Any]]:
     }
 
 
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
+"""Accepted, because they change when an answer comes and what it costs, not the answer."""
+
+
 class NotServed(msgspec.Struct):
     """Fields that are not supported. Only null and their neutral values are accepted."""
 
@@ -163,9 +118,9 @@ class NotServed(msgspec.Struct):
     mm_processor_kwargs: Annotated[Any, accepts({})] = None
     kv_transfer_params: Annotated[Any, accepts({})] = None
     vllm_xargs: Annotated[Any, accepts({})] = None
-    store: Annotated[Any, accepts(False)] = None
-    service_tier: Annotated[Any, accepts("auto", "default")] = None
-    verbosity: Annotated[Any, accepts("medium")] = None
+    store: Annotated[Any, accepts(False, True)] = None
+    service_tier: Annotated[Any, accepts(*SERVICE_TIERS)] = None
+    verbosity: Annotated[Any, accepts("low", "medium", "high")] = None
     repetition_detection: Annotated[Any, accepts()] = None
     watermarking: Annotated[Any, accepts(False)] = None
     media_io_kwargs: Annotated[Any, accepts({})] = None

@@ -11,14 +11,16 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from tandem.protocol.messages.grammar import check_grammar, one_line
-from tandem.proxy.api.schema import (
-    ChatFields,
+from tandem.proxy.api.output_fields import (
     FunctionDefinition,
-    GenerationFields,
     NamedToolChoice,
     ResponseFormat,
     StructuredOutputs,
     Tool,
+)
+from tandem.proxy.api.schema import (
+    ChatFields,
+    GenerationFields,
 )
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.runtime.errors import InvalidRequest
@@ -104,7 +106,7 @@ def _response_format(field: ResponseFormat | None) -> list[Constraint]:
     if field.json_schema is None:
         raise InvalidRequest("response_format of type json_schema requires json_schema.", "response_format.json_schema")
     schema = _ANY_OBJECT if field.json_schema.schema is None else field.json_schema.schema
-    return [_json(schema, "response_format.json_schema.schema", field.json_schema.strict is not False)]
+    return [_json(schema, "response_format.json_schema.schema", field.json_schema.strict is True)]
 
 
 def _constraints(fields: StructuredOutputs, prefix: str) -> list[Constraint]:
@@ -159,26 +161,43 @@ def _with_tools(
         raise InvalidRequest("tools must have different names.", "tools")
     if choice == "none":  # the template does not show tools that the model must not call
         return plan
-    callable_tools = tools
+    is_required, is_named = choice not in (None, "auto"), False
     if isinstance(choice, NamedToolChoice):
-        callable_tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not callable_tools:
-            raise InvalidRequest(f"tool_choice names {choice.function.name!r}, which is not in tools.", "tool_choice")
-    is_required = choice not in (None, "auto")
+        chosen, is_required, is_named = _chosen(choice)
+        if unknown := chosen - set(names):
+            raise InvalidRequest(f"tool_choice names {min(unknown)!r}, which is not in tools.", "tool_choice")
+        allowed = [tool for tool in tools if tool.function.name in chosen]
+    else:
+        allowed = tools
     if constraint is not None and constraint.json_rule is None and not is_required:
         raise InvalidRequest(
             f"{constraint.param} cannot be combined with tools unless tool_choice is none; leave one out.",
             constraint.param,
         )
     grammar = tool_format.grammar(
-        {tool.function.name: _arguments_schema(tool.function) for tool in callable_tools},
+        {tool.function.name: _arguments_schema(tool.function) for tool in allowed},
         is_required=is_required,
         # A named function is called once, as OpenAI does.
-        is_parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice),
+        is_parallel=request.parallel_tool_calls is not False and not is_named,
         content=constraint.json_rule if constraint is not None else None,
     )
-    arguments = {tool.function.name: tool.function.parameters or {} for tool in tools}
-    return OutputPlan(grammar, "tools", [template_tool(tool) for tool in tools], may_call=True, arguments=arguments)
+    shown = tools if is_named else allowed  # no template says which of its tools must not be called
+    arguments = {tool.function.name: tool.function.parameters or {} for tool in shown}
+    return OutputPlan(grammar, "tools", [template_tool(tool) for tool in shown], may_call=True, arguments=arguments)
+
+
+def _chosen(choice: NamedToolChoice) -> tuple[set[str], bool, bool]:
+    """Returns the names of the tools that may be called, whether one must be, and whether it is one named tool."""
+    if choice.type == "function":
+        if choice.function is None:
+            raise InvalidRequest("tool_choice has type 'function' but no function; add it.", "tool_choice.function")
+        return {choice.function.name}, True, True
+    if choice.allowed_tools is None:
+        raise InvalidRequest(
+            "tool_choice has type 'allowed_tools' but no allowed_tools; add it.", "tool_choice.allowed_tools"
+        )
+    names = {tool.function.name for tool in choice.allowed_tools.tools}
+    return names, choice.allowed_tools.mode == "required", False
 
 
 def _arguments_schema(function: FunctionDefinition) -> dict[str, Any]:

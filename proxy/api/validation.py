@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from tandem.protocol.messages.generation import SamplingParams
+from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.api.chat_prompts import ChatPromptBuilder, check_chat_size
 from tandem.proxy.api.field_checks import (
     check_batch,
@@ -80,8 +81,8 @@ class BodyDecoder:
     """Decodes and checks bodies. All methods raise InvalidRequest.
 
     trust_chat_template: clients may send their own chat templates. max_media: images and videos per chat; 0 if the
-    model takes text only. max_sequences: prompts times n. max_logprobs: top tokens that a request may ask for; -1 for
-    all.
+    model takes text only. max_sequences: prompts times n. max_inputs: of a request for embeddings. max_logprobs: top
+    tokens that a request may ask for; -1 for all.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class BodyDecoder:
         max_logprobs: int = 20,
         adapters: AdapterTable | None = None,
         embedding_defaults: EmbeddingDefaults = EmbeddingDefaults(),  # noqa: B008  # frozen
+        max_inputs: int = MAX_INPUTS,
     ) -> None:
+        self._max_inputs = max_inputs
         self._max_sequences = max_sequences
         self._max_logprobs = max_logprobs
         self._adapters = adapters or AdapterTable(None, [], served_model_name)
@@ -179,9 +182,9 @@ class BodyDecoder:
         defaults = self._embedding_defaults
         defaults.check()
         prompt = CompletionPrompt(msgspec.Raw(bytes(request.input)), request.add_special_tokens is not False, "input")
-        if prompt.num_prompts(self._max_sequences) > self._max_sequences:
+        if prompt.num_prompts(self._max_inputs) > self._max_inputs:
             raise InvalidRequest(
-                f"The request has more than {self._max_sequences} inputs, the limit; send fewer in one request.",
+                f"The request has more than {self._max_inputs} inputs, the limit; send fewer in one request.",
                 "input",
             )
         check_truncation(request.truncate_prompt_tokens)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.admission.api_key import scoped_salt
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.messages_response import TokenCount
@@ -62,6 +63,7 @@ class BodyReader:
             config.max_logprobs,
             config.adapter_table(),
             text.embedding_defaults,
+            min(max(config.max_waiting_requests, MAX_INPUTS), config.max_requests_per_client or MAX_INPUTS),
         )
         self._max_logprobs = config.max_logprobs
         self._tokenizer = text.tokenizer

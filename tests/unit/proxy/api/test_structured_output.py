@@ -60,6 +60,7 @@ def schema(value: Any, strict: bool | None = None) -> dict[str, Any]:
          ['{"a": [1]}', "{}", '{\n    "a":\n        2\n}'], ["[]", '{"a"  :1}']),
         ({"response_format": schema({"enum": ["é", 2]})}, ['"é"', "2"], ["1"]),
         ({"response_format": schema({"type": "array", "uniqueItems": True}, strict=False)}, ["[1, 1]"], ["{}"]),
+        ({"response_format": schema({"type": "array", "uniqueItems": True})}, ["[1, 1]"], ["{}"]),
         ({"guided_json": '{"type": "integer"}'}, ["-12"], ["1.5"]),
         ({"guided_regex": r'a/b\d"[/]'}, ['a/b1"/'], ["a/bx"]),
         ({"guided_choice": ['a "b"', "ü\n"]}, ['a "b"', "ü\n"], ["a"]),
@@ -113,7 +114,7 @@ def test_requests_without_constraints_have_no_grammar(reader: BodyReader, fields
     ("fields", "param", "says"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "requires json_schema"),
-        ({"response_format": schema({"uniqueItems": True})}, "response_format.json_schema.schema", "uniqueItems"),
+        ({"response_format": schema({"uniqueItems": True}, True)}, "response_format.json_schema.schema", "uniqueItems"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
         ({"guided_json": "[1"}, "guided_json", "must be a JSON schema"),
         ({"guided_regex": "(?=a)"}, "guided_regex", "look-around"),

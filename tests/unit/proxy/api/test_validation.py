@@ -132,7 +132,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
     ({"top_p": 1.01}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"n": 0}, "n"),
@@ -164,7 +163,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"priority": 101}, "priority"),
     ({"request_id": "with space"}, "request_id"),
-    ({"store": True}, "store"),
+    ({"suffix": "b"}, "suffix"),
+    ({"n": 1.5}, "n"),
+    ({"n": "4"}, "n"),
+    ({"n": 129.0}, "n"),
+    ({"stop_token_ids": [1.0, 1.5]}, "stop_token_ids[1]"),
 ]
 
 
