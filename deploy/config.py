@@ -22,6 +22,7 @@ from tandem.kv_transfer.tiers.mooncake import parse_store_url
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys
+from tandem.proxy.admission.browser_rules import parse_origins
 from tandem.proxy.parsers.parser_names import ReasoningParserName, ToolParserName
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogFormat
@@ -137,6 +138,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "their own /metrics on it too.")] = "127.0.0.1"
     admin_port: Annotated[int, _in("HTTP", ge=0, le=65535, description=
         "Port of the admin routes; 0 uses the port after --port.")] = 0
+    admin_keys_file: Annotated[str, _in("HTTP", description=
+        "File with keys, as --api-keys-file, for requests that change something on the admin address (roles, LoRA "
+        "adapters). Empty takes them without a key if --admin-host is loopback, and refuses them otherwise. With "
+        "--ray, the file must exist on the nodes of proxies.")] = ""
+    cors_origin: Annotated[list[str], _in("HTTP", description=
+        "Origin of web pages that may use the HTTP endpoint from a browser, as https://HOST[:PORT]; * for all. May be "
+        "repeated, or a list separated by commas.")] = []
     trust_request_chat_template: Annotated[bool, _in("HTTP", description=
         "Allow requests to bring their own chat template (Jinja in a sandbox, at most 2 s of CPU time).")] = False
     data_dir: Annotated[str, _in("HTTP", description=
@@ -217,6 +225,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def admin_address(self) -> tuple[str, int]:
         """Host and port of the admin routes."""
         return self.admin_host, self.admin_port or self.port + 1
+
+    @property
+    def cors_origins(self) -> list[str]:
+        """Raises ConfigError."""
+        return parse_origins(self.cors_origin)
 
     @property
     def network(self) -> NetworkConfig:
@@ -412,7 +425,8 @@ def _check_tiers(config: ClusterConfig) -> None:
 
 
 def _check_network(config: ClusterConfig) -> None:
-    """Checks addresses, ports and keys before any process starts."""
+    """Checks addresses, ports, origins and keys before any process starts."""
+    parse_origins(config.cors_origin)
     if config.admin_address[1] in (config.port, 65536):
         raise ConfigError(f"admin_port: {config.admin_address[1]} cannot be used; choose a port other than --port")
     if config.join and not config.cluster_host:

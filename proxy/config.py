@@ -44,6 +44,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       admin_host, admin_port: address of the admin routes, which need no key there; port 0 serves them on `port`.
       api_key, api_keys_file: None and "" let every client in. The file is read again when it changes, see
       `proxy.http.api_keys`.
+      admin_keys_file: keys for requests that change something on the admin address; "" takes them on loopback only.
+      cors_origins: whose pages may use the server from a browser, see `proxy.admission.browser_rules`.
       ssl_certfile, ssl_keyfile: PEM files; with them only HTTPS is served.
       max_connections: HTTP connections, half of them from one address; the descriptor limit may allow fewer.
       max_body_bytes: of one request. client_timeout_s: for a request's head to arrive, for each 16 KiB of its body,
@@ -80,6 +82,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admin_listen_fd: int | None = None
     api_key: str | None = None
     api_keys_file: str = ""
+    admin_keys_file: str = ""
+    cors_origins: list[str] = []
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     worker_wait_s: Annotated[float, Meta(ge=0)] = 60.0

@@ -159,6 +159,9 @@ class ProxyServer:
         api_keys: ApiKeys | None = None
         if config.api_key is not None or config.api_keys_file:
             api_keys = ApiKeys(config.api_key, Path(config.api_keys_file) if config.api_keys_file else None)
+        self._admin_keys: ApiKeys | None = None
+        if config.admin_keys_file:
+            self._admin_keys = ApiKeys(None, Path(config.admin_keys_file), "admin_keys_file")
 
         batches: BatchRunner | None = None
         if config.data_folder:
@@ -199,7 +202,8 @@ class ProxyServer:
         if config.admin_port:
             listener = _listen_socket(config.admin_listen_fd, config.admin_host, config.admin_port)
             limits = ConnectionLimits(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS)
-            http.append(HttpListener(make_admin_app(config, state, set_role), listener, limits, config, has_tls=False))
+            app = make_admin_app(config, state, set_role, self._admin_keys)
+            http.append(HttpListener(app, listener, limits, config, has_tls=False))
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are one line for each bad request
         return http
 
@@ -217,6 +221,8 @@ class ProxyServer:
         tasks = [keep_running(self._update_gauges, "updating gauges", _RESTART_TASK_S)]
         if self._state.api_keys is not None:
             tasks.append(keep_running(self._state.api_keys.watch, "reading the API keys again", _RESTART_TASK_S))
+        if self._admin_keys is not None:
+            tasks.append(keep_running(self._admin_keys.watch, "reading the admin keys again", _RESTART_TASK_S))
         if self._state.batches is not None:
             run_batches = partial(self._state.batches.run, make_batch_app(config, self._state))
             tasks.append(keep_running(run_batches, "running batches", _RESTART_TASK_S))

@@ -21,7 +21,7 @@ from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.config import ProxyConfig
-from tandem.proxy.http.api_keys import KeyFile, parse_keys
+from tandem.proxy.http.api_keys import ApiKeys, KeyFile, parse_keys
 from tandem.proxy.media.source import MediaLimits
 from tandem.runtime.errors import ConfigError
 from tandem.worker.config import WorkerConfig
@@ -85,6 +85,8 @@ class ProcessConfigs:
         self._ranks_per_gpu = ranks_per_gpu
         if cluster.api_keys_file:
             parse_keys(KeyFile(Path(cluster.api_keys_file)).read())
+        if cluster.admin_keys_file and not cluster.ray:
+            ApiKeys(None, Path(cluster.admin_keys_file), "admin_keys_file")
         self._adapters = read_adapters(cluster)
 
     def proxy(self, name: str, place: Place) -> ProxyConfig:
@@ -105,6 +107,8 @@ class ProcessConfigs:
             served_model_name=cluster.served_model_name,
             api_key=cluster.api_key or None,
             api_keys_file=place.api_keys_file or cluster.api_keys_file,
+            admin_keys_file=str(Path(cluster.admin_keys_file).absolute()) if cluster.admin_keys_file else "",
+            cors_origins=cluster.cors_origins,
             ssl_certfile=cluster.ssl_certfile,
             ssl_keyfile=cluster.ssl_keyfile,
             tokenizer_threads=cluster.tokenizer_threads,

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.admission.api_key import InvalidApiKey
+from tandem.proxy.admission.browser_rules import OriginNotAllowed
 from tandem.proxy.answers.request_id import id_header, is_anthropic, request_id_of
 from tandem.proxy.api.messages_response import MessagesError, MessagesErrorDetail
 from tandem.proxy.api.response_store import ResponseNotFound
@@ -88,6 +89,12 @@ class UnknownWorker(InvalidRequest):
     code = "unknown_worker"
 
 
+class AdminAddressIsOpen(InvalidRequest):
+    """The admin address is not on loopback and has no keys, so it changes nothing."""
+
+    code = "admin_keys_missing"
+
+
 class RoleRefused(InvalidRequest):
     """A worker cannot take a role now."""
 
@@ -101,6 +108,8 @@ class ClientDisconnected(RequestAborted):
 _STATUS: dict[type[TandemError], int] = {
     InvalidRequest: 400,
     InvalidApiKey: 401,
+    OriginNotAllowed: 403,
+    AdminAddressIsOpen: 403,
     ModelNotFound: 404,
     AdapterNotFound: 404,
     UnknownRequest: 404,
@@ -132,8 +141,8 @@ _HEADERS: dict[type, dict[str, str]] = {
 """Headers that answers with these errors must have (RFC 9110)."""
 
 _ANTHROPIC_KINDS = {
-    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
-    503: "overloaded_error", 504: "timeout_error",
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 """Anthropic's names of errors, by status."""
 

@@ -14,7 +14,7 @@ from tandem.proxy.api.schema import REQUEST_ID_PATTERN
 from tandem.runtime.errors import InvalidRequest
 
 HEADER = "x-request-id"
-_ANTHROPIC_HEADER = "request-id"
+ANTHROPIC_HEADER = "request-id"
 _VALID = re.compile(REQUEST_ID_PATTERN)
 
 
@@ -38,7 +38,7 @@ def check_request_id(request: Request) -> None:
 
 def id_header(request: Request) -> dict[str, str]:
     request_id = request_id_of(request)
-    return {HEADER: request_id, _ANTHROPIC_HEADER: request_id} if is_anthropic(request) else {HEADER: request_id}
+    return {HEADER: request_id, ANTHROPIC_HEADER: request_id} if is_anthropic(request) else {HEADER: request_id}
 
 
 def is_anthropic(request: Request) -> bool:

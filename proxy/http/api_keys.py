@@ -34,14 +34,15 @@ _UNCHANGED = "the keys that were read before stay valid"
 class ApiKeys:
     """Raises ConfigError for a file that cannot be read, is too large, or holds no keys.
 
-    api_key: valid besides those of the file, and never revoked. file: None if there is none.
+    api_key: valid besides those of the file, and never revoked. file: None if there is none. setting: that names it.
     """
 
-    def __init__(self, api_key: str | None, file: Path | None) -> None:
+    def __init__(self, api_key: str | None, file: Path | None, setting: str = "api_keys_file") -> None:
         self._fixed = {} if api_key is None else {_digest(api_key): _own_client(api_key)}
         self._keys: dict[bytes, ApiKey] = {}
-        self._file = KeyFile(file) if file is not None else None
-        self._replace(parse_keys(self._file.read()) if self._file is not None else {})
+        self._file = KeyFile(file, setting) if file is not None else None
+        self._setting = setting
+        self._replace(parse_keys(self._file.read(), setting) if self._file is not None else {})
 
     def find(self, authorization: str, x_api_key: str = "") -> ApiKey | None:
         """Returns the valid key in one of these headers, or None where there is none.
@@ -64,7 +65,7 @@ class ApiKeys:
             return
         async for text in self._file.changes():
             try:
-                self._replace(await self._file.threads.run(partial(parse_keys, text)))
+                self._replace(await self._file.threads.run(partial(parse_keys, text, self._setting)))
             except TandemError as error:
                 log.error("%s; %s", error, _UNCHANGED)
             else:
@@ -83,10 +84,14 @@ class ApiKeys:
 
 
 class KeyFile:
-    """Reads the file, and again once it has changed. threads: for reading and parsing it, and for nothing else."""
+    """Reads the file, and again once it has changed. threads: for reading and parsing it, and for nothing else.
 
-    def __init__(self, path: Path) -> None:
+    setting: that names the file, for error messages.
+    """
+
+    def __init__(self, path: Path, setting: str = "api_keys_file") -> None:
         self._path = path
+        self._setting = setting
         self.threads = Threads("api keys", 1, 2, _READ_TIMEOUT_S)
         self._read_as: tuple[int, ...] | None = None  # how the file looked when it was read
         self._seen_as: tuple[int, ...] | None = None  # how it looked at the last call of `changed`
@@ -99,7 +104,7 @@ class KeyFile:
             return content.decode()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigError(f"api_keys_file: cannot read {self._path}: {reason}") from error
+            raise ConfigError(f"{self._setting}: cannot read {self._path}: {reason}") from error
 
     def changed(self) -> str | None:
         """Reads the file if it differs from the one read last and has not changed since the last call, else None.
@@ -109,7 +114,7 @@ class KeyFile:
         try:
             looks = _looks(self._path.stat())
         except OSError as error:
-            raise ConfigError(f"api_keys_file: cannot read {self._path}: {error.strerror}") from error
+            raise ConfigError(f"{self._setting}: cannot read {self._path}: {error.strerror}") from error
         is_settled, self._seen_as = looks == self._seen_as, looks
         return self.read() if is_settled and looks != self._read_as else None
 
@@ -133,7 +138,7 @@ class KeyFile:
                 yield text
 
 
-def parse_keys(text: str) -> dict[bytes, str]:
+def parse_keys(text: str, setting: str = "api_keys_file") -> dict[bytes, str]:
     """Returns the client of each key, by digest of the key. Blank lines and lines that begin with # are ignored.
 
     Raises ConfigError, which quotes no line, for a text without keys or with a key that has two names.
@@ -146,9 +151,9 @@ def parse_keys(text: str) -> dict[bytes, str]:
         digest = _digest(key)
         client = f"name {name[0].rstrip()}" if name else _own_client(key)
         if clients.setdefault(digest, client) != client:
-            raise ConfigError(f"api_keys_file: the key in line {number} has another name in a line before")
+            raise ConfigError(f"{setting}: the key in line {number} has another name in a line before")
     if not clients:
-        raise ConfigError("api_keys_file: the file holds no keys; write one on each line")
+        raise ConfigError(f"{setting}: the file holds no keys; write one on each line")
     return clients
 
 

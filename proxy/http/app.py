@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from tandem.proxy.admission.browser_rules import BrowserRules, is_loopback
+from tandem.proxy.answers.errors import AdminAddressIsOpen
 from tandem.proxy.config import ProxyConfig
+from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
+from tandem.proxy.http.browsers import with_cors, with_rules
 from tandem.proxy.http.routes.admin import SetRole, admin_routes
 from tandem.proxy.http.routes.batches import batch_routes
 from tandem.proxy.http.routes.generation import generation_routes
@@ -24,7 +32,10 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
     ]
     if not config.admin_port:
         routes += admin_routes(config, state, set_role)
-    return starlette_app(routes, state.api_keys)
+    app = starlette_app(routes, state.api_keys)
+    if state.api_keys is None:
+        app = with_rules(app, BrowserRules(config.cors_origins, config.host))
+    return with_cors(app, config.cors_origins)
 
 
 def make_batch_app(config: ProxyConfig, state: AppState) -> ASGIApp:
@@ -32,6 +43,19 @@ def make_batch_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     return starlette_app(generation_routes(config, state), None)
 
 
-def make_admin_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:
-    """Returns the application for the admin address. API keys are for clients and do not apply to it."""
-    return starlette_app(admin_routes(config, state, set_role), None)
+def make_admin_app(config: ProxyConfig, state: AppState, set_role: SetRole, keys: ApiKeys | None = None) -> ASGIApp:
+    """Returns the application for the admin address. Clients' API keys do not apply to it.
+
+    keys: for requests that change something; None takes such requests on loopback only.
+    """
+    routes = [replace(route, is_open=route.method == "GET") for route in admin_routes(config, state, set_role)]
+    if keys is None and not is_loopback(config.admin_host):
+        routes = [route if route.is_open else replace(route, handler=_refuse_change) for route in routes]
+    return with_rules(starlette_app(routes, keys), BrowserRules([], config.admin_host))
+
+
+async def _refuse_change(request: Request) -> Response:
+    raise AdminAddressIsOpen(
+        "Everybody who can reach this address could change the cluster, so it needs keys: start Tandem with "
+        "--admin-keys-file, or with --admin-host 127.0.0.1."
+    )

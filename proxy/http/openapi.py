@@ -48,6 +48,7 @@ Json = dict[str, Any]
 ERRORS = {
     400: "the request is wrong; param names the field",
     401: "the API key is missing or wrong",
+    403: "the page that sends the request is of a site that is not allowed; see --cors-origin",
     404: "there is no such model, stored response or path",
     405: "the path does not take this method",
     408: "the body arrived too slowly",
@@ -106,7 +107,7 @@ class RouteDoc:
     @property
     def errors(self) -> list[int]:
         of_key = () if self.is_open else (401,)
-        of_body = () if self.body is None and self.form is None else (400, 404, 408, 413, 415, 503, 504)
+        of_body = () if self.body is None and self.form is None else (400, 403, 404, 408, 413, 415, 503, 504)
         return sorted({405, 431, 500, *of_key, *of_body, *self.more_errors})
 
 
