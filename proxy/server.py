@@ -165,7 +165,8 @@ class ProxyServer:
 
         batches: BatchRunner | None = None
         if config.data_folder:
-            batches = BatchRunner(Path(config.data_folder), api_keys.of_client if api_keys is not None else None)
+            key_of = api_keys.of_client if api_keys is not None else None
+            batches = BatchRunner(Path(config.data_folder), key_of, metrics.damaged_files.inc)
 
         self._state = AppState(
             text=text,
@@ -250,6 +251,10 @@ class ProxyServer:
         self._state.readers.close()
         if self._state.media is not None:
             self._state.media.close()
+        if self._state.batches is not None:
+            self._state.batches.close()
+        if self._state.responses is not None:
+            self._state.responses.threads.close()
         self._context.destroy(linger=300)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

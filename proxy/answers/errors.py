@@ -18,7 +18,8 @@ from tandem.proxy.api.response_store import ResponseNotFound
 from tandem.proxy.api.responses import ErrorDetail, ErrorResponse
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.batches.batch_store import BatchNotFound
-from tandem.proxy.batches.file_store import FileNotFound, StorageFull
+from tandem.proxy.batches.file_store import FileNotFound
+from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.cluster.adapter_table import AdapterNotFound
 from tandem.runtime.errors import (
     InternalError,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -163,6 +163,7 @@ class ResponseAnswers(ParsedAnswers):
     def chunk(self, delta: TextDelta) -> Iterable[bytes]:
         if not self._has_begun:
             self._has_begun = True
+            self._hold_shown()
             yield self._encoded(ResponseCreated(self._object("in_progress")))
             yield self._encoded(ResponseInProgress(self._object("in_progress")))
         self._held.grow(len(delta.text.encode()))  # the last event repeats the text
@@ -186,8 +187,13 @@ class ResponseAnswers(ParsedAnswers):
         failure = ResponseFailure(code, error.message)
         return self._encoded(ResponseFailed(replace(self._object("failed"), error=failure)))
 
+    def _hold_shown(self) -> None:
+        """Counts what the answer repeats of the request, such as tools."""
+        self._held.grow(sum(map(len, self._options.shown.values())))
+
     def _whole(self, choices: list[Any]) -> list[Part]:
         [choice] = choices
+        self._hold_shown()
         parsed, _ = self._parse_whole(choice)
         for _ in self._writer.push(parsed):
             pass
@@ -235,11 +241,10 @@ class ResponseAnswers(ParsedAnswers):
         """Keeps the response if it is to be stored. Without room it is not kept, which is logged."""
         if self._store is None or not self._options.store:
             return
-        stored = StoredResponse(
-            msgspec.Raw(response), msgspec.Raw(self._options.input), self._options.previous_response_id or ""
-        )
+        stored = StoredResponse(response, self._options.input, self._options.previous_response_id or "")
+        save = partial(self._store.save, self._scope, self._id, stored)
         try:
-            if not await asyncio.to_thread(self._store.save, self._scope, self._id, stored):
+            if not await self._store.threads.run(save):
                 log.warning("the response %s is too large to be stored", self._id)
         except OSError as error:
             log.error("cannot store the response %s: %s", self._id, error.strerror)

@@ -33,7 +33,7 @@ async def begun(receive: Receive, events: AsyncGenerator[bytes, None], wait_s: f
     Raises what the generator raises before that, and ClientDisconnected. An error can then be an HTTP status; a later
     one must be an event.
     """
-    first = asyncio.ensure_future(anext(events))
+    first = start(anext(events))
     try:
         await unless_disconnected(receive, asyncio.wait({first}, timeout=wait_s))
         if first.done():
@@ -87,7 +87,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._sent_at = asyncio.get_running_loop().time()
-        keeping_alive = asyncio.ensure_future(self._send_keep_alives(send))
+        keeping_alive = start(self._send_keep_alives(send))
         try:
             last = await self._send_events(send)
         finally:

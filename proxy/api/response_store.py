@@ -1,23 +1,31 @@
 """Stored responses: one file each, in a folder that the proxies of a host share.
 
-A file has the input and the answer of its own response, and the id of the one before it. Old files are removed when all
-together are too large or too many. Responses end with the cluster, whose folder they are in.
+A file has the input and the answer of its own response, and the id of the one before it. It begins with one line, the
+sizes of the parts that follow, so that an answer or a few items are read without the rest. Old files are removed when
+all together are too large or too many. Responses end with the cluster, whose folder they are in.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
-from tandem.proxy.api.responses_request import InputItem
+from tandem.proxy.api.responses_request import InputItem, ItemIndex, StoredInput
 from tandem.runtime.errors import InvalidRequest
-from tandem.runtime.whole_file import write_whole
+from tandem.runtime.threads import Threads
+from tandem.runtime.whole_file import remove_abandoned, write_whole
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
 """Limit for all stored responses together; beyond it the least recently used ones are removed. Of several clients, each
@@ -31,6 +39,8 @@ MAX_HISTORY_BYTES = 64 << 20
 """Limit for all responses that one request continues."""
 _CHECK_INTERVAL_S, _CHECK_BYTES = 30.0, 16 << 20
 """Old responses are removed after this time, or after this much that was stored, whichever comes first."""
+_MAX_HEAD_BYTES = 8192
+_NUM_THREADS = 4
 
 
 class ResponseNotFound(InvalidRequest):
@@ -46,32 +56,61 @@ class PreviousResponseNotFound(InvalidRequest):
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """response: the answer. input: items of the request. previous: id of the response before it, or ""."""
+    response: bytes  # JSON of the answer
+    input: StoredInput
+    previous: str = ""  # id of the response before it
 
-    response: msgspec.Raw
-    input: msgspec.Raw
-    previous: str = ""
+
+class _Head(msgspec.Struct, frozen=True):
+    """The first line of a file. The index, the items and the answer follow."""
+
+    previous: str
+    num_index_bytes: int
+    num_item_bytes: int
 
 
 class _Output(msgspec.Struct):
     output: list[InputItem]
 
 
+class ItemReader:
+    """The items of one stored response, whose file is open."""
+
+    def __init__(self, file: BinaryIO, index: ItemIndex, start: int) -> None:
+        """start: of the first item in the file."""
+        self._file = file
+        self._index = index
+        self._starts = list(accumulate(index.sizes, initial=start))
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids in the order of the request."""
+        return self._index.ids
+
+    def item(self, number: int) -> bytes:
+        """Returns an item as JSON."""
+        self._file.seek(self._starts[number])
+        return self._file.read(self._index.sizes[number])
+
+
 class ResponseStore:
     """The stored responses of all clients. scope: of the client's API key.
 
-    All methods block on files; call them on a thread or in another process.
+    All methods block on files; call them on `threads` or in another process.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.threads = Threads("responses", _NUM_THREADS)
         self._folder = folder
         self._checked_at = 0.0
         self._num_unchecked_bytes = 0
 
     def save(self, scope: str, response_id: str, stored: StoredResponse) -> bool:
         """Returns False if the response is too large. Raises OSError."""
-        content = msgspec.json.encode(stored)
-        if len(content) > MAX_RESPONSE_BYTES:
+        head = _Head(stored.previous, len(stored.input.index), len(stored.input.items))
+        first = msgspec.json.encode(head) + b"\n"
+        content = b"".join((first, stored.input.index, stored.input.items, stored.response))
+        if len(content) > MAX_RESPONSE_BYTES or len(first) > _MAX_HEAD_BYTES:
             return False
         file = self._file(scope, response_id)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,34 +118,27 @@ class ResponseStore:
         write_whole(file, content)
         return True
 
-    def load(self, scope: str, response_id: str) -> StoredResponse:
-        """Raises ResponseNotFound."""
-        file = self._file(scope, response_id)
-        try:
-            content = file.read_bytes()
-            if time.time() - file.stat().st_mtime > MAX_AGE_S:
-                raise FileNotFoundError
-            os.utime(file)
-        except FileNotFoundError as error:
-            raise ResponseNotFound(
-                f"There is no response {response_id!r} here: it was not stored, is older than {MAX_AGE_S / 3600:g} "
-                f"hours, is larger than {MAX_RESPONSE_BYTES >> 20} MiB, or was removed to make room for others.",
-                "response_id",
-            ) from error
-        return msgspec.json.decode(content, type=StoredResponse)
+    def load(self, scope: str, response_id: str) -> bytes:
+        """Returns the answer as JSON. Raises ResponseNotFound."""
+        with self._opened(scope, response_id) as (file, head):
+            file.seek(head.num_index_bytes + head.num_item_bytes, os.SEEK_CUR)
+            return file.read()
 
-    def input_items(self, scope: str, response_id: str) -> list[InputItem]:
-        """Returns the items that the response was asked with, in their order. Raises ResponseNotFound."""
-        return msgspec.json.decode(self.load(scope, response_id).input, type=list[InputItem])
+    @contextmanager
+    def input_items(self, scope: str, response_id: str) -> Iterator[ItemReader]:
+        """Opens the items that the response was asked with. Raises ResponseNotFound."""
+        with self._opened(scope, response_id) as (file, head):
+            index = msgspec.json.decode(file.read(head.num_index_bytes), type=ItemIndex)
+            yield ItemReader(file, index, file.tell())
 
     def delete(self, scope: str, response_id: str) -> None:
         """Raises ResponseNotFound."""
-        self.load(scope, response_id)
-        self._file(scope, response_id).unlink(missing_ok=True)
+        with self._opened(scope, response_id):
+            self._file(scope, response_id).unlink(missing_ok=True)
 
     def history(self, scope: str, response_id: str) -> list[InputItem]:
         """Returns the items of a response and of those before it, oldest first. Raises PreviousResponseNotFound."""
-        chain: list[StoredResponse] = []
+        chain: list[tuple[list[bytes], bytes]] = []
         num_bytes, wanted = 0, response_id
         known: set[str] = set()
         while wanted:
@@ -118,21 +150,49 @@ class ResponseStore:
                 )
             known.add(wanted)
             try:
-                chain.append(self.load(scope, wanted))
+                with self._opened(scope, wanted) as (file, head):
+                    num_bytes += os.fstat(file.fileno()).st_size
+                    if num_bytes > MAX_HISTORY_BYTES:
+                        raise InvalidRequest(
+                            f"The responses before this one have more than {MAX_HISTORY_BYTES >> 20} MiB; begin a new "
+                            "chain.",
+                            "previous_response_id",
+                        )
+                    index = msgspec.json.decode(file.read(head.num_index_bytes), type=ItemIndex)
+                    chain.append(([file.read(size) for size in index.sizes], file.read()))
             except ResponseNotFound as error:
                 raise PreviousResponseNotFound(error.message, "previous_response_id") from error
-            num_bytes += len(bytes(chain[-1].input)) + len(bytes(chain[-1].response))
-            if num_bytes > MAX_HISTORY_BYTES:
-                raise InvalidRequest(
-                    f"The responses before this one have more than {MAX_HISTORY_BYTES >> 20} MiB; begin a new chain.",
-                    "previous_response_id",
-                )
-            wanted = chain[-1].previous
+            wanted = head.previous
         items: list[InputItem] = []
-        for stored in reversed(chain):
-            items += msgspec.json.decode(stored.input, type=list[InputItem])
-            items += msgspec.json.decode(stored.response, type=_Output).output
+        for encoded, response in reversed(chain):
+            items += [msgspec.json.decode(each, type=InputItem) for each in encoded]
+            items += msgspec.json.decode(response, type=_Output).output
         return items
+
+    @contextmanager
+    def _opened(self, scope: str, response_id: str) -> Iterator[tuple[BinaryIO, _Head]]:
+        """Opens a file and reads its first line. A file that cannot be read is removed. Raises ResponseNotFound."""
+        path = self._file(scope, response_id)
+        try:
+            with path.open("rb") as file:
+                if time.time() - os.fstat(file.fileno()).st_mtime > MAX_AGE_S:
+                    raise FileNotFoundError
+                os.utime(file.fileno())
+                head = msgspec.json.decode(file.readline(_MAX_HEAD_BYTES), type=_Head)
+                yield file, head
+        except FileNotFoundError as error:
+            raise ResponseNotFound(
+                f"There is no response {response_id[:100]!r} here: it was not stored, is older than "
+                f"{MAX_AGE_S / 3600:g} hours, is larger than {MAX_RESPONSE_BYTES >> 20} MiB, or was removed to make "
+                "room for others.",
+                "response_id",
+            ) from error
+        except msgspec.DecodeError as error:
+            log.error("removed the stored response %s, which cannot be read: %s", path, error)
+            path.unlink(missing_ok=True)
+            raise ResponseNotFound(
+                f"The response {response_id[:100]!r} was damaged and is lost.", "response_id"
+            ) from error
 
     def _file(self, scope: str, response_id: str) -> Path:
         client = sha256(scope.encode()).hexdigest()[:32]
@@ -145,8 +205,10 @@ class ResponseStore:
         if now - self._checked_at < _CHECK_INTERVAL_S and self._num_unchecked_bytes < _CHECK_BYTES:
             return
         self._checked_at, self._num_unchecked_bytes = now, 0
+        for folder in self._folder.iterdir():
+            remove_abandoned(folder)
         found = []
-        for file in self._folder.glob("*/*"):
+        for file in self._folder.glob("*/*.json"):
             with suppress(FileNotFoundError):  # another proxy removes files too
                 status = file.stat()
                 found.append((status.st_mtime, status.st_size, file))

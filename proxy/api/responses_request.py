@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
-from msgspec.structs import replace
 
 from tandem.proxy.api.chat_messages import (
     MAX_CHAT_MESSAGES,
@@ -50,12 +50,16 @@ from tandem.runtime.errors import InvalidRequest
 
 PART_TYPES = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text", "input_image")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+_ITEM_STATUSES = ("in_progress", "completed", "incomplete")
+MAX_ITEM_ID_LENGTH = 256
+"""Items with longer ids are stored under new ones."""
+_NO_ANNOTATIONS = msgspec.Raw(b"[]")
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
 class InputPart(msgspec.Struct, omit_defaults=True):
     """type: kind of the content: input_text, output_text, refusal, reasoning_text, summary_text or input_image.
-    annotations: ignored.
+    annotations: ignored, and not even decoded: they may be millions.
     """
 
     type: Annotated[str, Meta(extra_json_schema={"enum": list(PART_TYPES)})]
@@ -63,7 +67,10 @@ class InputPart(msgspec.Struct, omit_defaults=True):
     refusal: str | None = None
     image_url: Annotated[str | None, Meta(description="a data, http or https URL; docs/media.md")] = None
     detail: str | None = None
-    annotations: list[Any] | UnsetType | None = UNSET
+    annotations: msgspec.Raw | UnsetType = UNSET
+
+
+Content = str | list[InputPart] | None
 
 
 class InputItem(msgspec.Struct, omit_defaults=True):
@@ -75,14 +82,28 @@ class InputItem(msgspec.Struct, omit_defaults=True):
 
     type: Annotated[str | None, Meta(extra_json_schema={"enum": [None, *ITEM_TYPES]})] = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[InputPart] | None = None
+    content: Content = None
     id: str | None = None
     status: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[InputPart] | None = None
+    output: Content = None
     summary: list[InputPart] | None = None
+
+
+class ItemIndex(msgspec.Struct, frozen=True):
+    """Where the items of a stored request are."""
+
+    ids: list[str]
+    sizes: list[int]  # bytes of each item
+
+
+class StoredInput(msgspec.Struct, frozen=True):
+    """The items of a request as they are stored, so that one of them can be read without decoding the others."""
+
+    items: bytes  # JSON of each item, one after another
+    index: bytes  # JSON of an `ItemIndex`
 
 
 # ---- tools and output
@@ -195,17 +216,13 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """The fields of a request that its answer needs. input: items as JSON, to be stored.
-
-    shown: fields to repeat, as JSON, whose integers may be larger than those of other encodings.
-    namespaces: of functions that have one, by name.
-    """
+    """The fields of a request that its answer needs."""
 
     store: bool
     previous_response_id: str | None
-    input: bytes
-    shown: dict[str, bytes]
-    namespaces: dict[str, str]
+    input: StoredInput  # empty if the response is not stored
+    shown: dict[str, bytes]  # JSON of the fields that the answer repeats, without those that are null
+    namespaces: dict[str, str]  # of functions that have one, by name
 
 
 _SHOWN = (
@@ -216,32 +233,60 @@ _NEUTRAL_VALUES = neutral_values(ResponseRequest)
 
 
 def options_of(request: ResponseRequest) -> ResponseOptions:
-    items = [InputItem("message", "user", request.input)] if isinstance(request.input, str) else request.input
-    items = [_listed(item) for item in items]
+    stored, given = request.store is not False, request.input
+    items = [InputItem("message", "user", given)] if isinstance(given, str) else given
     namespaces = {each.name or "": tool.name or "" for tool in request.tools or () for each in _functions(tool)}
     values = {name: getattr(request, name) for name in _SHOWN}
     shown = {name: msgspec.json.encode(value) for name, value in values.items() if value is not None}
-    return ResponseOptions(
-        request.store is not False, request.previous_response_id, msgspec.json.encode(items), shown, namespaces
-    )
+    kept = stored_input([_listed(item) for item in items] if stored else [])
+    return ResponseOptions(stored, request.previous_response_id, kept, shown, namespaces)
+
+
+def stored_input(items: Sequence[InputItem]) -> StoredInput:
+    """items: with ids."""
+    encoded = [msgspec.json.encode(item) for item in items]
+    index = ItemIndex([item.id or "" for item in items], [len(each) for each in encoded])
+    return StoredInput(b"".join(encoded), msgspec.json.encode(index))
 
 
 def _listed(item: InputItem) -> InputItem:
-    """Returns the item as OpenAI lists it: with an id, and with content in parts."""
+    """Returns the item as OpenAI lists it: with an id, content in parts, and none of the fields that are ignored."""
     kind = item.type or "message"
-    item_id = item.id or f"{_ID_PREFIXES.get(kind, 'item')}_{secrets.token_hex(12)}"
-    content = item.content
-    if isinstance(content, str):
-        content = [InputPart("output_text" if item.role == "assistant" else "input_text", content)]
-    parts = None if content is None else [_listed_part(part) for part in content]
-    arguments = "{}" if kind == "function_call" and item.arguments is None else item.arguments
-    return replace(item, type=kind, id=item_id, status=item.status or "completed", content=parts, arguments=arguments)
+    item_id = item.id if item.id and len(item.id) <= MAX_ITEM_ID_LENGTH else None
+    kept = InputItem(kind, id=item_id or f"{_ID_PREFIXES.get(kind, 'item')}_{secrets.token_hex(12)}")
+    kept.status = item.status if item.status in _ITEM_STATUSES else "completed"
+    match kind:
+        case "message":
+            content = item.content
+            if isinstance(content, str):
+                content = [InputPart("output_text" if item.role == "assistant" else "input_text", content)]
+            kept.role, kept.content = item.role, _listed_parts(content)
+        case "function_call":
+            arguments = "{}" if item.arguments is None else item.arguments
+            kept.call_id, kept.name, kept.arguments = item.call_id, item.name, arguments
+        case "function_call_output":
+            kept.call_id, kept.output = item.call_id, _listed_parts(item.output)
+        case "reasoning":
+            kept.content = _listed_parts(item.content)
+            kept.summary = None if item.summary is None else [_listed_part(part) for part in item.summary]
+    return kept
+
+
+def _listed_parts(parts: Content) -> Content:
+    """Returns the parts without what this server ignores; a text stays as it is."""
+    return [_listed_part(part) for part in parts] if isinstance(parts, list) else parts
 
 
 def _listed_part(part: InputPart) -> InputPart:
-    if part.type == "output_text" and not part.annotations:
-        return replace(part, annotations=[])
-    return replace(part, detail=part.detail or "auto") if part.type == "input_image" else part
+    match part.type:
+        case "input_image":
+            return InputPart(part.type, image_url=part.image_url, detail=part.detail or "auto")
+        case "refusal":
+            return InputPart(part.type, refusal=part.refusal)
+        case "output_text":
+            return InputPart(part.type, part.text, annotations=_NO_ANNOTATIONS)
+        case _:
+            return InputPart(part.type, part.text)
 
 
 def _functions(tool: ResponseTool) -> list[ResponseTool]:

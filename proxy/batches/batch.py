@@ -12,6 +12,9 @@ from tandem.proxy.api.schema import Metadata, doc
 from tandem.runtime.errors import InvalidRequest
 
 MAX_LINES = 50_000
+"""Requests of a batch."""
+MAX_FILE_LINES = 2 * MAX_LINES
+"""Lines of a file, blank ones included."""
 MAX_LINE_BYTES = 16 << 20
 """Size of one line of a file, which is one request."""
 WINDOW_S = 24 * 3600
@@ -167,6 +170,10 @@ def check_lines(lines: Iterable[bytes], endpoint: str) -> tuple[int, list[LineEr
     known: set[str] = set()
     num_requests = 0
     for number, data in enumerate(lines, start=1):
+        if number > MAX_FILE_LINES:
+            message = f"The file has more than {MAX_FILE_LINES} lines; remove blank ones."
+            errors.append(LineError("too_many_lines", message, number))
+            return num_requests, errors
         if not data.strip():
             continue
         num_requests += 1

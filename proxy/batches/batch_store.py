@@ -2,7 +2,8 @@
 for whom it runs.
 
 The proxy that runs a batch holds a lock on its `.owner`. `.output` and `.error` have the results so far, `.cancel`
-exists once it is to be cancelled. All methods block on the disk: call them on a thread.
+exists once it is to be cancelled, `.lines` has the lines that are running. All methods block on the disk: call them on
+a thread.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.proxy.batches import file_store
 from tandem.proxy.batches.batch import (
     FINAL,
     WINDOW_S,
@@ -31,22 +33,51 @@ from tandem.proxy.batches.batch import (
     finished_id,
     read_lines,
 )
-from tandem.proxy.batches.file_store import FileStore, new_id, storage_errors, write_json
+from tandem.proxy.batches.file_store import FileStore
+from tandem.proxy.batches.json_files import (
+    DAMAGED_SUFFIX,
+    OnDamaged,
+    ids_in,
+    new_id,
+    read_json,
+    storage_errors,
+    write_json,
+)
+from tandem.proxy.batches.line_journal import LineJournal
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.whole_file import ABANDONED_AFTER_S, remove_abandoned
 
 MAX_UNFINISHED = 64
 """Limit for the batches of one client that have not ended."""
 MAX_BATCHES = 10_000
 """Batches of one client that are kept. Older ones are forgotten; their files stay."""
 _ID = re.compile(r"batch_[0-9a-f]{24}")
-_SUFFIXES = (".json", ".cancel")
+_FINAL_SUFFIXES = (".json", ".cancel")
 """Files of a batch that has ended."""
+_RUN_SUFFIXES = (".output", ".error", ".cancel", ".lines", ".owner")
+"""Files of a batch that has not ended, beside `.json`."""
+_ROOM_INTERVAL_S = 10.0
+"""Time between two looks at what the files of a client take while its batches run."""
 
 
 class BatchNotFound(InvalidRequest):
     """The client has no batch with this id."""
 
     code = "batch_not_found"
+
+
+class NoRoomForResults(InvalidRequest):
+    """The client's files and results have reached their limit."""
+
+    code = "storage_limit_exceeded"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a line of the input is."""
+
+    number: int  # from 1
+    offset: int  # bytes before it
+    num_bytes: int
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -59,10 +90,13 @@ class Owner(msgspec.Struct, frozen=True):
 class BatchFiles:
     """One batch, whose lock this process holds until `close`."""
 
-    def __init__(self, folder: Path, batch_id: str, lock: int, files: FileStore) -> None:
-        self._folder, self._id, self._lock, self._files = folder, batch_id, lock, files
-        self.owner = msgspec.json.decode(self._file(".owner").read_bytes(), type=Owner)
-        self.batch = msgspec.json.decode(self._file(".json").read_bytes(), type=BatchObject)
+    def __init__(self, folder: Path, batch: BatchObject, owner: Owner, lock: int, files: FileStore) -> None:
+        self._folder, self._id, self._lock, self._files = folder, batch.id, lock, files
+        self.owner = owner
+        self.batch = batch
+        self.journal = LineJournal(self._file(".lines"))
+        self._room_checked_at = -_ROOM_INTERVAL_S
+        self._num_room_bytes = 0  # left for the client at that time
 
     def close(self) -> None:
         os.close(self._lock)
@@ -71,18 +105,18 @@ class BatchFiles:
     def is_cancelled(self) -> bool:
         return self._file(".cancel").exists()
 
-    def save(self, batch: BatchObject) -> None:
-        write_json(self._file(".json"), batch)
+    def save(self, batch: BatchObject, *, durable: bool = True) -> None:
+        write_json(self._file(".json"), batch, durable=durable)
         self.batch = batch
         if batch.status in FINAL:
-            self._file(".cancel").unlink(missing_ok=True)
-            self._file(".owner").unlink(missing_ok=True)
+            for suffix in (".cancel", ".lines", ".owner"):
+                self._file(suffix).unlink(missing_ok=True)
 
     def check(self) -> BatchObject:
         """Returns the batch after its lines were checked: in progress or failed."""
         now = time.time()
         try:
-            with self._files.path(self.batch.input_file_id).open("rb") as lines:
+            with self._files.open(self.batch.input_file_id) as lines:
                 num_requests, errors = check_lines(read_lines(lines), self.batch.endpoint)
         except InvalidRequest as error:
             return self.batch.with_errors(now, [LineError(error.code, error.message)])
@@ -90,9 +124,32 @@ class BatchFiles:
             return self.batch.with_errors(now, errors)
         return self.batch.became("in_progress", now, request_counts=RequestCounts(num_requests))
 
-    def lines(self) -> Iterator[bytes]:
-        with self._files.path(self.batch.input_file_id).open("rb") as lines:
-            yield from read_lines(lines)
+    def places(self) -> Iterator[tuple[Place, bytes]]:
+        """Yields the lines that are not blank, and where they are. Raises FileNotFound."""
+        with self._files.open(self.batch.input_file_id) as lines:
+            offset = 0
+            for number, line in enumerate(read_lines(lines), start=1):
+                if line.strip():
+                    yield Place(number, offset, len(line)), line
+                offset = lines.tell()
+
+    def read(self, place: Place) -> bytes:
+        """Raises FileNotFound."""
+        with self._files.open(self.batch.input_file_id) as lines:
+            lines.seek(place.offset)
+            return lines.read(place.num_bytes)
+
+    def check_room(self) -> None:
+        """Raises NoRoomForResults once the client's files and results have reached their limit."""
+        now = time.monotonic()
+        if now - self._room_checked_at >= _ROOM_INTERVAL_S:
+            self._room_checked_at = now
+            self._num_room_bytes = file_store.MAX_CLIENT_BYTES - self._files.used_bytes()
+        if self._num_room_bytes <= 0:
+            raise NoRoomForResults(
+                f"Your files and results have reached the limit of {file_store.MAX_CLIENT_BYTES} bytes. The results so "
+                "far are kept; delete files, and send the other requests in a new batch."
+            )
 
     def finished(self) -> set[str]:
         """Returns the custom_ids that have results. A line that was cut off by a crash is removed."""
@@ -117,6 +174,7 @@ class BatchFiles:
         """Adds a result. Raises StorageFull and adds nothing."""
         file = self._file(".output" if result.is_success else ".error")
         data = msgspec.json.encode(result) + b"\n"
+        self._num_room_bytes -= len(data)
         with storage_errors(), os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", 0) as out:
             before = os.fstat(out.fileno()).st_size
             try:
@@ -161,24 +219,24 @@ class BatchFiles:
 class BatchStore:
     """The batches of one client."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_damaged: OnDamaged = lambda: None) -> None:
         """folder: of the client."""
         self._folder = folder / "batches"
-        self.files = FileStore(folder)
+        self._on_damaged = on_damaged
+        self.files = FileStore(folder, on_damaged)
 
     def create(self, request: BatchRequest, owner: Owner) -> BatchObject:
         """Raises InvalidRequest, StorageFull."""
         stored = self.files.get(request.input_file_id)
         if stored.purpose != "batch":
             raise InvalidRequest(f"The file {stored.id} was not uploaded with the purpose 'batch'.", "input_file_id")
-        self.files.check_room()  # for its results
-        known = self.all()
-        if sum(each.status not in FINAL for each in known) >= MAX_UNFINISHED:
+        self.files.check_room(1)  # for its results
+        if sum(1 for _ in self._folder.glob("batch_*.owner")) >= MAX_UNFINISHED:
             raise InvalidRequest(f"You have {MAX_UNFINISHED} batches that have not ended, the limit; wait for one.")
-        for old in known[MAX_BATCHES - 1 :]:
-            if old.status in FINAL:
-                for suffix in _SUFFIXES:
-                    (self._folder / f"{old.id}{suffix}").unlink(missing_ok=True)
+        for old in self.ids()[: -MAX_BATCHES + 1]:
+            if not (self._folder / f"{old}.owner").exists():
+                for suffix in _FINAL_SUFFIXES:
+                    (self._folder / f"{old}{suffix}").unlink(missing_ok=True)
         now = int(time.time())
         batch = BatchObject(
             id=new_id("batch_"),
@@ -194,19 +252,21 @@ class BatchStore:
         write_json(self._folder / f"{batch.id}.json", batch)
         return batch
 
+    def find(self, batch_id: str) -> BatchObject | None:
+        """Returns None for a batch that does not exist or is damaged."""
+        if not _ID.fullmatch(batch_id):
+            return None
+        batch = read_json(self._folder / f"{batch_id}.json", BatchObject, self._on_damaged)
+        if batch is not None and batch.status not in FINAL:
+            with suppress(FileNotFoundError):  # it is not to be cancelled, or ends at this moment
+                return batch.became("cancelling", (self._folder / f"{batch_id}.cancel").stat().st_mtime)
+        return batch
+
     def get(self, batch_id: str) -> BatchObject:
         """Raises BatchNotFound."""
-        if _ID.fullmatch(batch_id):
-            try:
-                batch = msgspec.json.decode((self._folder / f"{batch_id}.json").read_bytes(), type=BatchObject)
-            except FileNotFoundError:
-                pass
-            else:
-                if batch.status not in FINAL:
-                    with suppress(FileNotFoundError):  # it is not to be cancelled, or ends at this moment
-                        return batch.became("cancelling", (self._folder / f"{batch_id}.cancel").stat().st_mtime)
-                return batch
-        raise BatchNotFound(f"There is no batch {batch_id[:100]!r}.", "batch_id")
+        if (batch := self.find(batch_id)) is None:
+            raise BatchNotFound(f"There is no batch {batch_id[:100]!r}.", "batch_id")
+        return batch
 
     def cancel(self, batch_id: str) -> BatchObject:
         """Raises BatchNotFound, InvalidRequest if it has ended."""
@@ -217,34 +277,53 @@ class BatchStore:
             (self._folder / f"{batch_id}.cancel").touch(0o600)
         return self.get(batch_id)
 
-    def all(self) -> list[BatchObject]:
-        """Returns all batches, newest first."""
-        found = []
-        for about in self._folder.glob("batch_*.json"):
-            try:
-                found.append(self.get(about.stem))
-            except BatchNotFound:
-                continue
-        return sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True)
+    def ids(self) -> list[str]:
+        """Returns the ids of all batches, oldest first."""
+        return ids_in(self._folder, _ID)
 
-    def hold_unfinished(self) -> Iterator[BatchFiles]:
-        """Yields the batches that have not ended and that no other process holds. The caller closes each."""
-        for owner in self._folder.glob("batch_*.owner"):
+    def hold_unfinished(self, max_held: int = MAX_UNFINISHED) -> Iterator[BatchFiles]:
+        """Yields the batches that have not ended and no other process holds, oldest first. The caller closes each."""
+        num_held = 0
+        for file in sorted(self._folder.glob("batch_*.owner")):
+            if num_held >= max_held:
+                return
             try:
-                lock = os.open(owner, os.O_RDWR | os.O_CLOEXEC)
+                lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
             except FileNotFoundError:  # it ended meanwhile
                 continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = BatchFiles(self._folder, owner.stem, lock, self.files)
-            except (BlockingIOError, FileNotFoundError):  # another proxy runs it, or is creating or ending it
+                owner = read_json(file, Owner, self._on_damaged)
+                batch = read_json(self._folder / f"{file.stem}.json", BatchObject, self._on_damaged)
+            except BlockingIOError:  # another proxy runs it
                 os.close(lock)
                 continue
             except BaseException:
                 os.close(lock)
                 raise
-            if held.batch.status in FINAL:  # a proxy ended between the two halves of `save`
-                held.save(held.batch)
+            if owner is None or batch is None:  # it is being created or ended, or a file is damaged
+                if batch is not None and batch.status not in FINAL:
+                    error = LineError("damaged", "The server cannot read what it stored about this batch.")
+                    write_json(self._folder / f"{batch.id}.json", batch.with_errors(time.time(), [error]))
+                os.close(lock)
+                continue
+            held = BatchFiles(self._folder, batch, owner, lock, self.files)
+            if batch.status in FINAL:  # a proxy ended between the two halves of `save`
+                held.save(batch)
                 held.close()
                 continue
+            num_held += 1
             yield held
+
+    def remove_orphans(self) -> None:
+        """Removes what killed processes have left of files and batches."""
+        remove_abandoned(self._folder)
+        for suffix in _RUN_SUFFIXES:
+            for file in self._folder.glob(f"batch_*{suffix}"):
+                with suppress(FileNotFoundError):
+                    batch = file.with_suffix(".json")
+                    is_known = batch.exists() or batch.with_name(batch.name + DAMAGED_SUFFIX).exists()
+                    if not is_known and time.time() - file.stat().st_mtime > ABANDONED_AFTER_S:
+                        file.unlink()
+        if not any(self._folder.glob("batch_*.owner")):
+            self.files.remove_orphans()

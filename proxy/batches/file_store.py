@@ -6,30 +6,27 @@ file without it is not complete. All methods block on the disk: call them on a t
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import secrets
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import msgspec
 
-from tandem.runtime.errors import InvalidRequest, TandemError
-from tandem.runtime.whole_file import write_whole
+from tandem.proxy.batches.json_files import OnDamaged, ids_in, new_id, read_json, storage_errors, write_json
+from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.whole_file import ABANDONED_AFTER_S, partial_name, remove_abandoned, sync_folder
 
 MAX_FILE_BYTES = 200 << 20
 MAX_CLIENT_BYTES = 4 << 30
-"""Limit for all files of one client together."""
+"""Limit for everything that is kept for one client: files, results and batches."""
 MAX_FILES = 10_000
 """Limit for the files of one client."""
 _ID = re.compile(r"file-[0-9a-f]{24}")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Purpose = Literal["batch", "batch_output"]
 
@@ -38,12 +35,6 @@ class FileNotFound(InvalidRequest):
     """The client has no file with this id."""
 
     code = "file_not_found"
-
-
-class StorageFull(TandemError):
-    """There is no room for a file."""
-
-    code = "storage_full"
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -63,43 +54,32 @@ def client_folder(folder: Path, scope: str) -> Path:
     return folder / sha256(scope.encode()).hexdigest()[:32]
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}{secrets.token_hex(12)}"
-
-
-def write_json(file: Path, content: msgspec.Struct) -> None:
-    """Replaces the file at once. Raises StorageFull."""
-    with storage_errors():
-        write_whole(file, msgspec.json.encode(content), durable=True)
-
-
-@contextmanager
-def storage_errors() -> Iterator[None]:
-    """Turns a full disk into StorageFull."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise StorageFull("The disk of the server is full; delete files, or ask its operator for room.") from error
-        raise
-
-
 class FileStore:
     """The files of one client."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_damaged: OnDamaged = lambda: None) -> None:
         """folder: of the client."""
+        self._client_folder = folder
         self._folder = folder / "files"
+        self._on_damaged = on_damaged
+
+    def used_bytes(self) -> int:
+        """Returns what everything of the client takes, also uploads and results that are being written."""
+        return sum(_folder_bytes(folder) for folder in (self._folder, self._client_folder / "batches"))
 
     def check_room(self, num_bytes: int = 0) -> None:
         """Raises InvalidRequest if the client has too many files for one more of this size."""
-        known = self.all()
-        if len(known) >= MAX_FILES:
-            raise InvalidRequest(f"You have {len(known)} files; the limit is {MAX_FILES}. Delete some.", "file")
-        used = sum(stored.bytes for stored in known)
+        num_files = len(self.ids())
+        if num_files >= MAX_FILES:
+            raise InvalidRequest(f"You have {num_files} files; the limit is {MAX_FILES}. Delete some.", "file")
+        self._check_bytes(num_bytes)
+
+    def _check_bytes(self, num_bytes: int) -> None:
+        used = self.used_bytes()
         if used + num_bytes > MAX_CLIENT_BYTES:
             raise InvalidRequest(
-                f"Your files have {used} bytes and this one {num_bytes}; the limit is {MAX_CLIENT_BYTES}. Delete some.",
+                f"Your files, results and batches have {used} bytes; with {num_bytes} more they would exceed the limit "
+                f"of {MAX_CLIENT_BYTES}. Delete files.",
                 "file",
             )
 
@@ -109,11 +89,18 @@ class FileStore:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stored = StoredFile(new_id("file-"), num_bytes, int(time.time()), filename, purpose)
         data = self._data(stored.id)
+        partial = partial_name(data)
         try:
-            with storage_errors(), os.fdopen(os.open(data, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as copy:
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with storage_errors(), os.fdopen(fd, "wb") as copy:
                 shutil.copyfileobj(content, copy, 1 << 20)
+                copy.flush()
+                os.fsync(fd)
+            self._check_bytes(0)  # other uploads of the client may have ended meanwhile
+            partial.rename(data)
             write_json(self._about(stored.id), stored)
         except BaseException:
+            partial.unlink(missing_ok=True)
             data.unlink(missing_ok=True)
             raise
         return stored
@@ -121,24 +108,33 @@ class FileStore:
     def take(self, file: Path, file_id: str, filename: str) -> None:
         """Moves the results of a batch here. Idempotent: does nothing if the file was moved before."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if file.exists():
+        with suppress(FileNotFoundError):
             file.replace(self._data(file_id))
+        sync_folder(self._folder)
         num_bytes = self._data(file_id).stat().st_size
         write_json(self._about(file_id), StoredFile(file_id, num_bytes, int(time.time()), filename, "batch_output"))
 
+    def find(self, file_id: str) -> StoredFile | None:
+        """Returns None for a file that does not exist or whose object is damaged."""
+        return read_json(self._about(file_id), StoredFile, self._on_damaged) if _ID.fullmatch(file_id) else None
+
     def get(self, file_id: str) -> StoredFile:
         """Raises FileNotFound."""
-        if _ID.fullmatch(file_id):
-            try:
-                return msgspec.json.decode(self._about(file_id).read_bytes(), type=StoredFile)
-            except FileNotFoundError:
-                pass
-        raise FileNotFound(f"There is no file {file_id[:100]!r}.", "file_id")
+        if (stored := self.find(file_id)) is None:
+            raise FileNotFound(f"There is no file {file_id[:100]!r}.", "file_id")
+        return stored
 
     def path(self, file_id: str) -> Path:
         """Returns the file with the content. Raises FileNotFound."""
         self.get(file_id)
         return self._data(file_id)
+
+    def open(self, file_id: str) -> BinaryIO:
+        """Opens the content for reading. Raises FileNotFound."""
+        try:
+            return self.path(file_id).open("rb")
+        except FileNotFoundError as error:  # deleted at this moment
+            raise FileNotFound(f"The file {file_id} was deleted.", "file_id") from error
 
     def delete(self, file_id: str) -> None:
         """Raises FileNotFound."""
@@ -146,18 +142,34 @@ class FileStore:
         self._about(file_id).unlink(missing_ok=True)
         self._data(file_id).unlink(missing_ok=True)
 
-    def all(self) -> list[StoredFile]:
-        """Returns all files, newest first."""
-        found = []
-        for about in self._folder.glob("file-*.json"):
-            try:
-                found.append(msgspec.json.decode(about.read_bytes(), type=StoredFile))
-            except FileNotFoundError:
-                continue  # deleted meanwhile
-        return sorted(found, key=lambda stored: (stored.created_at, stored.id), reverse=True)
+    def ids(self) -> list[str]:
+        """Returns the ids of all files, oldest first."""
+        return ids_in(self._folder, _ID)
+
+    def remove_orphans(self) -> None:
+        """Removes contents without a file object, which killed processes leave.
+
+        No batch of the client may be unfinished: its results are moved here before their file object is written.
+        """
+        remove_abandoned(self._folder)
+        for data in self._folder.glob("*.data"):
+            with suppress(FileNotFoundError):
+                is_old = time.time() - data.stat().st_mtime > ABANDONED_AFTER_S
+                about = self._about(data.stem)
+                if is_old and not about.exists() and not about.with_name(about.name + ".damaged").exists():
+                    data.unlink()
 
     def _data(self, file_id: str) -> Path:
         return self._folder / f"{file_id}.data"
 
     def _about(self, file_id: str) -> Path:
         return self._folder / f"{file_id}.json"
+
+
+def _folder_bytes(folder: Path) -> int:
+    num_bytes = 0
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                num_bytes += entry.stat(follow_symlinks=False).st_size
+    return num_bytes

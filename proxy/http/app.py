@@ -32,7 +32,7 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
     ]
     if not config.admin_port:
         routes += admin_routes(config, state, set_role)
-    app = starlette_app(routes, state.api_keys)
+    app = starlette_app(routes, state.api_keys, state.answer_budget)
     if state.api_keys is None:
         app = with_rules(app, BrowserRules(config.cors_origins, config.host))
     return with_cors(app, config.cors_origins)
@@ -40,7 +40,7 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
 
 def make_batch_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     """Returns the application for the lines of batches. Their API key is known already."""
-    return starlette_app(generation_routes(config, state), None)
+    return starlette_app(generation_routes(config, state), None, state.answer_budget)
 
 
 def make_admin_app(config: ProxyConfig, state: AppState, set_role: SetRole, keys: ApiKeys | None = None) -> ASGIApp:
@@ -51,7 +51,7 @@ def make_admin_app(config: ProxyConfig, state: AppState, set_role: SetRole, keys
     routes = [replace(route, is_open=route.method == "GET") for route in admin_routes(config, state, set_role)]
     if keys is None and not is_loopback(config.admin_host):
         routes = [route if route.is_open else replace(route, handler=_refuse_change) for route in routes]
-    return with_rules(starlette_app(routes, keys), BrowserRules([], config.admin_host))
+    return with_rules(starlette_app(routes, keys, state.answer_budget), BrowserRules([], config.admin_host))
 
 
 async def _refuse_change(request: Request) -> Response:

@@ -11,17 +11,21 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
 from tandem.proxy.admission.api_key import ApiKey, InvalidApiKey
 from tandem.proxy.answers.errors import (
     http_exception_response,
     tandem_error_response,
     unexpected_error_response,
 )
+from tandem.proxy.answers.json_parts import MAX_PIECE_BYTES
 from tandem.proxy.answers.request_id import id_header
+from tandem.proxy.answers.streaming_response import EventStream
+from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.connection_limits import client_network
 from tandem.runtime.errors import TandemError
@@ -39,13 +43,18 @@ class ApiRoute:
     is_open: bool = False
 
 
-def starlette_app(routes: Sequence[ApiRoute], keys: ApiKeys | None) -> ASGIApp:
-    """keys: None lets every client in."""
+def starlette_app(routes: Sequence[ApiRoute], keys: ApiKeys | None, budget: AnswerBudget) -> ASGIApp:
+    """keys: None lets every client in. budget: of the memory of all answers, whatever their route."""
+
+    def handler_of(route: ApiRoute) -> Handler:
+        counted = _counted(budget, route.handler)
+        return counted if keys is None or route.is_open else _with_key(keys, counted)
+
     app = Starlette(
         routes=[
             Route(
                 route.path,
-                route.handler if keys is None or route.is_open else _with_key(keys, route.handler),
+                handler_of(route),
                 methods=[route.method],
             )
             for route in routes
@@ -62,6 +71,26 @@ def starlette_app(routes: Sequence[ApiRoute], keys: ApiKeys | None) -> ASGIApp:
             await app(scope, receive, send)
 
     return answered
+
+
+def _counted(budget: AnswerBudget, handler: Handler) -> Handler:
+    """Lets the answer leave in pieces as its client reads, and counts its memory until then.
+
+    Raises ClientLimitExceeded or QueueFull for an answer that the budget has no room for.
+    """
+
+    async def counted(request: Request) -> Response:
+        response = await handler(request)
+        if isinstance(response, (WholeAnswer, EventStream, FileResponse)):  # they do so themselves
+            return response
+        body = bytes(response.body)
+        if len(body) <= MAX_PIECE_BYTES:
+            return response
+        held = HeldAnswer(budget, client_of(request))
+        held.grow(len(body))
+        return WholeAnswer([body], response.headers, held.release, response.status_code)
+
+    return counted
 
 
 def _with_key(keys: ApiKeys, handler: Handler) -> Handler:
@@ -111,7 +140,7 @@ def json_answer(request: Request, body: Any, status: int = 200) -> Response:
 
 def fixed_answer(body: Any, media_type: str = "application/json", headers: Mapping[str, str] | None = None) -> Handler:
     """Returns a handler that always answers with this text, or with this object as JSON."""
-    content = msgspec.json.encode(body) if media_type == "application/json" else body
+    content = msgspec.json.encode(body) if media_type == "application/json" else str(body).encode()
 
     async def handler(request: Request) -> Response:
         return answer(request, content, media_type, headers=headers)

@@ -14,6 +14,7 @@ import msgspec
 from tandem.proxy.reading.reader_process import ENTRY, JOBS_FD, LENGTH_BYTES, JobAnswer
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
 from tandem.runtime.forked_process import ChildProcess, ForkServer
+from tandem.runtime.tasks import start_job
 
 JOB_CPU_S = 10.0
 """CPU time that a job may take, besides JOB_CPU_S_PER_MIB."""
@@ -44,7 +45,7 @@ class ReaderConnection:
         self._reader = reader
         self._writer = writer
         self._killed_for: TandemError | None = None
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = start_job(self._watch(), "watching a reader process")
 
     @classmethod
     async def start(cls, server: ForkServer) -> Self:
@@ -67,7 +68,7 @@ class ReaderConnection:
         if self._reader.at_eof():
             raise JobLost(None)
         limit_s = JOB_CPU_S + JOB_CPU_S_PER_MIB * num_bytes / (1 << 20)
-        limiting = asyncio.create_task(self._limit(limit_s))
+        limiting = start_job(self._limit(limit_s), "limiting a reader process", self._kill)
         try:
             self._writer.write(len(request).to_bytes(LENGTH_BYTES, "little"))
             self._writer.write(request)

@@ -31,6 +31,7 @@ from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_templa
 from tandem.runtime.errors import InternalError, Overloaded, TandemError
 from tandem.runtime.forked_process import ForkServer, ForkServerLost
 from tandem.runtime.garbage_collection import freeze_loaded_objects
+from tandem.runtime.tasks import keep_running
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,8 @@ class ReaderPool:
     def start(self) -> None:
         """Starts the processes, now instead of for the first job."""
         if not self._keeping:
-            self._keeping = [asyncio.create_task(self._keep_process()) for _ in range(self._num_processes)]
+            keep = partial(keep_running, self._keep_process, "keeping a reader process", _RESTART_DELAY_S)
+            self._keeping = [keep() for _ in range(self._num_processes)]
 
     async def read(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, cache_scope: str = ""

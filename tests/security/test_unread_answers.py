@@ -24,7 +24,7 @@ def app_with(budget: AnswerBudget) -> ASGIApp:
         held.grow(SIZE)
         return WholeAnswer([b"a" * SIZE], {}, held.release)
 
-    return starlette_app([ApiRoute("GET", "/", handler)], None)
+    return starlette_app([ApiRoute("GET", "/", handler)], None, budget)
 
 
 def test_a_whole_answer_waits_outside_the_transport() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -11,18 +12,20 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
+from starlette.types import Message, Receive
 
 from tandem.proxy.admission.client_slots import ClientSlots
-from tandem.proxy.answers.errors import BatchesDisabled
+from tandem.proxy.answers.errors import BatchesDisabled, ClientTooSlow
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.field_errors import decode_body
 from tandem.proxy.batches.batch import BatchObject, BatchRequest
 from tandem.proxy.batches.batch_store import BatchStore, Owner
-from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile, storage_errors
+from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile
+from tandem.proxy.batches.json_files import storage_errors
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.listing import page
-from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, cache_scope_of, client_of, json_answer
+from tandem.proxy.http.listing import PageQuery, page
+from tandem.proxy.http.starlette_app import ApiRoute, answer, api_key_of, cache_scope_of, client_of, json_answer
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import InvalidRequest
 
@@ -30,7 +33,13 @@ _FORM_BYTES = 64 * 1024
 """Size of a form without its file."""
 MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT = 8, 2
 """Uploads at the same time on one proxy. An upload is in the folder for temporary files until it is complete."""
+MIN_UPLOAD_BYTES_PER_S, UPLOAD_GRACE_S = 64 * 1024, 30.0
+"""Mean pace that an upload must keep after the grace period, so that it gives its place to others within an hour."""
+MAX_CALLS, MAX_CALLS_PER_CLIENT = 64, 16
+"""Other calls of these routes at a time on one proxy. Some read the objects of all files of their client."""
 _REQUEST = msgspec.json.Decoder(BatchRequest)
+
+T = TypeVar("T")
 
 
 class UploadForm(msgspec.Struct):
@@ -63,7 +72,7 @@ class DeletedFile(msgspec.Struct, frozen=True):
 
 
 def batch_routes(state: AppState) -> list[ApiRoute]:
-    uploads = ClientSlots(MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT)
+    uploads, calls = ClientSlots(MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT), ClientSlots(MAX_CALLS, MAX_CALLS_PER_CLIENT)
 
     def runner() -> BatchRunner:
         if state.batches is None:
@@ -73,11 +82,16 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
     def store_of(request: Request) -> BatchStore:
         return runner().store(cache_scope_of(request))
 
+    async def run(request: Request, work: Callable[[BatchStore], T]) -> T:
+        """Calls `work` with the client's store."""
+        store = store_of(request)
+        with calls.hold(client_of(request)):
+            return await runner().threads.run(lambda: work(store))
+
     async def upload(request: Request) -> Response:
         store = store_of(request)
-        limited = Request(
-            request.scope, state.bodies.limited(request.receive, request.headers, MAX_FILE_BYTES + _FORM_BYTES)
-        )
+        receive = state.bodies.limited(_paced(request.receive), request.headers, MAX_FILE_BYTES + _FORM_BYTES)
+        limited = Request(request.scope, receive)
         try:
             with uploads.hold(client_of(request)), storage_errors():
                 async with limited.form(max_files=1, max_fields=8, max_part_size=_FORM_BYTES) as form:
@@ -89,50 +103,75 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
                     name, size = (file.filename or "file")[:255], file.size or 0
                     if size > MAX_FILE_BYTES:
                         raise InvalidRequest(f"The file is larger than the limit of {MAX_FILE_BYTES} bytes.", "file")
-                    return json_answer(
-                        request, await asyncio.to_thread(store.files.add, file.file, size, name, "batch")
-                    )
+                    content = file.file
+                    stored = await runner().threads.run(lambda: store.files.add(content, size, name, "batch"))
+                    return json_answer(request, stored)
         except HTTPException as error:  # Starlette's, for a malformed form
             raise InvalidRequest(f"The form is malformed: {error.detail}", "file") from error
 
     async def files(request: Request) -> Response:
-        found = await asyncio.to_thread(store_of(request).files.all)
-        if (purpose := request.query_params.get("purpose")) is not None:
-            found = [stored for stored in found if stored.purpose == purpose]
-        return json_answer(request, FileList(*page(request, found)))
+        query, purpose = PageQuery.of(request), request.query_params.get("purpose")
+
+        def read(store: BatchStore) -> bytes:
+            ids = store.files.ids()
+
+            def load(number: int) -> bytes | None:
+                stored = store.files.find(ids[number])
+                is_wanted = stored is not None and purpose in (None, stored.purpose)
+                return msgspec.json.encode(stored) if is_wanted else None
+
+            return page(query, ids, load)
+
+        return answer(request, await run(request, read))
 
     async def file(request: Request) -> Response:
-        return json_answer(request, await asyncio.to_thread(store_of(request).files.get, _id(request, "file_id")))
+        file_id = _id(request, "file_id")
+        return json_answer(request, await run(request, lambda store: store.files.get(file_id)))
 
     async def content(request: Request) -> Response:
-        path = await asyncio.to_thread(store_of(request).files.path, _id(request, "file_id"))
+        file_id = _id(request, "file_id")
+        path = await run(request, lambda store: store.files.path(file_id))
         return FileResponse(path, headers=id_header(request), media_type="application/octet-stream")
 
     async def delete(request: Request) -> Response:
         file_id = _id(request, "file_id")
-        await asyncio.to_thread(store_of(request).files.delete, file_id)
+        await run(request, lambda store: store.files.delete(file_id))
         return json_answer(request, DeletedFile(file_id))
 
     async def create(request: Request) -> Response:
-        store, key = store_of(request), api_key_of(request)
+        key = api_key_of(request)
+        store_of(request)  # refuses before the body is read
         async with state.bodies.receive(request.receive, request.headers) as body:
             if isinstance(body, SpooledBody):
                 raise InvalidRequest("The body is too large for a batch; its requests are in the file.")
             wanted = decode_body(_REQUEST, body)
         host = request.client.host if request.client is not None else ""
         owner = Owner(key.client if key is not None else "", host)
-        batch = await asyncio.to_thread(store.create, wanted, owner)
+        batch = await run(request, lambda store: store.create(wanted, owner))
         runner().wake()
         return json_answer(request, batch)
 
     async def batches(request: Request) -> Response:
-        return json_answer(request, BatchList(*page(request, await asyncio.to_thread(store_of(request).all))))
+        query = PageQuery.of(request)
+
+        def read(store: BatchStore) -> bytes:
+            ids = store.ids()
+
+            def load(number: int) -> bytes | None:
+                found = store.find(ids[number])
+                return None if found is None else msgspec.json.encode(found)
+
+            return page(query, ids, load)
+
+        return answer(request, await run(request, read))
 
     async def batch(request: Request) -> Response:
-        return json_answer(request, await asyncio.to_thread(store_of(request).get, _id(request, "batch_id")))
+        batch_id = _id(request, "batch_id")
+        return json_answer(request, await run(request, lambda store: store.get(batch_id)))
 
     async def cancel(request: Request) -> Response:
-        return json_answer(request, await asyncio.to_thread(store_of(request).cancel, _id(request, "batch_id")))
+        batch_id = _id(request, "batch_id")
+        return json_answer(request, await run(request, lambda store: store.cancel(batch_id)))
 
     return [
         ApiRoute("POST", "/v1/files", upload),
@@ -149,3 +188,23 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
 
 def _id(request: Request, name: str) -> str:
     return str(request.path_params[name])
+
+
+def _paced(receive: Receive) -> Receive:
+    """Returns `receive` for an upload, which raises ClientTooSlow below the least mean pace."""
+    now = asyncio.get_running_loop().time
+    began_at, num_bytes = now(), 0
+
+    async def receive_paced() -> Message:
+        nonlocal num_bytes
+        try:
+            async with asyncio.timeout_at(began_at + UPLOAD_GRACE_S + num_bytes / MIN_UPLOAD_BYTES_PER_S):
+                message = await receive()
+        except TimeoutError as error:
+            raise ClientTooSlow(
+                f"The upload was slower than {MIN_UPLOAD_BYTES_PER_S >> 10} KiB/s; send smaller files."
+            ) from error
+        num_bytes += len(message.get("body", b""))
+        return message
+
+    return receive_paced

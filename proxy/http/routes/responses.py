@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.api.response_store import ResponseNotFound, ResponseStore
-from tandem.proxy.api.responses_answer import DeletedResponse, InputItemList
+from tandem.proxy.api.responses_answer import DeletedResponse
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.listing import page
-from tandem.proxy.http.starlette_app import ApiRoute, answer, cache_scope_of, json_answer
+from tandem.proxy.http.listing import PageQuery, page
+from tandem.proxy.http.starlette_app import ApiRoute, answer, cache_scope_of, client_of, json_answer
 from tandem.runtime.errors import InvalidRequest
+
+MAX_READS, MAX_READS_PER_CLIENT = 64, 16
+"""Calls of these routes at a time on one proxy. Each holds at most one response of 16 MiB while it is read; four read
+at the same time."""
+
+T = TypeVar("T")
 
 
 def response_routes(state: AppState) -> list[ApiRoute]:
-    store = state.responses
+    slots = ClientSlots(MAX_READS, MAX_READS_PER_CLIENT)
+
+    async def run(request: Request, work: Callable[[ResponseStore, str, str], T]) -> T:
+        """Calls `work` with the store, the client's scope and the response's id."""
+        if (store := state.responses) is None:
+            raise ResponseNotFound("This server keeps no responses.", "response_id")
+        scope, response_id = cache_scope_of(request), _id(request)
+        with slots.hold(client_of(request)):
+            return await store.threads.run(lambda: work(store, scope, response_id))
 
     async def show(request: Request) -> Response:
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("A stored response is not streamed; leave stream out.", "stream")
-        stored = await asyncio.to_thread(_store(store).load, cache_scope_of(request), _id(request))
-        return answer(request, bytes(stored.response))
+        return answer(request, await run(request, ResponseStore.load))
 
     async def show_input(request: Request) -> Response:
-        items = await asyncio.to_thread(_store(store).input_items, cache_scope_of(request), _id(request))
-        return json_answer(request, InputItemList(*page(request, items[::-1])))
+        query = PageQuery.of(request)
+
+        def read(store: ResponseStore, scope: str, response_id: str) -> bytes:
+            with store.input_items(scope, response_id) as items:
+                return page(query, items.ids, items.item)
+
+        return answer(request, await run(request, read))
 
     async def delete(request: Request) -> Response:
-        await asyncio.to_thread(_store(store).delete, cache_scope_of(request), _id(request))
+        await run(request, ResponseStore.delete)
         return json_answer(request, DeletedResponse(_id(request)))
 
     return [
@@ -37,12 +57,6 @@ def response_routes(state: AppState) -> list[ApiRoute]:
         ApiRoute("GET", "/v1/responses/{response_id}/input_items", show_input),
         ApiRoute("DELETE", "/v1/responses/{response_id}", delete),
     ]
-
-
-def _store(store: ResponseStore | None) -> ResponseStore:
-    if store is None:
-        raise ResponseNotFound("This server keeps no responses.", "response_id")
-    return store
 
 
 def _id(request: Request) -> str:

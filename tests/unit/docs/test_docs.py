@@ -55,7 +55,8 @@ def _defined(body: list[ast.stmt], prefix: str) -> list[str]:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 names.append(prefix + node.name)
             case ast.Assign():
-                names += [prefix + target.id for target in node.targets if isinstance(target, ast.Name)]
+                targets = [each for target in node.targets for each in getattr(target, "elts", [target])]
+                names += [prefix + target.id for target in targets if isinstance(target, ast.Name)]
             case ast.AnnAssign(target=ast.Name(id=name)):
                 names.append(prefix + name)
     return names

@@ -20,10 +20,6 @@ MAY_START = {"runtime/tasks.py"}
 MAY_SHARE = {
     "proxy/server.py",  # when the proxy ends and nothing else runs
     "proxy/reading/media_process.py",  # its own executor
-    "proxy/answers/responses.py",
-    "proxy/batches/runner.py",
-    "proxy/http/routes/batches.py",
-    "proxy/http/routes/responses.py",
 }
 MAY_WRITE = {
     "runtime/threads.py",  # /proc

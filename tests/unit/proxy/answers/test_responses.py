@@ -37,7 +37,7 @@ from tandem.proxy.api.responses_answer import (
     ReasoningItem,
     ReasoningPiece,
 )
-from tandem.proxy.api.responses_request import InputItem, ResponseRequest, to_chat
+from tandem.proxy.api.responses_request import InputItem, ResponseRequest, stored_input, to_chat
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.parsers.tool_parser import Parsed
@@ -241,7 +241,7 @@ def test_thinking_text_and_calls_are_items(stream: bool, has_call: bool, tmp_pat
         usage = body["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
         assert usage["output_tokens_details"]["reasoning_tokens"] > 0
-        assert json.loads(bytes(store.load("k", "resp_r").response)) == body
+        assert json.loads(store.load("k", "resp_r")) == body
         items = store.history("k", "resp_r")
         kinds = ["message", "reasoning", "message", *(["function_call"] if has_call else [])]
         assert [item.type for item in items] == kinds
@@ -341,8 +341,8 @@ def test_events_of_items_lose_nothing(before: list[Parsed], num_calls: int) -> N
 
 def stored(question: str, answer: str, previous: str = "") -> StoredResponse:
     output = {"output": [{"type": "message", "id": "m", "role": "assistant", "content": answer}]}
-    given = [{"type": "message", "role": "user", "content": question}]
-    return StoredResponse(msgspec.Raw(json.dumps(output).encode()), msgspec.Raw(json.dumps(given).encode()), previous)
+    given = stored_input([InputItem("message", "user", question)])
+    return StoredResponse(json.dumps(output).encode(), given, previous)
 
 
 def test_a_chain_of_responses_is_a_conversation(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_old_large_and_many_responses_make_room(tmp_path: Path, monkeypatch: pyt
         store.save("", str(number), stored("a", "b"))
         os.utime(store._file("", str(number)), (number + 1e9 * 2, number + 1e9 * 2))
     assert [n for n in range(5) if store._file("", str(n)).exists()] == [2, 3, 4]
-    monkeypatch.setattr(response_store, "MAX_BYTES", 700)
+    monkeypatch.setattr(response_store, "MAX_BYTES", 1200)
     store.save("", "5", stored("a", "b" * 300))
     assert store.load("", "5") and not store._file("", "2").exists()
     os.utime(store._file("", "5"), (1, 1))

@@ -34,7 +34,7 @@ from tandem.proxy.api.messages_response import TokenCount
 from tandem.proxy.api.response_store import ResponseStore, StoredResponse
 from tandem.proxy.api.responses import ModelCard
 from tandem.proxy.api.responses_answer import InputItemList
-from tandem.proxy.api.responses_request import ResponseRequest, options_of
+from tandem.proxy.api.responses_request import InputItem, ResponseRequest, options_of
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.batches.batch import BatchRequest, LineError
 from tandem.proxy.batches.batch_store import BatchStore, Owner
@@ -220,8 +220,9 @@ INPUT_ITEMS: list[dict[str, Any]] = [
 def test_items_of_a_stored_response(given: Any, tmp_path: Path) -> None:
     request = msgspec.json.decode(json.dumps({"input": given}), type=ResponseRequest)
     store = ResponseStore(tmp_path)
-    store.save("", "resp_1", StoredResponse(msgspec.Raw(b"{}"), msgspec.Raw(options_of(request).input)))
-    items = store.input_items("", "resp_1")
+    store.save("", "resp_1", StoredResponse(b"{}", options_of(request).input))
+    with store.input_items("", "resp_1") as kept:
+        items = [msgspec.json.decode(kept.item(number), type=InputItem) for number in range(len(kept.ids))]
     assert len(items) == len(given) and len({item.id for item in items}) == len(items)
     listed = InputItemList(items, items[0].id, items[-1].id, has_more=False)
     assert checked(gpt_responses.ResponseItemList, encode(listed)) == set()

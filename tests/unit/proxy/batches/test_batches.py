@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tandem.proxy.admission.api_key import ApiKey
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.batches import batch as batch_module
-from tandem.proxy.batches import batch_store, file_store, runner
+from tandem.proxy.batches import batch_run, batch_store, file_store, runner
 from tandem.proxy.batches.batch import (
     FINAL,
     BatchObject,
@@ -35,9 +35,12 @@ from tandem.proxy.batches.batch import (
     read_lines,
     request_body,
 )
+from tandem.proxy.batches.batch_run import BatchRun
 from tandem.proxy.batches.batch_store import BatchFiles, BatchNotFound, BatchStore, Owner
-from tandem.proxy.batches.file_store import FileNotFound, FileStore, StorageFull
-from tandem.proxy.batches.runner import BatchRunner, call
+from tandem.proxy.batches.file_store import FileNotFound, FileStore
+from tandem.proxy.batches.json_files import StorageFull
+from tandem.proxy.batches.local_call import call
+from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
 
 URL = "/v1/completions"
@@ -54,9 +57,9 @@ def upload(store: BatchStore, *lines: bytes) -> str:
     return store.files.add(io.BytesIO(data), len(data), "in.jsonl", "batch").id
 
 
-def create(store: BatchStore, *lines: bytes, **fields: Any) -> BatchObject:
+def create(store: BatchStore, *lines: bytes, client: str = "", **fields: Any) -> BatchObject:
     request = BatchRequest(input_file_id=upload(store, *lines), endpoint=URL, completion_window="24h", **fields)
-    return store.create(request, OWNER)
+    return store.create(request, Owner(client, "127.0.0.1"))
 
 
 def results(store: BatchStore, file_id: str | None) -> list[dict[str, Any]]:
@@ -177,10 +180,10 @@ class CompletionPriority(msgspec.Struct):
 
 def test_files_are_kept_listed_and_deleted(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "c")
-    assert store.all() == []
+    assert store.ids() == []
     one = store.add(io.BytesIO(b"abc"), 3, "a.jsonl", "batch")
     assert (one.bytes, one.filename, one.status) == (3, "a.jsonl", "processed")
-    assert store.all() == [store.get(one.id)] == [one] and store.path(one.id).read_bytes() == b"abc"
+    assert store.ids() == [store.get(one.id).id] == [one.id] and store.path(one.id).read_bytes() == b"abc"
     assert store.path(one.id).stat().st_mode & 0o077 == 0
     store.delete(one.id)
     for wrong in (one.id, "", "../../etc/passwd", "file-x", "file-" + "0" * 24):
@@ -206,7 +209,7 @@ def test_the_files_of_a_client_are_limited(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(file_store, "MAX_CLIENT_BYTES", 5)
     store = FileStore(tmp_path)
     store.add(io.BytesIO(b"abc"), 3, "a", "batch")
-    with pytest.raises(InvalidRequest, match="limit is 5"):
+    with pytest.raises(InvalidRequest, match="limit of 5"):
         store.add(io.BytesIO(b"abc"), 3, "a", "batch")
 
 
@@ -215,7 +218,7 @@ def test_batches_and_files_of_others_are_not_found(tmp_path: Path) -> None:
         batches = BatchRunner(tmp_path, None)
         alice, bob = batches.store("alice"), batches.store("bob")
         batch = create(alice, line("a"))
-        assert alice.get(batch.id).id == batch.id and bob.all() == []
+        assert alice.get(batch.id).id == batch.id and bob.ids() == []
         for method in (bob.get, bob.cancel):
             with pytest.raises(BatchNotFound):
                 method(batch.id)
@@ -240,13 +243,15 @@ def test_unfinished_batches_are_limited_and_old_ones_forgotten(tmp_path: Path, m
         held.save(held.batch.became("completed", 1))
         held.close()
     create(store, line("a"))
-    assert len(store.all()) == 2
+    assert len(store.ids()) == 2
 
 
 # ---- runs
 
 
-def test_results_have_every_request_once(tmp_path: Path) -> None:
+def test_results_have_every_request_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_run, "MIN_RETRY_S", 0.01)
+
     async def make() -> str:
         store = BatchRunner(tmp_path, None).store("")
         return create(store, *(line(str(i)) for i in range(50)), metadata={"a": "b"}).id
@@ -254,7 +259,7 @@ def test_results_have_every_request_once(tmp_path: Path) -> None:
     batch_id = asyncio.run(make())
     app = App(lambda prompt, attempt: 400 if prompt == "7" else 429 if prompt == "8" and attempt < 3 else 200)
     app.may_answer.clear()
-    app.release_at = runner.MAX_CONCURRENT
+    app.release_at = batch_run.MAX_CONCURRENT_PER_CLIENT
     batch = run_until_ended(tmp_path, app, batch_id)
     store = BatchStore(next(tmp_path.iterdir()))
     assert (batch.status, batch.metadata) == ("completed", {"a": "b"})
@@ -265,8 +270,8 @@ def test_results_have_every_request_once(tmp_path: Path) -> None:
     [failed] = results(store, batch.error_file_id)
     assert failed["response"]["status_code"] == 400 and failed["response"]["request_id"] == "r"
     assert app.asked["8"] == 3 and all(body["priority"] == 100 for body in app.seen)
-    assert app.most_running == runner.MAX_CONCURRENT
-    assert {stored.purpose for stored in store.files.all()} == {"batch", "batch_output"}
+    assert app.most_running == batch_run.MAX_CONCURRENT_PER_CLIENT
+    assert {stored.purpose for stored in map(store.files.get, store.files.ids())} == {"batch", "batch_output"}
 
 
 def test_a_wrong_file_fails_the_batch(tmp_path: Path) -> None:
@@ -356,7 +361,7 @@ def test_batches_share_the_limit_of_a_proxy_and_leave_one_file_each(tmp_path: Pa
                 await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert app.most_running <= runner.MAX_CONCURRENT
+        assert app.most_running <= batch_run.MAX_CONCURRENT_PER_CLIENT
 
     asyncio.run(run())
 
@@ -369,8 +374,8 @@ def test_only_lines_that_run_are_in_memory(tmp_path: Path, monkeypatch: pytest.M
         num_read += 1
         return next_line(*arguments)
 
-    next_line = runner._next
-    monkeypatch.setattr(runner, "_next", counted)
+    next_line = BatchRun._next
+    monkeypatch.setattr(BatchRun, "_next", counted)
 
     async def run() -> None:
         app = App()
@@ -380,10 +385,10 @@ def test_only_lines_that_run_are_in_memory(tmp_path: Path, monkeypatch: pytest.M
         ids = [create(store, *(line(f"{batch}-{i}") for i in range(20))).id for batch in range(3)]
         task = asyncio.create_task(batches.run(app))
         async with asyncio.timeout(20):
-            while app.num_running < runner.MAX_CONCURRENT:  # noqa: ASYNC110
+            while app.num_running < batch_run.MAX_CONCURRENT_PER_CLIENT:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        assert num_read == runner.MAX_CONCURRENT
+        assert num_read == batch_run.MAX_CONCURRENT_PER_CLIENT
         app.may_answer.set()
         for batch_id in ids:
             assert (await ended(store, batch_id)).request_counts.completed == 20

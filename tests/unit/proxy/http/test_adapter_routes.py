@@ -13,6 +13,7 @@ import httpx
 from starlette.types import Receive, Scope, Send
 
 from tandem.protocol.messages.adapter import AdapterRef
+from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
@@ -30,7 +31,10 @@ def test_the_loop_runs_while_another_proxy_holds_the_lock(tmp_path: Path) -> Non
 
     async def main() -> httpx.Response:
         state: Any = SimpleNamespace(
-            adapters=adapters, bodies=RequestBodies(100_000, 10.0), worker_table=WorkerTable(2.5)
+            answer_budget=AnswerBudget(),
+            adapters=adapters,
+            bodies=RequestBodies(100_000, 10.0),
+            worker_table=WorkerTable(2.5),
         )
         app = make_admin_app(ProxyConfig("proxy-0", "", "m", "m"), state, lambda worker_id, role: "")
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
+from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.http.api_keys import MAX_FILE_BYTES, ApiKeys, KeyFile, parse_keys
 from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
 from tandem.runtime.errors import ConfigError
@@ -50,7 +51,8 @@ def test_a_missing_key_is_asked_for_by_its_scheme() -> None:
     async def never(request: Request) -> Response:
         raise AssertionError("it was let in")
 
-    app = starlette_app([ApiRoute("GET", path, never) for path in ("/v1/models", "/v1/messages")], ApiKeys("one", None))
+    routes = [ApiRoute("GET", path, never) for path in ("/v1/models", "/v1/messages")]
+    app = starlette_app(routes, ApiKeys("one", None), AnswerBudget())
     with TestClient(app) as client:
         for path, code in (("/v1/models", "invalid_api_key"), ("/v1/messages", "authentication_error")):
             answer = client.get(path, headers={"Authorization": "Bearer wrong"})

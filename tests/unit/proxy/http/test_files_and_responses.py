@@ -17,6 +17,7 @@ import pytest
 from starlette.datastructures import UploadFile
 from starlette.types import Receive, Scope, Send
 
+from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.api.response_store import ResponseStore, StoredResponse
 from tandem.proxy.api.responses_request import ResponseRequest, options_of
 from tandem.proxy.batches import file_store
@@ -37,7 +38,7 @@ def run(folder: Path, test: Test) -> None:
             bodies=RequestBodies(100_000, 10.0),
             responses=ResponseStore(folder / "responses"),
         )
-        app = starlette_app([*batch_routes(state), *response_routes(state)], None)
+        app = starlette_app([*batch_routes(state), *response_routes(state)], None, AnswerBudget())
 
         async def with_state(scope: Scope, receive: Receive, send: Send) -> None:  # as uvicorn calls it
             await app({**scope, "state": {}}, receive, send)
@@ -108,7 +109,7 @@ def test_the_number_of_files_is_limited(tmp_path: Path, monkeypatch: pytest.Monk
 def test_items_of_a_response_come_newest_first(tmp_path: Path) -> None:
     items = [{"role": "user", "content": str(number)} for number in range(3)]
     request = msgspec.json.decode(json.dumps({"input": items}), type=ResponseRequest)
-    stored = StoredResponse(msgspec.Raw(b'{"id": "resp_1"}'), msgspec.Raw(options_of(request).input))
+    stored = StoredResponse(b'{"id": "resp_1"}', options_of(request).input)
     ResponseStore(tmp_path / "responses").save("", "resp_1", stored)
 
     async def test(client: httpx.AsyncClient) -> None:

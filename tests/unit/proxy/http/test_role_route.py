@@ -12,6 +12,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, Role, WorkerInfo
+from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.app import make_admin_app
@@ -28,7 +29,9 @@ def put(worker_id: str, content: bytes, headers: dict[str, str] = JSON) -> tuple
         table.on_register(0.0, RegisterWorker(PROTOCOL_VERSION, info, 100, 500, "m", 64))
 
     async def main() -> httpx.Response:
-        state: Any = SimpleNamespace(worker_table=table, bodies=RequestBodies(100_000, 10.0))
+        state: Any = SimpleNamespace(
+            worker_table=table, bodies=RequestBodies(100_000, 10.0), answer_budget=AnswerBudget()
+        )
         app = make_admin_app(ProxyConfig("proxy-0", "", "m", "m"), state, partial(table.change_role, 0.0))
 
         async def with_state(scope: Scope, receive: Receive, send: Send) -> None:  # as uvicorn calls it

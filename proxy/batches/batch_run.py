@@ -1,0 +1,218 @@
+"""Runs the lines of one batch: which is next, when a refused one is tried again, and what a dead proxy means."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+from starlette.types import ASGIApp
+
+from tandem.proxy.admission.api_key import ApiKey
+from tandem.proxy.batches.batch import Failure, Line, LineResponse, LineResult, parse_line, request_body
+from tandem.proxy.batches.batch_store import BatchFiles, NoRoomForResults, Place
+from tandem.proxy.batches.json_files import new_id
+from tandem.proxy.batches.line_slots import LineSlots
+from tandem.proxy.batches.local_call import call
+from tandem.runtime.tasks import start
+from tandem.runtime.threads import Threads
+
+log = logging.getLogger("proxy")
+
+T = TypeVar("T")
+
+MAX_CONCURRENT, MAX_CONCURRENT_PER_CLIENT = 16, 12
+"""Lines that one proxy runs at the same time, for all its batches and for those of one client."""
+MAX_DEATHS = 3
+"""Proxies that may die while a line runs; then the line fails. From the first one on it runs alone."""
+_WATCH_INTERVAL_S = 1.0
+_RETRY_STATUSES = (429, 503)
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
+"""Wait before a refused line is tried again. It begins with the answer's Retry-After and doubles each time."""
+_MAX_TIMEOUTS = 3
+
+
+class BatchRun:
+    """One run of a batch that is in progress, until its lines have results, it is cancelled or its time is over."""
+
+    def __init__(
+        self, app: ASGIApp, held: BatchFiles, slots: LineSlots, threads: Threads, key_of: Callable[[], ApiKey | None]
+    ) -> None:
+        """key_of: returns the key of the batch's client. Raises KeyError if that was removed."""
+        self._app, self._held, self._slots, self._threads, self._key_of = app, held, slots, threads, key_of
+        self._client = held.owner.client or held.owner.host
+        self._turn = asyncio.Lock()  # one thread at a time reads lines or writes results
+        self._finished: set[str] = set()
+        self._deaths: Counter[int] = Counter()  # by number of the line
+        self._lines: Iterator[tuple[Place, bytes]] = iter(())
+        self._no_room: NoRoomForResults | None = None
+
+    async def run(self) -> None:
+        """Raises NoRoomForResults, FileNotFound if the client has deleted the input, StorageFull, OSError."""
+        suspects = await self._on_thread(self._begin)
+        watcher = start(self._watch())
+        working = start(self._work_all(suspects))
+        try:
+            done, _ = await asyncio.wait({watcher, working}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (watcher, working):
+                task.cancel()
+            await asyncio.gather(watcher, working, return_exceptions=True)
+            await self._on_thread(self._held.journal.end_all)
+        if self._no_room is not None:
+            raise self._no_room
+
+    def _begin(self) -> list[Place]:
+        """Reads what is done. Returns the lines that were running when a proxy died."""
+        self._finished = self._held.finished()
+        self._deaths = self._held.journal.deaths()
+        self._lines = self._held.places()
+        return [place for place, _ in self._held.places() if place.number in self._deaths] if self._deaths else []
+
+    async def _work_all(self, suspects: list[Place]) -> None:
+        for place in suspects:
+            await self._work(partial(self._suspect, place), self._slots.hold_alone)
+        num_left = self._held.batch.request_counts.total - len(self._finished)
+        workers = [start(self._work_on()) for _ in range(min(MAX_CONCURRENT_PER_CLIENT, num_left))]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work_on(self) -> None:
+        while await self._work(self._next, self._slots.hold):
+            pass
+
+    async def _work(
+        self,
+        take: Callable[[], tuple[Place, Line] | None],
+        hold: Callable[[str], AbstractAsyncContextManager[None]],
+    ) -> bool:
+        """Runs one line until it has a result. Returns False if none is left or its result would have no room.
+
+        A refused line waits without a slot and without its body, which is read again.
+        """
+        num_refusals = num_timeouts = 0
+        while True:
+            async with hold(self._client):  # before the line is read, so that few lines are in memory
+                async with self._turn:
+                    try:
+                        taken = await self._on_thread(partial(self._start_line, take))
+                    except NoRoomForResults as error:
+                        self._no_room = error
+                        return False
+                if taken is None:
+                    return False
+                place, line = taken
+                answer = await self._ask(place, line)
+                if isinstance(answer, _Refused) and answer.status == 504:
+                    num_timeouts += 1
+                    if num_timeouts == _MAX_TIMEOUTS:
+                        answer = answer.result
+                async with self._turn:
+                    await self._on_thread(partial(self._end_line, place, answer))
+            if not isinstance(answer, _Refused):
+                return True
+            wait_s = min(MAX_RETRY_S, max(MIN_RETRY_S, answer.retry_after_s) * 2 ** min(num_refusals, 8))
+            num_refusals += 1
+            take = partial(self._again, place)
+            await asyncio.sleep(max(0.0, min(wait_s, self._held.batch.expires_at - time.time())))
+
+    # ---- on a thread
+
+    def _start_line(self, take: Callable[[], tuple[Place, Line] | None]) -> tuple[Place, Line] | None:
+        self._held.check_room()
+        if (taken := take()) is not None:
+            self._held.journal.begin(taken[0].number)
+        return taken
+
+    def _end_line(self, place: Place, answer: LineResult | _Refused) -> None:
+        if isinstance(answer, LineResult):
+            self._held.append(answer)
+        self._held.journal.end(place.number)
+
+    def _next(self) -> tuple[Place, Line] | None:
+        """Returns the next line without a result that was not running when a proxy died."""
+        for place, data in self._lines:
+            line = parse_line(data, place.number, self._held.batch.endpoint)
+            if line.custom_id not in self._finished and place.number not in self._deaths:
+                return place, line
+        return None
+
+    def _again(self, place: Place) -> tuple[Place, Line]:
+        return place, parse_line(self._held.read(place), place.number, self._held.batch.endpoint)
+
+    def _suspect(self, place: Place) -> tuple[Place, Line] | None:
+        taken = self._again(place)
+        return None if taken[1].custom_id in self._finished else taken
+
+    # ---- on the loop
+
+    async def _ask(self, place: Place, line: Line) -> LineResult | _Refused:
+        held = self._held
+        if self._deaths[place.number] >= MAX_DEATHS:
+            message = f"The server ended {MAX_DEATHS} times while it ran this request; it is not run again."
+            return _not_run(line, "server_ended", message)
+        try:
+            key = self._key_of()
+        except KeyError:
+            return _not_run(line, "invalid_api_key", "The API key of this batch is not valid any more.")
+        left_s = held.batch.expires_at - time.time()
+        if left_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    status, headers, content = await call(self._app, line.url, request_body(line), held.owner.host, key)
+                response = LineResponse(status, headers.get("x-request-id", ""), msgspec.Raw(content))
+                result = LineResult(new_id("batch_req_"), line.custom_id, response)
+                if status not in (*_RETRY_STATUSES, 504):
+                    return result
+                given = headers.get("retry-after", "")
+                return _Refused(status, float(given) if given.isdecimal() else 0.0, result)
+        return _not_run(line, "batch_expired", "The request was not run within the batch's completion window.")
+
+    async def _watch(self) -> None:
+        """Saves the counts, and returns once the batch is to be cancelled."""
+        held = self._held
+        saved = held.batch
+        while not await self._on_thread(lambda: held.is_cancelled):
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            async with self._turn:
+                if held.batch is not saved:
+                    saved = held.batch
+                    await self._on_thread(partial(held.save, saved, durable=False))
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await finish_on_thread(self._threads, work)
+
+
+class _Refused(msgspec.Struct, frozen=True):
+    """An answer after which the line is tried again."""
+
+    status: int
+    retry_after_s: float
+    result: LineResult  # if it is not
+
+
+async def finish_on_thread(threads: Threads, work: Callable[[], T]) -> T:
+    """Runs work on a thread. Cancelling waits for its end, because it writes files of a batch that is held."""
+    running = start(threads.run(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _not_run(line: Line, code: str, message: str) -> LineResult:
+    return LineResult(new_id("batch_req_"), line.custom_id, None, Failure(code, message))

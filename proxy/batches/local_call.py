@@ -1,0 +1,45 @@
+"""Requests to an application in this process, without a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from tandem.proxy.admission.api_key import ApiKey
+
+
+async def call(
+    app: ASGIApp, path: str, body: bytes, host: str, key: ApiKey | None
+) -> tuple[int, dict[str, str], bytes]:
+    """Sends a POST request to the application. Returns status, headers and body of the answer."""
+    sent: list[Message] = []
+    given = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not given:
+            await asyncio.Event().wait()  # this client does not disconnect
+        return given.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+        "client": (host, 0),
+        "server": ("batch", 0),
+        "state": {} if key is None else {"api_key": key},
+    }
+    await app(scope, receive, send)
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])

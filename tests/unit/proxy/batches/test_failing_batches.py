@@ -1,0 +1,365 @@
+"""Batches of one client never hurt those of others: refusals, proxies that die, files that are damaged or too much."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.proxy.batches import batch as batch_module
+from tandem.proxy.batches import batch_run, batch_store, file_store, runner
+from tandem.proxy.batches.batch import check_lines, read_lines
+from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_DEATHS
+from tandem.proxy.batches.batch_store import BatchStore
+from tandem.proxy.batches.file_store import FileNotFound, FileStore
+from tandem.proxy.batches.line_journal import LineJournal
+from tandem.proxy.batches.runner import BatchRunner
+from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.tasks import keep_running
+from tandem.runtime.whole_file import ABANDONED_AFTER_S
+from tests.unit.proxy.batches.test_batches import URL, App, create, ended, line, results, run_until_ended
+
+LONG_AGO = ABANDONED_AFTER_S + 60
+
+
+def make_batch(folder: Path, *lines: bytes, client: str = "") -> str:
+    async def make() -> str:
+        return create(BatchRunner(folder, None).store(client), *lines, client=client).id
+
+    return asyncio.run(make())
+
+
+def age(*files: Path) -> None:
+    for file in files:
+        os.utime(file, (time.time() - LONG_AGO, time.time() - LONG_AGO))
+
+
+# ---- places
+
+
+def test_refused_lines_hold_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that were answered with 429 kept all 16 places of the proxy for up to 24 hours."""
+    monkeypatch.setattr(batch_run, "MIN_RETRY_S", 1000.0)
+
+    async def main() -> None:
+        app = App(lambda prompt, attempt: 429 if prompt.startswith("refused") else 200)
+        batches = BatchRunner(tmp_path, None)
+        alice, bob = batches.store("alice"), batches.store("bob")
+        refused = [create(alice, *(line(f"refused-{batch}-{i}") for i in range(30))).id for batch in range(3)]
+        task = asyncio.create_task(batches.run(app))
+        async with asyncio.timeout(20):
+            while app.asked.total() < 2 * MAX_CONCURRENT:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        batch_id = create(bob, *(line(str(i)) for i in range(40))).id
+        batches.wake()
+        assert (await ended(bob, batch_id)).request_counts.completed == 40
+        assert {alice.get(each).status for each in refused} == {"in_progress"}
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert app.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_a_refused_line_is_tried_again_later_and_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_run, "MIN_RETRY_S", 0.02)
+    began = time.monotonic()
+    app = App(lambda prompt, attempt: 503 if attempt < 5 else 200)
+    batch = run_until_ended(tmp_path, app, make_batch(tmp_path, line("a")))
+    assert batch.request_counts.completed == 1 and app.asked["a"] == 5
+    assert time.monotonic() - began >= 0.02 + 0.04 + 0.08 + 0.16
+
+
+# ---- proxies that die
+
+
+class Died(BaseException):
+    """Stands for the end of the proxy: nothing after it runs."""
+
+
+def die_while_running(folder: Path, prompts: set[str], innocent: int = 0) -> None:
+    """Runs the batches of a folder and forgets them, as SIGKILL does, while the named lines and others run."""
+
+    async def main() -> None:
+        app = App()
+        app.may_answer.clear()
+        batches = BatchRunner(folder, None)
+        task = asyncio.create_task(batches.run(app))
+        async with asyncio.timeout(20):
+            while not (prompts <= set(app.asked) and app.num_running >= len(prompts) + innocent):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        # A dead process writes nothing more and holds no lock.
+        LineJournal.end_all, kept = (lambda self: None), LineJournal.end_all  # type: ignore[method-assign]
+        try:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        finally:
+            LineJournal.end_all = kept  # type: ignore[method-assign]
+
+    asyncio.run(main())
+
+
+def test_a_line_that_kills_the_proxy_is_not_run_for_ever(tmp_path: Path) -> None:
+    batch_id = make_batch(tmp_path, *(line(str(i)) for i in range(30)), line("killer"))
+    die_while_running(tmp_path, {str(i) for i in range(batch_run.MAX_CONCURRENT_PER_CLIENT)})
+    app = App()
+    batch = run_until_ended(tmp_path, app, batch_id)
+    assert batch.request_counts.completed == 31, "lines that were running beside it are run again"
+    first = make_batch(tmp_path, line("killer"))
+    for _ in range(MAX_DEATHS):
+        die_while_running(tmp_path, {"killer"})
+    app = App()
+    batch = run_until_ended(tmp_path, app, first)
+    assert not app.asked and (batch.status, batch.request_counts.failed) == ("completed", 1)
+    [error] = results(BatchStore(next(tmp_path.iterdir())), batch.error_file_id)
+    assert error["error"]["code"] == "server_ended" and "3 times" in error["error"]["message"]
+
+
+def test_lines_that_ran_when_a_proxy_died_run_alone(tmp_path: Path) -> None:
+    """Otherwise an innocent line beside a killer has as many deaths as the killer."""
+    batch_id = make_batch(tmp_path, *(line(str(i)) for i in range(40)))
+    other = make_batch(tmp_path, *(line(f"b{i}") for i in range(40)), client="bob")
+    die_while_running(tmp_path, {"0"}, innocent=MAX_CONCURRENT - 1)
+    suspects: set[str] = set()
+    for batch, prefix in ((batch_id, ""), (other, "b")):
+        [journal] = tmp_path.glob(f"*/batches/{batch}.lines")
+        suspects |= {f"{prefix}{number - 1}" for number in LineJournal(journal).deaths()}
+    assert len(suspects) == MAX_CONCURRENT
+    beside: dict[str, set[str]] = {}
+    running: set[str] = set()
+
+    class Alone(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            message = await receive()
+            prompt = json.loads(message["body"])["prompt"]
+            beside[prompt] = set(running)
+            for each in running:
+                beside[each].add(prompt)
+            running.add(prompt)
+            await asyncio.sleep(0.002)
+            running.discard(prompt)
+            await super().__call__(scope, partial(asyncio.sleep, 0, message), send)
+
+    async def main() -> None:
+        app = Alone()
+        batches = BatchRunner(tmp_path, None)
+        task = asyncio.create_task(batches.run(app))
+        for store, each in ((batches.store(""), batch_id), (batches.store("bob"), other)):
+            assert (await ended(store, each)).request_counts.completed == 40
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert not any(beside[each] for each in suspects) and any(beside.values())
+
+
+def test_a_proxy_that_stops_in_order_blames_no_line(tmp_path: Path) -> None:
+    batch_id = make_batch(tmp_path, *(line(str(i)) for i in range(20)))
+
+    async def main() -> None:
+        app = App()
+        app.may_answer.clear()
+        task = asyncio.create_task(BatchRunner(tmp_path, None).run(app))
+        async with asyncio.timeout(20):
+            while app.num_running < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    [journal] = tmp_path.glob(f"*/batches/{batch_id}.lines")
+    assert not LineJournal(journal).deaths()
+
+
+def test_the_journal_survives_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    journal = LineJournal(tmp_path / "x.lines")
+    assert not journal.deaths()
+    for number in (7, 8):
+        journal.begin(number)
+    journal.end(8)
+    with (tmp_path / "x.lines").open("a") as file:
+        file.write("-")
+    again = LineJournal(tmp_path / "x.lines")
+    assert again.deaths() == {7: 1}
+    again.begin(7)
+    assert LineJournal(tmp_path / "x.lines").deaths() == {7: 2}
+
+
+def test_one_failing_disk_access_does_not_end_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An OSError outside of the inner `try` ended the runner without a word until the proxy restarted."""
+    calls = iter(range(100))
+    hold = BatchRunner._hold
+
+    def fails_once(self: BatchRunner) -> Any:
+        if next(calls) == 0:
+            raise OSError("I/O error")
+        return hold(self)
+
+    monkeypatch.setattr(BatchRunner, "_hold", fails_once)
+    batch_id = make_batch(tmp_path, line("a"))
+
+    async def main() -> None:
+        batches = BatchRunner(tmp_path, None)
+        task = keep_running(lambda: batches.run(App()), "running batches", 0.01)
+        assert (await ended(batches.store(""), batch_id)).status == "completed"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+# ---- input files
+
+
+def test_line_breaks_count_as_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight batches with 60 MiB of line breaks held the proxy's threads for 111 s."""
+    began = time.process_time()
+    _, [error] = check_lines(read_lines(io.BytesIO(b"\n" * (60 << 20))), URL)
+    assert error.code == "too_many_lines" and error.line == batch_module.MAX_FILE_LINES + 1
+    assert time.process_time() - began < 1
+
+
+def test_checks_wait_on_threads_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client's files wait behind each other; other clients' batches and asyncio's threads do not wait for them."""
+    asked: list[str] = []
+    check = batch_store.BatchFiles.check
+    may_end = asyncio.Event()
+
+    def slow_check(self: batch_store.BatchFiles) -> Any:
+        asked.append(self.owner.client)
+        while self.owner.client == "mallory" and not may_end.is_set():
+            time.sleep(0.005)
+        return check(self)
+
+    monkeypatch.setattr(batch_store.BatchFiles, "check", slow_check)
+
+    async def main() -> None:
+        batches = BatchRunner(tmp_path, None)
+        mallory, bob = batches.store("mallory"), batches.store("bob")
+        for _ in range(8):
+            create(mallory, line("a"), client="mallory")
+        task = asyncio.create_task(batches.run(App()))
+        async with asyncio.timeout(20):
+            while not asked:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            batch_id = create(bob, line("b"), client="bob").id
+            batches.wake()
+            assert (await ended(bob, batch_id)).status == "completed"
+            await asyncio.to_thread(int)
+        assert asked.count("mallory") == 1
+        may_end.set()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_a_client_has_a_share_of_the_running_batches(tmp_path: Path) -> None:
+    async def main() -> None:
+        batches = BatchRunner(tmp_path, None)
+        for _ in range(runner.MAX_RUNNING_PER_CLIENT + 3):
+            create(batches.store("alice"), line("a"))
+        create(batches.store("bob"), line("b"))
+        held = batches._hold()
+        assert len(held) == runner.MAX_RUNNING_PER_CLIENT + 1
+        for _, each in held:
+            each.close()
+
+    asyncio.run(main())
+
+
+# ---- room
+
+
+def test_results_count_towards_the_limit_and_end_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_store, "MAX_CLIENT_BYTES", 12_000)
+    batch_id = make_batch(tmp_path, *(line(f"{i:04}") for i in range(80)))
+    app = App()
+    batch = run_until_ended(tmp_path, app, batch_id)
+    store = BatchStore(next(tmp_path.iterdir()))
+    assert batch.status == "failed" and batch.errors is not None
+    assert batch.errors.data[0].code == "storage_limit_exceeded" and "delete files" in batch.errors.data[0].message
+    kept = results(store, batch.output_file_id)
+    assert 0 < len(kept) == app.asked.total() < 80, "each line that has run has its result"
+    assert store.files.used_bytes() < 12_000 + 40 * 200
+    with pytest.raises(InvalidRequest, match="limit of 12000"):
+        create(store, line("x"))
+
+
+def test_results_that_are_being_written_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_store, "MAX_CLIENT_BYTES", 10_000)
+    store = BatchStore(tmp_path)
+    create(store, line("a"))
+    (tmp_path / "batches" / "batch_x.output").write_bytes(b"x" * 9_000)
+    with pytest.raises(InvalidRequest, match="limit of 10000"):
+        store.files.add(io.BytesIO(b"x" * 1000), 1000, "a", "batch")
+
+
+def test_what_a_killed_upload_leaves_is_removed(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    kept = store.files.add(io.BytesIO(b"abc"), 3, "a", "batch")
+    folder = tmp_path / "files"
+    left = [folder / ("file-" + "0" * 24 + ".data"), folder / ".file-1.data.0123.partial"]
+    running = folder / ".file-2.data.0123.partial"
+    for file in (*left, running):
+        file.write_bytes(b"x")
+    age(*left, store.files.path(kept.id))
+    store.remove_orphans()
+    assert not any(file.exists() for file in left) and running.exists()
+    assert store.files.path(kept.id).read_bytes() == b"abc"
+
+
+def test_results_on_their_way_to_a_file_are_no_orphans(tmp_path: Path) -> None:
+    """A proxy may die after it has moved the results and before it has written their file object."""
+    store = BatchStore(tmp_path)
+    create(store, line("a"))
+    moved = tmp_path / "files" / ("file-" + "1" * 24 + ".data")
+    moved.write_bytes(b"results")
+    age(moved)
+    store.remove_orphans()
+    assert moved.exists()
+
+
+def test_an_upload_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(tmp_path)
+    calls = iter((0, 10**15))
+    monkeypatch.setattr(FileStore, "used_bytes", lambda self: next(calls))  # another upload ended meanwhile
+    with pytest.raises(InvalidRequest, match="limit of"):
+        store.add(io.BytesIO(b"abc"), 3, "a", "batch")
+    assert not list((tmp_path / "files").iterdir())
+
+
+# ---- damage
+
+
+def test_damaged_objects_stop_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One JSON file that could not be read broke all lists of its client, and all of its batches."""
+    num_damaged = 0
+
+    def count() -> None:
+        nonlocal num_damaged
+        num_damaged += 1
+
+    batch_id = make_batch(tmp_path, line("a"))
+    [folder] = tmp_path.iterdir()
+    store = BatchStore(folder, count)
+    wrong = [create(store, line("b")) for _ in range(2)]
+    (folder / "batches" / f"{wrong[0].id}.json").write_text("{")
+    (folder / "batches" / f"{wrong[1].id}.owner").write_bytes(b"\xff")
+    upload = store.files.add(io.BytesIO(b"abc"), 3, "a", "batch").id
+    (folder / "files" / f"{upload}.json").write_text("")
+    assert store.files.find(upload) is None and store.find(wrong[0].id) is None
+    with pytest.raises(FileNotFound):
+        store.files.get(upload)
+    assert upload not in store.files.ids() and wrong[0].id not in store.ids()
+    assert run_until_ended(tmp_path, App(), batch_id).status == "completed"
+    assert num_damaged == 2 and caplog.text.count("cannot be read") == 3
+    assert store.get(wrong[1].id).status == "failed"
+    assert len(list(folder.rglob("*.damaged"))) == 3
