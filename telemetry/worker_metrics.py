@@ -1,7 +1,7 @@
 """Prometheus metrics of one worker, on an HTTP endpoint of its own.
 
 Gauges and counters are the values of the last heartbeat, so they cost nothing per step. Steps, prompts and transfers
-are histograms. The endpoint's thread renders, and takes no lock that a step waits for.
+are histograms. The endpoint's threads render, and take no lock that a step waits for.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from tandem.runtime.errors import ConfigError
+from tandem.telemetry.metrics_endpoint import MetricsEndpoint
 
 _GAUGES: Final = {
     "num_requests_running": ("num_running", "Sequences that compute."),
@@ -130,19 +131,13 @@ class WorkerMetrics:
         Raises ConfigError when the address cannot be bound.
         """
         try:
-            server, thread = start_http_server(port, host, self.registry)
+            endpoint = MetricsEndpoint(host, port, self.registry)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port} ({error.strerror or error}); choose another --admin-host"
             ) from error
-
-        def close() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join(1.0)
-
-        self._close = close
-        return f"[{host}]:{server.server_port}" if ":" in host else f"{host}:{server.server_port}"
+        self._close = endpoint.close
+        return f"[{host}]:{endpoint.server_port}" if ":" in host else f"{host}:{endpoint.server_port}"
 
     def close(self) -> None:
         with suppress(OSError):
