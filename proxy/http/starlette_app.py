@@ -60,9 +60,9 @@ def starlette_app(routes: Sequence[ApiRoute], keys: ApiKeys | None, budget: Answ
             for route in routes
         ],
         exception_handlers={
-            TandemError: tandem_error_response,
-            HTTPException: http_exception_response,
-            Exception: unexpected_error_response,
+            TandemError: _on_loop(tandem_error_response),
+            HTTPException: _on_loop(http_exception_response),
+            Exception: _on_loop(unexpected_error_response),
         },
     )
 
@@ -91,6 +91,15 @@ def _counted(budget: AnswerBudget, handler: Handler) -> Handler:
         return WholeAnswer([body], response.headers, held.release, response.status_code)
 
     return counted
+
+
+def _on_loop(handler: Callable[[Request, Exception], Response]) -> Callable[..., Awaitable[Response]]:
+    """Makes Starlette call an exception handler, which blocks nothing, on the loop: it calls functions on threads."""
+
+    async def on_loop(request: Request, error: Exception) -> Response:
+        return handler(request, error)
+
+    return on_loop
 
 
 def _with_key(keys: ApiKeys, handler: Handler) -> Handler:
