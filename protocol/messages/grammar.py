@@ -8,38 +8,73 @@ from __future__ import annotations
 
 from llguidance import LLMatcher, LLParserLimits
 
+from tandem.protocol.messages.grammar_depth import grammar_depth
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.stack import call_with_stack
 
 MAX_GRAMMAR_BYTES = 128 * 1024
+MAX_GRAMMAR_DEPTH = 1000
+"""Levels of references and nested values. llguidance compiles by recursion and takes at most 10 kB of stack for each:
+3.6 for a rule, 2.6 for a terminal, 6.3 for a value of a schema, 9.5 for a property that is a `$ref`."""
+COMPILE_STACK_BYTES = 128 << 20
+"""Stack of the thread that compiles a grammar on a worker. Only touched pages take memory."""
+_CHECK_STACK_BYTES = COMPILE_STACK_BYTES // 4
+"""Stack of the thread that validates, so that what passes compiles with a wide margin: 10 MB for MAX_GRAMMAR_DEPTH, and
+6 MB for as many properties as fit in MAX_GRAMMAR_BYTES, at 0.35 kB each."""
 _MAX_ERROR_CHARACTERS = 300
 
 
 def parser_limits() -> LLParserLimits:
-    """Worst case found: 2,500 properties with a pattern each take 2 s to compile and 0.1 s for the first mask."""
+    """They bound validation to about 2.5 s, except for intersections of many patterns, and do not bound a mask: all
+    items of one byte's row are computed before their number is checked (docs/adr/0032-grammar-processes.md)."""
     return LLParserLimits(
         max_items_in_row=2000,
         initial_lexer_fuel=1_000_000,  # 20 ms
         step_lexer_fuel=200_000,  # 15 ms
         step_max_items=50_000,  # 3 ms
         max_lexer_states=50_000,  # up to 2 kB each
-        max_grammar_size=200_000,
+        max_grammar_size=50_000,  # at least 5,000 properties of an object
         verbose_errors=False,
     )
 
 
 def check_grammar(text: str, param: str) -> None:
-    """Validates a grammar. Raises InvalidRequest for `param` with a one-line message. Takes up to 2 s."""
+    """Validates a grammar. Raises InvalidRequest for `param` with a one-line message.
+
+    Takes up to 2 s. A grammar that overflows the stack of the validating thread ends the process.
+    """
+    check_grammar_size(text, param)
+    try:
+        depth = grammar_depth(text)
+    except RecursionError:
+        depth = MAX_GRAMMAR_DEPTH + 1
+    if depth > MAX_GRAMMAR_DEPTH:
+        raise InvalidRequest(
+            f"{param} is too deeply nested: references and nested values have more than {MAX_GRAMMAR_DEPTH} levels. "
+            "Write rules that only name another one, or chains of $ref, in place.",
+            param,
+        )
+    is_error, message = call_with_stack(_CHECK_STACK_BYTES, lambda: _validate(text))
+    if is_error:
+        raise InvalidRequest(f"{param} cannot be served as a grammar: {one_line(message)}.", param)
+
+
+def check_grammar_size(text: str, param: str) -> None:
+    """Raises InvalidRequest for `param` if the text is longer than MAX_GRAMMAR_BYTES."""
     size = len(text.encode(errors="replace"))
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"{param} is too large: {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}.", param)
+
+
+def _validate(text: str) -> tuple[bool, str]:
+    """Returns whether there is an error, and its message."""
     try:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     except BaseException as panic:  # from the library's Rust code; not an Exception
         if type(panic).__name__ != "PanicException":
             raise
-        is_error, messages = True, [str(panic)]
-    if is_error:
-        raise InvalidRequest(f"{param} cannot be served as a grammar: {one_line(messages[0])}.", param)
+        return True, str(panic)
+    return is_error, messages[0] if messages else ""
 
 
 def one_line(message: str) -> str:

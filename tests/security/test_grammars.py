@@ -1,0 +1,110 @@
+"""Grammars as weapons: chains that overflow a stack, and the largest values of the fields that become grammars."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
+from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.config import ProxyConfig
+from tandem.proxy.reading.body_reader import BodyReader
+from tandem.proxy.text.model_text import ModelText
+from tandem.runtime.errors import InvalidRequest
+
+_CHECK_CHAINS = """
+import sys
+from llguidance import LLMatcher
+from tandem.protocol.messages import grammar
+from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.stack import call_with_stack
+from tests.support.hostile_grammars import CHAINS
+
+num_served = 0
+for make in CHAINS.values():
+    for number in (15, 30, 330, 990, 1038, 2675):
+        text = make(number)
+        try:
+            grammar.check_grammar(text, "guided_grammar")
+        except InvalidRequest:
+            continue
+        num_served += 1
+        half = grammar._CHECK_STACK_BYTES // 2
+        call_with_stack(half, lambda: LLMatcher.validate_grammar(text, limits=grammar.parser_limits()))
+print(num_served)
+"""
+_HALF = MAX_GRAMMAR_BYTES // 2
+_LIMITS = ModelLimits(max_model_len=2048, vocab_size=2048)
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def tool(number: int, properties: int = 0) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
+
+
+def response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+LARGEST: dict[str, dict[str, Any]] = {
+    "line breaks": {"guided_grammar": "\n" * MAX_GRAMMAR_BYTES},
+    "blank lines": {"guided_grammar": " \n" * _HALF},
+    "a chain in GBNF": {"guided_grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(7000))
+                        + 'r7000 ::= "a"'},
+    "alternatives in GBNF": {"guided_grammar": "root ::= " + "a|" * (_HALF - 50) + 'a\na ::= "x"'},
+    "brackets in GBNF": {"guided_grammar": "root ::= " + "(" * (MAX_GRAMMAR_BYTES - 50)},
+    "nested brackets in GBNF": {"guided_grammar": "root ::= " + ("(" * 150 + '"a" "b"' + ")" * 150 + " ") * 400},
+    "a literal in GBNF": {"guided_grammar": 'root ::= "' + "a" * (MAX_GRAMMAR_BYTES - 50) + '"'},
+    "comments in GBNF": {"guided_grammar": "# a\n" * (_HALF // 2 - 50) + 'root ::= "a"'},
+    "optional rules": {"guided_grammar": "start: " + "a? " * 43_000 + '\na: "a"'},
+    "a long name": {"guided_grammar": "a" * MAX_GRAMMAR_BYTES},
+    "far beyond the limit": {"guided_grammar": "\n" * (16 << 20)},
+    "a regular expression": {"guided_regex": "a?" * (_HALF - 50)},
+    "classes in a regular expression": {"guided_regex": r"\d" * (8 << 20)},
+    "choices": {"guided_choice": ["a"] * 1_000_000},
+    "different choices": {"guided_choice": [str(i) for i in range(12_000)]},
+    "properties": response_format({"properties": {f"a{i}": {} for i in range(5000)}}),
+    "an enumeration": response_format({"enum": [f"a{i}" for i in range(11_000)]}),
+    "definitions": response_format({"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i // 2}"} for i in range(3000)}}),
+    "a schema far beyond the limit": response_format({"enum": [f"a{i}" for i in range(1_000_000)]}),
+    "tools": {"tools": [tool(i) for i in range(1000)]},
+    "tools with properties": {"tools": [tool(i, 20) for i in range(80)], "tool_choice": "required"},
+    "tools far beyond the limit": {"tools": [tool(i) for i in range(50_000)]},
+    "tools and a format": {"tools": [tool(i) for i in range(500)], "response_format": {"type": "json_object"}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reader(noise_model: Path) -> BodyReader:
+    return BodyReader(ModelText(str(noise_model)), ProxyConfig("proxy-0", "", "m", "m"))
+
+
+def test_no_chain_overflows_the_stack_of_the_process_that_checks_it() -> None:
+    """The lengths are around those at which the library overflows a stack of 8 MiB. What is served needs less than half
+    of the stack that checks it, which is a quarter of the one that compiles it."""
+    done = subprocess.run([sys.executable, "-c", _CHECK_CHAINS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-1000:]}"
+    assert int(done.stdout) >= 15
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_value_of_each_field_is_read_in_bounded_time_and_memory(reader: BodyReader, name: str) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    body = msgspec.json.encode(chat | LARGEST[name])
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begun = time.process_time()
+    try:
+        reader.read(body, "chat", _LIMITS)
+    except InvalidRequest as error:
+        assert len(error.message) < 500
+    seconds = time.process_time() - begun
+    assert seconds < 5, f"{len(body)} bytes took {seconds} s"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 700 * 1024
