@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.fair_slots import FairSlots
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
 from tandem.proxy.media.memory_limit import limit_memory
+from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,
     TO_PROCESS,
@@ -59,6 +61,8 @@ T = TypeVar("T")
 _NICENESS = 10
 """Niceness of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
 _LOAD_TIMEOUT_S = 600.0
+_CLIENTS_AT_ONCE = 16
+"""Clients that may have requests in work at the same time, each as many as there are threads."""
 _MEMORY_BYTES = 5 << 29
 """Memory beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and
 stacks of the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
@@ -78,8 +82,10 @@ class MediaProcess:
         self._fetcher = MediaFetcher(config.media)
         self._context = new_context()
         self._cache = MediaCacheClient(self._context, config.media_cache_endpoint, client_pid)
-        # One request per thread, so that the first request is done before the last one has begun.
-        self._turns = FairSlots(self._num_threads, self._num_threads)
+        # A client's requests take turns, so that the first one is done before the last one has begun.
+        self._turns = FairSlots(_CLIENTS_AT_ONCE * self._num_threads, self._num_threads)
+        # Each item is a job of its own, so that the items of one request do not keep all threads from other clients.
+        self._jobs = FairSlots(self._num_threads, math.ceil(MAX_CLIENT_SHARE * self._num_threads))
         self._is_loaded = asyncio.Event()
         self._running: dict[str, asyncio.Task[GenerationRequest]] = {}
 
@@ -139,7 +145,7 @@ class MediaProcess:
         await self._is_loaded.wait()
         reader = self._reader.result()
         async with self._turns.slot(job.client):
-            request = await self._on_thread(reader.decode, job)
+            request = await self._in_turn(job, reader.decode, job)
             assert isinstance(request.prompt, ChatPrompt)
             remote = [source for source in request.prompt.media if is_remote(source)]
             if not remote:
@@ -156,7 +162,7 @@ class MediaProcess:
         assert isinstance(request.prompt, ChatPrompt)
         contents = await _gather(
             *(
-                self._on_thread(reader.inspect, source, fetched.get(source.number), request.cache_salt)
+                self._in_turn(job, reader.inspect, source, fetched.get(source.number), request.cache_salt)
                 for source in request.prompt.media
             )
         )
@@ -188,11 +194,16 @@ class MediaProcess:
             else:
                 missing.setdefault(content.key, (content, grant))
         if missing:
-            written = await _gather(*(self._on_thread(reader.write, c, g.segment) for c, g in missing.values()))
+            written = await _gather(*(self._in_turn(job, reader.write, c, g.segment) for c, g in missing.values()))
             await self._cache.commit(job.lease_id, written)
             for committed in written:
                 cached[committed.key] = missing[committed.key][1].segment, committed.description
-        return await self._on_thread(reader.render, request, job.limits, contents, cached)
+        return await self._in_turn(job, reader.render, request, job.limits, contents, cached)
+
+    async def _in_turn(self, job: MediaJob, work: Callable[..., T], *arguments: object) -> T:
+        """Runs work on a thread when it is the turn of the job's client."""
+        async with self._jobs.slot(job.client):
+            return await self._on_thread(work, *arguments)
 
     async def _on_thread(self, work: Callable[..., T], *arguments: object) -> T:
         """Runs work on a thread. Cancelling waits for work that has begun, because it uses the lease's memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.media.processor import MediaProcessor
-from tandem.proxy.reading.media_messages import MediaJobFailed
+from tandem.proxy.media.source import MediaSource
+from tandem.proxy.reading.media_messages import MediaJobDone, MediaJobFailed
+from tandem.proxy.reading.media_reader import MediaContent, MediaReader
 from tandem.runtime.errors import InternalError, Overloaded
 from tests.support.media_proxy import data_url, image_part, video_part
 from tests.support.media_reader import MediaProcessOnLoop, prompt_of
@@ -108,3 +111,44 @@ def test_one_client_leaves_waiting_places_to_others(tmp_path: Path) -> None:
         await asyncio.gather(*reading, return_exceptions=True)
 
     run(test, tmp_path)
+
+
+def test_items_of_one_client_leave_threads_to_others(
+    reader: MediaProcessOnLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client sends 12 images, each of which holds a thread. Another's image waits for a few, not for all."""
+    inspect, begun, gate = MediaReader.inspect, list[int](), threading.Semaphore(0)
+
+    def slow(self: MediaReader, source: MediaSource, fetched: bytes | None, cache_salt: str) -> MediaContent:
+        if cache_salt == "attacker":
+            begun.append(source.number)
+            assert gate.acquire(timeout=60)
+        return inspect(self, source, fetched, cache_salt)
+
+    monkeypatch.setattr(MediaReader, "inspect", slow)
+    large = [image_part(data_url(encoded(picture(100, 80 + number, seed=number)))) for number in range(12)]
+    small = image_part(data_url(encoded(picture(20, 20, seed=50))))
+    attacks = [reader.job(*large[i : i + 4], client="attacker", cache_salt="attacker") for i in range(0, 12, 4)]
+
+    async def test() -> int:
+        for job in attacks:
+            reader.process.on_message(job)
+        async with asyncio.timeout(20):
+            while len(begun) < 2:  # noqa: ASYNC110  # all threads
+                await asyncio.sleep(0.01)
+        tenant = reader.job(small, client="tenant")
+        reader.process.on_message(tenant)
+        done, num_ended = None, 0
+        while done is None and num_ended < len(large):
+            try:
+                done = await asyncio.wait_for(reader.done.get(), 0.3)
+            except TimeoutError:
+                gate.release()
+                num_ended += 1
+        gate.release(len(large))
+        for _ in attacks:
+            await reader.done.get()
+        assert isinstance(done, MediaJobDone) and done.lease_id == tenant.lease_id
+        return num_ended
+
+    assert reader.run(test()) <= 6

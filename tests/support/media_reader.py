@@ -82,10 +82,10 @@ class MediaProcessOnLoop:
         await self._serving
         self._context.destroy(linger=0)
 
-    def job(self, *parts: dict[str, Any] | str, **fields: Any) -> MediaJob:
+    def job(self, *parts: dict[str, Any] | str, client: str = "", **fields: Any) -> MediaJob:
         content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
         body = msgspec.json.encode({"messages": [{"role": "user", "content": content}], **fields})
-        return MediaJob(self.client.new_id(), "chat", body, LIMITS)
+        return MediaJob(self.client.new_id(), "chat", body, LIMITS, client=client)
 
     def read_all(self, jobs: list[MediaJob]) -> list[MediaJobDone | MediaJobFailed]:
         """Reads all bodies concurrently; returns the results in order."""
