@@ -266,6 +266,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min(64, max(1, num_cores() // (8 * self.proxies)))
 
     @property
+    def soonest_priority(self) -> int:
+        """Soonest priority of any request. Clients with keys of their own may go after others, but not before them."""
+        return 0 if self.api_keys_file else -100
+
+    @property
     def counts(self) -> dict[Role, int]:
         """Number of workers at the start, by role."""
         return {"prefill": self.prefill, "decode": self.decode, "any": self.workers}

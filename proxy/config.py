@@ -54,7 +54,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       shutdown_grace_s, drain_timeout_s: how long running streams may continue after SIGINT and after SIGTERM.
     Admission:
       max_waiting_requests, max_waiting_tokens: sequences and prompt tokens that may wait for a first token.
-      low_priority_share: share of both limits that requests of lower than default priority may use.
+      low_priority_share: share of both limits that requests of lower than default priority may use. soonest_priority:
+      of any request.
       max_requests_per_client: running sequences of one API key, or of one address without keys; 0 for no limit.
       ttft_slo_ms: requests whose first token is predicted later are refused; 0 refuses none.
     Media:
@@ -92,6 +93,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting_requests: Annotated[int, Meta(ge=1)] = 1024
     max_waiting_tokens: Annotated[int, Meta(ge=0)] = 16_000_000
     low_priority_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    soonest_priority: Annotated[int, Meta(ge=-100, le=0)] = -100
     max_requests_per_client: Annotated[int, Meta(ge=0)] = 0
     max_connections: Annotated[int, Meta(ge=1)] = 8192
     num_proxies: Annotated[int, Meta(ge=1)] = 1

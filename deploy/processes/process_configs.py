@@ -124,6 +124,7 @@ class ProcessConfigs:
             max_body_bytes=cluster.max_body_mib << 20,
             max_waiting_requests=cluster.max_waiting_requests,
             low_priority_share=cluster.low_priority_share,
+            soonest_priority=cluster.soonest_priority,
             max_requests_per_client=cluster.max_requests_per_client,
             max_connections=cluster.max_connections,
             num_proxies=cluster.proxies,

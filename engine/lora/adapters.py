@@ -6,6 +6,7 @@ loads what its next requests need. A prompt waits until its adapter is loaded.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,8 +18,10 @@ from safetensors.torch import load
 
 from tandem.protocol.lora_files import AdapterFiles, InvalidAdapter, Shape, read_adapter, tensor_names
 from tandem.protocol.messages.adapter import AdapterRef
-from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, first_line
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, first_line
 from tandem.runtime.threads import show_thread_name
+
+log = logging.getLogger(__name__)
 
 MAX_CACHED_ADAPTERS = 32
 """Adapters in memory besides those that requests use."""
@@ -44,11 +47,12 @@ class Adapter:
 
     @property
     def error(self) -> ErrorInfo | None:
-        """The reason for which a ready adapter could not be loaded."""
+        """What clients are told if a ready adapter could not be loaded. The reason, which names files, is logged."""
         error = self._loading.exception()
         if error is None:
             return None
-        return ErrorInfo.of(error if isinstance(error, TandemError) else InternalError(first_line(error)))
+        kind = InvalidRequest if isinstance(error, InvalidAdapter) else InternalError
+        return ErrorInfo.of(kind("A worker cannot load this LoRA adapter; its log says why.", "model"))
 
     @property
     def weights(self) -> AdapterWeights:
@@ -85,13 +89,20 @@ class Adapters:
             return None
         adapter = self._adapters.get(ref)
         if adapter is None or (adapter.is_ready and adapter.error is not None):
-            loading = self._thread.submit(load_adapter, ref, self._modules, self._dtype, self._device)
+            loading = self._thread.submit(self._load, ref)
             loading.add_done_callback(lambda _: self._on_loaded())
             adapter = self._adapters[ref] = Adapter(loading)
             if len(self._adapters) > MAX_CACHED_ADAPTERS:
                 self._adapters.popitem(last=False)  # requests that use it keep it
         self._adapters.move_to_end(ref)
         return adapter
+
+    def _load(self, ref: AdapterRef) -> AdapterWeights:
+        try:
+            return load_adapter(ref, self._modules, self._dtype, self._device)
+        except Exception as error:
+            log.error("cannot load the LoRA adapter in %s: %s", ref.folder, first_line(error))
+            raise
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -216,8 +216,8 @@ class EmbeddingResponse(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """max_model_len: vLLM's field; None while no worker is ready. root, parent: of a LoRA adapter, its folder and the
-    served model; of the served model, its name and null."""
+    """max_model_len: vLLM's field; None while no worker is ready. root, parent: of a LoRA adapter, its name and the
+    served model; of the served model, its name and null. No paths: clients need not know the server's folders."""
 
     id: str
     created: int

@@ -66,6 +66,7 @@ class BodyReader:
             min(max(config.max_waiting_requests, MAX_INPUTS), config.max_requests_per_client or MAX_INPUTS),
         )
         self._max_logprobs = config.max_logprobs
+        self._soonest_priority = config.soonest_priority
         self._tokenizer = text.tokenizer
         self.renderer = Renderer(text)
         self._responses = config.response_store()
@@ -78,7 +79,8 @@ class BodyReader:
     def decode(self, body: bytes, kind: BodyKind, cache_scope: str = "") -> GenerationRequest:
         """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest.
 
-        cache_scope: of the client's API key; part of the request's cache_salt.
+        cache_scope: of the client's API key; part of the request's cache_salt. A priority sooner than clients may have
+        counts as the soonest that they may have.
         """
         if kind == "invocation":
             kind = self._decoder.invocation(body)
@@ -92,7 +94,11 @@ class BodyReader:
         }
         with _decoding():
             request = decode[kind](body)
-        return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
+        return msgspec.structs.replace(
+            request,
+            cache_salt=scoped_salt(cache_scope, request.cache_salt),
+            priority=max(request.priority, self._soonest_priority),
+        )
 
     def _history(self, cache_scope: str, response_id: str) -> list[InputItem]:
         if self._responses is None:

@@ -28,7 +28,6 @@ from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
 from tandem.proxy.answers.timeline_comments import wants_timeline, with_timeline
 from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.schema import SOONEST_PRIORITY
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
@@ -49,7 +48,7 @@ _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     """Returns the routes that requests of a batch may name too."""
     readers = state.readers
-    generate = partial(_generate, state, config.served_model_name)
+    generate = partial(_generate, state, config)
 
     async def tokenize(request: Request) -> Response:
         return await _transform(
@@ -76,7 +75,7 @@ def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     ]
 
 
-async def _generate(state: AppState, model: str, kind: BodyKind, request: Request) -> Response:
+async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, request: Request) -> Response:
     record = state.requests.begin(request_id_of(request), kind, traceparent_of(request))
     serving(record.request_id)
     client, cache_scope = client_of(request), cache_scope_of(request)
@@ -85,7 +84,9 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         has_timeline = wants_timeline(request.headers.get(TIMELINE_HEADER))
         timeout_s = _request_timeout_s(request)
         async with state.bodies.receive(request.receive, request.headers) as body:
-            reading = _read(state, kind, body, client, cache_scope, min(state.request_timeout_s, timeout_s or math.inf))
+            read_timeout_s = min(state.request_timeout_s, timeout_s or math.inf)
+            soonest = _soonest_priority(body, config.soonest_priority)
+            reading = _read(state, kind, body, client, cache_scope, soonest, read_timeout_s)
             is_long = not isinstance(body, bytes) or (state.media is not None and mentions_media(body))
             asked = await (unless_disconnected(request.receive, reading) if is_long else reading)
     except TandemError as error:
@@ -102,8 +103,9 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         state.requests.rename(record, asked.request_id)
         serving(record.request_id)
     generation = Generation(state, asked, record, client, timeout_s, api_key_of(request))
+    model = config.served_model_name if asked.adapter is None else asked.adapter.name
     try:
-        answers = _answers(kind, state, generation, model if asked.adapter is None else asked.adapter.name, cache_scope)
+        answers = _answers(kind, state, generation, model, cache_scope)
         if isinstance(answers, EmbeddingAnswer) or not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
             return WholeAnswer(whole, {**id_header(request), **_load_header(state, request)}, answers.release)
@@ -157,11 +159,17 @@ def _answers(
 
 
 async def _read(
-    state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str, cache_scope: str, timeout_s: float
+    state: AppState,
+    kind: BodyKind,
+    body: bytes | SpooledBody,
+    client: str,
+    cache_scope: str,
+    soonest_priority: int,
+    timeout_s: float,
 ) -> GenerationRequest:
     """Returns the request with its prompts as tokens. Counts errors, as `Generation` does for what follows."""
     try:
-        state.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
+        state.admission.check(client, priority=soonest_priority)  # before the work of tokenising
         try:
             async with asyncio.timeout(timeout_s):
                 return await _read_body(state, kind, body, client, cache_scope)
@@ -189,10 +197,10 @@ async def _read_body(
         return await state.media.read(kind, body, limits, client, cache_scope)
 
 
-def _soonest_priority(body: bytes | SpooledBody) -> int:
+def _soonest_priority(body: bytes | SpooledBody, soonest_allowed: int) -> int:
     """Returns the soonest priority that the request can have, as far as that is known before it is read."""
     has_none = isinstance(body, bytes) and b'"priority"' not in body
-    return 0 if has_none else SOONEST_PRIORITY
+    return 0 if has_none else soonest_allowed
 
 
 def traceparent_of(request: Request) -> str:

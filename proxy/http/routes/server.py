@@ -35,8 +35,8 @@ _INFO_TIMEOUT_S = 30.0
 _SHOWN_CONFIG = (
     "model", "served_model_name", "num_proxies", "tokenizer_threads", "trust_request_chat_template", "tool_call_parser",
     "generation_config", "max_logprobs", "decode_prefill_threshold", "max_body_bytes", "max_waiting_requests",
-    "max_waiting_tokens", "low_priority_share", "max_requests_per_client", "request_timeout_s", "worker_wait_s",
-    "ttft_slo_ms",
+    "max_waiting_tokens", "low_priority_share", "soonest_priority", "max_requests_per_client", "request_timeout_s",
+    "worker_wait_s", "ttft_slo_ms",
 )  # fmt: skip
 """Fields of ProxyConfig that clients may see: no keys, addresses or files other than the model's."""
 
@@ -49,7 +49,7 @@ def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
 
     def adapter_card(base: ModelCard, adapter: NamedAdapter) -> ModelCard:
         return msgspec.structs.replace(
-            base, id=adapter.name, created=adapter.created or base.created, root=adapter.ref.folder, parent=base.id
+            base, id=adapter.name, created=adapter.created or base.created, root=adapter.name, parent=base.id
         )
 
     async def models(request: Request) -> Response:

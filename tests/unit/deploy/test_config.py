@@ -91,6 +91,11 @@ def test_every_field_is_a_flag_with_a_description_and_groups_are_not_interleaved
     assert "decode" not in arguments, "flags that were not given must not override the file"
 
 
+def test_clients_with_keys_of_their_own_do_not_go_before_others() -> None:
+    assert load_config(None, {"api_keys_file": "keys"}).soonest_priority == 0
+    assert load_config(None, {"api_key": "one for all"}).soonest_priority == -100
+
+
 def test_tandem_up_takes_at_most_73_flags() -> None:
     assert len(_parser().parse_args(["up"]).known_flags) <= 73
 

@@ -146,7 +146,8 @@ def test_an_item_whose_adapter_failed_gets_an_error_and_the_others_run(
     runner = ModelRunner(load_model(engine_config(path)), pool := KVPool(loaded, engine_config(path)))
     items = [BatchItem([5, 6], 0, [0], GREEDY, adapter=missing), BatchItem([5, 6], 0, [1], GREEDY)]
     failed, fine = runner.run(Batch(items))
-    assert failed.error is not None and "There is no folder" in failed.error.message
+    assert failed.error is not None and "its log says why" in failed.error.message
+    assert str(tmp_path) not in failed.error.message, "clients see no folders"
     assert fine.error is None and len(fine.tokens) == 1
     assert adapters.get(AdapterRef("0" * 64, str(tmp_path / "gone"))) is not missing, "it is tried again"
     pool.close()

@@ -17,7 +17,7 @@ from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.api.responses_request import ResponseRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
-from tandem.proxy.reading.body_reader import BodyReader, reads_files
+from tandem.proxy.reading.body_reader import BodyKind, BodyReader, reads_files
 from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
@@ -230,3 +230,19 @@ def test_values_that_are_nested_too_deeply_are_refused(body: bytes) -> None:
     if b"tool_calls" in body:
         with pytest.raises(InvalidRequest, match=r"nested too deeply|recursion"):
             reader.tokenize(body, 100)
+
+
+@pytest.mark.parametrize(("soonest", "counts"), [(0, (0, 0, 7)), (-5, (-5, -3, 7))])
+def test_no_client_goes_before_others_unless_the_operator_allows_it(soonest: int, counts: tuple[int, ...]) -> None:
+    text = cast(ModelText, FakeModelText(TOKENIZER))
+    reader = BodyReader(text, ProxyConfig("proxy-0", "", "m", "m", soonest_priority=soonest))
+
+    def priority(kind: BodyKind, asked: int) -> int:
+        prompt = {"embedding": {"input": "a"}, "completion": {"prompt": "a"}, "response": {"input": "a"}}.get(
+            kind, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        )
+        return reader.decode(json.dumps({**prompt, "priority": asked}).encode(), kind).priority
+
+    kinds: tuple[BodyKind, ...] = ("completion", "chat", "embedding", "message", "response")
+    for kind in kinds:
+        assert tuple(priority(kind, asked) for asked in (-100, -3, 7)) == counts
