@@ -139,7 +139,7 @@ def test_prompts_of_different_adapters_have_different_hashes() -> None:
         ({"input": "a", "dimensions": 3}, "dimensions"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": ["a"] * 4}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "normalize": "yes"}, "normalize"),
         ({}, "input"),
