@@ -144,8 +144,8 @@ class Answers(ABC):
         """Returns an empty choice of a whole answer."""
 
     @abstractmethod
-    def _add_logprobs(self, choice: Any, tokens: list[SampledToken]) -> None:
-        """Encodes the logprobs of tokens for a choice that `_new_choice` has made."""
+    def _add_logprobs(self, choice: Any, tokens: list[SampledToken], begins: bool) -> None:
+        """Encodes the logprobs of tokens for a choice that `_new_choice` has made. begins: they begin its text."""
 
     @abstractmethod
     def _whole(self, choices: list[Any]) -> list[Part]:
@@ -156,7 +156,7 @@ class Answers(ABC):
         if self._request.return_token_ids:
             choice.token_ids.extend([token.token_id for token in delta.tokens])
         if self._num_top is not None:
-            self._add_logprobs(choice, delta.tokens[: delta.num_shown])
+            self._add_logprobs(choice, delta.tokens[: delta.num_shown], delta.begins_text)
 
     async def _encode_prompt(self, delta: TextDelta) -> None:
         """Encodes the prompt that comes with the first delta of its sequences."""

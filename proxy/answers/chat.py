@@ -93,9 +93,9 @@ class ChatAnswers(Answers):
     def _new_choice(self, index: int) -> EncodedChatChoice:
         return EncodedChatChoice(index, self._held)
 
-    def _add_logprobs(self, choice: EncodedChatChoice, tokens: list[SampledToken]) -> None:
+    def _add_logprobs(self, choice: EncodedChatChoice, tokens: list[SampledToken], begins: bool) -> None:
         assert self._num_top is not None
-        choice.logprobs.extend(chat_logprobs(self._token_text, tokens, self._num_top).content)
+        choice.logprobs.extend(chat_logprobs(self._token_text, tokens, self._num_top, begins).content)
 
     def _whole(self, choices: list[EncodedChatChoice]) -> list[Part]:
         holes = Holes()
@@ -135,4 +135,4 @@ class ChatAnswers(Answers):
     def _logprobs(self, delta: TextDelta) -> ChatLogprobs | None:
         if self._num_top is None:
             return None
-        return chat_logprobs(self._token_text, delta.tokens[: delta.num_shown], self._num_top)
+        return chat_logprobs(self._token_text, delta.tokens[: delta.num_shown], self._num_top, delta.begins_text)

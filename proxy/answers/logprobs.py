@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.proxy.api.responses import (
@@ -19,41 +19,53 @@ _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot express; the same as in vLLM."""
 
 
+def with_first(text: TokenText, tokens: Sequence[SampledToken], begins: bool) -> Iterator[tuple[SampledToken, bool]]:
+    """Yields the tokens, and for each whether it is the first of a text that these tokens begin."""
+    for token in tokens:
+        is_first = begins and not text.is_special(token.token_id)
+        begins = begins and not is_first
+        yield token, is_first
+
+
 def completion_logprobs(
-    text: TokenText, tokens: Sequence[SampledToken], num_top: int, first_offset: int
+    text: TokenText, tokens: Sequence[SampledToken], num_top: int, first_offset: int, begins: bool
 ) -> CompletionLogprobs:
     """Logprobs of each token and of its `num_top` most likely alternatives, the token itself included.
 
-    first_offset: characters of the text before these tokens. A prompt's first token has no logprobs, so it gets None.
+    first_offset: characters of the text before these tokens. begins: they begin the text. A prompt's first token has no
+    logprobs, so it gets None.
     """
     result = CompletionLogprobs([], [], [], [])
     offset = first_offset
-    for token in tokens:
-        piece, logprobs = text.text(token.token_id), token.logprobs
+    for token, is_first in with_first(text, tokens, begins):
+        piece, logprobs = text.name(token.token_id, is_first), token.logprobs
         result.tokens.append(piece)
         result.text_offset.append(offset)
-        offset += len(text.plain(token.token_id))
+        offset += text.num_characters(token.token_id, is_first)
         if logprobs is None:
             result.token_logprobs.append(None)
             result.top_logprobs.append(None)
             continue
         own = max(logprobs.logprob, _LOWEST)
-        top = {text.text(token_id): max(logprob, _LOWEST) for token_id, logprob in logprobs.top[:num_top]}
+        top: dict[str, float] = {}
+        for token_id, logprob in logprobs.top[:num_top]:  # the most likely first; later ones may have the same text
+            top.setdefault(text.name(token_id, is_first), max(logprob, _LOWEST))
         result.token_logprobs.append(own)
         result.top_logprobs.append({piece: own} | top if piece not in top else top)
     return result
 
 
-def chat_logprobs(text: TokenText, tokens: Sequence[SampledToken], num_top: int) -> ChatLogprobs:
+def chat_logprobs(text: TokenText, tokens: Sequence[SampledToken], num_top: int, begins: bool) -> ChatLogprobs:
+    """begins: these tokens begin the text."""
     content = []
-    for token in tokens:
+    for token, is_first in with_first(text, tokens, begins):
         assert token.logprobs is not None
         top = [
-            TopLogprob(text.text(token_id), max(logprob, _LOWEST), text.bytes(token_id))
+            TopLogprob(text.text(token_id, is_first), max(logprob, _LOWEST), text.bytes(token_id, is_first))
             for token_id, logprob in token.logprobs.top[:num_top]
         ]
-        own = max(token.logprobs.logprob, _LOWEST)
-        content.append(ChatLogprob(text.text(token.token_id), own, text.bytes(token.token_id), top))
+        own, token_id = max(token.logprobs.logprob, _LOWEST), token.token_id
+        content.append(ChatLogprob(text.text(token_id, is_first), own, text.bytes(token_id, is_first), top))
     return ChatLogprobs(content)
 
 

@@ -8,7 +8,7 @@ from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.prompt_logprobs import unpack_logprobs
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, unpack_token_ids
 from tandem.proxy.answers.json_parts import JsonArray, JsonText
-from tandem.proxy.answers.logprobs import completion_logprobs, prompt_logprobs
+from tandem.proxy.answers.logprobs import completion_logprobs, prompt_logprobs, with_first
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import CompletionLogprobs
 from tandem.proxy.dispatch.sequence_text import PromptTokens
@@ -29,14 +29,19 @@ class CompletionArrays:
         self.top_logprobs = JsonArray(on_growth)
         self.text_offset = JsonArray(on_growth)
 
-    def extend(self, text: TokenText, tokens: list[SampledToken], num_top: int, first_offset: int) -> None:
-        """first_offset: characters of the choice's text before the first token of all."""
-        more: CompletionLogprobs = completion_logprobs(text, tokens, num_top, first_offset + self.num_characters)
+    def extend(
+        self, text: TokenText, tokens: list[SampledToken], num_top: int, first_offset: int, begins: bool = False
+    ) -> None:
+        """first_offset: characters of the choice's text before the first token of all. begins: these tokens begin a
+        text; those before were special."""
+        offset = first_offset + self.num_characters
+        more: CompletionLogprobs = completion_logprobs(text, tokens, num_top, offset, begins)
         self.tokens.extend(more.tokens)
         self.token_logprobs.extend(more.token_logprobs)
         self.top_logprobs.extend(more.top_logprobs)
         self.text_offset.extend(more.text_offset)
-        self.num_characters += sum(len(text.plain(token.token_id)) for token in tokens)
+        for token, is_first in with_first(text, tokens, begins):
+            self.num_characters += text.num_characters(token.token_id, is_first)
 
 
 class PromptPart:
@@ -73,17 +78,22 @@ async def encode_prompt(
         return
     num_echoed, num_top = request.base_sampling.logprobs if request.echo else None, request.prompt_logprobs
 
+    begins = False
+
     def add(token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
+        nonlocal begins
         if num_echoed is not None:
             tokens = [SampledToken(token_id, own) for token_id, own in zip(token_ids, logprobs, strict=True)]
-            part.logprobs.extend(text, tokens, num_echoed, 0)
+            part.logprobs.extend(text, tokens, num_echoed, 0, begins)
+            begins = begins and all(map(text.is_special, token_ids))
         if num_top is not None:
             part.prompt_logprobs.extend(prompt_logprobs(text, token_ids, logprobs, num_top))
 
     # The first token has no logprobs.
     if num_echoed is not None:
         [first] = unpack_token_ids(prompt.token_ids[:BYTES_PER_TOKEN])
-        part.logprobs.extend(text, [SampledToken(first)], num_echoed, 0)
+        part.logprobs.extend(text, [SampledToken(first)], num_echoed, 0, True)
+        begins = prompt.skips_special and text.is_special(first)
     if num_top is not None:
         part.prompt_logprobs.extend([None])
     start = BYTES_PER_TOKEN

@@ -356,7 +356,7 @@ class Generation:
             return None
         self._shown_prompts.add(number)
         echo = await self._services.readers.text_of(prompt.token_ids, prompt.is_text) if request.echo else ""
-        return PromptTokens(prompt.token_ids, echo, logprobs or [])
+        return PromptTokens(prompt.token_ids, echo, logprobs or [], prompt.is_text)
 
 
 def _extended(prompt: Prompt, beam: Beam) -> Prompt:

@@ -20,12 +20,13 @@ class PromptTokens(msgspec.Struct, frozen=True):
     """A prompt as its client sees it.
 
     token_ids: packed. text: empty unless it is echoed. logprobs: of all tokens but the first, packed; empty unless
-    requested.
+    requested. skips_special: the text has no special tokens.
     """
 
     token_ids: bytes
     text: str
     logprobs: list[bytes]
+    skips_special: bool = True
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -35,7 +36,8 @@ class TextDelta(msgspec.Struct, frozen=True):
     num_shown: how many of the tokens are part of the text; a stop token is not. is_first: no delta of the sequence came
     before. prompt: on the first delta of all sequences of the prompt, if the client asked for it; not part of the text.
     stop_reason: the stop string or the token of `stop_token_ids` that ended the sequence.
-    embedding: of the prompt, if that was asked for instead of text; float32, packed.
+    embedding: of the prompt, if that was asked for instead of text; float32, packed. begins_text: the tokens are the
+    first of a text, as the detokeniser sees it: a blank before its first word may not be shown.
     """
 
     index: int
@@ -47,6 +49,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     prompt: PromptTokens | None = None
     stop_reason: int | str | None = None
     embedding: bytes | None = None
+    begins_text: bool = False
 
 
 class SequenceText:
@@ -78,6 +81,7 @@ class SequenceText:
     ) -> TextDelta:
         """Returns the delta for these tokens. It ends earlier than they do when a stop string is complete."""
         pieces: list[str] = []
+        begins_text = self._detokenizer.begins_text
         # A stop token ends the text without being part of it, but was generated and counts.
         num_shown = len(tokens) - (finish_reason == "stop")
         for number in range(num_shown):
@@ -101,4 +105,15 @@ class SequenceText:
         stop_reason: int | str | None = self._stop_strings.matched
         if finish_reason == "stop" and stop_reason is None and tokens[-1].token_id in self._stop_token_ids:
             stop_reason = tokens[-1].token_id
-        return TextDelta(self.index, "".join(pieces), tokens, num_shown, finish_reason, is_first, prompt, stop_reason)
+        return TextDelta(
+            self.index,
+            "".join(pieces),
+            tokens,
+            num_shown,
+            finish_reason,
+            is_first,
+            prompt,
+            stop_reason,
+            None,
+            begins_text,
+        )

@@ -68,6 +68,7 @@ class BodyReader:
         self._max_logprobs = config.max_logprobs
         self._soonest_priority = config.soonest_priority
         self._tokenizer = text.tokenizer
+        self._num_token_ids = text.num_token_ids
         self.renderer = Renderer(text)
         self._responses = config.response_store()
 
@@ -167,10 +168,9 @@ class BodyReader:
     def detokenize(self, body: bytes) -> bytes:
         """Returns the JSON answer of `/detokenize`. Raises InvalidRequest."""
         token_ids = self._decoder.detokenize(body)
-        largest, num_known = max(token_ids, default=0), self._tokenizer.get_vocab_size()
-        if largest >= num_known:
+        if (largest := max(token_ids, default=0)) >= self._num_token_ids:
             raise InvalidRequest(
-                f"Token id {largest} is out of range: this tokeniser's ids are 0 to {num_known - 1}.", "tokens"
+                f"Token id {largest} is out of range: this model's ids are 0 to {self._num_token_ids - 1}.", "tokens"
             )
         text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         if len(text) > MAX_DETOKENIZED_CHARACTERS:

@@ -6,6 +6,8 @@ that it holds are therefore kept here too, to flush them at the end and to resta
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -17,6 +19,12 @@ _NUM_CONTEXT_TOKENS = 6
 """Prompt tokens before the text: with them the first word keeps its leading space."""
 
 
+@lru_cache(maxsize=8)
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Returns the tokens that texts leave out."""
+    return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+
 class Detokenizer:
     """Detokenises one sequence. prompt_token_ids: packed; only the last few are used."""
 
@@ -26,9 +34,13 @@ class Detokenizer:
         self._context: list[int] = []
         self._held: list[int] = []
         self._restart(unpack_token_ids(prompt_token_ids[-4 * _NUM_CONTEXT_TOKENS :]))
+        self._skipped = special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
+        self.begins_text = self._skipped.issuperset(self._context)
+        """The next token is the first that is decoded: no others came before, or only special ones."""
 
     def step(self, token_id: int) -> str:
         """Returns the text that this token completes; may be empty."""
+        self.begins_text = self.begins_text and token_id in self._skipped
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)

@@ -27,7 +27,7 @@ _TEXT_FILES = [
     "modules.json",
     "1_Pooling/config.json",
 ]
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def find_model(model: str) -> Path:
@@ -57,7 +57,7 @@ class _MediaConfig(msgspec.Struct):
 def takes_media(model: str) -> bool:
     """Returns whether the model takes images or video. Raises ConfigError."""
     folder = find_model(model)
-    if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return False
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_MediaConfig)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from tandem.proxy.text.call_arguments import with_object_arguments
+from tandem.proxy.text.chat_templates import DEFAULT, ChatTemplates
 from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
@@ -51,8 +52,13 @@ class ModelText:
                 f"cannot read the tokeniser of model {model!r} (tokenizer.json): {first_line(error)}"
             ) from error
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
-        self._needs_parts: bool | None = None  # found out with the first chat
+        self._templates = ChatTemplates.read(folder)
+        self._needs_parts: dict[str, bool] = {}  # by template; found out with its first chat
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
+        # A model's vocabulary is often padded beyond its tokeniser's.
+        self.num_token_ids = max(
+            _config(folder, "config.json").vocab_size or 0, 1 + max(self.tokenizer.get_vocab().values(), default=-1)
+        )
         self.sampling_defaults = SamplingDefaults.read(folder, generation_config)
         self.embedding_defaults = EmbeddingDefaults.read(folder)
         if not self.eos_token_ids:
@@ -61,8 +67,7 @@ class ModelText:
     @property
     def chat_template(self) -> str | None:
         """The model's template; all of them if it has several."""
-        template = self._backend.chat_template
-        return "\n".join(template.values()) if isinstance(template, dict) else template
+        return "\n".join(self._templates.by_name.values()) or None
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Returns tokenizer_config.json with the chat template and the texts of special tokens. Raises ConfigError."""
@@ -79,16 +84,20 @@ class ModelText:
         info.setdefault("tokenizer_class", type(self._backend).__name__)
         added = self.tokenizer.get_added_tokens_decoder()
         info["added_tokens_decoder"] = {str(token_id): token.content for token_id, token in added.items()}
-        info["chat_template"] = self._backend.chat_template
+        templates = self._templates.by_name
+        info["chat_template"] = templates if len(templates) > 1 else next(iter(templates.values()), None)
         return info
 
     def render_chat(self, prompt: ChatPrompt) -> str:
         """Renders the chat in transformers' jinja sandbox. Raises InvalidRequest."""
-        if prompt.template is None and not self._backend.chat_template:
-            raise InvalidRequest("This model has no chat template; use /v1/completions.", "messages")
+        templates = self._templates
+        source = prompt.template or templates.choose(bool(prompt.tools))
+        if source is None:
+            others = f" of the name {DEFAULT!r}, only {', '.join(templates.by_name)}" if templates.by_name else ""
+            raise InvalidRequest(f"This model has no chat template{others}; use /v1/completions.", "messages")
+        source = templates.by_name.get(source, source)  # a client may name one
         messages = prompt.messages
         try:
-            source = self._backend.get_chat_template(prompt.template)
             if "developer" not in source:  # OpenAI's newer name of the role, which few templates support
                 messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
             if prompt.template is None and self._requires_parts(source):
@@ -121,10 +130,11 @@ class ModelText:
 
     def _requires_parts(self, source: str) -> bool:
         """Returns whether the model's template drops content that is a string and renders it as a list of parts."""
-        if self._needs_parts is None:
+        if source not in self._needs_parts:
             message = {"role": "user", "content": _PROBE_TEXT}
-            self._needs_parts = not self._renders(source, message) and self._renders(source, _with_parts(message))
-        return self._needs_parts
+            needs_parts = not self._renders(source, message) and self._renders(source, _with_parts(message))
+            self._needs_parts[source] = needs_parts
+        return self._needs_parts[source]
 
     def _renders(self, source: str, message: dict[str, Any]) -> bool:
         try:
@@ -140,24 +150,29 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": [{"type": "text", "text": content}]}
 
 
-class _EosConfig(msgspec.Struct):
+class _TokenConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
-    text_config: _EosConfig | None = None
+    vocab_size: int | None = None
+    text_config: _TokenConfig | None = None
+
+
+def _config(folder: Path, name: str) -> _TokenConfig:
+    """Returns what a configuration of the model says of its tokens, also for its text part. Raises ConfigError."""
+    try:
+        config = msgspec.json.decode((folder / name).read_bytes(), type=_TokenConfig)
+    except FileNotFoundError:
+        return _TokenConfig()
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read {folder / name}: {error}") from error
+    text = config.text_config or _TokenConfig()
+    eos = text.eos_token_id if config.eos_token_id is None else config.eos_token_id
+    return _TokenConfig(eos, max(config.vocab_size or 0, text.vocab_size or 0))
 
 
 def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
     """Reads generation_config.json (chat models list several ids there), else config.json; adds the tokeniser's own."""
     ids = set() if tokenizer_eos is None else {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
-        try:
-            config = msgspec.json.decode((folder / name).read_bytes(), type=_EosConfig)
-        except FileNotFoundError:
-            continue
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"cannot read {folder / name}: {error}") from error
-        found = config.eos_token_id
-        if found is None and config.text_config is not None:
-            found = config.text_config.eos_token_id
-        if found is not None:
+        if (found := _config(folder, name).eos_token_id) is not None:
             return frozenset(ids | ({found} if isinstance(found, int) else set(found)))
     return frozenset(ids)

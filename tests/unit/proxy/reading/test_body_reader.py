@@ -53,6 +53,7 @@ class FakeModelText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = CountingTokenizer(tokenizer)
+        self.num_token_ids = tokenizer.get_vocab_size()
 
     def render_chat(self, prompt: ChatPrompt) -> str:
         return "".join(message["content"] for message in prompt.messages) + (
