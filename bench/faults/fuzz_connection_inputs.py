@@ -61,6 +61,8 @@ def _request(rng: random.Random, model: str, *, is_last: bool) -> tuple[bytes, E
     headers = [b"Host: x"]
     if is_last:
         headers.append(b"Connection: close")
+    if rng.random() < 0.1:  # the server ignores it
+        headers += [b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: " + rng.choice((b"h2c", b"websocket"))]
     if rng.random() < 0.2:
         headers += [b"X-%d: %s" % (number, b"a" * rng.choice((0, 1, 300))) for number in range(rng.choice((1, 5, 90)))]
     if rng.random() < 0.05:
@@ -69,8 +71,6 @@ def _request(rng: random.Random, model: str, *, is_last: bool) -> tuple[bytes, E
     if rng.random() < 0.5:
         method = rng.choice((b"GET", b"GET", b"HEAD"))
         path, status = rng.choice(((b"/live", 200), (b"/health", 200), (b"/v1/models", 200), (b"/nothing", 404)))
-        if is_last and rng.random() < 0.1:
-            headers[1] = b"Connection: Upgrade, close\r\nUpgrade: websocket"
         version = b"1.0" if is_last and rng.random() < 0.1 else b"1.1"
         head = method + b" " + path + b" HTTP/" + version + b"\r\n" + b"\r\n".join(headers) + b"\r\n\r\n"
         return empty_lines + head, Expected(status, method == b"HEAD")

@@ -7,14 +7,18 @@ connection, because the proxy would rightly wait for the rest.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import random
 import re
 import socket
+import zlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 _TIMEOUT_S = 60.0
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
 _VALUES: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2**63, -(2**63), 1e308, "", "x", "\ud800", "é" * 50, [], {}, [[]], [None], {"a": {}},
     [1, -1, 2**31], "a" * 3000, [{"role": "user", "content": 1}], [{"role": "?", "content": "x"}],
@@ -25,6 +29,8 @@ _FIELDS = (
     "logit_bias", "tools", "response_format", "structured_outputs", "chat_template", "priority", "user", "tokens",
     "echo", "unknown_field", "stream_options", "min_p", "bad_words", "cache_salt", "timeout",
 )  # fmt: skip
+
+_ENCODERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress, "br": bytes}
 
 
 class HttpFuzzer:
@@ -95,7 +101,17 @@ class HttpFuzzer:
         return bytes(body)
 
     def _request(self, body: bytes, path: str | None = None) -> bytes:
-        head = f"POST {path or self._rng.choice(_PATHS)} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        """Returns a complete request, some as few clients send them: compressed, for an upgrade, in HTTP/1.0."""
+        rng = self._rng
+        version, more = rng.choices(("1.1", "1.0"), (9, 1))[0], ""
+        if rng.random() < 0.1:
+            coding = rng.choice(tuple(_ENCODERS))
+            body, more = _ENCODERS[coding](body), f"Content-Encoding: {coding}\r\n"
+            if rng.random() < 0.3:
+                body = body[: rng.randrange(len(body) + 1)] + rng.randbytes(rng.randrange(3))
+        if rng.random() < 0.1:
+            more += "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        head = f"POST {path or rng.choice(_PATHS)} HTTP/{version}\r\nHost: x\r\nConnection: close\r\n{more}"
         return head.encode() + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
     def _exchange(self, data: bytes, is_complete: bool) -> None:
@@ -133,5 +149,9 @@ def _is_complete(response: bytes) -> bool:
     if b"text/event-stream" not in head.lower():
         length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
         return length is not None and len(body) == int(length[1])
-    last = body.removesuffix(b"\r\n0\r\n\r\n").removesuffix(b"\n\n").rpartition(b"data: ")[2]
-    return body.endswith(b"\r\n0\r\n\r\n") and (last == b"[DONE]" or last.startswith(b'{"error"'))
+    if b"transfer-encoding" in head.lower():  # else it ends with its connection
+        if not body.endswith(_LAST_CHUNK):
+            return False
+        body = body.removesuffix(_LAST_CHUNK)
+    last = body.removesuffix(b"\n\n").rpartition(b"data: ")[2]
+    return last == b"[DONE]" or last.startswith(b'{"error"')
