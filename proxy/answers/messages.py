@@ -35,7 +35,7 @@ from tandem.proxy.api.messages_response import (
 )
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
-from tandem.proxy.parsers.tool_parser import Parsed
+from tandem.proxy.parsers.parsed import Parsed
 from tandem.proxy.text.call_arguments import INVALID_ARGUMENTS
 from tandem.runtime.errors import TandemError
 
@@ -142,7 +142,7 @@ class MessageAnswers(ParsedAnswers):
 
     def _whole(self, choices: list[Any]) -> list[Part]:
         [choice] = choices
-        parsed, finish_reason = self._parse_whole(choice)
+        parsed, finish_reason = choice.parsed()
         blocks = joined_blocks(self._writer.push(parsed))
         return [encode(self._message_of(blocks, *self._stop(finish_reason, choice.stop_reason)))]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from tandem.protocol.messages.generation import FinishReason, SampledToken
-from tandem.proxy.answers.answers import Choice
-from tandem.proxy.answers.chat import ChatAnswers
+from tandem.proxy.admission.answer_budget import HeldAnswer
+from tandem.proxy.answers.chat import ChatAnswers, EncodedChatChoice
 from tandem.proxy.answers.json_parts import Holes
 from tandem.proxy.api.responses import (
     AnsweredToolCall,
@@ -23,8 +24,46 @@ from tandem.proxy.api.responses import (
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.output_parser import OutputParser
+from tandem.proxy.parsers.parsed import Parsed, ParsedPieces
 from tandem.proxy.parsers.reasoning import ReasoningCounter
-from tandem.proxy.parsers.tool_parser import Parsed
+
+_PIECE_CHARACTERS = 1024
+"""Text of a whole answer is parsed in pieces of this size while it is generated. The slowest takes a few milliseconds
+of the event loop."""
+_CALL_BYTES = 1024
+"""Memory of a call besides its arguments."""
+
+
+class ParsedChoice(EncodedChatChoice):
+    """One choice of a whole answer, parsed while it is generated."""
+
+    def __init__(self, index: int, held: HeldAnswer, parser: OutputParser) -> None:
+        super().__init__(index, held)
+        self._parser = parser
+        self._grow = held.grow
+        self._pieces = ParsedPieces()
+        self._unparsed: list[str] = []
+        self._num_unparsed = 0
+
+    def add(self, delta: TextDelta) -> None:
+        self._unparsed.append(delta.text)
+        self._num_unparsed += len(delta.text)
+        self._grow(len(delta.text.encode()))
+        if self._num_unparsed >= _PIECE_CHARACTERS:
+            self._parse(is_end=False)
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+    def parsed(self) -> tuple[Parsed, ChatFinishReason | None]:
+        """Returns the parts of the whole text, and why the sequence ends. Called once."""
+        self._parse(is_end=True)
+        return self._pieces.parsed(), _reason(self.finish_reason, self._parser)
+
+    def _parse(self, is_end: bool) -> None:
+        parsed = self._parser.push("".join(self._unparsed), is_end)
+        self._grow(_CALL_BYTES * len(parsed.names))
+        self._pieces.add(parsed)
+        self._unparsed, self._num_unparsed = [], 0
 
 
 class ParsedAnswers(ChatAnswers):
@@ -44,11 +83,8 @@ class ParsedAnswers(ChatAnswers):
         parsed = parser.push(delta.text, is_end=delta.finish_reason is not None)
         return parsed, _reason(delta.finish_reason, parser)
 
-    def _parse_whole(self, choice: Choice) -> tuple[Parsed, ChatFinishReason | None]:
-        """Returns the parts of a whole text, and why the sequence ends."""
-        parser = self._parser(choice.index)
-        parsed = parser.push(str(choice.text), is_end=True)
-        return parsed, _reason(choice.finish_reason, parser)
+    def _new_choice(self, index: int) -> ParsedChoice:
+        return ParsedChoice(index, self._held, self._parser(index))
 
     def _content(self, delta: TextDelta) -> tuple[ChatDelta, ChatFinishReason | None]:
         parsed, finish_reason = self._parse(delta)
@@ -59,12 +95,12 @@ class ParsedAnswers(ChatAnswers):
         )
         return content, finish_reason
 
-    def _add(self, choice: Choice, delta: TextDelta) -> None:
+    def _add(self, choice: Any, delta: TextDelta) -> None:
         super()._add(choice, delta)
         self._count(delta.index, delta.tokens)
 
-    def _message(self, choice: Choice, holes: Holes) -> tuple[AssistantMessage, ChatFinishReason | None]:
-        parsed, finish_reason = self._parse_whole(choice)
+    def _message(self, choice: Any, holes: Holes) -> tuple[AssistantMessage, ChatFinishReason | None]:
+        parsed, finish_reason = choice.parsed()
         content = self._prefix(choice.index) + parsed.content
         reasoning = parsed.reasoning if self._request.include_reasoning else ""
         message = AssistantMessage(content, self._role(choice.index), reasoning=reasoning or None)

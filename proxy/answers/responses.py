@@ -51,7 +51,7 @@ from tandem.proxy.api.responses_answer import (
 )
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
-from tandem.proxy.parsers.tool_parser import Parsed
+from tandem.proxy.parsers.parsed import Parsed
 from tandem.runtime.errors import TandemError
 
 log = logging.getLogger("proxy")
@@ -194,7 +194,7 @@ class ResponseAnswers(ParsedAnswers):
     def _whole(self, choices: list[Any]) -> list[Part]:
         [choice] = choices
         self._hold_shown()
-        parsed, _ = self._parse_whole(choice)
+        parsed, _ = choice.parsed()
         for _ in self._writer.push(parsed):
             pass
         for _ in self._ended(choice.finish_reason):

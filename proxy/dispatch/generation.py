@@ -50,6 +50,8 @@ _SEQUENCES_PER_TURN = 16
 a thousand."""
 _LOGPROBS_PER_SLICE = 1024
 """Encoding them takes about 2 ms of the event loop."""
+_PARSED_TOKENS_PER_SLICE = 256
+"""Looking for thinking and tool calls in their text takes a few milliseconds of the event loop at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +343,8 @@ class Generation:
             return
         num_top, tokens = self.request.base_sampling.logprobs, delta.tokens
         length = len(tokens) if num_top is None else max(1, _LOGPROBS_PER_SLICE // (1 + num_top))
+        if self.request.is_parsed:
+            length = min(length, _PARSED_TOKENS_PER_SLICE)
         for start in range(0, len(tokens), length):
             is_last = start + length >= len(tokens)
             yield tokens[start : start + length], delta.finish_reason if is_last else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tandem.proxy.parsers.harmony import HarmonyParser
+from tandem.proxy.parsers.parsed import Parsed
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat
-from tandem.proxy.parsers.tool_parser import Parsed
 
 
 class OutputParser:
@@ -20,7 +20,7 @@ class OutputParser:
         )
         self._harmony = HarmonyParser(tool_format is not None) if is_harmony else None
         self._reasoning = reasoning.parser(is_open) if reasoning is not None else None
-        self._tools = tool_format.parser() if tool_format is not None else None
+        self._tools = tool_format.parser() if tool_format is not None and not is_harmony else None
 
     @property
     def num_calls(self) -> int:

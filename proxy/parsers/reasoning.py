@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer
 
 from tandem.protocol.messages.generation import Thinking
 from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.proxy.text.stop_strings import num_held_back
+from tandem.proxy.parsers.held_text import MAX_SPACE_CHARACTERS, SPACE, HeldText, Markers, start_of_space
 
 ReasoningFamilyName = Literal["deepseek_r1", "qwen3", "glm45", "kimi_k2", "kimi_vl", "mistral", "openai_gptoss"]
 
@@ -45,7 +46,7 @@ REASONING_FAMILIES: dict[ReasoningFamilyName, ReasoningFamily] = {
 
 _NUM_LAST_TOKENS = 32
 """Tokens at the end of a prompt in which an opening is looked for."""
-_SPACE = " \t\r\n"
+_NO_SPACE = re.compile(f"[^{SPACE}]")
 
 
 def detect_reasoning_family(chat_template: str | None) -> ReasoningFamilyName | None:
@@ -88,7 +89,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         """
         last = unpack_token_ids(prompt_token_ids[-4 * _NUM_LAST_TOKENS :])
         text = tokenizer.decode(last, skip_special_tokens=False)
-        return text.rstrip(_SPACE).endswith(REASONING_FAMILIES[self.name].opening)
+        return text.rstrip(SPACE).endswith(REASONING_FAMILIES[self.name].opening)
 
     def thinking(self, is_open: bool, max_tokens: int | None, is_constrained: bool) -> Thinking:
         """Returns what workers need to know. is_constrained: a grammar or tools decide how the answer begins."""
@@ -106,7 +107,8 @@ class ReasoningParser:
     def __init__(self, opening: str, ending: str, is_open: bool) -> None:
         self._opening = opening
         self._ending = ending
-        self._held = ""
+        self._endings = Markers([ending])
+        self._held = HeldText()
         self._may_repeat = is_open  # some models write the opening again
         self._state: Literal["before", "begun", "thinking", "ended", "answer"] = "begun" if is_open else "before"
 
@@ -117,49 +119,56 @@ class ReasoningParser:
         """
         if self._state == "answer":
             return "", text
-        self._held += text
+        held = self._held
+        held.push(text)
         if self._state == "before":
-            start = self._held.lstrip(_SPACE)
-            if start.startswith(self._opening):
-                self._held = start[len(self._opening) :]
+            start = _after_space(held)
+            is_layout = start - held.at <= MAX_SPACE_CHARACTERS
+            if is_layout and held.text.startswith(self._opening, start):
+                held.at = start + len(self._opening)
                 self._state = "begun"
-            elif self._opening.startswith(start) and not is_end:
+            elif is_layout and self._may_open(start) and not is_end:
                 return "", ""
             else:
                 return "", self._answer()
         if self._state == "begun":
-            self._held = self._held.lstrip(_SPACE)
-            if self._may_repeat and self._held.startswith(self._opening):
+            held.at = _after_space(held)
+            if self._may_repeat and held.text.startswith(self._opening, held.at):
                 self._may_repeat = False
-                self._held = self._held[len(self._opening) :].lstrip(_SPACE)
-            elif self._may_repeat and self._opening.startswith(self._held) and not is_end:
+                held.at += len(self._opening)
+                held.at = _after_space(held)
+            elif self._may_repeat and self._may_open(held.at) and not is_end:
                 return "", ""
-            if not self._held:
+            if not held.num_left:
                 return "", ""
             self._state = "thinking"
         reasoning = ""
         if self._state == "thinking":
-            end = self._held.find(self._ending)
-            if end < 0:
-                return self._certain(is_end), ""
-            reasoning = self._held[:end].rstrip(_SPACE)
-            self._held = self._held[end + len(self._ending) :]
+            found = self._endings.find(held)
+            if found is None:
+                end = len(held.text)
+                if not is_end:
+                    end = start_of_space(held.text, held.at, self._endings.end_of_certain(held))
+                return held.take(end), ""
+            reasoning = held.take(start_of_space(held.text, held.at, found.start()))
+            held.at = found.end()
             self._state = "ended"
-        self._held = self._held.lstrip(_SPACE)
-        return reasoning, self._answer() if self._held else ""
+        held.at = _after_space(held)
+        return reasoning, self._answer() if held.num_left else ""
 
-    def _certain(self, is_end: bool) -> str:
-        num_certain = len(self._held)
-        if not is_end:
-            num_certain -= num_held_back(self._held, [self._ending])
-            num_certain = len(self._held[:num_certain].rstrip(_SPACE))
-        certain, self._held = self._held[:num_certain], self._held[num_certain:]
-        return certain
+    def _may_open(self, start: int) -> bool:
+        """Returns whether the rest of the text may be the beginning of the opening. start: of the rest."""
+        return self._opening.startswith(self._held.text[start : start + len(self._opening)])
 
     def _answer(self) -> str:
         self._state = "answer"
-        answer, self._held = self._held, ""
-        return answer
+        return self._held.take()
+
+
+def _after_space(held: HeldText) -> int:
+    """Returns where the white space at the beginning of the unparsed text ends."""
+    found = _NO_SPACE.search(held.text, held.at)
+    return len(held.text) if found is None else found.start()
 
 
 class ReasoningCounter:

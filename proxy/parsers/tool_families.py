@@ -23,6 +23,7 @@ ToolFamilyName = Literal[
     "kimi_k2",
     "openai",
     "granite",
+    "phi4_mini",
 ]
 
 
@@ -30,14 +31,15 @@ ToolFamilyName = Literal[
 class Parameters:
     """Arguments that are written one by one instead of as JSON.
 
-    key: pattern before a value, with the group `key`. end: text after a value. close: pattern after the last value.
-    strips_newlines: one newline at each end of a value is layout. markers: texts that may be tokens of their own.
+    key: pattern before a value, with the group `key`. end: pattern after a value. It may have the group `key` too: the
+    value then ends only where a known argument begins. close: pattern after the last value.
+    strips_newline: one newline before a value is layout. markers: texts that may be tokens of their own.
     """
 
     key: regex.Pattern[str]
-    end: str
+    end: regex.Pattern[str]
     close: regex.Pattern[str]
-    strips_newlines: bool = False
+    strips_newline: bool = False
     markers: tuple[str, ...] = ()
 
 
@@ -45,9 +47,12 @@ class Parameters:
 class Shape:
     """One way to write calls.
 
-    head: pattern from the marker to the arguments, with the group `name` and perhaps `id`. arguments: a JSON object,
-    Python keyword arguments up to the closing bracket, or Parameters. tail: pattern after the arguments. more: the
-    head of a further call that follows without a marker. end: what follows the last call.
+    head: pattern from the marker to the arguments, with the group `name` and perhaps `id`. arguments: a JSON object or
+    a string that contains one, Python keyword arguments up to the closing bracket, or Parameters. tail: pattern after
+    the arguments. more: the head of a further call that follows without a marker. end: what follows the last call, any
+    number of times. needs_known_name: text of this shape is a call only if it names a tool of the request, because
+    answers that are no calls may look like it. begins_answer: it is a call only at the beginning of the answer, because
+    a JSON answer may contain it.
     """
 
     head: regex.Pattern[str]
@@ -55,6 +60,8 @@ class Shape:
     tail: regex.Pattern[str] | None = None
     more: regex.Pattern[str] | None = None
     end: regex.Pattern[str] | None = None
+    needs_known_name: bool = False
+    begins_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,41 +81,120 @@ class Writing:
 
 @dataclass(frozen=True)
 class ToolFamily:
-    """markers: text that begins calls; empty if a call can only begin the answer. shapes: tried in this order.
+    """markers: text that begins calls; empty if a call usually begins the answer. shapes: tried in this order;
+    grammars write arguments as in the first.
 
-    hints: parts of chat templates that tell the family. All parts of one hint must occur.
+    hints: parts of chat templates that tell the family. All parts of one hint must occur. slips: other texts that
+    begin calls where a model leaves out the marker; grammars do not write them.
     """
 
     markers: tuple[str, ...]
     shapes: tuple[Shape, ...]
     writing: Writing
     hints: tuple[tuple[str, ...], ...]
+    slips: tuple[str, ...] = ()
 
 
 def _p(pattern: str) -> regex.Pattern[str]:
-    return regex.compile(pattern, regex.DOTALL)
+    """Compiles a pattern. White space is matched possessively, so that no pattern tries a long run twice."""
+    return regex.compile(pattern.replace(r"\s*", r"\s*+"), regex.DOTALL)
 
 
-_JSON_HEAD = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-_BRACE = _p(r"\s*\}")
-_HERMES = Shape(_p(r"<tool_call>\s*" + _JSON_HEAD), tail=_p(r"\s*\}\s*</tool_call>"))
-_DEEPSEEK_V3 = r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\s*(?=\{)"
-_DEEPSEEK_V31 = r"<｜tool▁call▁begin｜>(?P<name>[^\n<]+)<｜tool▁sep｜>\s*(?=\{)"
-_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_KIMI = (
-    r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+_FIELD = r'"(?:type|id|index)"\s*:\s*(?:"[^"\\]*+"|-?\d++|null)'
+_NAME = r'"(?:name|function)"\s*:\s*"(?P<name>[^"\\]*+)"\s*,\s*'
+_OBJECT = r'(?=\{|"\s*\{)'
+_VALUE = rf'"(?:arguments|parameters)"\s*:\s*{_OBJECT}'
+_JSON_HEAD = rf"\{{\s*(?:{_FIELD}\s*,\s*)*+{_NAME}(?:{_FIELD}\s*,\s*)*+{_VALUE}"
+_JSON_TAIL = rf"(?:\s*,\s*{_FIELD})*+\s*\}}"
+# The form of OpenAI's API: {"type": "function", "function": {"name": ..., "arguments": ...}}.
+_NESTED_HEAD = rf'\{{\s*(?:{_FIELD}\s*,\s*)*+"function"\s*:\s*{_JSON_HEAD}'
+_NESTED_TAIL = _JSON_TAIL * 2
+_OBJECTS = ((_JSON_HEAD, _JSON_TAIL), (_NESTED_HEAD, _NESTED_TAIL))
+
+
+def _in_tags(opening: str) -> tuple[Shape, ...]:
+    """Returns shapes in which each call is one JSON object between tags."""
+    return tuple(Shape(_p(rf"{opening}\s*{head}"), tail=_p(rf"{tail}\s*</tool_call>")) for head, tail in _OBJECTS)
+
+
+def _in_list(opening: str, is_bare: bool = False) -> tuple[Shape, ...]:
+    """Returns shapes in which a JSON list of calls follows. is_bare: no marker distinguishes it from a JSON answer."""
+    return tuple(
+        Shape(
+            _p(rf"{opening}\s*\[\s*{head}"),
+            tail=_p(tail),
+            more=_p(rf"\s*,\s*{head}"),
+            end=_p(_LLAMA_END if is_bare else r"\s*\]"),
+            needs_known_name=is_bare,
+            begins_answer=is_bare,
+        )
+        for head, tail in _OBJECTS
+    )
+
+
+_LLAMA_TAG = r"\s*(?:<\|python_(?:tag|start)\|>)?"
+_LLAMA_END = r"\s*(?:\]|;|<\|python_end\|>)"
+_LLAMA_SHAPES = (
+    *(
+        Shape(
+            _p(rf"{_LLAMA_TAG}\s*{head}"),
+            tail=_p(tail),
+            more=_p(rf"\s*[;,]?\s*{head}"),
+            end=_p(_LLAMA_END),
+            needs_known_name=True,
+            begins_answer=True,
+        )
+        for head, tail in _OBJECTS
+    ),
+    *_in_list(_LLAMA_TAG, is_bare=True),
 )
-_PYTHON_NAME = r"(?P<name>[A-Za-z_][\w.]*)\("
-
-
-def _list(marker: str) -> Shape:
-    """Returns a shape in which one marker is followed by a JSON list of calls."""
-    return Shape(_p(marker + r"\s*\[\s*" + _JSON_HEAD), tail=_BRACE, more=_p(r"\s*,\s*" + _JSON_HEAD), end=_p(r"\s*\]"))
+_FUNCTION_TAG = Shape(_p(r"<function=(?P<name>[^>\s<]++)>\s*(?=\{)"), tail=_p(r"\s*</function>"), needs_known_name=True)
+_QWEN_PARAMETERS = Parameters(
+    _p(r"\s*<parameter=(?P<key>[^>\n<]++)>"),
+    # Values may contain the tags. A tag that the model forgot is recognised by the one that follows.
+    _p(
+        r"\n?</parameter>(?=\s{0,64}+(?:<parameter=|</function>))"
+        r"|\n?(?=</function>\s{0,64}+</tool_call>)"
+        r"|\n(?=<parameter=(?P<key>[^>\n<]{1,256}+)>)"
+    ),
+    _p(r"\s*</function>"),
+    strips_newline=True,
+)
+_GLM_PARAMETERS = Parameters(
+    _p(r"\s*<arg_key>\s*(?P<key>[^<]++)(?:</arg_key>\s*)++(?:<arg_value>|(?=[^<\s]))"),
+    _p(r"</arg_value>(?=\s{0,64}+(?:<arg_key>|</tool_call>))"),
+    _p(r"\s*</tool_call>"),
+    markers=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+_DEEPSEEK_V3 = r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n<]++)\n```json\s*" + _OBJECT
+_DEEPSEEK_V31 = r"<｜tool▁call▁begin｜>(?P<name>[^\n<]++)<｜tool▁sep｜>\s*" + _OBJECT
+_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_KIMI_BEGIN = r"(?:<\|tool_calls?_section_begin\|>\s*)?"
+_KIMI_END = r"\s*<\|tool_calls?_section_end\|>"
+_KIMI = (
+    r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]++):\d++)\s*"
+    r"<\|tool_call_argument_begin\|>\s*" + _OBJECT
+)
+_KIMI_SLIP = (
+    r"<\|tool_call_begin\|>\s*(?P<id>functions\.?(?P<name>[\w-]{1,64}?):?\d{1,4}+)\s*"
+    r"<\|tool_call_argument_begin\|>\s*" + _OBJECT
+)
+_PYTHON_NAME = r"(?P<name>[A-Za-z_][\w.-]*+)\("
 
 
 def _deepseek(call: str, tail: str) -> Shape:
     return Shape(
-        _p(rf"{_DEEPSEEK_BEGIN}\s*{call}"), tail=_p(tail), more=_p(rf"\s*{call}"), end=_p(rf"\s*{_DEEPSEEK_END}")
+        _p(rf"(?:{_DEEPSEEK_BEGIN}\s*)?{call}"), tail=_p(tail), more=_p(rf"\s*{call}"), end=_p(rf"\s*{_DEEPSEEK_END}")
+    )
+
+
+def _kimi(call: str, needs_known_name: bool = False) -> Shape:
+    return Shape(
+        _p(_KIMI_BEGIN + call),
+        tail=_p(r"\s*<\|tool_call_end\|>"),
+        more=_p(r"\s*" + call),
+        end=_p(_KIMI_END),
+        needs_known_name=needs_known_name,
     )
 
 
@@ -116,6 +202,7 @@ _DEEPSEEK_SHAPES = (
     _deepseek(_DEEPSEEK_V3, r"\s*```\s*<｜tool▁call▁end｜>"),
     _deepseek(_DEEPSEEK_V31, r"\s*<｜tool▁call▁end｜>"),
 )
+_DEEPSEEK_SLIPS = ("<｜tool▁call▁begin｜>",)
 
 TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     "openai": ToolFamily(  # read by `harmony`
@@ -126,14 +213,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "kimi_k2": ToolFamily(
         ("<|tool_calls_section_begin|>",),
-        (
-            Shape(
-                _p(r"<\|tool_calls_section_begin\|>\s*" + _KIMI),
-                tail=_p(r"\s*<\|tool_call_end\|>"),
-                more=_p(r"\s*" + _KIMI),
-                end=_p(r"\s*<\|tool_calls_section_end\|>"),
-            ),
-        ),
+        (_kimi(_KIMI), _kimi(_KIMI_SLIP, needs_known_name=True)),
         Writing(
             "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>",
             "<|tool_call_end|>",
@@ -141,6 +221,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
             last="<|tool_calls_section_end|>",
         ),
         (("<|tool_calls_section_begin|>",),),
+        slips=("<|tool_call_section_begin|>", "<|tool_call_begin|>"),
     ),
     "deepseek_v3": ToolFamily(
         (_DEEPSEEK_BEGIN,),
@@ -153,6 +234,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
             _DEEPSEEK_END,
         ),
         ((_DEEPSEEK_BEGIN, "```json"),),
+        slips=_DEEPSEEK_SLIPS,
     ),
     "deepseek_v31": ToolFamily(
         (_DEEPSEEK_BEGIN,),
@@ -164,35 +246,30 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
             last=_DEEPSEEK_END,
         ),
         ((_DEEPSEEK_BEGIN,),),
+        slips=_DEEPSEEK_SLIPS,
     ),
     "qwen3_coder": ToolFamily(
         ("<tool_call>",),
         (
+            Shape(_p(r"<tool_call>\s*<function=(?P<name>[^>\s<]++)>"), _QWEN_PARAMETERS, tail=_p(r"\s*</tool_call>")),
             Shape(
-                _p(r"<tool_call>\s*<function=(?P<name>[^>\s]+)>"),
-                Parameters(
-                    _p(r"\s*<parameter=(?P<key>[^>\n]+)>"),
-                    "</parameter>",
-                    _p(r"\s*</function>\s*</tool_call>"),
-                    strips_newlines=True,
-                ),
+                _p(r"<function=(?P<name>[^>\s<]++)>"),
+                _QWEN_PARAMETERS,
+                tail=_p(r"\s*</tool_call>"),
+                needs_known_name=True,
             ),
+            *_in_tags("<tool_call>"),
         ),
         Writing("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", between="\n"),
         (("<tool_call>", "<function="),),
+        slips=("<function=",),
     ),
     "glm45": ToolFamily(
         ("<tool_call>",),
         (
-            Shape(
-                _p(r"<tool_call>\s*(?P<name>[\w.-]+)\s*(?=<arg_key>|</tool_call>)"),
-                Parameters(
-                    _p(r"\s*<arg_key>\s*(?P<key>[^<]+?)\s*</arg_key>\s*<arg_value>"),
-                    "</arg_value>",
-                    _p(r"\s*</tool_call>"),
-                    markers=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-                ),
-            ),
+            Shape(_p(r"<tool_call>\s*(?P<name>[\w.-]++)\s*(?=<arg_key>|</tool_call>)"), _GLM_PARAMETERS),
+            Shape(_p(r"<tool_call>\s*(?P<name>[\w.-]++)\s*(?=\{)"), tail=_p(r"\s*</tool_call>")),
+            *_in_tags("<tool_call>"),
         ),
         Writing("<tool_call>NAME\n", "</tool_call>", between="\n"),
         (("<tool_call>", "<arg_key>"),),
@@ -200,11 +277,11 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     "mistral": ToolFamily(
         ("[TOOL_CALLS]",),
         (
-            _list(r"\[TOOL_CALLS\]"),
+            *_in_list(r"\[TOOL_CALLS\]"),
             Shape(
                 _p(
-                    r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*"
-                    r"(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)"
+                    r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]++)\s*"
+                    r"(?:\[CALL_ID\]\s*(?P<id>\w++)\s*)?(?:\[ARGS\]\s*)?(?=\{)"
                 )
             ),
         ),
@@ -213,41 +290,44 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "granite": ToolFamily(
         ("<|tool_call|>", "<tool_call>"),
-        (_list(r"(?:<\|tool_call\|>|<tool_call>)"), _HERMES),
+        (*_in_list(r"(?:<\|tool_call\|>|<tool_call>)"), *_in_tags("<tool_call>")),
         Writing('{"name": "NAME", "arguments": ', "}", "<|tool_call|>[", ", ", "]"),
         (("<|tool_call|>",),),
     ),
     "hermes": ToolFamily(
         ("<tool_call>",),
-        (_HERMES,),
+        _in_tags("<tool_call>"),
         Writing('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n"),
         (("<tool_call>",),),
     ),
     "llama3_json": ToolFamily(
         (),
-        (
-            Shape(
-                _p(r"\s*(?:<\|python_(?:tag|start)\|>\s*)?" + _JSON_HEAD),
-                tail=_BRACE,
-                more=_p(r"\s*;?\s*" + _JSON_HEAD),
-                end=_p(r"\s*(?:<\|python_end\|>|;)"),
-            ),
-        ),
+        (*_LLAMA_SHAPES, _FUNCTION_TAG),
         Writing('{"name": "NAME", "parameters": ', "}", between="; "),
         (("<|start_header_id|>", '"parameters"'), ("<|header_start|>", '"parameters"')),
+        slips=("<function=",),
+    ),
+    "phi4_mini": ToolFamily(
+        ("functools[",),
+        tuple(_in_list("functools")),
+        Writing('{"name": "NAME", "arguments": ', "}", "functools[", ", ", "]"),
+        (("<|tool|>", "<|/tool|>"),),
     ),
     "pythonic": ToolFamily(
         (),
         (
             Shape(
-                _p(r"\s*(?:<\|python_start\|>\s*)?\[\s*" + _PYTHON_NAME),
+                _p(rf"{_LLAMA_TAG}\s*\[\s*{_PYTHON_NAME}"),
                 "python",
-                more=_p(r"\s*,\s*" + _PYTHON_NAME),
-                end=_p(r"\s*\]"),
+                more=_p(rf"\s*,\s*{_PYTHON_NAME}"),
+                end=_p(_LLAMA_END),
+                needs_known_name=True,
             ),
+            *_LLAMA_SHAPES,
         ),
         Writing("NAME(", ")", "[", ", ", "]"),
         (("<|header_start|>",),),
+        slips=("<|python_start|>", "["),
     ),
 }
 """`tool_formats.detect_tool_family` tries them in this order: a hint of an earlier family is more specific."""

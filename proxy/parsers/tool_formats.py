@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from tandem.proxy.parsers.argument_types import ToolArguments
 from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, Parameters, ToolFamilyName, Writing
 from tandem.proxy.parsers.tool_parser import ToolParser
 
@@ -30,14 +31,14 @@ class ToolFormat(msgspec.Struct, frozen=True):
 
     tokens: ids of added tokens, by text; a grammar must name them by id. text_tokens: those of them that are part of
     text (such as `<think>`). has_special_markers: the markers are special tokens, so detokenising must not skip those.
-    text_arguments: see `tool_parser.TextArguments`; of one request.
+    tools: of one request, by name; None if they are not known yet.
     """
 
     name: ToolFamilyName = DEFAULT_FAMILY
     tokens: dict[str, int] = {}
     text_tokens: tuple[int, ...] = ()
     has_special_markers: bool = False
-    text_arguments: dict[str, tuple[str, ...]] = {}
+    tools: dict[str, ToolArguments] | None = None
 
     @classmethod
     def of(cls, name: ToolFamilyName, tokenizer: Tokenizer) -> ToolFormat:
@@ -53,16 +54,13 @@ class ToolFormat(msgspec.Struct, frozen=True):
         return cls(name, tokens, tuple(text_tokens), not special.isdisjoint((*tokens, *family.markers)))
 
     def parser(self) -> ToolParser:
-        return ToolParser(TOOL_FAMILIES[self.name], self.text_arguments)
+        return ToolParser(TOOL_FAMILIES[self.name], self.tools)
 
     def with_tools(self, tools: Mapping[str, dict[str, Any]]) -> ToolFormat:
-        """Returns the format with the string arguments of these tools. tools: JSON schemas of arguments, by name."""
-        names = {
-            tool: tuple(key for key, value in (schema.get("properties") or {}).items() if _is_text(value))
-            for tool, schema in tools.items()
-            if isinstance(schema.get("properties") or {}, dict)
-        }
-        return msgspec.structs.replace(self, text_arguments=names)
+        """Returns the format with the tools of a request. tools: JSON schemas of arguments, by name."""
+        has_types = any(isinstance(shape.arguments, Parameters) for shape in TOOL_FAMILIES[self.name].shapes)
+        known = {name: ToolArguments.of(schema) if has_types else ToolArguments() for name, schema in tools.items()}
+        return msgspec.structs.replace(self, tools=known)
 
     def grammar(
         self,
@@ -80,7 +78,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
         """
         family, writing = TOOL_FAMILIES[self.name], self.writing
         opening = family.markers[0] if family.markers else ""  # without a marker, calls begin the answer
-        is_json = self.name == "openai" or any(shape.arguments == "json" for shape in family.shapes)
+        is_json = self.name == "openai" or family.shapes[0].arguments == "json"
         if not is_required and content is None and (not is_json or self.name == "openai"):
             return None
         if self.name == "openai":
@@ -171,7 +169,3 @@ class ToolFormat(msgspec.Struct, frozen=True):
         tokens = f"(ANY? <[{','.join(added)}]>)* " if added else ""
         closing = f"closing[lazy]: ANY? {first}"
         return [f"arguments: {tokens}closing{' <[' + rest if rest else ''}", closing, r"ANY: /(.|\n)+/"]
-
-
-def _is_text(schema: Any) -> bool:
-    return isinstance(schema, dict) and schema.get("type") == "string"

@@ -21,7 +21,7 @@ from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
 from tandem.proxy.api.messages_response import AnsweredThinking, AnsweredToolUse, BlockStart, BlockStop
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.parsers.tool_parser import Parsed
+from tandem.proxy.parsers.parsed import Parsed
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import EOS, Cluster, play, whole

@@ -11,9 +11,13 @@ import pytest
 from tokenizers import AddedToken
 
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.proxy.answers.parsed_answers import ParsedAnswers
+from tandem.proxy.admission.answer_budget import UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
+from tandem.proxy.answers.parsed_answers import ParsedAnswers, ParsedChoice
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.parsers.output_parser import OutputParser
+from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.errors import InvalidRequest
@@ -150,3 +154,37 @@ def test_a_budget_is_refused_where_the_model_does_not_think() -> None:
             assert caught.value.param == "thinking_token_budget"
 
     with_cluster(test)
+
+
+def test_each_call_counts_towards_the_memory_of_answers() -> None:
+    budget = AnswerBudget()
+    held = HeldAnswer(budget, "client")
+    choice = ParsedChoice(0, held, OutputParser(None, ToolFormat("mistral").with_tools({"f": {}}), is_open=False))
+    held.reserve(UNCOUNTED_BYTES)  # what follows counts
+    held.grow(UNCOUNTED_BYTES)
+    text = "[TOOL_CALLS]f{}" * 100
+    choice.add(TextDelta(0, text, [], 0, "stop"))
+    parsed, finish_reason = choice.parsed()
+    assert (len(parsed.names), finish_reason) == (100, "tool_calls")
+    assert budget.num_held_bytes >= len(text) + 100 * 1024
+
+
+def test_tokens_that_have_piled_up_are_parsed_in_slices() -> None:
+    """A client that reads slowly must not make the loop parse all of its answer at once."""
+
+    async def test(cluster: Cluster) -> None:
+        answers = answers_to(cluster, "hi", stream=True, tools=TOOLS)
+        task = asyncio.create_task(streamed(answers))
+        while not (found := cluster.pool.of(StartPrefill)):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        [attempt_id] = found[0][1].attempt_ids
+        [letter] = cluster.text.ids("x")
+        cluster.first(attempt_id, letter)
+        for _ in range(999):
+            cluster.token(attempt_id, letter)
+        cluster.token(attempt_id, EOS, "stop")
+        chunks = await task
+        contents = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+        assert "".join(contents) == "x" * 1000 and max(map(len, contents)) <= 256
+
+    play(test, max_model_len=2000)

@@ -40,7 +40,7 @@ from tandem.proxy.api.responses_answer import (
 from tandem.proxy.api.responses_request import InputItem, ResponseRequest, stored_input, to_chat
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.parsers.tool_parser import Parsed
+from tandem.proxy.parsers.parsed import Parsed
 from tandem.runtime.errors import InternalError, InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import Cluster, play, whole

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tandem.proxy.parsers.parsed import Parsed
 from tandem.proxy.parsers.tool_families import ToolFamilyName
 from tandem.proxy.parsers.tool_formats import ToolFormat
-from tandem.proxy.parsers.tool_parser import Parsed, ToolParser
+from tandem.proxy.parsers.tool_parser import ToolParser
 
 HERMES, LLAMA = ToolFormat("hermes"), ToolFormat("llama3_json")
 

@@ -1,0 +1,84 @@
+"""Python's keyword arguments become JSON as Python would read them, however the text is split."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.proxy.parsers.held_text import HeldText
+from tandem.proxy.parsers.python_arguments import PythonArguments, python_value
+
+TEXTS = st.text(alphabet=st.characters(codec="utf-8"), max_size=12)
+VALUES: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(TEXTS | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def read(pieces: list[str]) -> tuple[bool, str]:
+    """Returns whether the pieces are arguments, and their JSON or what was read."""
+    arguments, held = PythonArguments(), HeldText()
+    for piece in pieces:
+        held.push(piece)
+        if (done := arguments.read(held, is_end=False)) is not None:
+            break
+    else:
+        done = arguments.read(held, is_end=True)
+    return bool(done), arguments.json if done else "".join(arguments.source)
+
+
+@given(values=st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3), size=st.integers(1, 9))
+def test_literals_are_read_as_python_reads_them(values: dict[str, Any], size: int) -> None:
+    text = ", ".join(f"{name}={value!r}" for name, value in values.items()) + ")"
+    done, written = read([text[start : start + size] for start in range(0, len(text), size)])
+    assert done and json.loads(written) == json.loads(json.dumps(values))
+
+
+@given(text=st.lists(st.sampled_from([*"abx=,()[]{}:'\"\\ \n1.5-", "None", "true", '"""', "a=", "\\x41"])).map("".join))
+@settings(max_examples=500)
+def test_text_is_arguments_only_if_python_says_so(text: str) -> None:
+    done, written = read([text])
+    assert read(list(text)) == (done, written)
+    if done:
+        json.loads(written)
+    end = text.find(")")
+    if done and end == len(text) - 1 and "true" not in text and "\n" not in text:
+        call = ast.parse(f"f({text}", mode="eval").body
+        assert isinstance(call, ast.Call)
+        values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        assert json.loads(written) == json.loads(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("true", "true"),
+        ("null", "null"),
+        ("{'a': None, \"b\": [false, True]}", '{"a": null, "b": [false, true]}'),
+        ("'line\nbreak'", '"line\\nbreak"'),
+        ("'\\ud83d\\ude00 \\ud800'", '"😀 \ufffd"'),
+        ("r'\\d'", '"\\\\d"'),
+        ("x", None),
+        ("1, w=2", None),
+        ("1), f(2", None),
+        ("1e999", None),
+        ("f'{x}'", None),
+        ("b'x'", None),
+        ("{1, 2}", None),
+        ("1 + 1", None),
+        ("[" * 65 + "]" * 65, None),
+        ("9" * 400, None),
+    ],
+)
+def test_values(text: str, expected: str | None) -> None:
+    assert python_value(text) == expected

@@ -1,0 +1,65 @@
+"""Calls that models write in other ways than their formats say: the same parts whole and streamed, however split."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.proxy.parsers.output_parser import OutputParser
+from tandem.proxy.parsers.parsed import ParsedPieces
+from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, ToolFamilyName
+from tandem.proxy.parsers.tool_formats import ToolFormat
+from tests.unit.proxy.parsers.reported_calls import CASES, TOOLS, Case
+
+IDS = [f"{number}-{case.family}" for number, case in enumerate(CASES)]
+
+
+def parse(case: Case, cuts: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the content, and the calls as (name, arguments)."""
+    parser = OutputParser(None, ToolFormat(case.family).with_tools(TOOLS), is_open=False)
+    pieces = ParsedPieces()
+    for number, cut in enumerate(cuts, start=1):
+        pieces.add(parser.push(cut, is_end=number == len(cuts)))
+    parsed = pieces.parsed()
+    return parsed.content, [(parsed.names[index], arguments) for index, arguments in parsed.arguments.items()]
+
+
+def cut_up(text: str, places: list[int]) -> list[str]:
+    ends = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[start:end] for start, end in pairwise(ends)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_reported_texts_are_read_as_the_model_meant_them(case: Case) -> None:
+    for cuts in ([case.text], list(case.text), [*case.text, ""]):
+        content, calls = parse(case, cuts)
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == case.calls, case.report
+        assert content.strip() == case.content if case.calls else content == case.content, case.report
+
+
+def pieces_of(name: ToolFamilyName) -> list[str]:
+    texts = [case.text for case in CASES if case.family == name]
+    found = {
+        text[start : start + length] for text in texts for length in (5, 11, 40) for start in range(0, len(text), 5)
+    }
+    family = TOOL_FAMILIES[name]
+    marks = ["{", "}", '"', "\\", "\n", " ", "x", ")", "]", "[", "'", '"""', "=", ",", "true", "1"]
+    return [*sorted(found), *family.markers, *family.slips, *marks]
+
+
+@pytest.mark.parametrize("name", TOOL_FAMILIES)
+@given(data=st.data(), places=st.lists(st.integers(0, 10**6), max_size=12))
+@settings(max_examples=150)
+def test_splitting_any_text_does_not_change_the_result(name: ToolFamilyName, data: Any, places: list[int]) -> None:
+    text = data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=14).map("".join))
+    case = Case(name, "", text, [])
+    whole = parse(case, [text])
+    assert parse(case, cut_up(text, places)) == whole
+    assert parse(case, [*text, ""]) == whole
+    if not whole[1] and name != "openai":
+        assert whole[0] == text
