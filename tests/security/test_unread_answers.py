@@ -62,6 +62,32 @@ def test_a_client_that_disconnects_releases_its_answer() -> None:
     play(test)
 
 
+def test_no_route_can_forget_to_count() -> None:
+    """40 unread answers of stored responses, with 15.5 MB each, took 840 MB: their route did not count them."""
+
+    async def forgets(request: Request) -> Response:
+        return Response(b"a" * SIZE, headers={"x-own": "1"}, media_type="text/plain", status_code=201)
+
+    async def test() -> None:
+        budget = AnswerBudget(max_held_bytes=4 * SIZE)
+        async with served(starlette_app([ApiRoute("GET", "/", forgets)], None, budget)) as server:
+            silent = [await asyncio.open_connection("127.0.0.1", server.port, limit=1024) for _ in range(5)]
+            for number, (_, writer) in enumerate(silent[:2], start=1):
+                writer.write(GET)
+                expected = number * (SIZE - UNCOUNTED_BYTES)
+                await until(lambda expected=expected: budget.num_held_bytes == expected)  # type: ignore[misc]
+            for _ in range(3):
+                assert (await server.exchange(LAST_GET)).startswith(b"HTTP/1.1 429 ")
+            for _, writer in silent:
+                writer.transport.abort()
+            await until(lambda: budget.num_held_bytes == 0)
+            answer = await server.exchange(LAST_GET)
+            assert answer.startswith(b"HTTP/1.1 201 ") and b"x-own: 1" in answer and b"text/plain" in answer
+            assert bodies(answer) == [b"a" * SIZE]
+
+    play(test)
+
+
 def test_one_client_cannot_use_all_of_it() -> None:
     async def test() -> None:
         budget = AnswerBudget(max_held_bytes=100)
