@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 PARTIAL_SUFFIX = ".partial"
 ABANDONED_AFTER_S = 600.0
@@ -19,11 +21,18 @@ def write_whole(file: Path, content: str | bytes, *, durable: bool = False) -> N
     Each call writes a partial file of its own, so threads and processes may replace the same file at the same time; the
     last one wins. durable: the file survives a crash of the host, which costs a wait for the disk.
     """
+    with whole_file(file, durable=durable) as written:
+        written.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def whole_file(file: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """Like `write_whole`, for content that is written piece by piece until the end of the context."""
     partial = partial_name(file)
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(fd, "wb") as written:
-            written.write(content.encode() if isinstance(content, str) else content)
+            yield written
             if durable:
                 written.flush()
                 os.fsync(fd)

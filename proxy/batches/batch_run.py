@@ -16,8 +16,9 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tandem.proxy.admission.api_key import ApiKey
-from tandem.proxy.batches.batch import Failure, Line, LineResponse, LineResult, parse_line, request_body
-from tandem.proxy.batches.batch_store import BatchFiles, NoRoomForResults, Place
+from tandem.proxy.batches.batch import Failure, LineResponse, LineResult
+from tandem.proxy.batches.batch_lines import IndexedLine, request_body
+from tandem.proxy.batches.batch_store import BatchFiles, NoRoomForResults
 from tandem.proxy.batches.json_files import new_id
 from tandem.proxy.batches.line_slots import LineSlots
 from tandem.proxy.batches.local_call import call
@@ -51,7 +52,7 @@ class BatchRun:
         self._turn = asyncio.Lock()  # one thread at a time reads lines or writes results
         self._finished: set[str] = set()
         self._deaths: Counter[int] = Counter()  # by number of the line
-        self._lines: Iterator[tuple[Place, bytes]] = iter(())
+        self._lines: Iterator[IndexedLine] = iter(())
         self._no_room: NoRoomForResults | None = None
 
     async def run(self) -> None:
@@ -71,16 +72,18 @@ class BatchRun:
         if self._no_room is not None:
             raise self._no_room
 
-    def _begin(self) -> list[Place]:
+    def _begin(self) -> list[IndexedLine]:
         """Reads what is done. Returns the lines that were running when a proxy died."""
         self._finished = self._held.finished()
         self._deaths = self._held.journal.deaths()
-        self._lines = self._held.places()
-        return [place for place, _ in self._held.places() if place.number in self._deaths] if self._deaths else []
+        self._lines = self._held.lines()
+        if not self._deaths:
+            return []
+        return [line for line in self._held.lines() if line.number in self._deaths and not self._is_finished(line)]
 
-    async def _work_all(self, suspects: list[Place]) -> None:
-        for place in suspects:
-            await self._work(partial(self._suspect, place), self._slots.hold_alone)
+    async def _work_all(self, suspects: list[IndexedLine]) -> None:
+        for line in suspects:
+            await self._work(partial(_same, line), self._slots.hold_alone)
         num_left = self._held.batch.request_counts.total - len(self._finished)
         workers = [start(self._work_on()) for _ in range(min(MAX_CONCURRENT_PER_CLIENT, num_left))]
         try:
@@ -96,7 +99,7 @@ class BatchRun:
 
     async def _work(
         self,
-        take: Callable[[], tuple[Place, Line] | None],
+        take: Callable[[], IndexedLine | None],
         hold: Callable[[str], AbstractAsyncContextManager[None]],
     ) -> bool:
         """Runs one line until it has a result. Returns False if none is left or its result would have no room.
@@ -114,54 +117,52 @@ class BatchRun:
                         return False
                 if taken is None:
                     return False
-                place, line = taken
-                answer = await self._ask(place, line)
+                line, body = taken
+                answer = await self._ask(line, body)
+                del body
                 if isinstance(answer, _Refused) and answer.status == 504:
                     num_timeouts += 1
                     if num_timeouts == _MAX_TIMEOUTS:
                         answer = answer.result
                 async with self._turn:
-                    await self._on_thread(partial(self._end_line, place, answer))
+                    await self._on_thread(partial(self._end_line, line, answer))
             if not isinstance(answer, _Refused):
                 return True
             wait_s = min(MAX_RETRY_S, max(MIN_RETRY_S, answer.retry_after_s) * 2 ** min(num_refusals, 8))
             num_refusals += 1
-            take = partial(self._again, place)
+            take = partial(_same, line)
             await asyncio.sleep(max(0.0, min(wait_s, self._held.batch.expires_at - time.time())))
 
     # ---- on a thread
 
-    def _start_line(self, take: Callable[[], tuple[Place, Line] | None]) -> tuple[Place, Line] | None:
+    def _start_line(self, take: Callable[[], IndexedLine | None]) -> tuple[IndexedLine, bytes] | None:
         self._held.check_room()
-        if (taken := take()) is not None:
-            self._held.journal.begin(taken[0].number)
-        return taken
+        if (line := take()) is None:
+            return None
+        body = request_body(self._held.read(line))
+        self._held.journal.begin(line.number)
+        return line, body
 
-    def _end_line(self, place: Place, answer: LineResult | _Refused) -> None:
+    def _end_line(self, line: IndexedLine, answer: LineResult | _Refused) -> None:
         if isinstance(answer, LineResult):
             self._held.append(answer)
-        self._held.journal.end(place.number)
+        self._held.journal.end(line.number)
 
-    def _next(self) -> tuple[Place, Line] | None:
+    def _next(self) -> IndexedLine | None:
         """Returns the next line without a result that was not running when a proxy died."""
-        for place, data in self._lines:
-            line = parse_line(data, place.number, self._held.batch.endpoint)
-            if line.custom_id not in self._finished and place.number not in self._deaths:
-                return place, line
+        for line in self._lines:
+            if not self._is_finished(line) and line.number not in self._deaths:
+                return line
         return None
 
-    def _again(self, place: Place) -> tuple[Place, Line]:
-        return place, parse_line(self._held.read(place), place.number, self._held.batch.endpoint)
-
-    def _suspect(self, place: Place) -> tuple[Place, Line] | None:
-        taken = self._again(place)
-        return None if taken[1].custom_id in self._finished else taken
+    def _is_finished(self, line: IndexedLine) -> bool:
+        return line.custom_id in self._finished
 
     # ---- on the loop
 
-    async def _ask(self, place: Place, line: Line) -> LineResult | _Refused:
+    async def _ask(self, line: IndexedLine, body: bytes) -> LineResult | _Refused:
         held = self._held
-        if self._deaths[place.number] >= MAX_DEATHS:
+        if self._deaths[line.number] >= MAX_DEATHS:
             message = f"The server ended {MAX_DEATHS} times while it ran this request; it is not run again."
             return _not_run(line, "server_ended", message)
         try:
@@ -172,7 +173,7 @@ class BatchRun:
         if left_s > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
-                    status, headers, content = await call(self._app, line.url, request_body(line), held.owner.host, key)
+                    status, headers, content = await call(self._app, held.batch.endpoint, body, held.owner.host, key)
                 response = LineResponse(status, headers.get("x-request-id", ""), msgspec.Raw(content))
                 result = LineResult(new_id("batch_req_"), line.custom_id, response)
                 if status not in (*_RETRY_STATUSES, 504):
@@ -214,5 +215,9 @@ async def finish_on_thread(threads: Threads, work: Callable[[], T]) -> T:
         raise
 
 
-def _not_run(line: Line, code: str, message: str) -> LineResult:
+def _same(line: IndexedLine) -> IndexedLine:
+    return line
+
+
+def _not_run(line: IndexedLine, code: str, message: str) -> LineResult:
     return LineResult(new_id("batch_req_"), line.custom_id, None, Failure(code, message))

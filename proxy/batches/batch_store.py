@@ -2,8 +2,8 @@
 for whom it runs.
 
 The proxy that runs a batch holds a lock on its `.owner`. `.output` and `.error` have the results so far, `.cancel`
-exists once it is to be cancelled, `.lines` has the lines that are running. All methods block on the disk: call them on
-a thread.
+exists once it is to be cancelled, `.index` has what is known of its lines, `.lines` which of them are running. All
+methods block on the disk: call them on a thread.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from tandem.proxy.batches.batch import (
     LineResult,
     RequestCounts,
     Status,
-    check_lines,
-    finished_id,
-    read_lines,
 )
+from tandem.proxy.batches.batch_lines import CheckedLines, IndexedLine, finished_id
 from tandem.proxy.batches.file_store import FileStore
 from tandem.proxy.batches.json_files import (
     DAMAGED_SUFFIX,
@@ -51,10 +49,11 @@ MAX_UNFINISHED = 64
 """Limit for the batches of one client that have not ended."""
 MAX_BATCHES = 10_000
 """Batches of one client that are kept. Older ones are forgotten; their files stay."""
+_INDEX_DECODER = msgspec.json.Decoder(IndexedLine)
 _ID = re.compile(r"batch_[0-9a-f]{24}")
 _FINAL_SUFFIXES = (".json", ".cancel")
 """Files of a batch that has ended."""
-_RUN_SUFFIXES = (".output", ".error", ".cancel", ".lines", ".owner")
+_RUN_SUFFIXES = (".output", ".error", ".cancel", ".lines", ".index", ".owner")
 """Files of a batch that has not ended, beside `.json`."""
 _ROOM_INTERVAL_S = 10.0
 """Time between two looks at what the files of a client take while its batches run."""
@@ -70,14 +69,6 @@ class NoRoomForResults(InvalidRequest):
     """The client's files and results have reached their limit."""
 
     code = "storage_limit_exceeded"
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Where a line of the input is."""
-
-    number: int  # from 1
-    offset: int  # bytes before it
-    num_bytes: int
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -109,35 +100,38 @@ class BatchFiles:
         write_json(self._file(".json"), batch, durable=durable)
         self.batch = batch
         if batch.status in FINAL:
-            for suffix in (".cancel", ".lines", ".owner"):
+            for suffix in (".cancel", ".lines", ".index", ".owner"):
                 self._file(suffix).unlink(missing_ok=True)
 
-    def check(self) -> BatchObject:
-        """Returns the batch after its lines were checked: in progress or failed."""
-        now = time.time()
-        try:
-            with self._files.open(self.batch.input_file_id) as lines:
-                num_requests, errors = check_lines(read_lines(lines), self.batch.endpoint)
-        except InvalidRequest as error:
-            return self.batch.with_errors(now, [LineError(error.code, error.message)])
-        if errors:
-            return self.batch.with_errors(now, errors)
-        return self.batch.became("in_progress", now, request_counts=RequestCounts(num_requests))
+    @property
+    def index(self) -> Path:
+        """The file with an `IndexedLine` of each request, one after another as lines of JSON."""
+        return self._file(".index")
 
-    def places(self) -> Iterator[tuple[Place, bytes]]:
-        """Yields the lines that are not blank, and where they are. Raises FileNotFound."""
-        with self._files.open(self.batch.input_file_id) as lines:
-            offset = 0
-            for number, line in enumerate(read_lines(lines), start=1):
-                if line.strip():
-                    yield Place(number, offset, len(line)), line
-                offset = lines.tell()
-
-    def read(self, place: Place) -> bytes:
+    def input_file(self) -> Path:
         """Raises FileNotFound."""
-        with self._files.open(self.batch.input_file_id) as lines:
-            lines.seek(place.offset)
-            return lines.read(place.num_bytes)
+        return self._files.path(self.batch.input_file_id)
+
+    def save_check(self, checked: CheckedLines) -> None:
+        """Saves the batch after its lines were checked: in progress or failed."""
+        now = time.time()
+        if checked.errors:
+            self.save(self.batch.with_errors(now, checked.errors))
+        elif self.batch.status == "validating":
+            counts = RequestCounts(checked.num_requests)
+            self.save(self.batch.became("in_progress", now, request_counts=counts))
+
+    def lines(self) -> Iterator[IndexedLine]:
+        """Yields the requests."""
+        with self.index.open("rb") as lines:
+            for line in lines:
+                yield _INDEX_DECODER.decode(line)
+
+    def read(self, line: IndexedLine) -> bytes:
+        """Returns the body of a request. Raises FileNotFound."""
+        with self._files.open(self.batch.input_file_id) as file:
+            file.seek(line.offset)
+            return file.read(line.num_bytes)
 
     def check_room(self) -> None:
         """Raises NoRoomForResults once the client's files and results have reached their limit."""

@@ -19,10 +19,12 @@ from starlette.types import ASGIApp
 
 from tandem.proxy.admission.api_key import ApiKey
 from tandem.proxy.batches.batch import LineError
+from tandem.proxy.batches.batch_lines import CheckedLines
 from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_CONCURRENT_PER_CLIENT, BatchRun, finish_on_thread
 from tandem.proxy.batches.batch_store import BatchFiles, BatchStore, NoRoomForResults
 from tandem.proxy.batches.file_store import FileNotFound, client_folder
 from tandem.proxy.batches.json_files import OnDamaged, StorageFull
+from tandem.proxy.batches.line_check import check_file
 from tandem.proxy.batches.line_slots import LineSlots
 from tandem.runtime.tasks import start_job
 from tandem.runtime.threads import Threads
@@ -32,7 +34,7 @@ log = logging.getLogger("proxy")
 MAX_RUNNING, MAX_RUNNING_PER_CLIENT = 128, 8
 """Batches that one proxy runs at the same time, in all and of one client. Each has two open files."""
 MAX_CHECKS, MAX_CHECKS_PER_CLIENT = 2, 1
-"""Input files that are checked at the same time, each on a thread. A file of 200 MiB takes about a second."""
+"""Input files that are checked at the same time."""
 NUM_THREADS = 4
 """Threads for the files of batches, and as many for the routes of files and batches."""
 POLL_INTERVAL_S = 5.0
@@ -125,9 +127,9 @@ class BatchRunner:
 
     async def _run(self, app: ASGIApp, held: BatchFiles) -> None:
         try:
-            if held.batch.status == "validating":
-                async with self._checks.hold(held.owner.client or held.owner.host):
-                    await finish_on_thread(self._check_threads, lambda: held.save(held.check()))
+            # A batch in progress has no index if that was lost with its host.
+            if held.batch.status == "validating" or (held.batch.status == "in_progress" and not held.index.exists()):
+                await self._check(held)
             ended_by: LineError | None = None
             if held.batch.status == "in_progress":
                 try:
@@ -143,6 +145,15 @@ class BatchRunner:
             else:
                 log.exception("batch %s failed and is tried again", held.batch.id)
             await asyncio.sleep(_RETRY_AFTER_FAILURE_S)
+
+    async def _check(self, held: BatchFiles) -> None:
+        async with self._checks.hold(held.owner.client or held.owner.host):
+            on_thread = partial(finish_on_thread, self._check_threads)
+            try:
+                checked = await check_file(held.input_file(), held.batch.endpoint, held.index, on_thread)
+            except (FileNotFound, FileNotFoundError):
+                checked = CheckedLines(0, [LineError(FileNotFound.code, "The input file was deleted.")])
+            await finish_on_thread(self._run_threads, partial(held.save_check, checked))
 
     def _key(self, held: BatchFiles) -> ApiKey | None:
         """Raises KeyError if the client's key was removed."""

@@ -22,23 +22,20 @@ from hypothesis import strategies as st
 
 from tandem.proxy.admission.api_key import ApiKey
 from tandem.proxy.answers.errors import status_of
-from tandem.proxy.batches import batch as batch_module
-from tandem.proxy.batches import batch_run, batch_store, file_store, runner
+from tandem.proxy.batches import batch_lines, batch_run, batch_store, file_store, runner
 from tandem.proxy.batches.batch import (
     FINAL,
     BatchObject,
     BatchRequest,
     LineResponse,
     LineResult,
-    check_lines,
-    parse_line,
-    read_lines,
-    request_body,
 )
+from tandem.proxy.batches.batch_lines import parse_line, read_lines, request_body
 from tandem.proxy.batches.batch_run import BatchRun
 from tandem.proxy.batches.batch_store import BatchFiles, BatchNotFound, BatchStore, Owner
 from tandem.proxy.batches.file_store import FileNotFound, FileStore
 from tandem.proxy.batches.json_files import StorageFull
+from tandem.proxy.batches.line_check import write_index
 from tandem.proxy.batches.local_call import call
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
@@ -50,6 +47,11 @@ OWNER = Owner("", "127.0.0.1")
 def line(custom_id: str, **fields: Any) -> bytes:
     body = {"custom_id": custom_id, "method": "POST", "url": URL, "body": {"prompt": custom_id}, **fields}
     return json.dumps(body).encode()
+
+
+def check_lines(lines: list[bytes]) -> tuple[int, list[Any]]:
+    checked = batch_lines.check_lines(((0, each) for each in lines), URL, lambda line: None)
+    return checked.num_requests, checked.errors
 
 
 def upload(store: BatchStore, *lines: bytes) -> str:
@@ -137,36 +139,36 @@ def run_until_ended(folder: Path, app: App, batch_id: str, key_of: Any = None) -
 def test_wrong_lines_are_named(data: bytes, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         parse_line(data, 3, URL)
-    num_requests, [error] = check_lines([line("x"), b"", data], URL)
+    num_requests, [error] = check_lines([line("x"), b"", data])
     assert num_requests == 2 and error.line == 3 and said in error.message
 
 
 def test_requests_run_at_the_lowest_priority() -> None:
-    sent = json.loads(request_body(parse_line(line("a", body={"prompt": "p", "priority": -5}), 1, URL)))
+    sent = json.loads(request_body(bytes(parse_line(line("a", body={"prompt": "p", "priority": -5}), 1, URL).body)))
     assert sent == {"prompt": "p", "priority": 100}
 
 
 def test_the_lines_of_a_file_are_limited_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_lines([line("a"), line("a")], URL)[1][0].param == "custom_id"
-    assert check_lines([b"\n", b"  "], URL)[1][0].code == "empty_file"
-    assert len(check_lines([b"x"] * 100, URL)[1]) == batch_module.MAX_ERRORS
-    monkeypatch.setattr(batch_module, "MAX_LINES", 2)
-    assert "more than 2" in check_lines([line(str(i)) for i in range(9)], URL)[1][0].message
+    assert check_lines([line("a"), line("a")])[1][0].param == "custom_id"
+    assert check_lines([b"\n", b"  "])[1][0].code == "empty_file"
+    assert len(check_lines([b"x"] * 100)[1]) == batch_lines.MAX_ERRORS
+    monkeypatch.setattr(batch_lines, "MAX_LINES", 2)
+    assert "more than 2" in check_lines([line(str(i)) for i in range(9)])[1][0].message
 
 
 def test_a_line_that_is_too_long_is_named_and_never_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 200)
     lines = [line("a"), line("x" * 1000), line("b"), line("y" * 200)]
-    found = list(read_lines(io.BytesIO(b"\n".join(lines))))
+    found = [data for _, data in read_lines(io.BytesIO(b"\n".join(lines)))]
     assert len(found) == 4 and max(map(len, found)) <= 201
-    assert [error.line for error in check_lines(found, URL)[1]] == [2, 4]
+    assert [error.line for error in check_lines(found)[1]] == [2, 4]
 
 
 def test_bodies_are_sent_as_they_are() -> None:
     nested = "[" * 900 + "]" * 900
     for body in ("{}", "{ }", '{"a": 1}', f'{{"a": {nested}, "priority": 3 }}'):
         data = f'{{"custom_id": "a", "method": "POST", "url": "{URL}", "body": {body} }}'.encode()
-        sent = request_body(parse_line(data, 1, URL))
+        sent = request_body(bytes(parse_line(data, 1, URL).body))
         assert json.loads(sent) == {**json.loads(body), "priority": 100}
         assert msgspec.json.decode(sent, type=CompletionPriority).priority == 100
 
@@ -320,7 +322,7 @@ def test_a_batch_whose_input_was_deleted_fails_and_keeps_its_results(tmp_path: P
         store = BatchRunner(tmp_path, None).store("")
         batch = create(store, line("a"), line("b"))
         [held] = store.hold_unfinished()
-        held.save(held.check())
+        held.save_check(write_index(held.input_file(), URL, held.index))
         held.append(LineResult("batch_req_1", "a", LineResponse(200, "r", msgspec.Raw(b"{}"))))
         held.close()
         store.files.delete(batch.input_file_id)
@@ -500,7 +502,7 @@ def test_a_call_within_the_process_returns_the_answer() -> None:
 
 def test_times_of_a_batch_are_noted(tmp_path: Path) -> None:
     batch = create(BatchStore(tmp_path), line("a")).became("in_progress", time.time())
-    assert batch.in_progress_at is not None and batch.expires_at - batch.created_at == batch_module.WINDOW_S
+    assert batch.in_progress_at is not None and batch.expires_at - batch.created_at == batch_store.WINDOW_S
 
 
 def test_a_batch_is_held_until_its_last_write_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from tandem.proxy.batches import batch as batch_module
-from tandem.proxy.batches import batch_run, batch_store, file_store, runner
-from tandem.proxy.batches.batch import check_lines, read_lines
+from tandem.proxy.batches import batch_lines, batch_run, file_store, line_check, runner
+from tandem.proxy.batches.batch_lines import check_lines, finished_id, read_lines
 from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_DEATHS
 from tandem.proxy.batches.batch_store import BatchStore
 from tandem.proxy.batches.file_store import FileNotFound, FileStore
@@ -218,27 +218,28 @@ def test_one_failing_disk_access_does_not_end_all_batches(tmp_path: Path, monkey
 # ---- input files
 
 
-def test_line_breaks_count_as_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_breaks_count_as_lines() -> None:
     """Eight batches with 60 MiB of line breaks held the proxy's threads for 111 s."""
     began = time.process_time()
-    _, [error] = check_lines(read_lines(io.BytesIO(b"\n" * (60 << 20))), URL)
-    assert error.code == "too_many_lines" and error.line == batch_module.MAX_FILE_LINES + 1
+    [error] = check_lines(read_lines(io.BytesIO(b"\n" * (60 << 20))), URL, print).errors
+    assert error.code == "too_many_lines" and error.line == batch_lines.MAX_FILE_LINES + 1
     assert time.process_time() - began < 1
 
 
 def test_checks_wait_on_threads_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One client's files wait behind each other; other clients' batches and asyncio's threads do not wait for them."""
     asked: list[str] = []
-    check = batch_store.BatchFiles.check
-    may_end = asyncio.Event()
+    may_end = threading.Event()
+    write_index = line_check.write_index
 
-    def slow_check(self: batch_store.BatchFiles) -> Any:
-        asked.append(self.owner.client)
-        while self.owner.client == "mallory" and not may_end.is_set():
-            time.sleep(0.005)
-        return check(self)
+    def slow_check(input_file: Path, endpoint: str, index: Path) -> Any:
+        owner = json.loads(index.with_suffix(".owner").read_bytes())["client"]
+        asked.append(owner)
+        if owner == "mallory":
+            assert may_end.wait(20)
+        return write_index(input_file, endpoint, index)
 
-    monkeypatch.setattr(batch_store.BatchFiles, "check", slow_check)
+    monkeypatch.setattr(line_check, "write_index", slow_check)
 
     async def main() -> None:
         batches = BatchRunner(tmp_path, None)
@@ -259,6 +260,37 @@ def test_checks_wait_on_threads_of_their_own(tmp_path: Path, monkeypatch: pytest
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(main())
+
+
+def test_large_files_are_checked_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line with millions of numbers held the interpreter's lock, and thereby the proxy, for a second."""
+    monkeypatch.setattr(line_check, "write_index", None)  # here it would be noticed
+    numbers = list(range(100_000))
+    lines = [line('"a\\', body={"prompt": "p", "numbers": numbers}), b"", line("é", body={"prompt": "q"})]
+    app = App()
+    batch = run_until_ended(tmp_path, app, make_batch(tmp_path, *lines))
+    assert batch.request_counts.completed == 2
+    assert [each["prompt"] for each in app.seen] == ["p", "q"] and app.seen[0]["numbers"] == numbers
+    store = BatchStore(next(tmp_path.iterdir()))
+    found = store.files.path(batch.output_file_id or "").read_bytes().splitlines()
+    assert {finished_id(each) for each in found} == {'"a\\', "é"}
+    wrong = make_batch(tmp_path, *lines, b"{" + b" " * 300_000)
+    batch = run_until_ended(tmp_path, app, wrong)
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data[0].line == 4
+
+
+def test_a_check_that_takes_too_long_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_check, "TIMEOUT_S", 0.01)
+    batch = run_until_ended(tmp_path, App(), make_batch(tmp_path, line("a", body={"prompt": "p" * 300_000})))
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data[0].code == "too_slow"
+
+
+def test_an_index_that_was_lost_is_made_again(tmp_path: Path) -> None:
+    batch_id = make_batch(tmp_path, *(line(str(i)) for i in range(30)))
+    die_while_running(tmp_path, {"0"})
+    [index] = tmp_path.glob(f"*/batches/{batch_id}.index")
+    index.unlink()
+    assert run_until_ended(tmp_path, App(), batch_id).request_counts.completed == 30
 
 
 def test_a_client_has_a_share_of_the_running_batches(tmp_path: Path) -> None:
