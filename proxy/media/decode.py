@@ -13,15 +13,18 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import av
 import av.error
 import msgspec
 import numpy as np
+from av.video.reformatter import Colorspace
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
+from tandem.proxy.media.shown_image import as_shown, orientation
 from tandem.proxy.media.source import MediaLimits, MediaSource
 from tandem.runtime.errors import first_line
 
@@ -29,6 +32,10 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 _MIN_COMPLETE_SHARE = 0.9
 """A video is damaged if a smaller share of its frames or of its declared duration can be decoded."""
+_UNSPECIFIED_COLOURS = 2
+_MIN_HD_HEIGHT = 720
+_FIRST_TURNED = 5
+"""From this EXIF orientation on, width and height change places."""
 _MAX_JPEG_SCANS = 100
 """A progressive JPEG has about ten. Each is a pass over all pixels (10 ms at 33 million), and may be 75 bytes long."""
 _MAX_JPEG_SEGMENTS = 10_000
@@ -39,12 +46,14 @@ Image.MAX_IMAGE_PIXELS = None  # MediaLimits.max_pixels is checked instead
 
 
 class VideoInfo(msgspec.Struct, frozen=True):
-    """Properties of a video. num_frames: counted, not declared. fps: average."""
+    """Properties of a video. num_frames: counted, not declared. fps: average. width, height: as shown, before rotation.
+    coded_size: (width, height) of the frames in the file, whose pixels may not be square."""
 
     num_frames: int
     fps: float
     width: int
     height: int
+    coded_size: tuple[int, int]
 
     @property
     def duration_s(self) -> float:
@@ -54,19 +63,17 @@ class VideoInfo(msgspec.Struct, frozen=True):
 def image_size(source: MediaSource, data: bytes, limits: MediaLimits) -> tuple[int, int]:
     """Returns (width, height) from the header. Raises InvalidMedia if it is no image or has too many pixels."""
     with _opened_image(source, data, limits) as image:
-        return image.size
+        width, height = image.size
+        # PNG may have its orientation behind the pixels, which are not read here.
+        is_turned = image.format != "PNG" and orientation(image) >= _FIRST_TURNED
+        return (height, width) if is_turned else (width, height)
 
 
 def decode_image(source: MediaSource, data: bytes, limits: MediaLimits) -> Image.Image:
-    """Returns the first frame as RGB, upright, with transparent parts on white. Raises InvalidMedia."""
+    """Returns the first frame as a viewer shows it, as sRGB on white. Raises InvalidMedia."""
     with _opened_image(source, data, limits) as image:
         image.load()
-        upright = ImageOps.exif_transpose(image)
-    if upright.has_transparency_data:
-        layers = upright.convert("RGBA")
-        white = Image.new("RGBA", layers.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layers).convert("RGB")
-    return upright.convert("RGB")
+        return as_shown(image)
 
 
 @contextmanager
@@ -122,6 +129,7 @@ def video_info(source: MediaSource, data: bytes, limits: MediaLimits) -> VideoIn
             raise source.refused("it has no frames")
         width, height = _checked_size(source, size, limits.max_video_frame_pixels)
         max_frames = limits.max_video_pixels // (width * height)
+        shape = stream.sample_aspect_ratio  # of a pixel
         rate = stream.average_rate or stream.guessed_rate
         fps = float(rate) if rate else 24.0
         num_frames, end_s = 0, 0.0
@@ -143,7 +151,7 @@ def video_info(source: MediaSource, data: bytes, limits: MediaLimits) -> VideoIn
             raise source.refused(
                 f"it is cut short: its declared duration is {declared_s:.3g} s, but it ends after {end_s:.3g} s"
             )
-        return VideoInfo(num_frames, fps, width, height)
+        return VideoInfo(num_frames, fps, *_square(width, height, shape), (width, height))
 
 
 def decode_video(
@@ -151,28 +159,33 @@ def decode_video(
 ) -> NDArray[np.uint8]:
     """Returns the frames of these ascending indices: uint8 [num_frames, height, width, 3]. Raises InvalidMedia.
 
+    They are shown as a player does: upright, with square pixels, and with the colours that the file declares.
+
     Frames with more than `max_sampled_pixels` together are scaled down while decoding, so that memory does not grow
     with the size of the video. The processor scales them again; its output then differs slightly from that for full
     frames.
     """
     width, height = scaled_size(info.width, info.height, len(indices), limits.max_sampled_pixels)
-    frames = np.empty((len(indices), height, width, 3), np.uint8)
-    number, num_found = -1, 0
+    frames: NDArray[np.uint8] | None = None
+    number, num_found, num_turns = -1, 0, 0
     deadline = time.monotonic() + limits.decode_timeout_s
     with _opened_video(source, data) as container:
         for number, frame in enumerate(container.decode(container.streams.video[0])):
             if time.monotonic() > deadline:
                 raise source.refused(f"it takes more than {limits.decode_timeout_s:g} s to decode")
-            if (frame.width, frame.height) != (info.width, info.height):
+            if (frame.width, frame.height) != info.coded_size:
                 raise source.refused("its frames have different sizes")
             if number == indices[num_found]:
-                pixels = frame.to_ndarray(format="rgb24", width=width, height=height)
+                pixels = frame.to_ndarray(format="rgb24", width=width, height=height, src_colorspace=_colours_of(frame))
+                if frames is None:
+                    num_turns = round(frame.rotation / 90) % 4
+                    frames = np.empty((len(indices), *np.rot90(pixels, num_turns).shape), np.uint8)
                 num_same = bisect_right(indices, number) - num_found
-                frames[num_found : num_found + num_same] = pixels
+                frames[num_found : num_found + num_same] = np.rot90(pixels, num_turns)
                 num_found += num_same
                 if num_found == len(indices):
                     break
-    if not num_found:
+    if frames is None:
         raise source.refused("none of its frames can be decoded")
     if number + 1 < _MIN_COMPLETE_SHARE * info.num_frames and num_found < len(indices):
         raise source.refused(
@@ -181,6 +194,24 @@ def decode_video(
     # Some packets contain no frame: repeats the last frame, so that the number of frames is as requested.
     frames[num_found:] = frames[num_found - 1]
     return frames
+
+
+def _square(width: int, height: int, shape: Fraction | None) -> tuple[int, int]:
+    """Returns the size with square pixels. It is never larger, however wide or narrow the declared ones are.
+
+    shape: width of a pixel divided by its height; None or 0 if unknown.
+    """
+    if not shape or shape == 1:
+        return width, height
+    if shape > 1:
+        return width, max(1, round(height / shape))
+    return max(1, round(width * shape)), height
+
+
+def _colours_of(frame: Any) -> Colorspace | None:
+    """Returns the colour space of a frame that declares none: players take BT.709 for large ones. None: as declared."""
+    is_unknown = frame.colorspace == _UNSPECIFIED_COLOURS and frame.height >= _MIN_HD_HEIGHT
+    return Colorspace.ITU709 if is_unknown else None
 
 
 def scaled_size(width: int, height: int, num_frames: int, max_pixels: int) -> tuple[int, int]:

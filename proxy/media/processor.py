@@ -34,6 +34,8 @@ _MAX_VIDEO_FRAME_PIXELS = 768 * 28 * 28
 """Pixels per frame in the estimate of a video's size, which is corrected when the video is committed."""
 _BYTES_PER_PIXEL = 12  # float32 RGB
 _SIZE_SLACK_BYTES = 4096
+_DECODING = 2
+"""Increment with every change of the pixels that `proxy.media.decode` returns: cached tensors depend on it."""
 _PROBE = Image.new("RGB", (224, 224))
 
 
@@ -71,7 +73,7 @@ class MediaProcessor:
         self._limits = limits
         self._trust_remote_code = trust_remote_code
         self._local = threading.local()
-        options = f"{version('transformers')} {limits.max_video_frames} {limits.max_sampled_pixels}"
+        options = f"{version('transformers')} {_DECODING} {limits.max_video_frames} {limits.max_sampled_pixels}"
         identity = sha256(options.encode())
         for name in _IDENTITY_FILES:
             file = folder / name
@@ -190,6 +192,7 @@ class MediaProcessor:
             indices = [wanted[index] for index in sampled(len(wanted), limits.max_video_frames)]
         metadata.frames_indices = indices
         frames = decode_video(source, data, info, indices, limits)
+        metadata.height, metadata.width = frames.shape[1:3]
         features = self._call("video", videos=[frames], video_metadata=[metadata], do_sample_frames=False)
         return self._result("video", features)
 
