@@ -11,8 +11,6 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from tandem.runtime.lifetime import end_process
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -44,11 +42,10 @@ def start_job(
     return task
 
 
-def keep_running(work: Callable[[], Awaitable[None]], name: str, restart_after_s: float | None) -> asyncio.Task[None]:
+def keep_running(work: Callable[[], Awaitable[None]], name: str, restart_after_s: float) -> asyncio.Task[None]:
     """Starts work that has no end. Only the cancellation of the returned task ends it.
 
     restart_after_s: when the work ends or fails nevertheless, that is logged and it is called again after this time.
-    None ends the process, for work without which the process must not serve.
     """
 
     async def kept() -> None:
@@ -58,8 +55,6 @@ def keep_running(work: Callable[[], Awaitable[None]], name: str, restart_after_s
                 log.error("%s has ended, which it should not do", name)
             except Exception:
                 log.exception("%s failed", name)
-            if restart_after_s is None:
-                end_process(f"{name} has ended, and this process cannot go on without it")
             await asyncio.sleep(restart_after_s)
 
     task = start(kept(), name)

@@ -28,6 +28,7 @@ from tandem.proxy.http.listing import PageQuery, page
 from tandem.proxy.http.starlette_app import ApiRoute, answer, api_key_of, cache_scope_of, client_of, json_answer
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.threads import Threads
 
 _FORM_BYTES = 64 * 1024
 """Size of a form without its file."""
@@ -72,6 +73,7 @@ class DeletedFile(msgspec.Struct, frozen=True):
 
 
 def batch_routes(state: AppState) -> list[ApiRoute]:
+    upload_threads = Threads("uploads", MAX_UPLOADS)  # a copy of 200 MiB takes seconds on a slow disk
     uploads, calls = ClientSlots(MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT), ClientSlots(MAX_CALLS, MAX_CALLS_PER_CLIENT)
 
     def runner() -> BatchRunner:
@@ -104,7 +106,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
                     if size > MAX_FILE_BYTES:
                         raise InvalidRequest(f"The file is larger than the limit of {MAX_FILE_BYTES} bytes.", "file")
                     content = file.file
-                    stored = await runner().threads.run(lambda: store.files.add(content, size, name, "batch"))
+                    stored = await upload_threads.run(lambda: store.files.add(content, size, name, "batch"))
                     return json_answer(request, stored)
         except HTTPException as error:  # Starlette's, for a malformed form
             raise InvalidRequest(f"The form is malformed: {error.detail}", "file") from error

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from tandem.runtime import tasks
 from tandem.runtime.tasks import keep_running, start_job
 
 
@@ -56,20 +55,3 @@ def test_work_that_must_not_end_is_started_again(caplog: pytest.LogCaptureFixtur
 
     asyncio.run(main())
     assert "the service failed" in caplog.text and "the service has ended" in caplog.text
-
-
-def test_a_process_ends_with_the_work_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons: list[str] = []
-
-    def end(reason: str) -> None:
-        reasons.append(reason)
-        raise SystemExit
-
-    monkeypatch.setattr(tasks, "end_process", end)
-
-    async def main() -> None:
-        await keep_running(fails, "the service", None)
-
-    with pytest.raises(SystemExit):
-        asyncio.run(main())
-    assert len(reasons) == 1 and "the service" in reasons[0]
