@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 import tandem.proxy.http.bodies
 from tandem.proxy.http.bodies import MAX_UNORDERED_BYTES, RequestBodies
 from tandem.proxy.http.read_turns import MAX_READS, ReadTurns
+from tests.support.clocked_loop import run_in_no_time
 from tests.support.http_listener import LIMIT_S, bodies, play, respond, served
 from tests.unit.proxy.http.test_bodies import feed
 
@@ -142,14 +143,14 @@ def test_clients_that_trickle_delay_no_other() -> None:
 def test_time_spent_waiting_for_a_turn_is_not_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     class SlowTurns(ReadTurns):
         async def turn(self) -> None:
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(60.0)
 
     monkeypatch.setattr(tandem.proxy.http.bodies, "ReadTurns", SlowTurns)
-    slow = RequestBodies(1 << 20, 0.1)
+    slow = RequestBodies(1 << 20, 30.0)
     piece = b"a" * (MAX_UNORDERED_BYTES // 2)
 
     async def run() -> None:
         async with slow.receive(feed([piece] * 4), Headers({"content-length": str(len(piece) * 4)})) as body:
             assert not isinstance(body, bytes) and body.num_bytes == len(piece) * 4
 
-    asyncio.run(run())
+    run_in_no_time(run())
