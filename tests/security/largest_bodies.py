@@ -1,0 +1,281 @@
+"""The largest bodies that the types of the API allow: one field at a time, derived from the types themselves.
+
+A new field is covered without a change here, and a type that this module does not know raises TypeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+SMALL = 4096
+"""Length up to which texts have one largest value, and values are repeated in lists."""
+INTERPRETED = ("grammar", "regex", "choice", "json", "chat_template", "content", "prompt", "input", "instructions")
+"""Ends of the names of fields whose text is parsed, rendered or tokenised."""
+
+
+def bodies(kind: type[msgspec.Struct], max_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Yields a name and a body for each largest value of each field. max_bytes: of a body."""
+    body = inspect.type_info(kind)
+    assert isinstance(body, inspect.StructType)
+    for path, value in _struct(body, max_bytes - 1024, ()):
+        yield path.lstrip("."), value.encode()
+
+
+def minimal(kind: inspect.Type, fallback: str = '"a"') -> str:
+    """Returns the smallest valid JSON of a type."""
+    match kind:
+        case inspect.Metadata():
+            return msgspec.json.encode(choices[0]).decode() if (choices := _choices(kind)) else minimal(kind.type)
+        case inspect.StructType():
+            fields = [f'"{field.encode_name}":{minimal(field.type)}' for field in kind.fields if field.required]
+            tag = [f'"{kind.tag_field}":"{kind.tag}"'] if kind.tag_field is not None else []
+            return "{" + ",".join([*tag, *fields]) + "}"
+        case inspect.StrType():
+            return '"a"'
+        case inspect.LiteralType():
+            return msgspec.json.encode(kind.values[0]).decode()
+        case inspect.BoolType():
+            return "true"
+        case inspect.IntType() | inspect.FloatType():
+            return "1"
+        case inspect.UnionType():
+            return minimal(_members(kind)[0])
+        case inspect.ListType():
+            return "[" + (minimal(kind.item_type) if kind.min_length else "") + "]"
+        case inspect.DictType() | inspect.AnyType():
+            return "{}"
+        case inspect.RawType():
+            return fallback
+    raise TypeError(f"what is the smallest value of {kind}?")
+
+
+def filled(kind: inspect.StructType, **given: str) -> str:
+    """Returns an object in which each text is "a", so that it is not refused for what it lacks."""
+    fields = {field.encode_name: '"a"' for field in kind.fields if _takes_text(field.type)}
+    fields |= {field.encode_name: minimal(field.type) for field in kind.fields if field.required} | given
+    if kind.tag_field is not None:
+        fields[kind.tag_field] = f'"{kind.tag}"'
+    return "{" + ",".join(f'"{name}":{value}' for name, value in fields.items()) + "}"
+
+
+def _takes_text(kind: inspect.Type) -> bool:
+    match kind:
+        case inspect.Metadata():
+            return not _choices(kind) and _takes_text(kind.type)
+        case inspect.UnionType():
+            return any(map(_takes_text, kind.types))
+        case inspect.StrType():
+            return kind.pattern is None
+    return False
+
+
+def _choices(kind: inspect.Type) -> list[Any]:
+    """Returns the values that the schema lists for a field of a wider type."""
+    listed = (kind.extra_json_schema or {}).get("enum", []) if isinstance(kind, inspect.Metadata) else []
+    return [value for value in listed if value is not None]
+
+
+def _members(kind: inspect.UnionType) -> Sequence[inspect.Type]:
+    return [each for each in kind.types if not isinstance(each, inspect.NoneType | inspect.CustomType)]
+
+
+def _struct(kind: inspect.StructType, room: int, within: tuple[type, ...]) -> Iterator[tuple[str, str]]:
+    rest = minimal(kind)[:-1]
+    for field in kind.fields:
+        name = field.encode_name
+        begin = f'{rest}{"," if len(rest) > 1 else ""}"{name}":'  # of a key that occurs twice, the last counts
+        for path, value in _largest(field.type, room, (*within, kind.cls), name):
+            yield f".{name}{path}", begin + value + "}"
+        if _contains(field.type, kind.cls):  # e.g. tools of tools
+            is_list = not isinstance(field.type, inspect.StructType)
+            head, tail = (begin + "[", "]}") if is_list else (begin, "}")
+            depth = room // (len(head) + len(tail))
+            for levels in (100, 900, depth):
+                yield f".{name} {levels} deep", head * levels + minimal(kind) + tail * levels
+
+
+def _contains(kind: inspect.Type, wanted: type) -> bool:
+    match kind:
+        case inspect.Metadata():
+            return _contains(kind.type, wanted)
+        case inspect.UnionType():
+            return any(_contains(each, wanted) for each in kind.types)
+        case inspect.ListType():
+            return _contains(kind.item_type, wanted)
+        case inspect.StructType():
+            return kind.cls is wanted
+    return False
+
+
+def _largest(kind: inspect.Type, room: int, within: tuple[type, ...], name: str) -> Iterator[tuple[str, str]]:
+    """Yields (path, JSON) of the largest values of a type. name: of its field."""
+    match kind:
+        case inspect.Metadata():
+            yield from _largest(kind.type, room, within, name)
+        case inspect.NoneType() | inspect.BoolType() | inspect.CustomType():
+            return  # unset, or of one size
+        case inspect.IntType() | inspect.FloatType():
+            yield from _numbers(kind)
+        case inspect.LiteralType():
+            yield "", msgspec.json.encode(max(kind.values, key=lambda value: len(str(value)))).decode()
+        case inspect.StrType():
+            yield from _texts(kind, room, name.endswith(INTERPRETED))
+        case inspect.UnionType():
+            for each in _members(kind):
+                yield from _largest(each, room, within, name)
+        case inspect.ListType():
+            yield from _lists(kind, room, within, name)
+        case inspect.DictType():
+            yield from _dicts(kind, room, within, name)
+        case inspect.AnyType():
+            yield from _anything(room)
+        case inspect.RawType():  # a prompt
+            yield from _raws(room)
+        case inspect.StructType():
+            if kind.cls not in within:
+                yield from _struct(kind, room, within)
+        case _:
+            raise TypeError(f"what is the largest value of {kind}?")
+
+
+def _numbers(kind: inspect.IntType | inspect.FloatType) -> Iterator[tuple[str, str]]:
+    step = 1 if isinstance(kind, inspect.IntType) else 1e-9
+    largest = kind.le if kind.le is not None else None if kind.lt is None else kind.lt - step
+    smallest = kind.ge if kind.ge is not None else None if kind.gt is None else kind.gt + step
+    yield " largest", str(largest if largest is not None else 2**63 - 1 if step == 1 else 1e308)
+    yield " smallest", str(smallest if smallest is not None else -(2**63) if step == 1 else -1e308)
+
+
+def _texts(kind: inspect.StrType, room: int, is_interpreted: bool) -> Iterator[tuple[str, str]]:
+    if kind.pattern is not None:
+        yield " of its pattern", '"' + "a" * 128 + '"'
+        return
+    length = min(kind.max_length or room, room)
+    yield " of letters", '"' + "a" * length + '"'
+    if length <= SMALL:
+        return
+    yield " of line breaks", '"' + "\\n" * min(length, room // 2) + '"'
+    if not is_interpreted:
+        return
+    for name, piece in (
+        (" of blanks", " "),
+        (" of words", "lorem ipsum "),
+        (" of marks", "<|end|>"),
+        (" of surrogates", "\\ud83d\\ude00"),
+        (" of parentheses", "("),
+        (" of brackets", "["),
+        (" of objects", '{\\"a\\":'),
+        (" of options", "a? "),
+        (" of template loops", "{% for a in b %}"),
+    ):
+        num_characters = len(msgspec.json.decode(f'"{piece}"'))
+        yield name, '"' + piece * min(length // num_characters, room // len(piece)) + '"'
+    rule = "\\n".join(f"r{i}: r{i + 1}" for i in range(length // 20))
+    yield " of a chain of rules", f'"start: r0\\n{rule}\\n"'
+    rule = "\\n".join(f"r{i} ::= r{i + 1}" for i in range(length // 22))
+    yield " of a chain of GBNF rules", f'"root ::= r0\\n{rule}\\n"'
+
+
+def _lists(kind: inspect.ListType, room: int, within: tuple[type, ...], name: str) -> Iterator[tuple[str, str]]:
+    def repeated(item: str) -> tuple[str, str]:
+        number = min(kind.max_length or room, room // (len(item) + 1))
+        return f" {number} times", "[" + ",".join([item] * number) + "]"
+
+    for label, item in _items(kind.item_type):
+        times, value = repeated(item)
+        yield f"[]{label}{times}", value
+    for path, value in _largest(kind.item_type, room, within, name):
+        yield f"[]{path}", f"[{value}]"
+        if len(value) < SMALL:
+            times, values = repeated(value)
+            yield f"[]{path}{times}", values
+
+
+def _items(kind: inspect.Type) -> Iterator[tuple[str, str]]:
+    """Yields small items of a list, of each of their kinds."""
+    match kind:
+        case inspect.Metadata():
+            yield from _items(kind.type)
+        case inspect.UnionType():
+            for each in _members(kind):
+                yield from _items(each)
+        case inspect.StructType():
+            yield "", minimal(kind)
+            for field in kind.fields:
+                for choice in _choices(field.type):
+                    encoded = msgspec.json.encode(choice).decode()
+                    yield f".{field.encode_name} {choice}", filled(kind, **{field.encode_name: encoded})
+        case _:
+            yield "", minimal(kind)
+
+
+def _dicts(kind: inspect.DictType, room: int, within: tuple[type, ...], name: str) -> Iterator[tuple[str, str]]:
+    value = minimal(kind.value_type)
+    number = min(kind.max_length or room, room // (len(value) + 10))
+    yield f" of {number} keys", "{" + ",".join(f'"{i}":{value}' for i in range(number)) + "}"
+    for path, largest in _largest(kind.value_type, room, within, name):
+        yield f".1{path}", f'{{"1":{largest}}}'
+    if isinstance(kind.value_type, inspect.AnyType):
+        yield from _schemas(room)
+
+
+def _schemas(room: int) -> Iterator[tuple[str, str]]:
+    """Objects where a JSON schema is expected too."""
+    chain = ",".join(f'"d{i}":{{"$ref":"#/$defs/d{i + 1}"}}' for i in range(room // 40))
+    yield " a chain of references", f'{{"$ref":"#/$defs/d0","$defs":{{{chain}}}}}'
+    for levels in (100, 400, room // 40):
+        nested = '{"anyOf":[' * levels + '{"type":"integer"}' + ',{"type":"null"}]}' * levels
+        yield f" {levels} alternatives deep", nested
+    for keyword, item in (("anyOf", '{"type":"integer"}'), ("enum", '"a"'), ("allOf", '{"type":"object"}')):
+        yield f" {keyword} of many", f'{{"{keyword}":[' + ",".join([item] * (room // (len(item) + 1))) + "]}"
+    properties = ",".join(f'"p{i}":{{"type":"string","pattern":"^a{{1,50}}$"}}' for i in range(room // 50))
+    yield " many properties", f'{{"type":"object","properties":{{{properties}}}}}'
+    yield " a large pattern", '{"type":"string","pattern":"' + "(a|b)*" * (room // 6) + '"}'
+
+
+def _anything(room: int) -> Iterator[tuple[str, str]]:
+    yield " of empty lists", "[" + ",".join(["[]"] * (room // 3)) + "]"
+    yield " of numbers", "[" + ",".join(["0"] * (room // 2)) + "]"
+    yield " of keys", "{" + ",".join(f'"{i}":0' for i in range(room // 11)) + "}"
+    yield " of letters", '"' + "a" * room + '"'
+    for levels in (100, 900, room // 8):
+        yield f" of lists {levels} deep", "[" * levels + "]" * levels
+        yield f" of objects {levels} deep", '{"a":' * levels + "0" + "}" * levels
+
+
+def _raws(room: int) -> Iterator[tuple[str, str]]:
+    yield " of letters", '"' + "a" * room + '"'
+    yield " of line breaks", '"' + "\\n" * (room // 2) + '"'
+    for name, item in (("texts", '"a"'), ("tokens", "1"), ("lists", "[1]"), ("empty lists", "[]"), ("nulls", "null")):
+        yield f" of {name}", "[" + ",".join([item] * (room // (len(item) + 1))) + "]"
+    yield " nested", "[" * room
+
+
+def all_structs() -> Any:
+    """Returns the types of all bodies, by kind."""
+    from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
+    from tandem.proxy.api.responses_request import ResponseRequest
+    from tandem.proxy.api.schema import (
+        BatchChatCompletionRequest,
+        ChatCompletionRequest,
+        CompletionRequest,
+        DetokenizeRequest,
+        EmbeddingRequest,
+        TokenizeRequest,
+    )
+
+    return {
+        "completion": CompletionRequest,
+        "chat": ChatCompletionRequest,
+        "chat_batch": BatchChatCompletionRequest,
+        "embedding": EmbeddingRequest,
+        "message": MessageRequest,
+        "response": ResponseRequest,
+        "tokenize": TokenizeRequest,
+        "detokenize": DetokenizeRequest,
+        "count_tokens": CountTokensRequest,
+    }
