@@ -166,7 +166,11 @@ class GenerationFields(NotServed):
     include_stop_str_in_output: Annotated[OptionalBool, doc("the text includes the stop string")] = False
     ignore_eos: Annotated[OptionalBool, doc("continue after end-of-sequence tokens")] = False
     min_tokens: Annotated[
-        MaxTokensOrZero | None, doc("stop tokens are not generated before this many tokens; at most max_tokens")
+        MaxTokensOrZero | None,
+        doc(
+            "stop tokens are not generated before this many tokens, and stop strings that are complete within them do "
+            "not end the text; at most max_tokens"
+        ),
     ] = 0
     prompt_logprobs: Annotated[
         NumTop | None, doc("number of most likely tokens to return per prompt token; -1: all; not for streams")

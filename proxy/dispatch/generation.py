@@ -327,6 +327,7 @@ class Generation:
                 StopStrings(request.stop, request.include_stop_str_in_output),
                 timer,
                 request.named_stop_token_ids(services.text.eos_token_ids),
+                request.min_tokens,
             )
 
     def _deadlines(self) -> tuple[float, float]:

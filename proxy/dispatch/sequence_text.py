@@ -55,7 +55,8 @@ class TextDelta(msgspec.Struct, frozen=True):
 class SequenceText:
     """Turns the tokens of one sequence into text deltas.
 
-    stop_token_ids: those that the client named; a sequence that ends with another token has no stop reason.
+    stop_token_ids: those that the client named; a sequence that ends with another token has no stop reason. min_tokens:
+    stop strings that are complete within this many tokens do not end the text.
     """
 
     def __init__(
@@ -65,8 +66,11 @@ class SequenceText:
         stop_strings: StopStrings,
         timer: SequenceTimer,
         stop_token_ids: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
     ) -> None:
         self._stop_token_ids = stop_token_ids
+        self._min_tokens = min_tokens
+        self._num_tokens = 0  # of all attempts
         self.index = index
         self.timer = timer
         self._detokenizer = detokenizer
@@ -87,14 +91,17 @@ class SequenceText:
         for number in range(num_shown):
             if number % _MAX_TOKENS_AT_ONCE == _MAX_TOKENS_AT_ONCE - 1:
                 await asyncio.sleep(0)
-            piece, stopped = self._stop_strings.push(self._detokenizer.step(tokens[number].token_id))
+            self._num_tokens += 1
+            text = self._detokenizer.step(tokens[number].token_id)
+            piece, stopped = self._stop_strings.push(text, may_end=self._num_tokens > self._min_tokens)
             pieces.append(piece)
             if stopped:
                 tokens, num_shown, finish_reason = tokens[: number + 1], number + 1, "stop"
                 break
         else:
             if finish_reason is not None:
-                piece, stopped = self._stop_strings.push(self._detokenizer.flush())
+                may_end = self._num_tokens > self._min_tokens
+                piece, stopped = self._stop_strings.push(self._detokenizer.flush(), may_end)
                 pieces += (piece, "" if stopped else self._stop_strings.flush())
                 if stopped:
                     finish_reason = "stop"

@@ -18,12 +18,17 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Returns (text that can be shown, whether a stop string has ended it)."""
+    def push(self, text: str, may_end: bool = True) -> tuple[str, bool]:
+        """Returns (text that can be shown, whether a stop string has ended it).
+
+        may_end: whether a stop string that this text completes ends it. One that was completed earlier never does.
+        """
         if not self._stops or not text:
             return text, False
+        held = len(self._held)
         text = self._held + text
-        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        found = ((stop, text.find(stop, max(0, held + 1 - len(stop)))) for stop in self._stops if may_end)
+        matches = [(start + len(stop), start) for stop, start in found if start >= 0]
         if matches:
             self._held = ""
             end, start = min(matches)

@@ -208,6 +208,30 @@ def test_text_and_stop_strings_continue_across_workers() -> None:
     play(test)
 
 
+def test_a_stop_string_does_not_end_an_answer_before_min_tokens() -> None:
+    """The tokens of the workers before a migration count."""
+
+    async def test(cluster: Cluster) -> None:
+        ids = cluster.text.ids("END END END")
+        _, answers = generation(cluster, stop=["END"], min_tokens=5, max_tokens=20)
+        task = asyncio.create_task(whole(answers))
+        [old] = await prefills(cluster, 1)
+        cluster.first(old, ids[0])
+        for token_id in ids[1:4]:
+            cluster.token(old, token_id)
+        cluster.lose(DECODE)
+        cluster.join(OTHER_DECODE)
+        new = (await prefills(cluster, 2))[1]
+        cluster.first(new, ids[4])
+        for token_id in ids[5:]:
+            cluster.token(new, token_id, worker=OTHER_DECODE)
+        body = json.loads(await task)
+        assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("END ", "stop")
+        assert body["usage"]["completion_tokens"] == 7
+
+    play(test)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_waiting_for_a_worker_has_a_limit(role: str) -> None:
     async def test(cluster: Cluster) -> None:

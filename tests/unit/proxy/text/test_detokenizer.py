@@ -142,3 +142,11 @@ def test_stop_strings_do_not_depend_on_how_text_is_split(text: str, stops: list[
     shown, stopped = expected
     assert stopped == any(stop in text for stop in stops)
     assert text.startswith(shown) and not any(stop in shown for stop in stops)
+
+
+def test_stop_strings_within_the_first_tokens_do_not_end_the_text() -> None:
+    checker = StopStrings(["END", "AxENDy"])
+    assert checker.push("END a AxEND", may_end=False) == ("END a ", False), "what may become the longer one is held"
+    assert checker.push("z") == ("AxENDz", False), "the shorter one was complete before"
+    assert checker.push(" EN", may_end=False) == (" ", False)
+    assert checker.push("D b") == ("", True), "one that is complete later ends it"
