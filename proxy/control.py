@@ -104,7 +104,7 @@ class Control:
                 error = self._order(message.worker_id, ClearCache())
                 self._socket.send(identity, WorkerOrdered(message.worker_id, error))
             case WorkerExited():
-                self._apply(self._table.on_exited(message.worker_id, message.pid))
+                self._apply(self._table.on_exited(message.worker_id, message.pid, message.has_crashed))
             case GetStatus():
                 report = StatusReport(
                     self._proxy_id,
@@ -167,7 +167,7 @@ class Control:
         for gone in change.lost:
             log.warning("lost %s (epoch %s): %s", gone.worker.worker_id, gone.worker.epoch, gone.reason)
             self._identities.pop(gone.worker.epoch, None)
-            self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.is_death)
+            self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed)
             self._connections.close(gone.worker)
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
@@ -176,7 +176,7 @@ class Control:
                 self._connect(worker)
             except Exception as error:  # ZeroMQ's error, or a tcp endpoint without keys
                 log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
-                self._apply(self._table.on_exited(worker.worker_id, worker.pid))
+                self._apply(self._table.on_exited(worker.worker_id, worker.pid, has_crashed=False))
         # Sent now, not as the answer to the next status: prefill workers pair with a new decode worker at once.
         view = self._view(known=True)
         for identity in self._identities.values():

@@ -35,6 +35,7 @@ from tandem.protocol.network import Context
 from tandem.protocol.proxy_endpoints import EndpointsFile
 from tandem.protocol.sockets import DealerSocket
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.silence import SilenceTimers
 from tandem.runtime.tasks import start
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,6 @@ PROXY_SETTLE_S = 2.0
 """For this long after a proxy's first message its view may add workers but not remove any."""
 _SIGHT_S = 1.0
 """A proxy that was last seen within this time still knows this worker."""
-_STALL_S = 1.0
-"""A heartbeat delayed by more than this means that this process was stalled, not the proxies."""
 REFUSAL_PATIENCE_S = 15.0
 """Time that a worker retries before its first registration. A crashed predecessor keeps the worker's name until its
 silence is noticed."""
@@ -97,6 +96,7 @@ class Registration:
     ) -> None:
         self._context = context
         self._links: list[_ProxyLink] = []
+        self._timers = SilenceTimers(HEARTBEAT_INTERVAL_S)  # of the proxies, by endpoint
         self._register = register
         self._status = status
         self._on_view = on_view
@@ -134,6 +134,7 @@ class Registration:
         """Connects to new endpoints. Proxies at removed endpoints are lost, with their requests in flight."""
         for link in [link for link in self._links if link.endpoint not in endpoints]:
             self._links.remove(link)
+            self._timers.forget(link.endpoint)
             link.socket.close()
             if link.proxy_id is not None:
                 self._lose(link)
@@ -145,18 +146,16 @@ class Registration:
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
-        silent_since = loop.time()  # earliest possible start of a proxy's silence
         while True:
             if self._file is not None and (endpoints := self._file.changed()) is not None:
                 self._follow(endpoints)
-            slept_at = loop.time()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             now = loop.time()
-            if now - slept_at > _STALL_S:  # the proxies' messages are still unread
-                silent_since = now
             self.send_to_all(self._status())
+            self._timers.check(now)
+            silent = self._timers.silent(now, PROXY_SILENCE_S)
             for link in self._links:
-                if link.proxy_id is not None and now - max(link.seen_at, silent_since) > PROXY_SILENCE_S:
+                if link.endpoint in silent and link.proxy_id is not None:
                     log.warning("proxy %s has been silent for %.0f s", link.proxy_id, PROXY_SILENCE_S)
                     self._lose(link)
 
@@ -184,6 +183,7 @@ class Registration:
                 if link.proxy_id not in (None, message.proxy_id):
                     self._lose(link)
                 link.seen_at = asyncio.get_running_loop().time()
+                self._timers.on_heard(link.seen_at, link.endpoint)
                 if link.proxy_id is None:
                     link.proxy_id, link.first_seen_at = message.proxy_id, link.seen_at
                 if message.known:

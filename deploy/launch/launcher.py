@@ -24,7 +24,7 @@ from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S, Watchd
 from tandem.deploy.launch.loading_bar import fraction_loaded
 from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_names, num_pairs, start_role
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
-from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised
+from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised, has_crashed
 from tandem.deploy.sites.site import Site
 from tandem.protocol.codec import Codec
 from tandem.protocol.media_client import MediaCacheClient
@@ -237,7 +237,7 @@ class Launcher:
     def _on_exit(self, name: str, pid: int, returncode: int) -> bool:
         """Reports the exit to the proxies and decides whether to restart the process."""
         for control in self._controls.values():
-            control.send(WorkerExited(name, pid))
+            control.send(WorkerExited(name, pid, has_crashed(returncode)))
         self._watchdog.on_exit(name)
         child = self._children[name]
         if returncode == EXIT_BAD_CONFIG and self._ready:

@@ -9,13 +9,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
+from tandem.runtime.process import EXIT_BAD_CONFIG, EXIT_RETIRED
+
 OnExit = Callable[[str, int, int], bool]
 """Called with name, pid and return code at each exit; True restarts the process."""
+
+EXIT_LOST = 256
+"""In place of a return code: the process is gone with its host or its actor, so nobody knows how it ended."""
 
 RESTART_DELAY_S = 0.2
 MAX_RESTART_DELAY_S = 10.0
 STABLE_AFTER_S = 30.0
 """Lifetime after which the next restart is not delayed."""
+
+
+def has_crashed(returncode: int) -> bool:
+    """Whether a process that ended so has crashed: by an error, or by a signal that does not ask for its end."""
+    asked = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+    return returncode not in {0, EXIT_BAD_CONFIG, EXIT_RETIRED, EXIT_LOST, *asked}
 
 
 class Supervised(ABC):
@@ -34,7 +45,7 @@ class Supervised(ABC):
 
     @abstractmethod
     async def run_once(self) -> int | None:
-        """Starts the process and waits for its end. Returns its return code; None if it could not be started."""
+        """Starts the process and waits for its end. Returns its return code or EXIT_LOST; None if it did not start."""
 
     @abstractmethod
     def send_signal(self, number: signal.Signals) -> None:

@@ -23,7 +23,7 @@ from tandem.deploy.config import ClusterConfig, bracketed
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
-from tandem.deploy.processes.supervisor import RESTART_DELAY_S, OnExit, Supervised
+from tandem.deploy.processes.supervisor import EXIT_LOST, RESTART_DELAY_S, OnExit, Supervised
 from tandem.deploy.sites.ray_actor import NodePlace, ProcessActor, ProcessEnd
 from tandem.deploy.sites.site import WORKER_MODULE
 from tandem.media_cache.config import MediaCacheConfig
@@ -245,7 +245,7 @@ class RayProcess(Supervised):
             return await self._run_in(group) if await self._until_placed(group) else None
         except (RayError, OSError) as error:  # the actor or its node is gone, and the process with it
             self._log(f"lost: {str(error).strip()}\n")
-            return -9
+            return EXIT_LOST
         finally:
             if self._actor is not None:
                 ray.kill(self._actor)

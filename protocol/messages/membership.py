@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -189,10 +189,14 @@ class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Launcher to proxy: the process has exited. Faster than waiting for silence."""
+    """Launcher to proxy: the process has exited. Faster than waiting for silence.
+
+    has_crashed: it ended by a signal or an error that nobody asked for. False if that is not known.
+    """
 
     worker_id: str
     pid: int
+    has_crashed: bool = False
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -76,8 +76,8 @@ class PromptShape(msgspec.Struct, frozen=True):
 
     hashes: short hashes of its full blocks. priority: lower is sooner. needs_decode: False when only one token is
     requested, so that no KV cache is transferred. can_be_cached: False when every token must be computed for its
-    logprobs. avoid: epochs of workers that are chosen only when no other is left. near: epoch of a decode worker that
-    may have kept the prompt's blocks from an earlier attempt.
+    logprobs. avoid: epochs of workers that are chosen only when no other is left. exclude: epochs of workers that are
+    not chosen. near: epoch of a decode worker that may have kept the prompt's blocks from an earlier attempt.
     """
 
     num_tokens: int
@@ -87,6 +87,7 @@ class PromptShape(msgspec.Struct, frozen=True):
     priority: int = 0
     can_be_cached: bool = True
     avoid: frozenset[str] = frozenset()
+    exclude: frozenset[str] = frozenset()
     near: str = ""
 
 
@@ -197,11 +198,20 @@ class Router:
         if route.decode_use is not None:
             route.decode_use.end_sequence()
 
+    def withdraw(self, route: Route, num_sequences: int) -> None:
+        """Takes back a `pick` that is not dispatched."""
+        self.prefill_ended(route)
+        for _ in range(num_sequences):
+            self.sequence_ended(route)
+
     def _pick_prefill(self, prompt: PromptShape, held: HeldPrefixes) -> tuple[WorkerRecord, float]:
         """Returns the worker with the soonest predicted first token, and that prediction. Raises NoWorkerReady."""
         table = self._table
         of_role = table.paired_prefill_workers if prompt.needs_decode else table.prefill_workers
         others = table.decode_only_workers if self._threshold else []
+        if prompt.exclude:
+            of_role = [record for record in of_role if _may_take(record, prompt)]
+            others = [record for record in others if _may_take(record, prompt)]
         if not of_role and not others:
             raise NoWorkerReady(table.why_not_ready() or "no prefill worker is ready")
         candidates = _without(of_role, prompt.avoid)
@@ -265,7 +275,8 @@ class Router:
         """Returns the worker that decodes what `prefill` computes: the same one, or one that it has a pair with."""
         if prefill.role == "decode":
             return prefill
-        return self._cheapest_decode(_without(prefill.decode_peers, prompt.avoid), prefill, prompt, held)
+        peers = [record for record in prefill.decode_peers if record.worker.epoch not in prompt.exclude]
+        return self._cheapest_decode(_without(peers, prompt.avoid), prefill, prompt, held)
 
     def _cheapest_decode(
         self,
@@ -306,6 +317,15 @@ class Router:
         num_full = prompt.num_tokens // block_size
         num_own = (prompt.num_tokens + block_size) // block_size - num_full  # not shared by the sequences
         return max(0, num_full - num_held) + prompt.num_sequences * num_own
+
+
+def _may_take(record: WorkerRecord, prompt: PromptShape) -> bool:
+    """Whether neither the worker nor each worker that could decode what it computes is excluded."""
+    if record.worker.epoch in prompt.exclude:
+        return False
+    peers = record.decode_peers
+    is_alone = not prompt.needs_decode or record.role == "decode"
+    return is_alone or any(peer.worker.epoch not in prompt.exclude for peer in peers)
 
 
 def _without(candidates: list[WorkerRecord], avoid: frozenset[str]) -> list[WorkerRecord]:

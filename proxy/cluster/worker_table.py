@@ -28,6 +28,7 @@ from tandem.protocol.messages.membership import (
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_load import WorkerUse
 from tandem.runtime.errors import Overloaded, ProtocolError
+from tandem.runtime.silence import SilenceTimers
 
 CHECK_INTERVAL_S = 0.25
 """Seconds between two calls of `WorkerTable.check`."""
@@ -35,8 +36,6 @@ MAX_WORKERS = 1024
 """Workers that may register; each costs connections on this proxy and on every prefill worker."""
 _UNKNOWN_SPEED = 5000.0
 """Prompt tokens per second assumed for a worker while no worker has measured its speed."""
-_STALL_S = 1.0
-"""A check that comes this much after the last one shows that this process was stopped, not that workers are silent."""
 _ORDER_S = 1.0
 """Time after which a worker whose reports do not show an order, to change its role or to leave, has not received it."""
 _GIVEN_UP_S = PROXY_SILENCE_S - 1.0
@@ -61,17 +60,16 @@ class ModelLimits:
 class WorkerRecord:
     """One registered worker with its last report.
 
-    role: the current one; that of `worker` is the one at registration. last_message_at: loop time. bit: its number in
-    both prefix indices. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers
-    that decode prompts which this one computes: those with which it has a ready pair, and itself in role any.
-    lora_modules, quantization: see RegisterWorker. role_ordered_until: loop time until which a report of another role
-    is older than the order to take this one. drain_ordered_until: the same of a report that it does not drain.
+    role: the current one; that of `worker` is the one at registration. bit: its number in both prefix indices. use:
+    what the router counts on it. draining: it gets no new work. decode_peers: the workers that decode prompts which
+    this one computes: those with which it has a ready pair, and itself in role any. lora_modules, quantization: see
+    RegisterWorker. role_ordered_until: loop time until which a report of another role is older than the order to take
+    this one. drain_ordered_until: the same of a report that it does not drain.
     """
 
     worker: WorkerInfo
     role: Role
     limits: ModelLimits
-    last_message_at: float
     bit: int
     use: WorkerUse
     load: WorkerLoad = field(default_factory=WorkerLoad)
@@ -91,11 +89,11 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class LostWorker:
-    """is_death: its process ended or is silent. False for a worker that left, or if this proxy is the cause."""
+    """has_crashed: the launcher saw its process end by a signal or an error. Silence proves no crash."""
 
     worker: WorkerInfo
     reason: str
-    is_death: bool = True
+    has_crashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,8 @@ class WorkerTable:
         self._decode_may_prefill = decode_may_prefill
         self._worker_silence_s = worker_silence_s
         self._by_epoch: dict[str, WorkerRecord] = {}
-        self._checked_at: float | None = None
+        self._timers = SilenceTimers(CHECK_INTERVAL_S)  # by epoch
+        self._silent: dict[str, WorkerInfo] = {}  # by name, lost by silence; their processes may still crash
         self.prefill_workers: list[WorkerRecord] = []
         self.paired_prefill_workers: list[WorkerRecord] = []  # those with a decode worker to transfer KV to
         self.decode_workers: list[WorkerRecord] = []
@@ -141,7 +140,7 @@ class WorkerTable:
             )
         known = self._by_epoch.get(worker.epoch)
         if known is not None:
-            known.last_message_at = now
+            self._timers.on_heard(now, worker.epoch)
             return MembershipChange()
         namesakes = [record.worker for record in self._by_epoch.values() if record.worker.worker_id == worker.worker_id]
         for other in namesakes:
@@ -158,11 +157,12 @@ class WorkerTable:
         use = WorkerUse(self._typical_speed)
         bit, tier_bit = self.prefixes.join(worker.epoch), self.tier_prefixes.join(worker.epoch)
         assert bit == tier_bit
+        self._timers.on_heard(now, worker.epoch)
+        self._silent.pop(worker.worker_id, None)
         self._by_epoch[worker.epoch] = WorkerRecord(
             worker,
             worker.role,
             limits,
-            now,
             bit,
             use,
             lora_modules=message.lora_modules,
@@ -184,7 +184,7 @@ class WorkerTable:
         record = self._by_epoch.get(message.epoch)
         if record is None:
             return False
-        record.last_message_at = now
+        self._timers.on_heard(now, message.epoch)
         record.load = message.load
         record.use.on_report(message.load)
         self._typical_speed = message.load.prompt_tokens_per_s or self._typical_speed
@@ -207,35 +207,36 @@ class WorkerTable:
     def on_left(self, epoch: str) -> MembershipChange:
         """The worker announced that it leaves."""
         record = self._by_epoch.get(epoch)
-        return self._remove([LostWorker(record.worker, "it has left", is_death=False)] if record is not None else [])
+        return self._remove([LostWorker(record.worker, "it has left")] if record is not None else [])
 
-    def on_exited(self, worker_id: str, pid: int) -> MembershipChange:
-        """The launcher saw the process exit. A new process of that name that has already registered stays."""
-        return self._remove(
-            [
-                LostWorker(record.worker, f"its process {pid} has ended")
-                for record in self._by_epoch.values()
-                if record.worker.worker_id == worker_id and record.worker.pid == pid
-            ]
-        )
+    def on_exited(self, worker_id: str, pid: int, has_crashed: bool) -> MembershipChange:
+        """The launcher saw the process exit. A new process of that name that has already registered stays.
+
+        A worker that was silent before, for example while its memory was written to a core file, is lost once more.
+        """
+        reason = f"its process {pid} has {'crashed' if has_crashed else 'ended'}"
+        gone = [record.worker for record in self._by_epoch.values() if record.worker.worker_id == worker_id]
+        change = self._remove([LostWorker(each, reason, has_crashed) for each in gone if each.pid == pid])
+        silent = self._silent.pop(worker_id, None)
+        if silent is not None and silent.pid == pid and has_crashed:
+            change.lost.append(LostWorker(silent, reason, has_crashed))
+        return change
 
     def check(self, now: float) -> MembershipChange:
         """Finds silent workers. Call every `CHECK_INTERVAL_S`."""
-        stalled_s = now - self._checked_at if self._checked_at is not None else 0.0
-        self._checked_at = now
+        stalled_s = self._timers.check(now) + CHECK_INTERVAL_S
         if stalled_s > _GIVEN_UP_S:
             # The workers register again, and this proxy's sequences are dispatched again.
             reason = f"this proxy was stopped for {stalled_s:.1f} s, so workers may have dropped its requests"
-            return self._remove([LostWorker(record.worker, reason, False) for record in self._by_epoch.values()])
-        if stalled_s > _STALL_S:
-            # This process was frozen or starved, and the workers' messages are still unread.
-            for record in self._by_epoch.values():
-                record.last_message_at = max(record.last_message_at, now)
+            return self._remove([LostWorker(record.worker, reason) for record in self._by_epoch.values()])
+        silent = [self._by_epoch[epoch].worker for epoch in self._timers.silent(now, self._worker_silence_s)]
+        self._silent.update((worker.worker_id, worker) for worker in silent)
+        while len(self._silent) > MAX_WORKERS:
+            del self._silent[next(iter(self._silent))]
         return self._remove(
             [
-                LostWorker(record.worker, f"it has been silent for {now - record.last_message_at:.1f} s")
-                for record in self._by_epoch.values()
-                if now - record.last_message_at > self._worker_silence_s
+                LostWorker(worker, f"it has been silent for {self._timers.silence_s(now, worker.epoch):.1f} s")
+                for worker in silent
             ]
         )
 
@@ -329,7 +330,7 @@ class WorkerTable:
                 record.info,
                 record.load,
                 record.pairs,
-                max(0.0, now - record.last_message_at),
+                self._timers.silence_s(now, record.worker.epoch),
                 record.draining,
                 record.limits.max_model_len,
                 record.limits.block_size,
@@ -347,6 +348,7 @@ class WorkerTable:
 
     def _delete(self, epoch: str) -> None:
         del self._by_epoch[epoch]
+        self._timers.forget(epoch)
         self.prefixes.leave(epoch)
         self.tier_prefixes.leave(epoch)
 

@@ -51,12 +51,16 @@ class Attempt:
 
     on_change: called when there are tokens to take, and at the end. `suspects` are the workers that may have caused the
     error. `has_lost_worker` means that a worker of the attempt was lost and the other one is not to blame.
-    `busy_workers` may still hold something for the attempt. is_alone: no other attempt of a suspect is in flight, see
-    `proxy.dispatch.crashes`.
+    `busy_workers` may still hold something for the attempt. refused_at: the number of deaths of workers at which this
+    attempt is the cause of the last one; None while other prompts may be, see `proxy.dispatch.trials`.
     """
 
     def __init__(
-        self, attempt_id: str, prefill: SharedPrefill, on_change: Callable[[], None], is_alone: bool = False
+        self,
+        attempt_id: str,
+        prefill: SharedPrefill,
+        on_change: Callable[[], None],
+        refused_at: int | None = None,
     ) -> None:
         route = prefill.route
         self.attempt_id = attempt_id
@@ -79,7 +83,7 @@ class Attempt:
         self.has_lost_worker = False
         self.suspects: list[WorkerInfo] = []
         self.busy_workers = route.workers
-        self.is_alone = is_alone
+        self.refused_at = refused_at
         self._on_change = on_change
         self._may_have_killed = False
         self._decode_reserved = len(route.workers) == 1  # a worker that also decodes has the blocks
@@ -131,13 +135,10 @@ class Attempt:
 
         True once, so that a host that fails with both workers counts as one death.
         """
-        has_prefilled = self.route.is_shipped and worker == self.route.prefill and self.first_token is not None
-        has_succeeded = self.has_decoded or has_prefilled
-        is_over = self.finish_reason is not None or self.preempted or (self.error and worker not in self.suspects)
-        if has_succeeded or is_over or self._may_have_killed:
+        if self._may_have_killed or not self.is_unproven_on(worker):
             return False
-        self._may_have_killed = self.runs_on(worker)
-        return self._may_have_killed
+        self._may_have_killed = True
+        return True
 
     def fail(self, error: TandemError, suspects: Sequence[WorkerInfo] = ()) -> None:
         if suspects:
@@ -164,6 +165,24 @@ class Attempt:
     @property
     def is_over(self) -> bool:
         return self.has_ended or self.preempted
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the attempt has decoded, or has ended without a need to."""
+        return self.has_decoded or self.finish_reason is not None
+
+    def is_unproven_on(self, worker: WorkerInfo) -> bool:
+        """Whether the attempt may crash this worker: its part there has neither succeeded nor ended."""
+        is_over = self.preempted or (self.error is not None and worker not in self.suspects)
+        return self.runs_on(worker) and not is_over and not self._has_succeeded_on(worker)
+
+    def may_be_computed_by(self, worker: WorkerInfo) -> bool:
+        """Whether the worker may compute the attempt for the first time, even if it is over for the proxy."""
+        return worker in self.busy_workers and not self._has_succeeded_on(worker)
+
+    def _has_succeeded_on(self, worker: WorkerInfo) -> bool:
+        has_prefilled = self.route.is_shipped and worker == self.route.prefill and self.first_token is not None
+        return self.is_proven or has_prefilled
 
     def runs_on(self, worker: WorkerInfo) -> bool:
         return any(each.epoch == worker.epoch for each in self.route.workers)

@@ -1,9 +1,9 @@
 """Prompts that crash the workers that compute them: how they are identified, and refused for a while. Pure.
 
-Every prompt that a dead worker had not begun to decode may have been the cause, whether it was computed or only queued.
-So the first death changes nothing, the second makes a prompt a suspect, and suspects are retried one at a time
-(`proxy.dispatch.dispatcher`). A suspect whose worker dies once more is the cause. A prompt that happens to be present
-at two unrelated deaths is retried like any other, only later.
+Every prompt that a crashed worker had not begun to decode may have been the cause, whether it was computed or only
+queued. So the first death changes nothing, and the second makes a prompt a suspect, which is tried apart from all
+other unproven prompts (`proxy.dispatch.trials`). A suspect whose worker crashes then is the cause. A prompt that
+happens to be present at two unrelated deaths is retried like any other, only later.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import InvalidRequest
 
 SUSPECT_DEATHS = 2
-"""Deaths after which a prompt is retried while no other suspect is in flight."""
+"""Deaths after which a prompt is tried apart from others."""
 MAX_DEATHS = 3
-"""Deaths after which a prompt that was the only suspect in flight is refused."""
+"""Deaths after which a prompt is refused, if the last worker ran nothing else."""
+MAX_SHARED_DEATHS = 5
+"""Deaths after which a prompt is refused, if the last worker ran only streams that had decoded tokens beside it. One of
+them may have been the cause, but not time and again in the short time of a trial."""
 REFUSAL_S = 600.0
 MAX_REFUSED_PROMPTS = 1024
 """Prompts that are remembered; beyond that the oldest is forgotten."""
@@ -32,13 +35,16 @@ class RequestCrashesWorkers(InvalidRequest):
 
     def __init__(self) -> None:
         super().__init__(
-            f"{MAX_DEATHS} workers were lost while they computed this request, so it is refused for "
+            f"At least {MAX_DEATHS} workers crashed while they computed this request, so it is refused for "
             f"{REFUSAL_S / 60:.0f} minutes. Change the prompt or its parameters, and report it to the operator."
         )
 
 
 class RefusedPrompts:
-    """Prompts with their sampling parameters, by hash. Times are in seconds of one clock."""
+    """Prompts of one client with their sampling parameters, by hash. Times are in seconds of one clock.
+
+    The client is part of `Prompt.cache_salt`: a prompt that is refused to one client is computed for another.
+    """
 
     def __init__(self) -> None:
         self._until: dict[bytes, float] = {}  # in order
@@ -59,10 +65,10 @@ class RefusedPrompts:
 
 
 def _digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
-    """Hashes everything that a worker computes, except the seed."""
+    """Hashes the client and everything that a worker computes, except the seed."""
     shape = msgspec.structs.replace(sampling, seed=0)
     media = [(item.digest, item.spans) for item in prompt.media]
     parts = msgspec.msgpack.encode(
-        (prompt.token_ids, media, prompt.num_prompt_logprobs, shape, prompt.adapter, prompt.pooling)
+        (prompt.token_ids, media, prompt.num_prompt_logprobs, shape, prompt.adapter, prompt.pooling, prompt.cache_salt)
     )
     return sha256(parts).digest()

@@ -9,7 +9,7 @@ A request in five steps:
    `on_ready`.
 4. `take` hands the tokens to the reader. An attempt that was preempted, or lost a worker, is followed by another one
    (`_start_over`, docs/adr/0013-migration.md).
-   Prompts that may have ended two workers wait for each other (`proxy.dispatch.crashes`).
+   Prompts that may have crashed two workers are tried apart from others (`proxy.dispatch.trials`).
 5. `drop` ends the sequence. Workers that may still hold something for it are sent `AbortAttempt`.
 """
 
@@ -18,12 +18,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -34,40 +35,29 @@ from tandem.protocol.messages.dispatch import (
     AttemptPreempted,
     DecodeReserved,
     FirstToken,
-    PrepareDecode,
-    StartPrefill,
     TokenBatch,
     ToProxy,
 )
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.plausible import plausible_count, plausible_figure
-from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import unpack_short_hashes
-from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Router, SLOUnreachable
+from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Route, Router, SLOUnreachable
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.proxy.dispatch.attempt import Attempt, SharedPrefill
-from tandem.proxy.dispatch.crashes import MAX_DEATHS, REFUSAL_S, RefusedPrompts, RequestCrashesWorkers
+from tandem.proxy.dispatch.crashes import REFUSAL_S, RefusedPrompts, RequestCrashesWorkers
+from tandem.proxy.dispatch.prompt_messages import prompt_messages
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.trials import Trials, WaitingPrompt
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError, WorkerLost
-from tandem.runtime.host import is_elsewhere
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 
 log = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S = 0.25
 """Seconds between two attempts to place the prompts that wait for a worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class _WaitingPrompt:
-    """Sequences of one prompt that are dispatched together. They wait for a worker until loop time `until`."""
-
-    sequences: list[DispatchedSequence]
-    max_ttft_s: float | None
-    until: float
 
 
 class Dispatcher:
@@ -94,10 +84,9 @@ class Dispatcher:
         self._media_cache = media_cache
         self._sequences: dict[DispatchedSequence, None] = {}  # open ones, in order
         self._running: dict[str, Attempt] = {}  # by attempt_id
-        self._waiting: list[_WaitingPrompt] = []
+        self._waiting: list[WaitingPrompt] = []
         self._refused = RefusedPrompts()
-        self._suspects: deque[_WaitingPrompt] = deque()  # wait until no other suspect is in flight
-        self._alone: list[DispatchedSequence] = []  # of the suspected prompt in flight, or about to be retried
+        self._trials = Trials()
         self._dead: deque[str] = deque(maxlen=MAX_WORKERS)  # epochs of workers whose death was counted
         self._retry_timer: asyncio.TimerHandle | None = None
         self._prefix = secrets.token_hex(4)
@@ -132,7 +121,7 @@ class Dispatcher:
         self._sequences.update(dict.fromkeys(sequences))
         self._metrics.running.inc(len(sequences))
         try:
-            self._begin(_WaitingPrompt(sequences, max_ttft_s, self._wait_until()))
+            self._begin(WaitingPrompt(sequences, max_ttft_s, self._wait_until()))
         except SLOUnreachable:
             for sequence in sequences:
                 self.drop(sequence)
@@ -154,7 +143,8 @@ class Dispatcher:
             is_new = attempt.prefill.end(time.monotonic())
             if is_new and delta.is_first:
                 self._metrics.cached_prompt_tokens.inc(delta.num_cached_tokens)
-            self._begin_next_suspect()
+            if self._trials.is_running:
+                self._run_trials()
         elif sequence.error is not None:
             raise sequence.error
         elif sequence.must_start_over:
@@ -168,7 +158,8 @@ class Dispatcher:
             del self._sequences[sequence]
             self._metrics.running.dec()
             self._end_attempt(sequence)
-            self._begin_next_suspect()
+            if self._trials.is_running:
+                self._run_trials()
 
     # ---- attempts
 
@@ -193,7 +184,7 @@ class Dispatcher:
             elif (wait_s := each.on_lost(attempt)) is not None:
                 self._metrics.migrated.inc()
                 delay_s = max(delay_s, wait_s)
-        waiting = _WaitingPrompt(together, None, self._wait_until(delay_s))
+        waiting = WaitingPrompt(together, None, self._wait_until(delay_s))
         if delay_s:
             asyncio.get_running_loop().call_later(delay_s, self._begin, waiting)
         else:
@@ -202,39 +193,68 @@ class Dispatcher:
     def _wait_until(self, delay_s: float = 0.0) -> float:
         return asyncio.get_running_loop().time() + delay_s + self._worker_wait_s
 
-    def _begin(self, waiting: _WaitingPrompt) -> None:
+    def _begin(self, waiting: WaitingPrompt) -> None:
         """Dispatches the prompt, or lets it wait for a worker. Raises SLOUnreachable."""
         sequences = [sequence for sequence in waiting.sequences if sequence.is_wanted]
         if not sequences:
             return
-        is_suspect = any(sequence.is_suspect for sequence in sequences)
-        if is_suspect and self._alone and self._alone[0].prompt is not sequences[0].prompt:
-            self._suspects.append(waiting)
+        trials, now = self._trials, asyncio.get_running_loop().time()
+        if any(sequence.is_suspect for sequence in sequences):
+            trials.suspects.append(waiting)
+            self._run_trials()
             return
-        loop = asyncio.get_running_loop()
+        closed = trials.closed(now)
+        if closed or waiting.until == math.inf:  # the wait for a worker begins when the trial is over
+            waiting = replace(waiting, until=math.inf if closed else self._wait_until())
         try:
-            self._dispatch(sequences, waiting.max_ttft_s, is_alone=is_suspect)
+            self._send_prompt(sequences, self._pick(sequences, closed, waiting.max_ttft_s))
         except NoWorkerReady as error:
-            if loop.time() >= waiting.until:
-                for sequence in sequences:
-                    sequence.fail(error)
-                return
-            self._waiting.append(waiting)
-            if self._retry_timer is None:
-                interval_s = min(_RETRY_INTERVAL_S, self._worker_wait_s)
-                self._retry_timer = loop.call_later(interval_s, self._on_retry_timer)
+            self._wait(waiting, error)
 
-    def _begin_next_suspect(self) -> None:
-        """Dispatches the next suspect when the one before has ended or is none any more."""
-        if any(sequence.is_wanted and sequence.is_suspect for sequence in self._alone):
+    def _wait(self, waiting: WaitingPrompt, error: NoWorkerReady) -> None:
+        """Keeps the prompt until a worker is ready. Fails it with the error when it has waited for long enough."""
+        if asyncio.get_running_loop().time() < waiting.until:
+            self._waiting.append(waiting)
+            self._start_retry_timer()
             return
-        self._alone = []
-        while self._suspects and not self._alone:
-            self._begin(replace(self._suspects.popleft(), until=self._wait_until()))
+        for sequence in waiting.sequences:
+            sequence.fail(error)
+
+    def _run_trials(self) -> None:
+        """Ends a trial that is over, dispatches the prompts that waited for its end, and begins the next one."""
+        trials, now = self._trials, asyncio.get_running_loop().time()
+        if trials.end(now):
+            self.on_cluster_changed()
+        while trials.suspects and not trials.is_running:
+            waiting = trials.suspects[0]
+            sequences = [sequence for sequence in waiting.sequences if sequence.is_wanted]
+            if sequences:
+                pick = partial(self._pick, sequences)
+                try:
+                    route, refused_at = trials.place(now, self._running.values(), pick)
+                    if route is None:
+                        possible = pick(frozenset())
+                        self._router.withdraw(possible, len(sequences))
+                        trials.close(now, possible)
+                        break
+                    self._send_prompt(sequences, route, refused_at)
+                    trials.begin(now, sequences, route)
+                except NoWorkerReady as error:
+                    self._wait(waiting, error)
+            trials.suspects.popleft()
+            trials.give_up()
+        if trials.suspects or trials.is_running:
+            self._start_retry_timer()
+
+    def _start_retry_timer(self) -> None:
+        if self._retry_timer is None:
+            interval_s = min(_RETRY_INTERVAL_S, self._worker_wait_s or _RETRY_INTERVAL_S)
+            self._retry_timer = asyncio.get_running_loop().call_later(interval_s, self._on_retry_timer)
 
     def _on_retry_timer(self) -> None:
         self._retry_timer = None
         self.on_cluster_changed()
+        self._run_trials()
 
     def on_cluster_changed(self) -> None:
         """Tries the waiting prompts again. Call when workers joined or pairs became ready."""
@@ -246,65 +266,52 @@ class Dispatcher:
                 for sequence in each.sequences:
                     sequence.fail(error)
 
-    def _dispatch(self, sequences: list[DispatchedSequence], max_ttft_s: float | None, is_alone: bool) -> None:
-        """Sends the prompt and what was generated so far to workers. Raises NoWorkerReady or SLOUnreachable."""
+    def _pick(
+        self, sequences: list[DispatchedSequence], exclude: frozenset[str], max_ttft_s: float | None = None
+    ) -> Route:
+        """Chooses workers for a prompt and what was generated so far. Raises NoWorkerReady or SLOUnreachable."""
         first = sequences[0]
-        prompt, stop, generated = first.prompt, first.stop, first.generated
+        prompt, generated = first.prompt, first.generated
         num_prompt_logprobs = None if generated else prompt.num_prompt_logprobs
         shape = PromptShape(
             num_tokens=prompt.num_tokens + len(generated),
             num_sequences=len(sequences),
-            needs_decode=stop.max_tokens - len(generated) > 1,
+            needs_decode=first.stop.max_tokens - len(generated) > 1,
             hashes=unpack_short_hashes(prompt.prefix_hashes),
             priority=prompt.priority,
             can_be_cached=num_prompt_logprobs is None and prompt.pooling != "mean",
             avoid=first.avoid,
+            exclude=exclude,
             near=first.near,
         )
-        route = self._router.pick(shape, max_ttft_s)
+        return self._router.pick(shape, max_ttft_s)
+
+    def _send_prompt(self, sequences: list[DispatchedSequence], route: Route, refused_at: int | None = None) -> None:
+        """Sends the prompt and what was generated so far to the workers of the route."""
         shared = SharedPrefill(self._router, route, time.monotonic())
-        attempts = []
+        attempts: list[Attempt] = []
         for sequence in sequences:
-            attempt = Attempt(f"{self._prefix}-{next(self._numbers)}", shared, sequence.notify, is_alone)
+            attempt = Attempt(f"{self._prefix}-{next(self._numbers)}", shared, sequence.notify, refused_at)
             self._running[attempt.attempt_id] = attempt
             sequence.begin(attempt)
             attempts.append(attempt)
-        if is_alone:
-            self._alone += [sequence for sequence in sequences if sequence not in self._alone]
-        prefill, decode = route.prefill, route.decode
-        shared_fields: dict[str, Any] = {
-            "proxy_id": self._proxy_id,
-            "attempt_ids": [attempt.attempt_id for attempt in attempts],
-            "transfer_id": f"{self._proxy_id}-{next(self._numbers)}",
-            "token_ids": prompt.token_ids + pack_token_ids(generated),
-            "sampling": first.sampling,
-            "seeds": [sequence.sampling.seed for sequence in sequences],
-            "stop": stop,
-            "deadline_s": first.deadline - asyncio.get_running_loop().time(),
-            "num_generated": len(generated),
-            "cache_salt": prompt.cache_salt,
-            "priority": prompt.priority,
-            "media": prompt.media,
-            "adapter": prompt.adapter,
-        }
-        if decode is not None and route.is_shipped:
-            prepare = PrepareDecode(**shared_fields, prefill_worker_id=prefill.worker_id, prefill_epoch=prefill.epoch)
-            self._send(decode, attempts, prepare)
-        start = StartPrefill(
-            **shared_fields,
-            decode_worker_id=decode.worker_id if decode is not None else None,
-            decode_epoch=decode.epoch if decode is not None else None,
-            num_prompt_logprobs=num_prompt_logprobs,
-            pooling=prompt.pooling,
-            media_cache=self._media_cache if prompt.media and is_elsewhere(prefill.host_id) else "",
+        attempt_ids = [attempt.attempt_id for attempt in attempts]
+        transfer_id = f"{self._proxy_id}-{next(self._numbers)}"
+        now = asyncio.get_running_loop().time()
+        prepare, start = prompt_messages(
+            now, self._proxy_id, transfer_id, sequences, attempt_ids, route, self._media_cache
         )
-        self._send(prefill, attempts, start)
+        if prepare is not None:
+            assert route.decode is not None
+            self._send(route.decode, attempts, prepare)
+        self._send(route.prefill, attempts, start)
 
     def _end_attempt(self, sequence: DispatchedSequence) -> None:
         attempt = sequence.end_attempt()
         if attempt is None:
             return
         del self._running[attempt.attempt_id]
+        self._trials.on_aborted(asyncio.get_running_loop().time(), attempt)
         attempt.times.lost_at = time.monotonic()
         attempt.prefill.end(None)
         self._router.sequence_ended(attempt.route)
@@ -355,16 +362,17 @@ class Dispatcher:
         attempt = self._running.get(attempt_id)
         return attempt if attempt is not None and attempt.runs_on(worker) else None
 
-    def on_worker_lost(self, worker: WorkerInfo, reason: str, is_death: bool = True) -> None:
+    def on_worker_lost(self, worker: WorkerInfo, reason: str, has_crashed: bool = False) -> None:
         """A worker, or a connection to it, was lost. Call before the worker's connections are closed.
 
-        is_death: a request may be the cause. A connection breaks when its worker dies, and counts as a death.
+        has_crashed: a request may be the cause. This may become known later than the loss, which is then reported
+        twice.
         """
-        if is_death and worker.epoch not in self._dead:  # it may still be chosen after its connection broke
+        if has_crashed and worker.epoch not in self._dead:
             self._dead.append(worker.epoch)
             for sequence in self._sequences:
                 if sequence.on_worker_died(worker):
-                    log.error("a request that was lost with %d workers is refused for %.0f s", MAX_DEATHS, REFUSAL_S)
+                    log.error("a request that crashed %d workers is refused for %.0f s", sequence.num_deaths, REFUSAL_S)
                     self._refused.add(asyncio.get_running_loop().time(), sequence.prompt, sequence.sampling)
                     sequence.fail(RequestCrashesWorkers())
         error = WorkerLost(f"{worker.role} worker {worker.worker_id} was lost while it held the request: {reason}")

@@ -23,7 +23,7 @@ from tandem.protocol.messages.generation import (
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.plausible import plausible_count
 from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.crashes import MAX_DEATHS, SUSPECT_DEATHS
+from tandem.proxy.dispatch.crashes import SUSPECT_DEATHS
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
@@ -57,6 +57,7 @@ class DispatchedSequence:
     reader has something to take, and not again until it has been taken. siblings: the sequences of the same prompt,
     including this one. avoid: epochs of the workers suspected of the last failure. near: epoch of the last decode
     worker, unless it is in `avoid`. num_deaths: of workers, since the last decoded token, that it may have caused.
+    num_trials: how often it was tried as a suspect.
     """
 
     def __init__(
@@ -80,10 +81,11 @@ class DispatchedSequence:
         self.error: TandemError | None = None
         self.num_lost = 0
         self.num_deaths = 0
+        self.num_trials = 0
         self.avoid: frozenset[str] = frozenset()
         self.near = ""
         self.is_open = True
-        self._lost_attempt: Attempt | None = None  # the last one that failed
+        self._lost_attempts: list[Attempt] = []  # since the last decoded token
         self._on_ready = on_ready
         self._is_ready = False
         late = DeadlineExceeded(f"the request was not finished within its {deadline_s:.3g} s")
@@ -109,7 +111,7 @@ class DispatchedSequence:
         """Handles a failed attempt. Returns the seconds to wait before the next one, or None when it is the last."""
         error = attempt.error
         assert error is not None
-        self._lost_attempt = attempt
+        self._lost_attempts.append(attempt)
         decode, prefill = attempt.route.decode, attempt.route.prefill
         self.avoid = frozenset(worker.epoch for worker in attempt.suspects)
         if self.prompt.media and attempt.first_token is None and is_elsewhere(prefill.host_id):
@@ -122,20 +124,21 @@ class DispatchedSequence:
         if self.num_lost >= MAX_LOST_ATTEMPTS:
             self.fail(type(error)(f"{error.message} (the last of {self.num_lost} attempts)"))
             return None
-        if self.num_lost == 1 or attempt.has_lost_worker:
-            return 0.0
+        if self.num_lost == 1 or (attempt.has_lost_worker and attempt.has_decoded):
+            return 0.0  # else the launcher may soon say that the worker has crashed
         delay_s: float = _FIRST_DELAY_S * 2 ** (self.num_lost - 2)
         return min(_MAX_DELAY_S, delay_s)
 
     def on_worker_died(self, worker: WorkerInfo) -> bool:
-        """Counts the death of a worker if this sequence may be its cause. Returns whether it is the only suspect.
+        """Counts the death of a worker if this sequence may be its cause. Returns whether it must be.
 
-        The peer of a dead worker may have reported the loss before, so the last failed attempt is asked too.
+        Its peer, or a broken connection, may have reported the loss before, so the attempts that failed are asked too.
         """
-        for attempt in (self.attempt, self._lost_attempt):
-            if attempt is not None and attempt.may_have_killed(worker):
+        attempts = self._lost_attempts if self.attempt is None else [self.attempt, *self._lost_attempts]
+        for attempt in attempts:
+            if attempt.may_have_killed(worker):
                 self.num_deaths += 1
-                return attempt.is_alone and self.num_deaths >= MAX_DEATHS
+                return attempt.refused_at is not None and self.num_deaths >= attempt.refused_at
         return False
 
     def notify(self) -> None:
@@ -153,6 +156,7 @@ class DispatchedSequence:
             self.notify()  # the end follows the tokens
         if attempt.has_decoded:
             self.num_deaths = 0
+            self._lost_attempts.clear()
         is_first = not self.generated
         self.generated += [token.token_id for token in tokens]
         if not is_first:

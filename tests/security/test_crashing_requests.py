@@ -25,6 +25,7 @@ from tandem.proxy.dispatch.crashes import (
     RequestCrashesWorkers,
 )
 from tandem.proxy.dispatch.sequence import DispatchedSequence
+from tandem.proxy.dispatch.trials import TRIAL_S
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError, WorkerLost
 from tests.support.clocked_loop import ClockedLoop
@@ -52,6 +53,13 @@ def pass_time(seconds: float) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, ClockedLoop)
     loop.now += seconds
+
+
+async def after(seconds: float) -> None:
+    """Lets every task wait, then the time pass, in which delayed retries begin, and then every task run."""
+    await turn()
+    pass_time(seconds)
+    await turn()
 
 
 class Workers:
@@ -187,7 +195,7 @@ def test_random_deaths_refuse_nothing(seed: int, events: list[int], reports_firs
                 num_started += 1
             elif event == 1:
                 await workers.compute_one()
-            elif not cluster.dispatcher._alone:
+            elif not cluster.dispatcher._trials.is_running:
                 await workers.kill(rng.choice(cluster.worker_table.workers()))
         await workers.compute_all()
         assert all(answer == [1, 2, 3] for answer in workers.answers.values()), workers.answers
@@ -202,19 +210,19 @@ def test_what_is_no_reason_for_suspicion() -> None:
         workers = Workers(cluster, random.Random(0), reports_first=False)
         workers.start(innocent(0))
         for _ in range(6):
-            await turn()
+            await after(1.0)
             [attempt] = cluster.dispatcher._running.values()
-            assert attempt.route.prefill is not None and not attempt.is_alone
+            assert attempt.route.prefill is not None and attempt.refused_at is None
             worker = attempt.route.prefill
             cluster.worker_table.on_left(worker.epoch)
-            cluster.dispatcher.on_worker_lost(worker, "it has left", is_death=False)
+            cluster.dispatcher.on_worker_lost(worker, "it has left")
             workers.join("prefill")
         await workers.compute_all()
         sequences = cluster.start([SamplingParams()], 50, 100.0)
         for number in range(6):
             await turn()
             [(attempt_id, attempt)] = cluster.dispatcher._running.items()
-            assert attempt.route.prefill is not None and attempt.route.decode is not None and not attempt.is_alone
+            assert attempt.route.prefill is not None and attempt.route.decode is not None and attempt.refused_at is None
             cluster.first(attempt_id, 2 * number, worker=attempt.route.prefill)
             cluster.token(attempt_id, 2 * number + 1, worker=attempt.route.decode)
             assert cluster.dispatcher.take(sequences[0]) is not None
@@ -233,11 +241,11 @@ def test_a_refusal_ends_and_the_table_is_bounded() -> None:
         (innocent(1), sampling),
         (POISON, replace_sampling(sampling, temperature=0.5)),
         (replace(POISON, num_prompt_logprobs=2), sampling),
+        (replace(POISON, cache_salt="that of another client"), sampling),
     ):
         refused.check(1.0, prompt, shape)
-    for same in (replace(POISON, cache_salt="x"), replace(POISON, priority=3)):
-        with pytest.raises(RequestCrashesWorkers, match="10 minutes"):
-            refused.check(REFUSAL_S - 1, same, replace_sampling(sampling, seed=9))
+    with pytest.raises(RequestCrashesWorkers, match="10 minutes"):
+        refused.check(REFUSAL_S - 1, replace(POISON, priority=3), replace_sampling(sampling, seed=9))
     refused.check(REFUSAL_S, POISON, sampling)
     for number in range(MAX_REFUSED_PROMPTS + 1):
         refused.add(0.0, innocent(number), sampling)
@@ -248,3 +256,125 @@ def test_a_refusal_ends_and_the_table_is_bounded() -> None:
 
 def replace_sampling(sampling: SamplingParams, **changes: float) -> SamplingParams:
     return SamplingParams(**{"seed": sampling.seed, **changes})  # type: ignore[arg-type]
+
+
+class Killers(Workers):
+    """Workers that every prompt of `killers` kills; a killer is never sent twice, so no earlier death points to it."""
+
+    def __init__(self, cluster: Cluster, rng: random.Random, num_workers: int, innocents: list[Prompt]) -> None:
+        super().__init__(cluster, rng, reports_first=False)
+        self._innocents = innocents
+        for worker in self.cluster.worker_table.workers():
+            self.cluster.lose(worker, has_crashed=False)
+        for role in ("prefill", "decode"):
+            for _ in range(num_workers):
+                self.join(role)  # type: ignore[arg-type]
+
+    def _in_flight(self) -> dict[str, bool]:
+        """Returns whether they are killers, of the attempts that are in flight."""
+        starts = {s.attempt_ids[0]: s for _, s in self.cluster.pool.of(StartPrefill)}
+        innocent_ids = [each.token_ids for each in self._innocents]
+        running = (key for key, each in self.cluster.dispatcher._running.items() if not each.is_over)
+        return {key: starts[key].token_ids[:12] not in innocent_ids for key in running}
+
+    def has_innocents_in_flight(self) -> bool:
+        return not all(self._in_flight().values())
+
+    async def compute_one(self) -> None:
+        """A killer goes first: it always finds others beside it."""
+        running = self._in_flight()
+        if not running:
+            pass_time(0.1)
+            return
+        killers = [key for key, is_killer in running.items() if is_killer]
+        attempt_id = self._rng.choice(killers or list(running))
+        route = self.cluster.dispatcher._running[attempt_id].route
+        assert route.decode is not None
+        if killers:
+            self.num_killed += 1
+            await self.kill(route.prefill)
+            return
+        self.cluster.first(attempt_id, 1, worker=route.prefill)
+        self.cluster.token(attempt_id, 2, worker=route.decode)
+        self.cluster.token(attempt_id, 3, "length", worker=route.decode)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@given(st.integers(0, 1 << 16), st.integers(1, 4), st.integers(1, 12))
+def test_innocents_are_not_blamed_for_new_killers(
+    num_workers: int, seed: int, num_innocents: int, num_killers: int
+) -> None:
+    """Another client sends a new killer whenever an innocent prompt is in flight, so that each meets their retries."""
+
+    async def scenario(cluster: Cluster) -> None:
+        innocents = [innocent(number) for number in range(num_innocents)]
+        workers = Killers(cluster, random.Random(seed), num_workers, innocents)
+        for prompt in innocents:
+            workers.start(prompt)
+        num_sent = 0
+        for _ in range(LIMIT_STEPS):
+            await turn()
+            if num_sent < num_killers and workers.has_innocents_in_flight():
+                workers.start(Prompt(pack_token_ids([66, 6, num_sent]), 3))
+                num_sent += 1
+            if len(workers.answers) == len(workers._readers):
+                break
+            await workers.compute_one()
+        for number in range(num_innocents):
+            assert workers.answers.pop(number) == [1, 2, 3]
+        assert len(workers.answers) == num_sent
+        assert all(isinstance(error, RequestCrashesWorkers | WorkerLost) for error in workers.answers.values())
+
+    play(scenario)
+
+
+def test_a_trial_closes_its_workers_for_a_limited_time() -> None:
+    """A suspect that computes for long does not keep the only worker from others for ever, and proves nothing then."""
+
+    async def scenario(cluster: Cluster) -> None:
+        workers = Workers(cluster, random.Random(0), reports_first=False)
+        for worker in cluster.worker_table.workers()[1::2]:
+            cluster.lose(worker, has_crashed=False)
+        workers.start(POISON)
+        for _ in range(2):
+            await turn()
+            [attempt] = cluster.dispatcher._running.values()
+            await workers.kill(attempt.route.prefill)
+            await after(2.0)  # no worker can still compute an aborted attempt
+        [suspect] = cluster.dispatcher._running.values()
+        assert suspect.refused_at == MAX_DEATHS
+        workers.start(innocent(1))
+        await turn()
+        assert len(cluster.dispatcher._running) == 1, "it waits"
+        await after(TRIAL_S + 1)
+        assert len(cluster.dispatcher._running) == 2 and suspect.refused_at is None
+        await workers.kill(suspect.route.prefill)
+        await turn()
+        assert not workers.answers, "the other prompt may have been the cause"
+        for _ in range(50):
+            await after(1.0)
+            await workers.compute_one()
+        await turn()
+        assert workers.answers.pop(1) == [1, 2, 3]
+        assert isinstance(workers.answers.pop(0), RequestCrashesWorkers)
+
+    play(scenario)
+
+
+def test_silence_and_broken_connections_prove_no_crash() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        workers = Workers(cluster, random.Random(0), reports_first=False)
+        workers.start(innocent(0))
+        for number in range(5):
+            await after(3.0)
+            [attempt] = cluster.dispatcher._running.values()
+            if number % 2:
+                cluster.lose(attempt.route.prefill, has_crashed=False)
+                workers.join("prefill")
+            else:
+                cluster.dispatcher.on_worker_lost(attempt.route.prefill, "a connection to it broke")
+        await after(3.0)
+        await workers.compute_all()
+        assert workers.answers == {0: [1, 2, 3]}
+
+    play(scenario)

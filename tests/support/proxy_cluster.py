@@ -146,10 +146,10 @@ class Cluster:
                 )
         self.dispatcher.on_cluster_changed()
 
-    def lose(self, worker: WorkerInfo, reason: str = "its process has ended") -> None:
+    def lose(self, worker: WorkerInfo, reason: str = "its process has crashed", has_crashed: bool = True) -> None:
         """Loses a worker in the order that Control uses: first the worker table, then the dispatcher."""
-        assert self.worker_table.on_exited(worker.worker_id, worker.pid)
-        self.dispatcher.on_worker_lost(worker, reason)
+        assert self.worker_table.on_exited(worker.worker_id, worker.pid, has_crashed)
+        self.dispatcher.on_worker_lost(worker, reason, has_crashed)
 
     def start(self, samplings: list[SamplingParams], max_tokens: int, deadline_s: float) -> list[DispatchedSequence]:
         return self.dispatcher.start(

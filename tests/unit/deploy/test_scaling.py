@@ -8,6 +8,8 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,8 +18,16 @@ from tandem.deploy.commands.scale import is_scaled, parse_counts
 from tandem.deploy.commands.status import plan_lines
 from tandem.deploy.config import ClusterConfig, load_config
 from tandem.deploy.launch.launcher import Launcher
-from tandem.deploy.processes.supervisor import OnExit, Supervised
-from tandem.protocol.messages.membership import PairStatus, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
+from tandem.deploy.processes.supervisor import EXIT_LOST, OnExit, Supervised
+from tandem.protocol.messages.membership import (
+    PairStatus,
+    Role,
+    StatusReport,
+    WorkerExited,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerReport,
+)
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.protocol.proxy_endpoints import EndpointsFile, write_endpoints
 from tandem.protocol.sockets import new_context
@@ -147,6 +157,28 @@ def test_a_drained_worker_is_not_replaced() -> None:
         assert not launcher._on_exit("decode-0", 7, EXIT_RETIRED)
         assert launcher.counts == {"prefill": 1, "decode": 1, "any": 0}
         assert sorted(site.names) == ["decode-1", "prefill-0"]
+
+    with_launcher(9, body)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "expected"),
+    [
+        (0, False),
+        (EXIT_RETIRED, False),
+        (EXIT_LOST, False),
+        (-signal.SIGTERM, False),
+        (1, True),
+        (-signal.SIGSEGV, True),
+    ],
+)
+def test_proxies_are_told_whether_a_worker_has_crashed(returncode: int, expected: bool) -> None:
+    async def body(launcher: Launcher, site: FakeSite) -> None:
+        sent: list[object] = []
+        control: Any = SimpleNamespace(send=sent.append, close=lambda: None)
+        launcher._controls["proxy-0"] = control
+        launcher._on_exit("decode-0", 7, returncode)
+        assert sent == [WorkerExited("decode-0", 7, has_crashed=expected)]
 
     with_launcher(9, body)
 

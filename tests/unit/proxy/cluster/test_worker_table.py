@@ -96,6 +96,49 @@ def test_a_stopped_proxy_declares_no_worker_lost() -> None:
     assert table.workers() == []
 
 
+def test_a_slow_machine_loses_no_workers() -> None:
+    """The proxy is late each time, and so are the workers' reports, which it has not read yet."""
+    table = WorkerTable(SILENCE_S)
+    info = worker("decode-0")
+    table.on_register(0.0, register(info))
+    table.check(0.25)
+    now, reports_at = 0.25, [3.2, 6.1, 9.0]
+    while now < 9.0:
+        now += 0.9
+        assert not table.check(now), now
+        for at in [at for at in reports_at if at <= now]:
+            reports_at.remove(at)
+            assert table.on_status(now, status(info))
+
+
+def test_only_an_exit_by_a_crash_says_so() -> None:
+    table = WorkerTable(SILENCE_S)
+    first, silent = worker("decode-0", pid=7), worker("decode-1", pid=8)
+    for info in (first, silent):
+        table.on_register(0.0, register(info))
+    [gone] = table.on_exited("decode-0", 7, False).lost
+    assert (gone.worker, gone.has_crashed) == (first, False)
+    now = 0.0
+    while not (change := table.check(now)):
+        now += 0.25
+    [gone] = change.lost
+    assert gone.worker == silent and not gone.has_crashed
+    [gone] = table.on_exited("decode-1", 8, True).lost
+    assert gone.worker == silent and gone.has_crashed, "it was silent while it wrote its core file"
+    assert not table.on_exited("decode-1", 8, True)
+
+
+def test_a_worker_that_wakes_up_and_crashes_later_has_not_crashed_before() -> None:
+    table = WorkerTable(SILENCE_S)
+    frozen, awake = worker("decode-0", "e1", pid=7), worker("decode-0", "e2", pid=7)
+    table.on_register(0.0, register(frozen))
+    now = 0.0
+    while not table.check(now):
+        now += 0.25
+    table.on_register(now, register(awake))
+    assert [gone.worker for gone in table.on_exited("decode-0", 7, True).lost] == [awake]
+
+
 def test_a_proxy_stopped_for_long_fails_its_requests() -> None:
     table = WorkerTable(SILENCE_S)
     info = worker("decode-0")
@@ -123,7 +166,7 @@ def test_a_name_belongs_to_its_worker_while_it_lives() -> None:
     assert table.on_register(now, register(second)).joined == [second], "the first worker is silent"
     with pytest.raises(ProtocolError, match="process 99"):
         table.on_register(now, register(first))
-    table.on_exited("decode-0", 99)
+    table.on_exited("decode-0", 99, True)
     assert table.on_register(now, register(first)).joined == [first]
 
 
@@ -133,8 +176,8 @@ def test_an_exited_process_is_lost_at_once_but_not_its_successor() -> None:
     table.on_register(0.0, register(old))
     change = table.on_register(1.0, register(new))
     assert ([gone.worker for gone in change.lost], change.joined) == ([old], [new])
-    assert not table.on_exited("decode-0", 10)
-    assert [gone.worker for gone in table.on_exited("decode-0", 11).lost] == [new]
+    assert not table.on_exited("decode-0", 10, True)
+    assert [gone.worker for gone in table.on_exited("decode-0", 11, True).lost] == [new]
 
 
 def test_limits_are_those_of_the_weakest_worker() -> None:

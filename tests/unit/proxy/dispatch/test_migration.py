@@ -171,9 +171,9 @@ def test_sequences_of_one_prompt_stay_together_until_it_is_computed() -> None:
         # From here on each sequence has its own tokens, and is dispatched by itself.
         readers = [asyncio.create_task(cluster.next_tokens(sequences[i])) for i in (0, 2)]
         await turn()
-        cluster.lose(DECODE)
+        cluster.lose(DECODE, has_crashed=False)
         cluster.join(OTHER_DECODE)
-        await turn()
+        await prefills(cluster, 7)
         again = [message for _, message in cluster.pool.of(StartPrefill)[2:]]
         assert [(m.seeds, unpack_token_ids(m.token_ids)[3:]) for m in again] == [([7], [10]), ([9], [11])]
         for reader in readers:
