@@ -7,7 +7,7 @@ delivered before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -51,8 +51,8 @@ class Attempt:
 
     on_change: called when there are tokens to take, and at the end. `suspects` are the workers that may have caused the
     error. `has_lost_worker` means that a worker of the attempt was lost and the other one is not to blame.
-    `busy_workers` may still hold something for the attempt. refused_at: the number of deaths of workers at which this
-    attempt is the cause of the last one; None while other prompts may be, see `proxy.dispatch.trials`.
+    `busy_workers` may still hold something for the attempt. refused_at: by epoch of the worker that dies, the number of
+    deaths at which this attempt is the cause; empty while other prompts may be, see `proxy.dispatch.trials`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Attempt:
         attempt_id: str,
         prefill: SharedPrefill,
         on_change: Callable[[], None],
-        refused_at: int | None = None,
+        refused_at: Mapping[str, int] | None = None,
     ) -> None:
         route = prefill.route
         self.attempt_id = attempt_id
@@ -83,7 +83,7 @@ class Attempt:
         self.has_lost_worker = False
         self.suspects: list[WorkerInfo] = []
         self.busy_workers = route.workers
-        self.refused_at = refused_at
+        self.refused_at = refused_at or {}
         self._on_change = on_change
         self._may_have_killed = False
         self._decode_reserved = len(route.workers) == 1  # a worker that also decodes has the blocks

@@ -22,7 +22,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -286,7 +286,9 @@ class Dispatcher:
         )
         return self._router.pick(shape, max_ttft_s)
 
-    def _send_prompt(self, sequences: list[DispatchedSequence], route: Route, refused_at: int | None = None) -> None:
+    def _send_prompt(
+        self, sequences: list[DispatchedSequence], route: Route, refused_at: Mapping[str, int] | None = None
+    ) -> None:
         """Sends the prompt and what was generated so far to the workers of the route."""
         shared = SharedPrefill(self._router, route, time.monotonic())
         attempts: list[Attempt] = []

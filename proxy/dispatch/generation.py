@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import msgspec
 
@@ -23,7 +22,7 @@ from tandem.protocol.messages.generation import (
     TokenLogprobs,
 )
 from tandem.protocol.messages.media import MediaKind
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.proxy.admission.admission import Admission, Ticket
 from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
 from tandem.proxy.admission.api_key import ApiKey
@@ -31,7 +30,7 @@ from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.dispatch.beam_search import Beam, BeamSearch
+from tandem.proxy.dispatch.beam_search import Beam, BeamSearch, check_search_size
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.sequence_text import PromptTokens, SequenceText, TextDelta
@@ -52,6 +51,8 @@ _LOGPROBS_PER_SLICE = 1024
 """Encoding them takes about 2 ms of the event loop."""
 _PARSED_TOKENS_PER_SLICE = 256
 """Looking for thinking and tool calls in their text takes a few milliseconds of the event loop at most."""
+_TOKENS_PER_SLICE = 4096
+"""Collecting a beam's tokens takes about 0.5 ms for so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,7 @@ class Generation:
         """
         request, services = self.request, self._services
         searches: list[tuple[BeamSearch, Prompt]] = []
+        sizes: list[tuple[int, int]] = []
         for prompt in prompts:
             stop = request.stop_conditions(
                 prompt.num_tokens, services.worker_table.limits(), services.text.eos_token_ids
@@ -219,40 +221,52 @@ class Generation:
             num_top = request.base_sampling.logprobs or 0
             search = BeamSearch(request.n, stop.max_tokens, ends, penalty, prompt.num_tokens, num_top)
             searches.append((search, prompt))
+            sizes.append((prompt.num_tokens, stop.max_tokens))
+        check_search_size(request.n, sizes)
         is_first_step = True
         while running := [pair for pair in searches if not pair[0].is_over]:
-            beams = [_extended(prompt, beam) for search, prompt in running for beam in search.running]
-            found = iter(await self._next_tokens(beams, opened, is_first_step))
+            beams = [(prompt, token_ids) for search, prompt in running for token_ids in search.token_ids]
+            found = await self._next_tokens(beams, opened, is_first_step)
             if is_first_step:
                 for index in range(len(prompts) * request.n):
                     ticket.on_first_token(index)
             is_first_step = False
+            number = 0
             for search, _ in running:
-                search.advance(list(islice(found, len(search.running))))
+                for _ in search.running:
+                    search.add(found[number])
+                    number += 1
+                    if number % _SEQUENCES_PER_TURN == 0:
+                        await asyncio.sleep(0)
+                search.advance()
         for number, (search, prompt) in enumerate(searches):
             for index, beam in enumerate(search.best(), start=number * request.n):
                 yield await self._beam_delta(prompt, beam, index)
 
     async def _next_tokens(
-        self, prompts: list[Prompt], opened: dict[DispatchedSequence, None], is_first_step: bool
+        self, beams: list[tuple[Prompt, bytes]], opened: dict[DispatchedSequence, None], is_first_step: bool
     ) -> list[TokenLogprobs]:
-        """Returns the most likely next tokens of each prompt."""
+        """Returns the most likely next tokens of each beam. beams: (prompt, packed tokens that follow it)."""
         services, request = self._services, self.request
         num_top = max(BeamSearch.num_candidates(request.n), request.base_sampling.logprobs or 0)
         sampling = SamplingParams(temperature=0.0, logprobs=num_top)
         ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
         deadline_s, max_ttft_s = self._deadlines() if is_first_step else (self._deadlines()[0], None)
         waiting: dict[DispatchedSequence, int] = {}
-        for number, prompt in enumerate(prompts):
+        for number, (prompt, token_ids) in enumerate(beams):
             if number % _SEQUENCES_PER_TURN == _SEQUENCES_PER_TURN - 1:
                 await asyncio.sleep(0)
             [sequence] = services.dispatcher.start(
-                prompt, [sampling], StopConditions(1), deadline_s, ready.put_nowait, max_ttft_s
+                _extended(prompt, token_ids), [sampling], StopConditions(1), deadline_s, ready.put_nowait, max_ttft_s
             )
             waiting[sequence] = number
             opened[sequence] = None
         found: dict[int, TokenLogprobs] = {}
-        while len(found) < len(prompts):
+        num_taken = 0
+        while len(found) < len(beams):
+            num_taken += 1
+            if num_taken % _SEQUENCES_PER_TURN == 0:
+                await asyncio.sleep(0)
             sequence = await ready.get()
             if (taken := services.dispatcher.take(sequence)) is None:
                 continue
@@ -263,16 +277,21 @@ class Generation:
             found[waiting[sequence]] = logprobs
             services.dispatcher.drop(sequence)
             del opened[sequence]
-        return [found[number] for number in range(len(prompts))]
+        return [found[number] for number in range(len(beams))]
 
     async def _beam_delta(self, prompt: Prompt, beam: Beam, index: int) -> TextDelta:
         services, request = self._services, self.request
         timer = SequenceTimer(services.metrics, self.record.arrived_at, [])
         self.record.sequences.append(timer)
-        timer.on_tokens(time.monotonic(), len(beam.tokens))
+        timer.on_tokens(time.monotonic(), beam.length)
         detokenizer = Detokenizer(services.text.tokenizer, prompt.token_ids, request.skip_special_tokens)
         text = SequenceText(index, detokenizer, StopStrings([]), timer)
-        tokens = list(beam.tokens)
+        tokens: list[SampledToken] = []
+        for token in beam.backwards():
+            tokens.append(token)
+            if len(tokens) % _TOKENS_PER_SLICE == 0:
+                await asyncio.sleep(0)
+        tokens.reverse()
         shown = await self._shown_prompt(prompt, index, None)
         if beam.end is None:
             delta = await text.push(tokens, "length", True, shown)
@@ -364,9 +383,7 @@ class Generation:
         return PromptTokens(prompt.token_ids, echo, logprobs or [], prompt.is_text)
 
 
-def _extended(prompt: Prompt, beam: Beam) -> Prompt:
+def _extended(prompt: Prompt, token_ids: bytes) -> Prompt:
     """Returns the prompt with a beam's tokens. Its hashes are of the prompt alone, which is enough for routing."""
-    token_ids = [token.token_id for token in beam.tokens]
-    return replace(
-        prompt, token_ids=prompt.token_ids + pack_token_ids(token_ids), num_tokens=prompt.num_tokens + len(token_ids)
-    )
+    num_tokens = prompt.num_tokens + len(token_ids) // BYTES_PER_TOKEN
+    return replace(prompt, token_ids=prompt.token_ids + token_ids, num_tokens=num_tokens)

@@ -10,6 +10,7 @@ Tokens of an earlier attempt find no entry in the dispatcher's table, so each to
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -138,7 +139,7 @@ class DispatchedSequence:
         for attempt in attempts:
             if attempt.may_have_killed(worker):
                 self.num_deaths += 1
-                return attempt.refused_at is not None and self.num_deaths >= attempt.refused_at
+                return self.num_deaths >= attempt.refused_at.get(worker.epoch, math.inf)
         return False
 
     def notify(self) -> None:

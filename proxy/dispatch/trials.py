@@ -79,28 +79,30 @@ class Trials:
             return False
         for attempt in closed.attempts:
             if not attempt.is_over:  # other prompts are sent to its workers from now on
-                attempt.refused_at = None
+                attempt.refused_at = {}
         self._closed = None
         return True
 
     def place(
         self, now: float, running: Iterable[Attempt], pick: Callable[[frozenset[str]], Route]
-    ) -> tuple[Route | None, int | None]:
-        """Chooses workers for the next suspect. Returns (route, deaths of workers at which it is refused).
+    ) -> tuple[Route | None, dict[str, int]]:
+        """Chooses workers for the next suspect. Returns (route, deaths of workers at which it is refused, by epoch).
 
-        The second is None if other prompts may cause a death. The route is None while the suspect must wait for workers
-        that run nothing unproven. pick: chooses a route
-        without the excluded workers. Raises NoWorkerReady if there is no route at all.
+        The second is empty if other prompts may cause a death. The route is None while the suspect must wait for
+        workers that run nothing unproven. pick: chooses a route without the excluded workers. Raises NoWorkerReady if
+        there is no route at all.
         """
         running = list(running)
-        for refused_at, only_unproven in ((MAX_DEATHS, False), (MAX_SHARED_DEATHS, True)):
+        busy, unproven = (self._busy(now, running, only_unproven) for only_unproven in (False, True))
+        for excluded in (busy, unproven):
             try:
-                return pick(self._busy(now, running, only_unproven)), refused_at
+                route = pick(excluded)
             except NoWorkerReady:
                 continue
+            return route, {epoch: MAX_SHARED_DEATHS if epoch in busy else MAX_DEATHS for epoch in _epochs(route)}
         if self._closed is not None and now >= self._closed.until:
-            return pick(frozenset()), None
-        return None, None
+            return pick(frozenset()), {}
+        return None, {}
 
     def close(self, now: float, route: Route) -> None:
         """Closes the workers of a possible route to other prompts, until they run nothing unproven."""
@@ -111,7 +113,7 @@ class Trials:
         """The suspect's sequences were dispatched. If that may prove something, their workers are closed to others."""
         attempts = [sequence.attempt for sequence in sequences if sequence.attempt is not None]
         duration_s = TRIAL_S * 2.0 ** max(sequence.num_trials for sequence in sequences)
-        is_trial = all(attempt.refused_at is not None for attempt in attempts)
+        is_trial = all(attempt.refused_at for attempt in attempts)
         self._closed = _Closed(_epochs(route), now + duration_s, attempts) if is_trial else None
         for sequence in sequences:
             sequence.num_trials += is_trial

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import time
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,9 @@ from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.answers.completions import CompletionAnswers
-from tandem.proxy.dispatch.beam_search import Beam, BeamSearch
+from tandem.proxy.dispatch.beam_search import Beam, BeamSearch, check_search_size
 from tandem.proxy.dispatch.generation import Generation
-from tandem.runtime.errors import DeadlineExceeded, TandemError, WorkerLost
+from tandem.runtime.errors import DeadlineExceeded, InvalidRequest, TandemError, WorkerLost
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import EOS, PREFILL, Cluster, play, whole
 
@@ -38,6 +39,12 @@ def next_token(history: tuple[int, ...]) -> TokenLogprobs:
     logprobs = distribution(history)
     top = sorted(enumerate(logprobs), key=lambda pair: pair[1], reverse=True)
     return TokenLogprobs(top[0][1], 1, top)
+
+
+def advance(search: BeamSearch, next_tokens: list[TokenLogprobs]) -> None:
+    for given in next_tokens:
+        search.add(given)
+    search.advance()
 
 
 def ids(beam: Beam) -> tuple[int, ...]:
@@ -63,7 +70,7 @@ def test_a_wide_search_finds_the_best_sequences(length_penalty: float) -> None:
     max_tokens = 4
     search = BeamSearch(64, max_tokens, frozenset({END}), length_penalty, num_prompt_tokens=5)
     while not search.is_over:
-        search.advance([next_token(ids(beam)) for beam in search.running])
+        advance(search, [next_token(ids(beam)) for beam in search.running])
     best = search.best()
     expected = all_sequences(max_tokens, 5, length_penalty)
     assert {ids(beam) for beam in best} == {tokens for _, tokens in expected}
@@ -75,14 +82,14 @@ def test_a_wide_search_finds_the_best_sequences(length_penalty: float) -> None:
 def test_beams_do_not_end_where_no_token_ends_them() -> None:
     search = BeamSearch(2, 3, frozenset(), 1.0, num_prompt_tokens=1)
     while not search.is_over:
-        search.advance([next_token(ids(beam)) for beam in search.running])
+        advance(search, [next_token(ids(beam)) for beam in search.running])
     assert [len(beam.tokens) for beam in search.best()] == [3, 3]
     assert all(beam.end is None for beam in search.best())
 
 
 def test_the_search_is_over_when_every_beam_has_ended() -> None:
     search = BeamSearch(2, 9, frozenset({1, 2}), 1.0, num_prompt_tokens=1)
-    search.advance([TokenLogprobs(-0.5, 1, [(2, -0.5), (1, -1.0)])])
+    advance(search, [TokenLogprobs(-0.5, 1, [(2, -0.5), (1, -1.0)])])
     assert search.is_over
     assert [beam.end.token_id for beam in search.best() if beam.end is not None] == [2, 1]
 
@@ -91,26 +98,87 @@ def test_a_search_keeps_no_more_than_its_answer_needs() -> None:
     """Otherwise one beam that ends in each step of each beam, and the candidates of each token, take gigabytes."""
     search = BeamSearch(4, 300, frozenset({END}), 1.0, num_prompt_tokens=1, num_top=1)
     while not search.is_over:
-        search.advance([next_token(ids(beam)) for beam in search.running])
+        advance(search, [next_token(ids(beam)) for beam in search.running])
         assert len(search._finished) <= 4
-    tokens = [token for beam in [*search.running, *search._finished] for token in (*beam.tokens, beam.end) if token]
+    beams = [*search.running, *(beam for _, _, beam in search._finished)]
+    tokens = [token for beam in beams for token in (*beam.tokens, beam.end) if token]
     assert {len(token.logprobs.top) for token in tokens if token.logprobs is not None} == {1}
 
 
-class KeepingAll(BeamSearch):
-    def _best_of(self, beams: list[Beam]) -> list[Beam]:
-        return sorted(beams, key=self._score, reverse=True)
+class Naive:
+    """Keeps every candidate of every step: tokens, log-probability, and the token that ended it."""
+
+    def __init__(self, width: int, max_tokens: int, length_penalty: float, num_prompt_tokens: int) -> None:
+        self.width, self.max_tokens = width, max_tokens
+        self.length_penalty, self.num_prompt_tokens = length_penalty, num_prompt_tokens
+        self.running: list[tuple[tuple[int, ...], float, int | None]] = [((), 0.0, None)]
+        self.finished: list[tuple[tuple[int, ...], float, int | None]] = []
+
+    def run(self) -> list[tuple[tuple[int, ...], float, int | None]]:
+        while self.running and len(self.running[0][0]) < self.max_tokens:
+            extended = []
+            for tokens, logprob, _ in self.running:
+                for token_id, more in next_token(tokens).top[: 2 * self.width]:
+                    if token_id == END:
+                        self.finished.append((tokens, logprob + more, token_id))
+                    else:
+                        extended.append(((*tokens, token_id), logprob + more, None))
+            extended.sort(key=lambda beam: beam[1], reverse=True)
+            self.running = extended[: self.width]
+        return sorted([*self.finished, *self.running], key=self.score, reverse=True)
+
+    def score(self, beam: tuple[tuple[int, ...], float, int | None]) -> float:
+        return beam[1] / float(self.num_prompt_tokens + len(beam[0])) ** self.length_penalty
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0])
 def test_forgotten_beams_would_not_have_been_among_the_best(width: int, length_penalty: float) -> None:
-    searches = [kind(width, 6, frozenset({END}), length_penalty, 2) for kind in (BeamSearch, KeepingAll)]
-    for search in searches:
-        while not search.is_over:
-            search.advance([next_token(ids(beam)) for beam in search.running])
-    found, expected = (search.best() for search in searches)
+    search = BeamSearch(width, 6, frozenset({END}), length_penalty, 2)
+    while not search.is_over:
+        advance(search, [next_token(ids(beam)) for beam in search.running])
+    expected = Naive(width, 6, length_penalty, 2).run()
+    found = [(ids(beam), beam.logprob, beam.end.token_id if beam.end else None) for beam in search.best()]
     assert found == expected[:width] and len(expected) > width
+
+
+def test_the_packed_tokens_are_those_of_the_running_beams() -> None:
+    search = BeamSearch(3, 9, frozenset({END}), 1.0, 2)
+    while not search.is_over:
+        advance(search, [next_token(ids(beam)) for beam in search.running])
+        assert [tuple(unpack_token_ids(packed)) for packed in search.token_ids] == [ids(b) for b in search.running]
+
+
+def test_a_step_of_a_wide_search_costs_the_same_however_long_its_beams_are() -> None:
+    """It creates `width` beams and no copies of their tokens; between two `add`s the event loop may run."""
+    width = 128
+    top = [(token_id, -0.01 * token_id) for token_id in range(1, 2 * width + 1)]
+    given, costs = TokenLogprobs(top[0][1], 1, top), []
+    for length in (10, 4000):
+        search = BeamSearch(width, 100_000, frozenset({END}), 1.0, 10)
+        while search.running[0].length < length:
+            advance(search, [TokenLogprobs(-0.1, 1, [(1, -0.1)])])
+        advance(search, [given])
+        for _ in range(3):
+            begun = time.thread_time()
+            advance(search, [given] * len(search.running))
+            costs.append(time.thread_time() - begun)
+        tracemalloc.start()
+        try:
+            advance(search, [given] * len(search.running))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 4 << 20, "1 GB when each candidate had a copy of its beam's tokens"
+    short_s, long_s = min(costs[:3]), min(costs[3:])
+    assert short_s < 0.2 and long_s < 3 * short_s, "3.1 s with the copies"
+
+
+@pytest.mark.parametrize(("sizes", "word"), [([(10, 2**11 + 1)], "generate"), ([(2**15, 1)], "prompts")])
+def test_a_search_that_is_too_large_is_refused(sizes: list[tuple[int, int]], word: str) -> None:
+    check_search_size(128, [(10, 2**10), (10, 2**10)])
+    with pytest.raises(InvalidRequest, match=f"{word}.*smaller n"):
+        check_search_size(128, sizes)
 
 
 # ---- requests
