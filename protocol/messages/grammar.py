@@ -38,8 +38,10 @@ def parser_limits() -> LLParserLimits:
     )
 
 
-def check_grammar(text: str, param: str) -> None:
-    """Validates a grammar. Raises InvalidRequest for `param` with a one-line message.
+def check_grammar(text: str, param: str) -> str:
+    """Validates a grammar. Returns in one line what it asks for and does not enforce; mostly "".
+
+    Raises InvalidRequest for `param` with a one-line message.
 
     Takes up to 2 s. A grammar that overflows the stack of the validating thread ends the process.
     """
@@ -57,6 +59,7 @@ def check_grammar(text: str, param: str) -> None:
     is_error, message = call_with_stack(_CHECK_STACK_BYTES, lambda: _validate(text))
     if is_error:
         raise InvalidRequest(f"{param} cannot be served as a grammar: {one_line(message)}.", param)
+    return one_line(message)
 
 
 def check_grammar_size(text: str, param: str) -> None:
@@ -67,14 +70,14 @@ def check_grammar_size(text: str, param: str) -> None:
 
 
 def _validate(text: str) -> tuple[bool, str]:
-    """Returns whether there is an error, and its message."""
+    """Returns whether there is an error, and its message or warnings."""
     try:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     except BaseException as panic:  # from the library's Rust code; not an Exception
         if type(panic).__name__ != "PanicException":
             raise
         return True, str(panic)
-    return is_error, messages[0] if messages else ""
+    return is_error, messages[0] if is_error else "; ".join(messages)
 
 
 def one_line(message: str) -> str:

@@ -18,6 +18,7 @@ from tandem.proxy.answers.messages import encode_event
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.api.response_store import ResponseStore, StoredResponse
 from tandem.proxy.api.responses_answer import (
+    RESPONSE_ID_PREFIX,
     ArgumentsDone,
     ArgumentsPiece,
     FunctionCallItem,
@@ -48,6 +49,7 @@ from tandem.proxy.api.responses_answer import (
     ResponseInProgress,
     ResponseObject,
     ResponseUsage,
+    item_id,
 )
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
@@ -60,9 +62,10 @@ log = logging.getLogger("proxy")
 class ItemWriter:
     """Makes the events of output items from parsed text, and keeps the items. Only one item is open at a time."""
 
-    def __init__(self, namespaces: Mapping[str, str] | None = None) -> None:
+    def __init__(self, namespaces: Mapping[str, str] | None = None, response_id: str = "") -> None:
         """namespaces: of functions that have one, by name."""
         self._namespaces = namespaces or {}
+        self._response_id = response_id
         self.items: list[OutputItem] = []
         self._open: str | int | None = None  # "reasoning", "message" or the number of a call
 
@@ -106,22 +109,25 @@ class ItemWriter:
         if isinstance(kind, int):
             call_id = parsed.ids.get(kind) or f"call_{secrets.token_hex(12)}"
             name = parsed.names[kind]
-            item = FunctionCallItem(f"fc_{secrets.token_hex(12)}", call_id, name, namespace=self._namespaces.get(name))
+            item = FunctionCallItem(self._new_id("fc"), call_id, name, namespace=self._namespaces.get(name))
             self.items.append(item)
             yield ItemAdded(output_index=index, item=item)
             return
         if kind == "message":
-            message = OutputMessage(f"msg_{secrets.token_hex(12)}")
+            message = OutputMessage(self._new_id("msg"))
             self.items.append(message)
             yield ItemAdded(output_index=index, item=message)
             message.content = [OutputText()]
             yield PartAdded(item_id=message.id, output_index=index, part=message.content[0])
         else:
-            thinking = ReasoningItem(f"rs_{secrets.token_hex(12)}")
+            thinking = ReasoningItem(self._new_id("rs"))
             self.items.append(thinking)
             yield ItemAdded(output_index=index, item=thinking)
             thinking.content = [ReasoningText()]
             yield PartAdded(item_id=thinking.id, output_index=index, part=thinking.content[0])
+
+    def _new_id(self, kind: str) -> str:
+        return item_id(kind, len(self.items), self._response_id)
 
     def _grow(self, text: str) -> Iterator[ItemEvent]:
         item, index = self.items[-1], len(self.items) - 1
@@ -143,11 +149,11 @@ class ResponseAnswers(ParsedAnswers):
     def __init__(self, generation: Generation, model: str, store: ResponseStore | None, cache_scope: str) -> None:
         """cache_scope: of the client's API key. store: None keeps no responses."""
         super().__init__(generation, model)
-        self._id = f"resp_{generation.record.request_id}"
+        self._id = RESPONSE_ID_PREFIX + generation.record.request_id
         self._store, self._scope = store, cache_scope
         assert self._request.response is not None
         self._options = self._request.response
-        self._writer = ItemWriter(self._options.namespaces)
+        self._writer = ItemWriter(self._options.namespaces, self._id)
         self._num_events = 0
         self._is_incomplete = False
 

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from tandem.proxy.api.responses_answer import response_of
 from tandem.proxy.api.responses_request import InputItem, ItemIndex, StoredInput
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.threads import Threads
@@ -131,6 +132,19 @@ class ResponseStore:
             index = msgspec.json.decode(file.read(head.num_index_bytes), type=ItemIndex)
             yield ItemReader(file, index, file.tell())
 
+    def output(self, scope: str, response_id: str, max_bytes: int) -> tuple[list[InputItem], int]:
+        """Returns the items of the answer, and its size. Raises ResponseNotFound, InvalidRequest beyond `max_bytes`."""
+        with self._opened(scope, response_id) as (file, head):
+            file.seek(head.num_index_bytes + head.num_item_bytes, os.SEEK_CUR)
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise InvalidRequest(
+                f"The responses that item_reference items name have more than {MAX_HISTORY_BYTES >> 20} MiB; send the "
+                "items themselves.",
+                "input",
+            )
+        return msgspec.json.decode(content, type=_Output).output, len(content)
+
     def delete(self, scope: str, response_id: str) -> None:
         """Raises ResponseNotFound."""
         with self._opened(scope, response_id):
@@ -231,3 +245,24 @@ class ResponseStore:
             total, num_kept = total + size, num_kept + 1
             by_client[client] += size
             num_by_client[client] += 1
+
+
+class ItemLookup:
+    """Finds items of one client's stored answers by their ids, for one request. Each answer is read once."""
+
+    def __init__(self, store: ResponseStore, scope: str) -> None:
+        self._store, self._scope = store, scope
+        self._found: dict[str, InputItem] = {}
+        self._read: set[str] = set()
+        self._num_bytes_left = MAX_HISTORY_BYTES
+
+    def find(self, item_id: str) -> InputItem | None:
+        """Returns None for an item that is not stored. Raises InvalidRequest if the answers are too large together."""
+        response_id = response_of(item_id)
+        if item_id not in self._found and response_id not in self._read:
+            self._read.add(response_id)
+            with suppress(ResponseNotFound):
+                items, num_bytes = self._store.output(self._scope, response_id, self._num_bytes_left)
+                self._num_bytes_left -= num_bytes
+                self._found |= {item.id: item for item in items if item.id is not None}
+        return self._found.get(item_id)

@@ -8,6 +8,19 @@ import msgspec
 
 from tandem.proxy.api.responses_request import InputItem
 
+RESPONSE_ID_PREFIX = "resp_"
+
+
+def item_id(kind: str, number: int, response_id: str) -> str:
+    """Returns the id of an answer's item, which tells the answer, so that requests may refer to the item alone."""
+    return f"{kind}_{number}_{response_id.removeprefix(RESPONSE_ID_PREFIX)}"
+
+
+def response_of(item_id: str) -> str:
+    """Returns the id of the response whose answer has the item; of no response for other ids."""
+    return RESPONSE_ID_PREFIX + "_".join(item_id.split("_")[2:])
+
+
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 

@@ -11,28 +11,14 @@ from msgspec import UNSET, Meta, UnsetType, field
 
 from tandem.proxy.api.chat_messages import (
     MAX_CHAT_MESSAGES,
-    ChatTurns,
-    ContentPart,
-    FunctionCall,
     JsonObject,
-    ToolCall,
 )
-from tandem.proxy.api.field_errors import refuse_unsupported
 from tandem.proxy.api.output_fields import (
     MAX_FUNCTIONS,
-    AllowedTools,
-    FunctionDefinition,
-    JsonSchemaFormat,
-    NamedFunction,
-    NamedTool,
-    NamedToolChoice,
-    ResponseFormat,
-    Tool,
 )
 from tandem.proxy.api.schema import (
     SERVICE_TIERS,
     CacheSalt,
-    ChatCompletionRequest,
     MaxTokens,
     Metadata,
     OptionalBool,
@@ -42,14 +28,12 @@ from tandem.proxy.api.schema import (
     TopP,
     accepts,
     doc,
-    neutral_values,
 )
-from tandem.runtime.errors import InvalidRequest
 
 # ---- input
 
 PART_TYPES = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text", "input_image")
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 _ITEM_STATUSES = ("in_progress", "completed", "incomplete")
 MAX_ITEM_ID_LENGTH = 256
 """Items with longer ids are stored under new ones."""
@@ -229,13 +213,12 @@ _SHOWN = (
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning", "text",
     "tool_choice", "tools", "temperature", "top_p",
 )  # fmt: skip
-_NEUTRAL_VALUES = neutral_values(ResponseRequest)
 
 
 def options_of(request: ResponseRequest) -> ResponseOptions:
     stored, given = request.store is not False, request.input
     items = [InputItem("message", "user", given)] if isinstance(given, str) else given
-    namespaces = {each.name or "": tool.name or "" for tool in request.tools or () for each in _functions(tool)}
+    namespaces = {each.name or "": tool.name or "" for tool in request.tools or () for each in functions_of(tool)}
     values = {name: getattr(request, name) for name in _SHOWN}
     shown = {name: msgspec.json.encode(value) for name, value in values.items() if value is not None}
     kept = stored_input([_listed(item) for item in items] if stored else [])
@@ -289,144 +272,6 @@ def _listed_part(part: InputPart) -> InputPart:
             return InputPart(part.type, part.text)
 
 
-def _functions(tool: ResponseTool) -> list[ResponseTool]:
+def functions_of(tool: ResponseTool) -> list[ResponseTool]:
     """Returns the functions of a namespace."""
     return tool.tools or []
-
-
-def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCompletionRequest, list[str]]:
-    """Returns the chat, and for each of its messages the item that it begins with, for errors.
-
-    history: items of the earlier responses. Raises InvalidRequest.
-    """
-    refuse_unsupported(request, _NEUTRAL_VALUES)
-    if "message.output_text.logprobs" in (request.include or ()):
-        raise InvalidRequest(
-            "include asks for logprobs, which responses do not have here; chat completions have them.", "include"
-        )
-    turns = _ItemTurns()
-    if request.instructions:
-        turns.begin("system", "instructions").content = request.instructions
-    for item in history:
-        turns.add(item, "previous_response_id")
-    if isinstance(request.input, str):
-        turns.begin("user", "input").content = request.input
-    else:
-        for number, item in enumerate(request.input):
-            turns.add(item, f"input[{number}]")
-    turns.finish()
-    if not turns.messages:
-        raise InvalidRequest("input has no items; send a text or at least one item.", "input")
-    chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
-    chat.temperature, chat.top_p = request.temperature, request.top_p
-    chat.tools = _tools(request.tools or []) or None
-    choice = request.tool_choice
-    chat.tool_choice = _tool_choice(choice) if isinstance(choice, ResponseToolChoice) else choice
-    chat.parallel_tool_calls, chat.stream = request.parallel_tool_calls, request.stream
-    if request.text is not None and (wanted := request.text.format) is not None:
-        schema = None
-        if wanted.type == "json_schema":
-            if wanted.schema is None:
-                raise InvalidRequest("text.format has type 'json_schema' but no schema; add it.", "text.format.schema")
-            schema = JsonSchemaFormat(wanted.name or "answer", wanted.description, wanted.schema, wanted.strict)
-        chat.response_format = ResponseFormat(wanted.type, schema)
-    if request.reasoning is not None:
-        chat.reasoning_effort = request.reasoning.effort
-    chat.priority, chat.cache_salt, chat.request_id = request.priority, request.cache_salt, request.request_id
-    return chat, turns.params
-
-
-class _ItemTurns(ChatTurns):
-    """Consecutive items of the assistant are one message."""
-
-    def add(self, item: InputItem, param: str) -> None:
-        match item.type:
-            case None | "message":
-                if item.role is None:
-                    raise InvalidRequest(f"{param} has no role; add it, or a type of {', '.join(ITEM_TYPES)}.", param)
-                parts = _parts(item.content, f"{param}.content")
-                if item.role == "assistant":
-                    self.add_parts(item.role, param, parts)
-                else:
-                    self.begin(item.role, param).content = parts
-            case "reasoning":
-                parts = _parts(item.content or item.summary or [], f"{param}.content")
-                self.add_thoughts(param, [part.text or "" for part in parts])
-            case "function_call":
-                name, call_id = _given(item, "name", param), _given(item, "call_id", param)
-                self.add_call(param, ToolCall(FunctionCall(name, item.arguments), call_id))
-            case "function_call_output":
-                parts = _parts(item.output, f"{param}.output")
-                answer = self.begin("tool", param)
-                answer.tool_call_id = _given(item, "call_id", param)
-                answer.content = [part for part in parts if part.type == "text"]
-                if images := [part for part in parts if part.type != "text"]:  # templates of tool messages take text
-                    self.begin("user", param).content = images
-            case other:
-                raise InvalidRequest(
-                    f"{param}.type is {other!r}; this server supports items of type {', '.join(ITEM_TYPES)}.",
-                    f"{param}.type",
-                )
-
-
-def _given(item: InputItem, field: str, param: str) -> str:
-    value: str | None = getattr(item, field)
-    if value is None:
-        raise InvalidRequest(f"{param} is a {item.type} but has no {field}; add it.", f"{param}.{field}")
-    return value
-
-
-def _parts(content: str | list[InputPart] | None, param: str) -> list[ContentPart]:
-    if content is None:
-        raise InvalidRequest(f"{param} is null; send a string or a list of parts.", param)
-    if isinstance(content, str):
-        return [ContentPart("text", content)]
-    return [_part(part, f"{param}[{number}]") for number, part in enumerate(content)]
-
-
-def _part(part: InputPart, param: str) -> ContentPart:
-    if part.type not in PART_TYPES:
-        raise InvalidRequest(
-            f"{param}.type is {part.type!r}; this server supports parts of type {', '.join(PART_TYPES)}.",
-            f"{param}.type",
-        )
-    field = {"input_image": "image_url", "refusal": "refusal"}.get(part.type, "text")
-    value: str | None = getattr(part, field)
-    if value is None:
-        raise InvalidRequest(f"{param} has type {part.type!r} but no {field}; add it.", param)
-    return ContentPart("image_url", image_url=value) if field == "image_url" else ContentPart("text", value)
-
-
-def _tool_choice(choice: ResponseToolChoice) -> NamedToolChoice:
-    if choice.type == "function":
-        return NamedToolChoice(NamedFunction(choice.name) if choice.name is not None else None)
-    if choice.mode is None or choice.tools is None:
-        raise InvalidRequest("tool_choice of type 'allowed_tools' requires mode and tools; add them.", "tool_choice")
-    tools = [NamedTool(NamedFunction(tool.name)) for tool in choice.tools]
-    return NamedToolChoice(None, "allowed_tools", AllowedTools(choice.mode, tools))
-
-
-def _tools(given: list[ResponseTool]) -> list[Tool]:
-    """Returns the functions, also those in namespaces. Chat templates know no namespaces, so names must differ."""
-    tools: dict[str, Tool] = {}
-    for number, tool in enumerate(given):
-        param = f"tools[{number}]"
-        members = [(param, tool)]
-        if tool.type == "namespace":
-            members = [(f"{param}.tools[{index}]", each) for index, each in enumerate(_functions(tool))]
-        if len(tools) + len(members) > MAX_FUNCTIONS:
-            raise InvalidRequest(
-                f"tools have more than {MAX_FUNCTIONS} functions, those in namespaces included; send fewer.", param
-            )
-        for each_param, each in members:
-            if each.type != "function":
-                raise InvalidRequest(
-                    f"{each_param}.type is {each.type!r}; this server runs no tools and supports functions only.",
-                    f"{each_param}.type",
-                )
-            if each.name is None:
-                raise InvalidRequest(f"{each_param} has no name; add it.", f"{each_param}.name")
-            if each.name in tools:
-                raise InvalidRequest(f"{each_param} has the name of another function; rename it.", f"{each_param}.name")
-            tools[each.name] = Tool(FunctionDefinition(each.name, each.description, each.parameters, each.strict))
-    return list(tools.values())

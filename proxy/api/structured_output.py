@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from tandem.proxy.api.schema import (
 )
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.runtime.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
 
 _WHITESPACE = r" ?(\r?\n[ \t]{0,32})?"
 """Whitespace between JSON tokens: one line or indented. It is limited, or a model could generate spaces for ever."""
@@ -69,10 +72,14 @@ def plan_output(request: GenerationFields, tool_format: ToolFormat) -> OutputPla
 
 @lru_cache(maxsize=32)
 def checked_grammar(text: str, param: str) -> str:
-    """Converts GBNF to Lark and validates the grammar, which takes up to 2 s. Raises InvalidRequest."""
+    """Converts GBNF to Lark and validates the grammar, which takes up to 2 s. Raises InvalidRequest.
+
+    Logs which keywords of its schemas are ignored, once for each of the last grammars.
+    """
     check_grammar_size(text, param)
     text = to_lark(text, param)
-    check_grammar(text, param)
+    if ignored := check_grammar(text, param):
+        log.warning("%s is served without what cannot be enforced; strict: true refuses it: %s", param, ignored)
     return text
 
 

@@ -21,8 +21,9 @@ from tandem.proxy.api.field_checks import (
 from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest, to_chat
+from tandem.proxy.api.responses_chat import to_chat as response_to_chat
+from tandem.proxy.api.responses_chat import without_references
 from tandem.proxy.api.responses_request import InputItem, ResponseRequest, options_of
-from tandem.proxy.api.responses_request import to_chat as response_to_chat
 from tandem.proxy.api.sampling_fields import given_fields, num_prompt_logprobs, num_top, sampling_params
 from tandem.proxy.api.schema import (
     BatchChatCompletionRequest,
@@ -142,10 +143,18 @@ class BodyDecoder:
         # An answer may end where the model's context does, so that clients need not know the length of their prompt.
         return msgspec.structs.replace(checked, default_max_tokens=request.max_tokens, max_tokens_param="max_tokens")
 
-    def response(self, body: bytes, history: Callable[[str], list[InputItem]]) -> GenerationRequest:
-        """history: returns the items of a stored response and of those before it; may raise InvalidRequest."""
+    def response(
+        self,
+        body: bytes,
+        history: Callable[[str], list[InputItem]],
+        find: Callable[[str], InputItem | None] = lambda _: None,
+    ) -> GenerationRequest:
+        """history: returns the items of a stored response and of those before it; may raise InvalidRequest. find:
+        returns an item of a stored answer by its id."""
         request = self._decode(self._response, body)
         before = history(request.previous_response_id) if request.previous_response_id is not None else []
+        if not isinstance(request.input, str):
+            request.input = without_references(request.input, before, find)
         checked = self._checked_chat(*response_to_chat(request, before))
         most = checked.default_max_tokens if request.max_output_tokens is None else request.max_output_tokens
         return msgspec.structs.replace(

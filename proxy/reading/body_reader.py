@@ -14,6 +14,7 @@ from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.admission.api_key import scoped_salt
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.messages_response import TokenCount
+from tandem.proxy.api.response_store import ItemLookup
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.responses_request import InputItem
 from tandem.proxy.api.structured_output import checked_grammar
@@ -35,13 +36,13 @@ MAX_DETOKENIZED_CHARACTERS = 16 << 20
 BodyKind = Literal["completion", "chat", "chat_batch", "invocation", "embedding", "message", "response"]
 """invocation: a completion or a chat. message: of Anthropic's Messages API. response: of OpenAI's Responses API."""
 
-_PREVIOUS = (b'"previous_response_id"', b"\\u")
+_STORED = (b'"previous_response_id"', b'"item_reference"', b"\\u")
 """A key may be written with escapes too."""
 
 
 def reads_files(kind: BodyKind, body: bytes) -> bool:
     """Returns whether decoding may read stored responses, and so must not happen on an event loop."""
-    return kind == "response" and any(mark in body for mark in _PREVIOUS)
+    return kind == "response" and any(mark in body for mark in _STORED)
 
 
 class HasMedia(TandemError):
@@ -91,7 +92,9 @@ class BodyReader:
             "chat_batch": self._decoder.chat_batch,
             "embedding": self._decoder.embedding,
             "message": self._decoder.message,
-            "response": lambda body: self._decoder.response(body, partial(self._history, cache_scope)),
+            "response": lambda body: self._decoder.response(
+                body, partial(self._history, cache_scope), self._find_item(cache_scope)
+            ),
         }
         with _decoding():
             request = decode[kind](body)
@@ -100,6 +103,9 @@ class BodyReader:
             cache_salt=scoped_salt(cache_scope, request.cache_salt),
             priority=max(request.priority, self._soonest_priority),
         )
+
+    def _find_item(self, cache_scope: str) -> Callable[[str], InputItem | None]:
+        return (lambda _: None) if self._responses is None else ItemLookup(self._responses, cache_scope).find
 
     def _history(self, cache_scope: str, response_id: str) -> list[InputItem]:
         if self._responses is None:

@@ -85,6 +85,7 @@ class FakeText:
     def __init__(self) -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocab = {"</s>": EOS} | {character: number for number, character in enumerate(alphabet, start=1)}
+        self.num_token_ids = len(vocab)
         self.tokenizer = Tokenizer(models.BPE(vocab, []))
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.tokenizer.decoder = decoders.ByteLevel()

@@ -20,7 +20,9 @@ from tandem.proxy.answers.errors import status_of
 from tandem.proxy.answers.messages import encode_event
 from tandem.proxy.answers.responses import ItemWriter, ResponseAnswers
 from tandem.proxy.api import response_store
+from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.response_store import (
+    ItemLookup,
     PreviousResponseNotFound,
     ResponseNotFound,
     ResponseStore,
@@ -37,10 +39,13 @@ from tandem.proxy.api.responses_answer import (
     ReasoningItem,
     ReasoningPiece,
 )
-from tandem.proxy.api.responses_request import InputItem, ResponseRequest, stored_input, to_chat
+from tandem.proxy.api.responses_chat import to_chat
+from tandem.proxy.api.responses_request import InputItem, ResponseRequest, stored_input
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.parsers.parsed import Parsed
+from tandem.proxy.reading.body_reader import reads_files
+from tandem.proxy.text.prompt import ChatPrompt
 from tandem.runtime.errors import InternalError, InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import Cluster, play, whole
@@ -141,7 +146,7 @@ def test_fields_become_those_of_chats() -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool'"),
         ({"input": [{"role": "user"}]}, "input[0].content", "is null"),
         ({"input": [{"type": "web_search_call", "id": "1"}]}, "input[0].type", "web_search_call"),
-        ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "web_search_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_file"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0]", "no text"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://h/i"}]}]},
@@ -245,8 +250,46 @@ def test_thinking_text_and_calls_are_items(stream: bool, has_call: bool, tmp_pat
         items = store.history("k", "resp_r")
         kinds = ["message", "reasoning", "message", *(["function_call"] if has_call else [])]
         assert [item.type for item in items] == kinds
+        for item in body["output"]:
+            found = ItemLookup(store, "k").find(item["id"])
+            assert found is not None and (found.id, found.type) == (item["id"], item["type"])
+            assert ItemLookup(store, "other").find(item["id"]) is None, "another client's"
 
     play(test, max_model_len=400)
+
+
+def test_a_reference_stands_for_the_item_of_an_earlier_answer() -> None:
+    earlier = InputItem("message", "assistant", "hello", id="msg_1_r")
+    references = [{"type": "item_reference", "id": "msg_1_r"}, {"role": "user", "content": "and?"}]
+
+    def contents(request: GenerationRequest) -> list[str]:
+        assert isinstance(request.prompt, ChatPrompt)
+        return [message["content"] for message in request.prompt.messages]
+
+    decoder, body = BodyDecoder("m"), json.dumps({"input": references}).encode()
+    request = decoder.response(body, lambda _: [], {"msg_1_r": earlier}.get)
+    assert contents(request) == ["hello", "and?"]
+    assert request.response is not None and b"item_reference" not in request.response.input.items, "kept with the item"
+    body = json.dumps({"input": references, "previous_response_id": "resp_r"}).encode()
+    assert contents(decoder.response(body, lambda _: [earlier])) == ["hello", "and?"], "not twice"
+    assert reads_files("response", json.dumps({"input": references}).encode())
+    for wrong, says in (({"id": "msg_9_x"}, "no item of a stored answer"), ({}, "has no id")):
+        with pytest.raises(InvalidRequest, match=says) as caught:
+            decoder.response(json.dumps({"input": [{"type": "item_reference", **wrong}]}).encode(), lambda _: [])
+        assert caught.value.param is not None and caught.value.param.startswith("input[0]")
+
+
+def test_the_answers_that_references_name_are_limited_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(tmp_path)
+    for number in range(3):
+        output = [{"type": "message", "id": f"msg_0_{number}", "content": "a" * 500, "role": "assistant"}]
+        answer = json.dumps({"output": output}).encode()
+        store.save("", f"resp_{number}", StoredResponse(answer, stored_input([])))
+    monkeypatch.setattr(response_store, "MAX_HISTORY_BYTES", 1500)
+    lookup = ItemLookup(store, "")
+    assert lookup.find("msg_0_0") and lookup.find("msg_0_1") and lookup.find("msg_0_0")
+    with pytest.raises(InvalidRequest, match="send the items themselves"):
+        lookup.find("msg_0_2")
 
 
 @pytest.mark.parametrize(("asked", "given"), [(7, 7), (100_000, 398), (None, 398)])

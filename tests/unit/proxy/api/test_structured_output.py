@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,16 @@ def test_errors_name_the_field(reader: BodyReader, fields: dict[str, Any], param
         read(reader, fields)
     assert says in raised.value.message and "\n" not in raised.value.message
     assert raised.value.param == param
+
+
+def test_ignored_keywords_of_a_schema_are_logged_once(reader: BodyReader, caplog: pytest.LogCaptureFixture) -> None:
+    fields = {"response_format": schema({"type": "array", "uniqueItems": True, "maxItems": 7})}
+    with caplog.at_level(logging.WARNING):
+        read(reader, fields)
+        read(reader, fields)
+        read(reader, {"response_format": schema({"type": "array", "maxItems": 7})})
+    [message] = caplog.messages
+    assert "response_format.json_schema.schema" in message and "uniqueItems" in message and "strict" in message
 
 
 def test_a_grammar_requires_a_token_that_ends_the_answer(reader: BodyReader, text: ModelText) -> None:
