@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -31,20 +33,33 @@ def template_arguments(given: Any) -> dict[str, Any] | str:
     return invalid if len(given) == 1 and isinstance(invalid, str) else given  # as the Messages API shows text
 
 
-def with_object_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Returns messages for templates that iterate over arguments: text becomes one argument named INVALID_ARGUMENTS.
+def with_other_arguments(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yields messages for templates that fail with arguments as `template_arguments` returns them.
 
-    messages: in the form of chat templates. Returns None if no arguments are text.
+    First come objects only, for templates that iterate over arguments: text becomes one argument with the name
+    INVALID_ARGUMENTS. Then comes JSON only, for templates that concatenate arguments with text, as DeepSeek's do.
+    messages: in the form of chat templates.
     """
-    has_text = False
-    changed = []
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            if isinstance(text := function["arguments"], str):
-                has_text = True
-                call = call | {"function": function | {"arguments": {INVALID_ARGUMENTS: text}}}
-            calls.append(call)
-        changed.append(message | {"tool_calls": calls} if calls else message)
-    return changed if has_text else None
+    given = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+    if any(isinstance(arguments, str) for arguments in given):
+        yield [_converted(message, _as_object) for message in messages]
+    if any(isinstance(arguments, dict) for arguments in given):
+        yield [_converted(message, _as_text) for message in messages]
+
+
+def _as_object(arguments: dict[str, Any] | str) -> dict[str, Any]:
+    return {INVALID_ARGUMENTS: arguments} if isinstance(arguments, str) else arguments
+
+
+def _as_text(arguments: dict[str, Any] | str) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _converted(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        calls.append(call | {"function": function | {"arguments": convert(function["arguments"])}})
+    return message | {"tool_calls": calls}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import msgspec
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from tandem.proxy.text.call_arguments import with_object_arguments
+from tandem.proxy.text.call_arguments import with_other_arguments
 from tandem.proxy.text.chat_templates import DEFAULT, ChatTemplates
 from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_files import find_model
@@ -102,12 +103,7 @@ class ModelText:
                 messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
             if prompt.template is None and self._requires_parts(source):
                 messages = [_with_parts(message) for message in messages]
-            try:
-                text = self._apply(source, messages, prompt)
-            except Exception:  # many templates iterate over arguments of calls, and fail where they are text
-                if (with_objects := with_object_arguments(messages)) is None:
-                    raise
-                text = self._apply(source, with_objects, prompt)
+            text = self._apply(source, messages, prompt)
         except InvalidRequest:
             raise
         except Exception as error:  # templates call raise_exception, or fail in any way on unusual messages
@@ -117,16 +113,23 @@ class ModelText:
         return text
 
     def _apply(self, source: str, messages: list[dict[str, Any]], prompt: ChatPrompt) -> Any:
-        return self._backend.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=prompt.add_generation_prompt,
-            continue_final_message=prompt.continue_final_message,
-            chat_template=source,
-            documents=prompt.documents,
-            tools=prompt.tools,
+        """Templates take the arguments of calls in different forms, which only rendering shows."""
+        options = {
+            "tokenize": False,
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "continue_final_message": prompt.continue_final_message,
+            "chat_template": source,
+            "documents": prompt.documents,
+            "tools": prompt.tools,
             **prompt.variables,
-        )
+        }
+        try:
+            return self._backend.apply_chat_template(messages, **options)
+        except Exception:
+            for others in with_other_arguments(messages):
+                with suppress(Exception):
+                    return self._backend.apply_chat_template(others, **options)
+            raise
 
     def _requires_parts(self, source: str) -> bool:
         """Returns whether the model's template drops content that is a string and renders it as a list of parts."""

@@ -15,6 +15,7 @@ from tandem.proxy.parsers.parsed import ParsedPieces
 from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, ToolFamilyName
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tests.unit.proxy.parsers.reported_calls import CASES, TOOLS, Case
+from tests.unit.proxy.parsers.test_tool_families import WRITTEN
 
 IDS = [f"{number}-{case.family}" for number, case in enumerate(CASES)]
 
@@ -44,11 +45,31 @@ def test_reported_texts_are_read_as_the_model_meant_them(case: Case) -> None:
 
 def pieces_of(name: ToolFamilyName) -> list[str]:
     texts = [case.text for case in CASES if case.family == name]
+    texts += [text for family, text in WRITTEN.values() if family == name]
     found = {
         text[start : start + length] for text in texts for length in (5, 11, 40) for start in range(0, len(text), 5)
     }
     family = TOOL_FAMILIES[name]
-    marks = ["{", "}", '"', "\\", "\n", " ", "x", ")", "]", "[", "'", '"""', "=", ",", "true", "1"]
+    marks = [
+        "<|message|>",
+        "<|end|>",
+        "{",
+        "}",
+        '"',
+        "\\",
+        "\n",
+        " ",
+        "x",
+        ")",
+        "]",
+        "[",
+        "'",
+        '"""',
+        "=",
+        ",",
+        "true",
+        "1",
+    ]
     return [*sorted(found), *family.markers, *family.slips, *marks]
 
 

@@ -135,38 +135,6 @@ def test_calls_are_parsed_however_the_text_is_split(case: str, places: list[int]
         assert ids == (KIMI_IDS if name == "kimi_k2" else [])
 
 
-def pieces_of(name: ToolFamilyName) -> list[str]:
-    """Returns pieces of the family's own texts, for random texts that are nearly calls."""
-    texts = [text for family, text in WRITTEN.values() if family == name]
-    found = {
-        text[start : start + length] for text in texts for length in (7, 19, 40) for start in range(0, len(text), 7)
-    }
-    return [
-        *sorted(found),
-        *TOOL_FAMILIES[name].markers,
-        "<|message|>",
-        "<|end|>",
-        "{",
-        "}",
-        '"',
-        "\n",
-        " ",
-        "x",
-        ")",
-        "]",
-    ]
-
-
-@pytest.mark.parametrize("name", TOOL_FAMILIES)
-@given(data=st.data(), places=PLACES)
-@settings(max_examples=150)
-def test_splitting_any_text_does_not_change_the_result(name: ToolFamilyName, data: Any, places: list[int]) -> None:
-    text = data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=12).map("".join))
-    whole = parse(name, [text])
-    assert parse(name, cut_up(text, places)) == whole
-    assert parse(name, [*text, ""]) == whole
-
-
 @pytest.mark.parametrize("case", [case for case, (name, _) in WRITTEN.items() if name != "openai"])
 @given(data=st.data())
 @settings(max_examples=50)

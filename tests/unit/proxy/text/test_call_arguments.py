@@ -44,6 +44,7 @@ TEMPLATES = {
         "{% if call.arguments is string %}{{ 'x' + call.arguments + 'y' }}{% else %}"
         "{{ 'x' + (call.arguments | tojson) + 'y' }}{% endif %}"
     ),
+    "deepseek_v3": "{{ 'f\n```json\n' + call['arguments'] + '\n```' }}",
     "mistral": "{{ call.arguments if call.arguments is string else call.arguments | tojson }}",
     "keys": "{% for name in call.arguments %}{{ name }}={{ call.arguments[name] | tojson }}{% endfor %}",
 }
