@@ -54,7 +54,7 @@ _LOAD_TIMEOUT_S = 60.0
 """Deadline of a fork server that must load the model's text files first; it takes about 3 s."""
 
 
-class _Job:
+class _PendingJob:
     """A job until it has ended. answer: has been cancelled if the caller is gone."""
 
     def __init__(self, client: str, request: bytes, num_bytes: int) -> None:
@@ -87,7 +87,7 @@ class ReaderPool:
         self._transform_turns = asyncio.Semaphore(max(1, int(_TRANSFORM_SHARE * num_processes)))
         self._server: ForkServer | None = None
         self._starting = asyncio.Lock()
-        self._queue: JobQueue[_Job] = JobQueue()
+        self._queue: JobQueue[_PendingJob] = JobQueue()
         self._idle: list[asyncio.Future[None]] = []  # of processes without a job; a result wakes one
         self._keeping: list[asyncio.Task[None]] = []
 
@@ -159,21 +159,21 @@ class ReaderPool:
 
     def _submit(
         self, method: Callable[..., object], data: bytes | SpooledBody, arguments: tuple[object, ...], client: str = ""
-    ) -> _Job:
+    ) -> _PendingJob:
         """Raises Overloaded."""
         if self._num_pending >= MAX_PENDING_JOBS:
             raise Overloaded("too many requests are waiting to be read; try again later")
         self.start()
         content = Path(data.path) if isinstance(data, SpooledBody) else data
         num_bytes = data.num_bytes if isinstance(data, SpooledBody) else len(data)
-        job = _Job(client, encode_job(method, content, arguments), num_bytes)
+        job = _PendingJob(client, encode_job(method, content, arguments), num_bytes)
         self._num_pending += 1
         job.answer.add_done_callback(partial(self._on_answer, job))
         self._queue.put(client, job)
         self._wake()
         return job
 
-    def _on_answer(self, job: _Job, answer: asyncio.Future[msgspec.Raw]) -> None:
+    def _on_answer(self, job: _PendingJob, answer: asyncio.Future[msgspec.Raw]) -> None:
         self._num_pending -= 1
         if answer.cancelled() and self._queue.discard(job.client, job):  # its caller is gone
             job.on_end()
@@ -184,7 +184,7 @@ class ReaderPool:
                 _end_wait(idle)
                 return
 
-    async def _next_job(self, connection: ReaderConnection) -> _Job | None:
+    async def _next_job(self, connection: ReaderConnection) -> _PendingJob | None:
         """Returns None when the process has ended."""
         while not connection.has_ended:
             job = self._queue.take()
