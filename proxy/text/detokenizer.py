@@ -62,8 +62,10 @@ class Detokenizer:
         return text
 
     def _restart(self, context: list[int]) -> None:
-        # DecodeStream would emit a context that ends with an incomplete character.
-        self._context = [] if self._decode(context).endswith("�") else context
+        # DecodeStream would emit a context that ends with an incomplete character. The one before serves as well: it
+        # tells that the next token does not begin the text.
+        if not self._decode(context).endswith("�"):
+            self._context = context
         self._held = []
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special_tokens)
 

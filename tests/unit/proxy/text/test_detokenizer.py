@@ -51,6 +51,14 @@ def stream(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None 
     return [*(detokenizer.step(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
+def test_a_word_behind_bytes_that_are_no_character_keeps_its_blank() -> None:
+    tokenizer = byte_fallback()
+    word, wrong, blank_word = (tokenizer.token_to_id(piece) for piece in ("a", "<0xE2>", "▁b"))
+    for number in (1, 16, 20):  # from some number on, they are shown before their end is known
+        shown = "".join(stream(tokenizer, [word, *[wrong] * number, blank_word, blank_word]))
+        assert shown == "a" + "�" * number + " b b"
+
+
 @given(st.text())
 def test_any_text_survives(text: str) -> None:
     token_ids = byte_level().encode_batch_fast([text])[0].ids
