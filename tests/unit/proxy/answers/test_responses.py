@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.answers.messages import encode_event
@@ -290,6 +291,29 @@ def test_the_answers_that_references_name_are_limited_together(tmp_path: Path, m
     assert lookup.find("msg_0_0") and lookup.find("msg_0_1") and lookup.find("msg_0_0")
     with pytest.raises(InvalidRequest, match="send the items themselves"):
         lookup.find("msg_0_2")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_answer_repeats_of_its_request_counts(stream: bool) -> None:
+    tool = {"type": "function", "name": "f", "description": "x" * (5 << 20), "parameters": {}}
+
+    async def test(cluster: Cluster) -> None:
+        answers = answers_to(cluster, tools=[tool], tool_choice="none", stream=stream)
+        budget, held = cluster.services.answer_budget, []
+        grow = HeldAnswer.grow
+
+        def seen(self: HeldAnswer, num_bytes: int) -> None:
+            grow(self, num_bytes)
+            held.append(budget.num_held_bytes)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HeldAnswer, "grow", seen)
+            task = asyncio.create_task(streamed(answers) if stream else whole(answers))
+            await generate(cluster, "hm</think>hello")
+            await task
+        assert max(held) >= 4 << 20
+
+    play(test, max_model_len=400)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(7, 7), (100_000, 398), (None, 398)])
