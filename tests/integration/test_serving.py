@@ -134,7 +134,7 @@ def test_n_and_lists_of_prompts_give_numbered_choices(cluster: Cluster) -> None:
         ({"model": MODEL, "prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ({"model": MODEL, "prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
         ({"model": MODEL, "prompt": "x", "temperature": -0.1}, 400, "temperature"),
-        ({"model": MODEL, "prompt": "x", "top_p": 0}, 400, "top_p"),
+        ({"model": MODEL, "prompt": "x", "top_p": -0.1}, 400, "top_p"),
         ({"model": MODEL, "prompt": "x", "n": 0}, 400, "n"),
         ({"model": MODEL, "prompt": "x", "stop": ""}, 400, "stop"),
         ({"model": MODEL, "prompt": "x", "logprobs": 21}, 400, "logprobs"),
