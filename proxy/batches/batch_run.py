@@ -108,30 +108,41 @@ class BatchRun:
         """
         num_refusals = num_timeouts = 0
         while True:
-            async with hold(self._client):  # before the line is read, so that few lines are in memory
-                async with self._turn:
-                    try:
-                        taken = await self._on_thread(partial(self._start_line, take))
-                    except NoRoomForResults as error:
-                        self._no_room = error
-                        return False
-                if taken is None:
-                    return False
-                line, body = taken
-                answer = await self._ask(line, body)
-                del body
-                if isinstance(answer, _Refused) and answer.status == 504:
-                    num_timeouts += 1
-                    if num_timeouts == _MAX_TIMEOUTS:
-                        answer = answer.result
-                async with self._turn:
-                    await self._on_thread(partial(self._end_line, line, answer))
+            ran = await self._try(take, hold, is_last=num_timeouts == _MAX_TIMEOUTS - 1)
+            if ran is None:
+                return False
+            line, answer = ran
             if not isinstance(answer, _Refused):
                 return True
             wait_s = min(MAX_RETRY_S, max(MIN_RETRY_S, answer.retry_after_s) * 2 ** min(num_refusals, 8))
             num_refusals += 1
+            num_timeouts += answer.status == 504
             take = partial(_same, line)
             await asyncio.sleep(max(0.0, min(wait_s, self._held.batch.expires_at - time.time())))
+
+    async def _try(
+        self,
+        take: Callable[[], IndexedLine | None],
+        hold: Callable[[str], AbstractAsyncContextManager[None]],
+        is_last: bool,
+    ) -> tuple[IndexedLine, LineResult | _Refused] | None:
+        """Runs one line once. is_last: a timeout is its result. Returns None as `_work` returns False."""
+        async with hold(self._client):  # before the line is read, so that few lines are in memory
+            async with self._turn:
+                try:
+                    taken = await self._on_thread(partial(self._start_line, take))
+                except NoRoomForResults as error:
+                    self._no_room = error
+                    return None
+            if taken is None:
+                return None
+            line, body = taken
+            answer = await self._ask(line, body)
+            if isinstance(answer, _Refused) and answer.status == 504 and is_last:
+                answer = answer.result
+            async with self._turn:
+                await self._on_thread(partial(self._end_line, line, answer))
+            return line, answer
 
     # ---- on a thread
 

@@ -185,11 +185,25 @@ def test_the_journal_survives_a_line_that_was_cut_off(tmp_path: Path) -> None:
         journal.begin(number)
     journal.end(8)
     with (tmp_path / "x.lines").open("a") as file:
-        file.write("-")
+        file.write("+9")
     again = LineJournal(tmp_path / "x.lines")
     assert again.deaths() == {7: 1}
     again.begin(7)
+    again.begin(12)
+    num_bytes = (tmp_path / "x.lines").stat().st_size
+    again.end(12)
+    again.end(12)
+    assert (tmp_path / "x.lines").stat().st_size == num_bytes, "a full disk blames no line"
     assert LineJournal(tmp_path / "x.lines").deaths() == {7: 2}
+
+
+def test_a_line_that_times_out_has_that_result_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_run, "MIN_RETRY_S", 0.001)
+    app = App(lambda prompt, attempt: 503 if attempt == 2 else 504)
+    batch = run_until_ended(tmp_path, app, make_batch(tmp_path, line("a")))
+    store = BatchStore(next(tmp_path.iterdir()))
+    [failed] = results(store, batch.error_file_id)
+    assert failed["response"]["status_code"] == 504 and app.asked["a"] == 4
 
 
 def test_one_failing_disk_access_does_not_end_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
