@@ -42,7 +42,7 @@ class ForkServerLost(Exception):
     """The fork server died, is frozen, or cannot fork. `str(error)` says which."""
 
 
-class ChildProcess:
+class ForkedProcess:
     """A child of this process that was not started by asyncio. Whoever has it must `wait` for it."""
 
     def __init__(self, pid: int) -> None:
@@ -91,7 +91,7 @@ class ChildProcess:
 class ForkServer:
     """A fork server of this process. Use `fork_here` or `spawn`."""
 
-    def __init__(self, channel: socket.socket, process: ChildProcess) -> None:
+    def __init__(self, channel: socket.socket, process: ForkedProcess) -> None:
         self._channel = channel
         self._channel.setblocking(False)
         self._process = process
@@ -112,7 +112,7 @@ class ForkServer:
             pid = os.fork()
             if pid == 0:
                 serve_forks(theirs, entries)
-        return cls(ours, ChildProcess(pid))
+        return cls(ours, ForkedProcess(pid))
 
     @classmethod
     def spawn(
@@ -136,7 +136,7 @@ class ForkServer:
             command = [sys.executable, "-m", module]
             own = {**ONE_THREAD, **environment}
             pid = os.posix_spawn(sys.executable, command, own, file_actions=actions, setsid=True)
-        return cls(ours, ChildProcess(pid))
+        return cls(ours, ForkedProcess(pid))
 
     async def until_ready(self, timeout_s: float) -> None:
         """Raises ForkServerLost if the server ends, or is not ready in time."""
@@ -155,7 +155,7 @@ class ForkServer:
         environment: Mapping[str, str] = MappingProxyType({}),
         cwd: str = "",
         new_session: bool = False,
-    ) -> ChildProcess:
+    ) -> ForkedProcess:
         """Starts a process as a child of this one. See `StartProcess`; fds: by their numbers in the new process.
 
         Raises ForkServerLost.
@@ -178,7 +178,7 @@ class ForkServer:
                     raise
         if not started.pid:
             raise self._lost(started.error)
-        return ChildProcess(started.pid)
+        return ForkedProcess(started.pid)
 
     def _lock(self) -> asyncio.Lock:
         if self._turns is None:

@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.proxy.reading.reader_process import ENTRY, JOBS_FD, LENGTH_BYTES, JobAnswer
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
-from tandem.runtime.forked_process import ChildProcess, ForkServer
+from tandem.runtime.forked_process import ForkedProcess, ForkServer
 from tandem.runtime.tasks import start_job
 
 JOB_CPU_S = 10.0
@@ -39,7 +39,7 @@ class JobLost(Exception):
 class ReaderConnection:
     """Use `start`. on_end: called when the process has ended."""
 
-    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, process: ForkedProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.process = process
         self.on_end: Callable[[], object] = lambda: None
         self._reader = reader
