@@ -94,7 +94,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads_per_worker: Annotated[int, _in("workers", ge=0, le=256, description=
         "CPU threads of each worker, split among its processes; 0 divides the cores among all workers.")] = 0
     worker_silence_s: Annotated[float, _in("workers", ge=1, description=
-        "Seconds without a heartbeat after which a worker counts as lost.")] = 2.5
+        "Seconds without a heartbeat after which a worker counts as lost.")] = 3.5
     drain_timeout_s: Annotated[float, _in("workers", gt=0, description=
         "Seconds that a draining process has to finish its requests; the rest migrates to other workers.")] = 30.0
 

@@ -88,7 +88,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     worker_wait_s: Annotated[float, Meta(ge=0)] = 60.0
-    worker_silence_s: Annotated[float, Meta(gt=0)] = 2.5
+    worker_silence_s: Annotated[float, Meta(gt=0)] = 3.5
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
     max_waiting_requests: Annotated[int, Meta(ge=1)] = 1024
     max_waiting_tokens: Annotated[int, Meta(ge=0)] = 16_000_000
