@@ -15,20 +15,22 @@ import socket
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+
+from bench.faults.fuzz_bodies import encoded, random_body
 
 _TIMEOUT_S = 60.0
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
-_VALUES: tuple[Any, ...] = (
-    None, True, False, -1, 0, 1, 2**63, -(2**63), 1e308, "", "x", "\ud800", "é" * 50, [], {}, [[]], [None], {"a": {}},
-    [1, -1, 2**31], "a" * 3000, [{"role": "user", "content": 1}], [{"role": "?", "content": "x"}],
+_LAST_EVENTS = (
+    b"[DONE]", b'{"error"', b'{"type":"message_stop"', b'{"type":"error"', b'{"type":"response.completed"',
+    b'{"type":"response.incomplete"', b'{"type":"response.failed"',
 )  # fmt: skip
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-_FIELDS = (
-    "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "n", "stop", "stream", "seed", "logprobs",
-    "logit_bias", "tools", "response_format", "structured_outputs", "chat_template", "priority", "user", "tokens",
-    "echo", "unknown_field", "stream_options", "min_p", "bad_words", "cache_salt", "timeout",
+"""Beginnings of the last event of a stream, of each API."""
+_HEADERS = (
+    "Authorization: bearer x", "X-Api-Key: x", "Origin: https://example.com", "X-Tandem-Timeline: 1",
+    "X-Request-Timeout: 0.01", "Accept-Encoding: gzip", "anthropic-version: 2023-06-01",
+    "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "Content-Type: text/plain",
 )  # fmt: skip
+"""Headers as clients, gateways and browsers send them."""
 
 _ENCODERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress, "br": bytes}
 
@@ -54,7 +56,8 @@ class HttpFuzzer:
             case "head":
                 self._exchange(self._head(), is_complete=False)
             case "body":
-                self._exchange(self._request(self._body()), is_complete=True)
+                path, body = random_body(rng, self._model)
+                self._exchange(self._request(encoded(rng, body), path), is_complete=True)
             case "disconnect":
                 self._disconnect()
 
@@ -87,20 +90,7 @@ class HttpFuzzer:
         lines = [rng.choice(names) + b": " + rng.choice(values) for _ in range(rng.randrange(5))]
         return b"\r\n".join([method + b" " + path + b" HTTP/1.1", b"Connection: close", *lines]) + b"\r\n\r\n"
 
-    def _body(self) -> bytes:
-        rng = self._rng
-        fields: dict[str, Any] = {"model": self._model, "max_tokens": 2, "stream": rng.random() < 0.2}
-        fields |= {"prompt": "hello"} if rng.random() < 0.5 else {"messages": [{"role": "user", "content": "hello"}]}
-        for _ in range(rng.choice((0, 1, 1, 2, 3))):
-            fields[rng.choice(_FIELDS)] = rng.choice(_VALUES)
-        body = bytearray(json.dumps(fields).encode())
-        if rng.random() < 0.2:
-            del body[rng.randrange(len(body)) :]
-        if rng.random() < 0.2 and body:
-            body[rng.randrange(len(body))] = rng.randrange(256)
-        return bytes(body)
-
-    def _request(self, body: bytes, path: str | None = None) -> bytes:
+    def _request(self, body: bytes, path: str) -> bytes:
         """Returns a complete request, some as few clients send them: compressed, for an upgrade, in HTTP/1.0."""
         rng = self._rng
         version, more = rng.choices(("1.1", "1.0"), (9, 1))[0], ""
@@ -111,7 +101,9 @@ class HttpFuzzer:
                 body = body[: rng.randrange(len(body) + 1)] + rng.randbytes(rng.randrange(3))
         if rng.random() < 0.1:
             more += "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
-        head = f"POST {path or rng.choice(_PATHS)} HTTP/{version}\r\nHost: x\r\nConnection: close\r\n{more}"
+        if rng.random() < 0.2:
+            more += rng.choice(_HEADERS) + "\r\n"
+        head = f"POST {path} HTTP/{version}\r\nHost: x\r\nConnection: close\r\n{more}"
         return head.encode() + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
     def _exchange(self, data: bytes, is_complete: bool) -> None:
@@ -144,7 +136,7 @@ class HttpFuzzer:
 
 
 def _is_complete(response: bytes) -> bool:
-    """Tells whether a stream ends with [DONE] or an error, and another response has its Content-Length."""
+    """Tells whether a stream ends with its API's last event, and another response has its Content-Length."""
     head, _, body = response.partition(b"\r\n\r\n")
     if b"text/event-stream" not in head.lower():
         length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
@@ -154,4 +146,4 @@ def _is_complete(response: bytes) -> bool:
             return False
         body = body.removesuffix(_LAST_CHUNK)
     last = body.removesuffix(b"\n\n").rpartition(b"data: ")[2]
-    return last == b"[DONE]" or last.startswith(b'{"error"')
+    return last.startswith(_LAST_EVENTS)
