@@ -123,7 +123,7 @@ def stored_ballast(attacker: Attacker) -> None:
 
 
 def unread_answers(attacker: Attacker) -> None:
-    """Large answers that nobody reads, on 40 connections."""
+    """Large answers that nobody reads, on 100 connections: 1.5 GB, of which one client may have 1 GiB in memory."""
     tool = {"type": "function", "name": "f", "description": "x" * 15_000_000, "parameters": {}}
     body = {"model": MODEL, "max_output_tokens": 2, "input": "hi", "tools": [tool], "tool_choice": "none"}
     answer = attacker.send("/v1/responses", body)
@@ -132,7 +132,7 @@ def unread_answers(attacker: Attacker) -> None:
     path = f"/v1/responses/{answer.json()['id']}"
     request = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {attacker.key}\r\n\r\n"
     with ExitStack() as connections:
-        for _ in range(40):
+        for _ in range(100):
             connection = socket.socket()
             connections.enter_context(connection)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -208,6 +208,8 @@ def blocking_adapters(attacker: Attacker) -> None:
 
 @dataclass(frozen=True)
 class Attack:
+    """max_gap_s, max_grown_bytes: bounds for the stream of the second tenant and for the memory of all processes."""
+
     run: Callable[[Attacker], None]
     max_gap_s: float = 2.0
     max_grown_bytes: int = 400 << 20
@@ -223,7 +225,7 @@ ATTACKS = [
     Attack(stored_ballast),
     Attack(slow_conversions),
     Attack(ambiguous_grammars),
-    Attack(unread_answers),
+    Attack(unread_answers, max_grown_bytes=1280 << 20),
     Attack(many_blocks),
     Attack(wide_beams),
     Attack(line_breaks),

@@ -13,8 +13,8 @@ from tests.support.cluster import Cluster
 
 pytestmark = pytest.mark.extended
 
-MAX_LATENCY_S = 5.0
-"""For large prompts and polls. A machine that runs other tests as well needs some of it."""
+MAX_LATENCY_S = 10.0
+"""For first events, large prompts and polls: a share of the readers, on a machine that does other work."""
 
 
 @pytest.fixture(scope="module")
