@@ -47,6 +47,8 @@ async def check_file(
         if process.returncode is None:
             process.kill()
             await process.wait()
+    if process.returncode is not None and process.returncode < 0:  # a signal: it would happen again
+        return CheckedLines(0, [LineError("check_failed", "The file could not be checked; see the server's log.")])
     if process.returncode:
         raise OSError(f"the process that checks {input_file} ended with status {process.returncode}")
     return msgspec.json.decode(output, type=CheckedLines)

@@ -153,6 +153,10 @@ class BatchRunner:
                 checked = await check_file(held.input_file(), held.batch.endpoint, held.index, on_thread)
             except (FileNotFound, FileNotFoundError):
                 checked = CheckedLines(0, [LineError(FileNotFound.code, "The input file was deleted.")])
+            except OSError:  # e.g. a full disk; until the batch expires it is tried again
+                if time.time() < held.batch.expires_at:
+                    raise
+                return
             await finish_on_thread(self._run_threads, partial(held.save_check, checked))
 
     def _key(self, held: BatchFiles) -> ApiKey | None:

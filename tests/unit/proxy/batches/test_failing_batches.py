@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tandem.proxy.batches import batch_lines, batch_run, file_store, line_check, runner
+from tandem.proxy.batches import batch_lines, batch_run, batch_store, file_store, line_check, runner
 from tandem.proxy.batches.batch_lines import check_lines, finished_id, read_lines
 from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_DEATHS
 from tandem.proxy.batches.batch_store import BatchStore
@@ -297,6 +297,22 @@ def test_a_check_that_takes_too_long_fails_the_batch(tmp_path: Path, monkeypatch
     monkeypatch.setattr(line_check, "TIMEOUT_S", 0.01)
     batch = run_until_ended(tmp_path, App(), make_batch(tmp_path, line("a", body={"prompt": "p" * 300_000})))
     assert batch.status == "failed" and batch.errors is not None and batch.errors.data[0].code == "too_slow"
+
+
+def test_a_check_that_fails_for_ever_ends_with_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_store, "WINDOW_S", 2)
+    monkeypatch.setattr(runner, "_RETRY_AFTER_FAILURE_S", 0.05)
+    num_checks = 0
+
+    def fails(*arguments: object) -> None:
+        nonlocal num_checks
+        num_checks += 1
+        raise OSError("no disk")
+
+    monkeypatch.setattr(line_check, "write_index", fails)
+    app = App()
+    assert run_until_ended(tmp_path, app, make_batch(tmp_path, line("a"))).status == "expired"
+    assert num_checks > 1 and not app.asked
 
 
 def test_an_index_that_was_lost_is_made_again(tmp_path: Path) -> None:
