@@ -58,6 +58,12 @@ from tandem.runtime.errors import TandemError
 
 log = logging.getLogger("proxy")
 
+MAX_SEPARATE_ITEMS = 256
+"""Items of text and thinking in one answer. After them all text, also thinking, goes to messages, so that an answer
+that alternates between the two does not become an item for every few tokens. `MAX_TOOL_CALLS` bounds the calls."""
+_ITEM_BYTES = 1024
+"""Memory of an item besides its text."""
+
 
 class ItemWriter:
     """Makes the events of output items from parsed text, and keeps the items. Only one item is open at a time."""
@@ -66,12 +72,24 @@ class ItemWriter:
         """namespaces: of functions that have one, by name."""
         self._namespaces = namespaces or {}
         self._response_id = response_id
-        self.items: list[OutputItem] = []
+        self._items: list[OutputItem] = []
+        self._pieces: list[str] = []  # of the open item, not added to its text yet
+        self._num_separate = 0  # items of text and thinking
         self._open: str | int | None = None  # "reasoning", "message" or the number of a call
+
+    @property
+    def items(self) -> list[OutputItem]:
+        """All items. Joins the text of the open one, so it is not for each piece."""
+        self._join()
+        return self._items
+
+    @property
+    def num_items(self) -> int:
+        return len(self._items)
 
     def push(self, parsed: Parsed) -> Iterator[ItemEvent]:
         if parsed.reasoning:
-            yield from self._begin("reasoning", parsed)
+            yield from self._begin("reasoning" if self._num_separate < MAX_SEPARATE_ITEMS else "message", parsed)
             yield from self._grow(parsed.reasoning)
         if parsed.content:
             yield from self._begin("message", parsed)
@@ -87,7 +105,8 @@ class ItemWriter:
         if self._open is None:
             return
         self._open = None
-        item, index = self.items[-1], len(self.items) - 1
+        self._join()
+        item, index = self._items[-1], len(self._items) - 1
         item.status = status
         match item:
             case FunctionCallItem():
@@ -105,42 +124,52 @@ class ItemWriter:
             return
         yield from self.end()
         self._open = kind
-        index = len(self.items)
+        index = len(self._items)
         if isinstance(kind, int):
             call_id = parsed.ids.get(kind) or f"call_{secrets.token_hex(12)}"
             name = parsed.names[kind]
             item = FunctionCallItem(self._new_id("fc"), call_id, name, namespace=self._namespaces.get(name))
-            self.items.append(item)
+            self._items.append(item)
             yield ItemAdded(output_index=index, item=item)
             return
+        self._num_separate += 1
         if kind == "message":
             message = OutputMessage(self._new_id("msg"))
-            self.items.append(message)
+            self._items.append(message)
             yield ItemAdded(output_index=index, item=message)
             message.content = [OutputText()]
             yield PartAdded(item_id=message.id, output_index=index, part=message.content[0])
         else:
             thinking = ReasoningItem(self._new_id("rs"))
-            self.items.append(thinking)
+            self._items.append(thinking)
             yield ItemAdded(output_index=index, item=thinking)
             thinking.content = [ReasoningText()]
             yield PartAdded(item_id=thinking.id, output_index=index, part=thinking.content[0])
 
     def _new_id(self, kind: str) -> str:
-        return item_id(kind, len(self.items), self._response_id)
+        return item_id(kind, len(self._items), self._response_id)
 
     def _grow(self, text: str) -> Iterator[ItemEvent]:
-        item, index = self.items[-1], len(self.items) - 1
+        self._pieces.append(text)
+        item, index = self._items[-1], len(self._items) - 1
         match item:
             case FunctionCallItem():
-                item.arguments += text
                 yield ArgumentsPiece(item_id=item.id, output_index=index, delta=text)
-            case OutputMessage(content=[part]):
-                part.text += text
+            case OutputMessage():
                 yield OutputTextPiece(item_id=item.id, output_index=index, delta=text)
-            case ReasoningItem(content=[thought]):
-                thought.text += text
+            case ReasoningItem():
                 yield ReasoningPiece(item_id=item.id, output_index=index, delta=text)
+
+    def _join(self) -> None:
+        """Adds the pieces to the item's text, all at once: added one by one, they would take quadratic time."""
+        if not self._pieces:
+            return
+        text, self._pieces = "".join(self._pieces), []
+        match self._items[-1]:
+            case FunctionCallItem() as call:
+                call.arguments += text
+            case OutputMessage(content=[part]) | ReasoningItem(content=[part]):
+                part.text += text
 
 
 class ResponseAnswers(ParsedAnswers):
@@ -173,9 +202,11 @@ class ResponseAnswers(ParsedAnswers):
             yield self._encoded(ResponseCreated(self._object("in_progress")))
             yield self._encoded(ResponseInProgress(self._object("in_progress")))
         self._held.grow(len(delta.text.encode()))  # the last event repeats the text
+        num_items = self._writer.num_items
         parsed, finish_reason = self._parse(delta)
         for event in self._writer.push(parsed):
             yield self._encoded(event)
+        self._held.grow(_ITEM_BYTES * (self._writer.num_items - num_items))
         if finish_reason is not None:
             for event in self._ended(finish_reason):
                 yield self._encoded(event)

@@ -109,10 +109,9 @@ def test_what_the_process_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_processes_outlive_a_server_that_is_lost(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    monkeypatch.setattr(forked_process, "FORK_TIMEOUT_S", 0.2)
-
     async def test(server: ForkServer) -> None:
         process = await server.start("wait")
+        monkeypatch.setattr(forked_process, "FORK_TIMEOUT_S", 0.2)  # for a server that is stopped
         os.kill(server.pid, number)
         with pytest.raises(ForkServerLost, match=f"the fork server {server.pid} "):
             await server.start("wait")

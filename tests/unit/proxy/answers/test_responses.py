@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.answers.messages import encode_event
-from tandem.proxy.answers.responses import ItemWriter, ResponseAnswers
+from tandem.proxy.answers.responses import MAX_SEPARATE_ITEMS, ItemWriter, ResponseAnswers
 from tandem.proxy.api import response_store
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.response_store import (
@@ -401,6 +402,32 @@ def test_events_of_items_lose_nothing(before: list[Parsed], num_calls: int) -> N
     texts = [item.content[0].text for item in writer.items if isinstance(item, OutputMessage)]
     assert "".join(texts) == "".join(part.content for part in before)
     assert sum(isinstance(item, FunctionCallItem) for item in writer.items) == num_calls
+
+
+def test_an_answer_that_alternates_between_thinking_and_text_has_few_items() -> None:
+    writer = ItemWriter()
+    parts = [Parsed(**{kind: f"{i} "}) for i in range(2_000) for kind in ("reasoning", "content")]
+    parts.insert(3_000, Parsed(names={0: "f"}, arguments={0: "{}"}))
+    events = [event for part in parts for event in writer.push(part)] + list(writer.end())
+    assert sum(isinstance(event, ItemAdded) for event in events) == len(writer.items) == MAX_SEPARATE_ITEMS + 2
+    written = "".join(event.delta for event in events if isinstance(event, (OutputTextPiece, ReasoningPiece)))
+    kept = "".join(i.content[0].text for i in writer.items if isinstance(i, (OutputMessage, ReasoningItem)))
+    assert kept == written == "".join(f"{i} {i} " for i in range(2_000))
+
+
+def test_a_long_item_takes_time_linear_in_its_length() -> None:
+    def cpu_s(num_pieces: int) -> float:
+        writer, piece = ItemWriter(), Parsed(content="a few words, ")
+        began_at = time.process_time()
+        for _ in range(num_pieces):
+            for _ in writer.push(piece):
+                pass
+        list(writer.end())
+        [item] = writer.items
+        assert isinstance(item, OutputMessage) and len(item.content[0].text) == num_pieces * len(piece.content)
+        return time.process_time() - began_at
+
+    assert cpu_s(160_000) < 40 * cpu_s(16_000)
 
 
 # ---- stored responses
