@@ -15,14 +15,16 @@ from starlette.types import Message, Receive
 
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow
 from tandem.proxy.http.content_coding import coding_of, decoded
-from tandem.proxy.http.read_turns import ReadTurns
+from tandem.proxy.http.turns import Turns
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import Overloaded
 
 _PROGRESS_BYTES = 16 * 1024
 MAX_UNSPOOLED_BYTES = 16 * 1024
 MAX_UNORDERED_BYTES = 64 * 1024
-"""Size up to which a body is read as soon as it arrives. Larger ones are read in turn, see `ReadTurns`."""
+"""Size up to which a body is read as soon as it arrives. Larger ones are read in turn, see `Turns`."""
+MAX_LARGE_BODIES = 1
+"""Large bodies that are read, or whose answers are begun, in one iteration of the loop: 256 KiB take about 1 ms."""
 MAX_SPOOLED_BYTES = 1 << 30
 """All large bodies together. Beyond that, large bodies are refused."""
 
@@ -33,7 +35,7 @@ class RequestBodies:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._max_spooled_bytes = max_spooled_bytes
-        self._turns = ReadTurns()
+        self._turns = Turns(MAX_LARGE_BODIES)
         self.num_spooled_bytes = 0
 
     @asynccontextmanager
@@ -68,6 +70,7 @@ class RequestBodies:
             if spooled is not None:
                 self.num_spooled_bytes -= spooled.num_bytes
                 spooled.close()
+                await self._turns.turn()  # what has been read of many bodies at once is answered in turn, too
 
     def limited(self, receive: Receive, headers: Headers, max_bytes: int) -> Receive:
         """Returns `receive` for one body of at most `max_bytes`, decoded, with the limit on pace.

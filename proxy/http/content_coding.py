@@ -41,7 +41,7 @@ def coding_of(headers: Headers) -> str:
 def decoded(receive: Receive, coding: str, max_bytes: int, turn: Callable[[], Awaitable[None]]) -> Receive:
     """Returns `receive` for the decoded body, in messages of at most 64 KiB.
 
-    coding: as `coding_of` returns it. turn: awaited after each slice; see `ReadTurns`.
+    coding: as `coding_of` returns it. turn: awaited after each slice; see `Turns`.
 
     It raises InvalidRequest for a body that is damaged or incomplete, and BodyTooLarge beyond `max_bytes`.
     """

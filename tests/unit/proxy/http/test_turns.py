@@ -9,13 +9,14 @@ import pytest
 from starlette.datastructures import Headers
 
 import tandem.proxy.http.bodies
-from tandem.proxy.http.bodies import MAX_UNORDERED_BYTES, RequestBodies
-from tandem.proxy.http.read_turns import MAX_READS, ReadTurns
+from tandem.proxy.http.bodies import MAX_LARGE_BODIES, MAX_UNORDERED_BYTES, RequestBodies
+from tandem.proxy.http.turns import Turns
 from tests.support.clocked_loop import run_in_no_time
 from tests.support.http_listener import LIMIT_S, bodies, play, respond, served
 from tests.unit.proxy.http.test_bodies import feed
 
 NUM_LARGE = 60
+MAX_TURNS = 2
 MAX_READ_BYTES = 320 * 1024
 """uvloop reads up to 256 KiB at once, and uvicorn adds them to up to 64 KiB that it has."""
 LARGE = b"a" * 1_000_000
@@ -27,7 +28,7 @@ def run_turns(num_callers: int, num_turns: int, cancelled: int = 0) -> list[list
     got: list[list[int]] = [[]]
 
     async def run() -> None:
-        turns = ReadTurns()
+        turns = Turns(MAX_TURNS)
 
         async def call(number: int) -> None:
             for _ in range(num_turns):
@@ -53,7 +54,7 @@ def run_turns(num_callers: int, num_turns: int, cancelled: int = 0) -> list[list
 
 def test_few_continue_in_one_iteration_and_each_as_often_as_the_others() -> None:
     rounds = run_turns(7, 6)
-    assert max(map(len, rounds)) <= MAX_READS
+    assert max(map(len, rounds)) <= MAX_TURNS
     order = [number for numbers in rounds for number in numbers]
     assert order == list(range(7)) * 6
 
@@ -112,7 +113,7 @@ def test_of_a_storm_of_large_bodies_little_is_read_in_one_iteration_of_the_loop(
             assert found == {b"%d" % len(LARGE)}
 
     play(test)
-    assert 0 < most <= MAX_READS * MAX_READ_BYTES
+    assert 0 < most <= MAX_LARGE_BODIES * MAX_READ_BYTES
 
 
 def test_clients_that_trickle_delay_no_other() -> None:
@@ -141,11 +142,11 @@ def test_clients_that_trickle_delay_no_other() -> None:
 
 
 def test_time_spent_waiting_for_a_turn_is_not_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    class SlowTurns(ReadTurns):
+    class SlowTurns(Turns):
         async def turn(self) -> None:
             await asyncio.sleep(60.0)
 
-    monkeypatch.setattr(tandem.proxy.http.bodies, "ReadTurns", SlowTurns)
+    monkeypatch.setattr(tandem.proxy.http.bodies, "Turns", SlowTurns)
     slow = RequestBodies(1 << 20, 30.0)
     piece = b"a" * (MAX_UNORDERED_BYTES // 2)
 

@@ -1,22 +1,20 @@
-"""Spreads reading large bodies over iterations of the event loop, so that small requests are answered between them."""
+"""Spreads work over iterations of the event loop, so that small requests are answered between."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 
-MAX_READS = 2
-"""Connections with large bodies that are allowed to read in one iteration of the loop: 256 KiB each, about 1 ms."""
 
+class Turns:
+    """Lets few callers continue in one iteration of the event loop, in the order in which they came.
 
-class ReadTurns:
-    """Lets at most `MAX_READS` callers continue in one iteration of the event loop, in the order in which they came.
-
-    A turn only begins a read, and nothing is held while the client's data is awaited. So a client that sends slowly
+    A turn only begins something, and nothing is held while a client's data is awaited. So a client that sends slowly
     delays no other, and of many connections that have data each gets its turns as often as the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_per_iteration: int) -> None:
+        self._max_per_iteration = max_per_iteration
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_scheduled = False
 
@@ -31,7 +29,7 @@ class ReadTurns:
         await mine
 
     def _let_continue(self) -> None:
-        num_left = MAX_READS
+        num_left = self._max_per_iteration
         while self._waiting and num_left:
             waiting = self._waiting.popleft()
             if not waiting.done():  # else its request was cancelled
