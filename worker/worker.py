@@ -177,7 +177,7 @@ class Worker:
 
     def _open(self, message: StartPrefill | PrepareDecode) -> list[Action]:
         now = self._loop.time()
-        grammar = self._host.grammars.get(message.sampling.grammar)
+        grammar = self._host.grammars.get(message.sampling.grammar, message.cache_salt)
         adapter = self._host.adapters.get(message.adapter)
         if isinstance(message, PrepareDecode):
             return self._scheduler.decode.on_prepare(now, message, grammar, adapter)

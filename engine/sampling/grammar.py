@@ -1,156 +1,201 @@
-"""Grammars on a worker: compiled once on a separate thread, with one state per sequence.
+"""Grammars on a worker: each is compiled in a process of its own, with one state per sequence.
 
-A state is a function of the generated tokens: it consumes new tokens just before each mask. A sequence that was
-migrated or preempted therefore needs nothing but its tokens.
+A state is a function of the generated tokens: its process gets new tokens just before each mask. A sequence that was
+migrated or preempted, or whose grammar's process had to be replaced, therefore needs nothing but its tokens.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
+import time
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
-from llguidance import LLMatcher, LLTokenizer
-from numpy.typing import NDArray
-
+from tandem.engine.sampling.compile_queue import CompileQueue
+from tandem.engine.sampling.grammar_process import CompileGrammar, FillMask, FillMasks, Mask, NewState
+from tandem.engine.sampling.grammar_server import GrammarServer
 from tandem.protocol.messages.generation import Thinking
-from tandem.protocol.messages.grammar import one_line, parser_limits
-from tandem.runtime.errors import ErrorInfo, InvalidRequest, TandemError, first_line
+from tandem.protocol.rank_channel import RankChannel
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, Overloaded, ProtocolError, TandemError
 from tandem.runtime.threads import show_thread_name
 
-_NUM_CACHED_GRAMMARS = 64
+COMPILE_TIMEOUT_S = 30.0
+"""Wait for a compilation, which may take `grammar_process.COMPILE_CPU_S` of a processor that others use too."""
+MASKS_TIMEOUT_S = 3.0
+"""Wait of a step for the masks of all its sequences. It is for loaded machines; a slow grammar ends much earlier."""
+MAX_GRAMMARS = 128
+"""Grammars that a worker serves at the same time, each with a process of about 5 MiB."""
+MAX_CLIENT_GRAMMARS = MAX_GRAMMARS // 2
+"""Of one client, if the API has keys."""
+_NUM_CACHED_GRAMMARS = 32
+_NUM_LANES = 2
+"""Grammars that are compiled at the same time."""
+
+_TOO_SLOW = InvalidRequest(
+    "the grammar is too complex: finding the tokens that may follow took too long, or failed. Make it less ambiguous: "
+    "write one repetition instead of many optional parts, and left recursion instead of right recursion"
+)
+_TOO_SLOW_TO_COMPILE = InvalidRequest("the grammar is too complex: compiling it took too long, or failed")
+_LOST = InternalError("the process that computed this grammar's masks was lost; try again")
 
 
-class Grammar:
-    """A grammar that is compiled or being compiled; shared by all sequences that use it."""
+class MaskRequest(NamedTuple):
+    """banned_token_ids: excluded (before min_tokens), unless the grammar allows nothing else."""
 
-    def __init__(self, compiled: Future[LLMatcher], tokenizer: Future[LLTokenizer]) -> None:
-        self._compiled = compiled
-        self._tokenizer = tokenizer
-
-    @property
-    def is_compiled(self) -> bool:
-        """True also if compilation failed; `matcher` then raises."""
-        return self._compiled.done()
-
-    def new_state(self, stop_token_ids: Collection[int], thinking: Thinking | None = None) -> GrammarState:
-        return GrammarState(self, stop_token_ids, thinking)
-
-    def matcher(self) -> tuple[LLMatcher, LLTokenizer]:
-        """Returns a matcher in its initial state. Raises InvalidRequest if the grammar could not be compiled."""
-        error = self._compiled.exception()
-        if isinstance(error, TandemError):  # raise a copy, because the stored error would keep the raising frames
-            raise ErrorInfo.of(error).to_error()
-        return self._compiled.result().deep_copy(), self._tokenizer.result()
+    state: GrammarState
+    output_token_ids: Sequence[int]
+    banned_token_ids: Collection[int]
 
 
 class GrammarState:
     """One sequence's state in its grammar. stop_token_ids: allowed only where the grammar may end.
 
     thinking: the grammar applies after it; thinking itself is free but for stop_token_ids.
-
-    Everything but `is_ready` belongs to the thread that computes masks. num_words: 32-bit words of a mask; 0 before
-    `begin`.
+    Everything but `is_ready` and `grammar` belongs to the thread that computes masks.
     """
 
+    _ids = itertools.count()
+
     def __init__(self, grammar: Grammar, stop_token_ids: Collection[int], thinking: Thinking | None = None) -> None:
-        self._thinking = thinking
-        self._grammar = grammar
-        self._stop_token_ids = stop_token_ids
-        self._matcher: LLMatcher | None = None
-        self._num_consumed = 0
-        self._num_searched = 0
-        self._eos_token_id = -1
-        self.num_words = 0
+        self.grammar = grammar
+        self._new = NewState(list(stop_token_ids), thinking)
+        self._id = next(self._ids)
+        self._num_sent = 0
+        self._process_number = 0  # of the process that the tokens were sent to; 0: none
+        weakref.finalize(self, grammar.ended_state_ids.append, self._id).atexit = False
 
     @property
     def is_ready(self) -> bool:
-        return self._grammar.is_compiled
+        return self.grammar.is_compiled
 
-    def begin(self) -> None:
-        """Prepares for `fill`; idempotent. Raises InvalidRequest if the grammar could not be compiled."""
-        if self._matcher is None:
-            self._matcher, tokenizer = self._grammar.matcher()
-            self._eos_token_id = tokenizer.eos_token
-            self.num_words = -(-tokenizer.vocab_size // 32)
+    def request(self, request: MaskRequest, process_number: int) -> FillMask:
+        """Returns a request with the tokens that the process does not have yet."""
+        new = self._new if self._process_number != process_number else None
+        if new is not None:
+            self._process_number, self._num_sent = process_number, 0
+        tokens = list(request.output_token_ids[self._num_sent :])
+        self._num_sent += len(tokens)
+        return FillMask(self._id, new, tokens, list(request.banned_token_ids))
 
-    def fill(self, output_token_ids: Sequence[int], banned: Collection[int], mask: NDArray[np.uint8]) -> None:
-        """Writes the tokens that may follow `output_token_ids` into mask [4 * num_words], one bit each.
 
-        banned: tokens to exclude (before min_tokens), unless the grammar allows nothing else.
-        Raises InvalidRequest if the tokens violate the grammar, or if it exceeds the parser's limits.
+class GrammarProcess:
+    """A grammar's process. It is replaced when it has ended. Of one thread at a time."""
+
+    def __init__(self, server: GrammarServer, text: str) -> None:
+        self._server = server
+        self._text = text
+        self._channel: RankChannel[Mask] | None = None
+        self.number = 0
+
+    @property
+    def mask_bytes(self) -> int:
+        return self._server.mask_bytes
+
+    def start(self, timeout_s: float = COMPILE_TIMEOUT_S) -> None:
+        """Starts the process and compiles. Raises InvalidRequest, InternalError."""
+        self.close()
+        channel = self._server.open()
+        channel.send(CompileGrammar(self._text))
+        self._channel = channel
+        answer = self.receive(timeout_s)
+        if answer is None or answer.error is not None:
+            self.close()
+            raise _copy(_TOO_SLOW_TO_COMPILE) if answer is None else _error_of(answer)
+        self.number += 1
+
+    def send(self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float) -> None:
+        """Asks for masks, of a new process if there is none. Raises InvalidRequest, InternalError."""
+        if self._channel is None:
+            self.start(timeout_s)
+        assert self._channel is not None
+        fills = [request.state.request(request, self.number) for request in requests]
+        try:
+            self._channel.send(FillMasks(fills, ended_state_ids))
+        except OSError as error:  # it ended since the last step
+            self.close()
+            raise _copy(_LOST) from error
+
+    def receive(self, timeout_s: float) -> Mask | None:
+        """Returns the next mask; None if the process has ended, or if the time is up."""
+        if self._channel is None or not self._channel.has_message(max(0.0, timeout_s)):
+            return None
+        try:
+            return self._channel.receive()
+        except ProtocolError:
+            return None
+
+    def close(self) -> None:
+        """Lets the process end: at once, or when what it computes has used up its processor time."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+class Grammar:
+    """A grammar that is compiled or being compiled; shared by all sequences that use it. client: compiles for it."""
+
+    def __init__(self, compiled: Future[GrammarProcess], client: str = "") -> None:
+        self._compiled = compiled
+        self.client = client
+        self.ended_state_ids: deque[int] = deque()
+
+    @property
+    def is_compiled(self) -> bool:
+        """True also if compilation failed; `process` then raises."""
+        return self._compiled.done()
+
+    def new_state(self, stop_token_ids: Collection[int], thinking: Thinking | None = None) -> GrammarState:
+        return GrammarState(self, stop_token_ids, thinking)
+
+    def process(self) -> GrammarProcess:
+        """Waits for the compilation. Raises InvalidRequest if it failed."""
+        error = self._compiled.exception()
+        if isinstance(error, TandemError):  # raise a copy, because the stored error would keep the raising frames
+            raise _copy(error)
+        return self._compiled.result()
+
+    def send(self, requests: Sequence[MaskRequest], deadline: float) -> None:
+        """Asks for masks of its states. deadline: by `time.monotonic`. Raises InvalidRequest, InternalError."""
+        ended = [self.ended_state_ids.popleft() for _ in range(len(self.ended_state_ids))]
+        self.process().send(requests, ended, deadline - time.monotonic())
+
+    def receive(self, requests: Sequence[MaskRequest], deadline: float) -> list[Mask]:
+        """Returns the masks that `send` asked for, each with bits or an error.
+
+        A process that ends or is late fails the sequence whose mask it computed. Others get theirs from a new process,
+        once; then the rest fail.
         """
-        matcher = self._matcher
-        assert matcher is not None, "begin comes first"
-        opening: int | None = None
-        if self._thinking is not None:
-            start = self._after_thinking(self._thinking, output_token_ids)
-            if start is None:
-                mask[:] = 0xFF
-                _clear_bits(mask, self._stop_token_ids)
-                return
-            if start < 0:  # the next token decides whether the sequence thinks
-                opening = self._thinking.opening[len(output_token_ids)]
-                matcher = matcher.deep_copy()
-                if matcher.try_consume_tokens(list(output_token_ids)) < len(output_token_ids):
-                    mask[:] = 0
-                    _set_bits(mask, [opening])
-                    return
-                output_token_ids = ()
-            else:
-                self._num_consumed, self._thinking = start, None
-        new = list(output_token_ids[self._num_consumed :])
-        if new and matcher.consume_tokens(new):
-            self._num_consumed += len(new)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be followed: {one_line(matcher.get_error())}")
-        _clear_bits(mask, [self._eos_token_id])  # the request's stop tokens end a sequence, not the tokeniser's
-        if matcher.is_accepting():
-            _set_bits(mask, self._stop_token_ids)
-        if opening is not None:
-            _set_bits(mask, [opening])
-        if banned:
-            before = mask.copy()
-            _clear_bits(mask, banned)
-            if not mask.any():
-                mask[:] = before
-        if not mask.any():
-            raise InvalidRequest("no token of this model's vocabulary can continue the grammar")
+        process = self.process()
+        masks: list[Mask] = []
+        has_restarted = False
+        while len(masks) < len(requests):
+            mask = process.receive(deadline - time.monotonic())
+            if mask is not None:
+                masks.append(mask)
+                continue
+            process.close()
+            masks.append(Mask(error=ErrorInfo.of(_TOO_SLOW)))
+            rest = requests[len(masks) :]
+            if rest:
+                error = _LOST if has_restarted else self._restart(process, rest, deadline)
+                has_restarted = True
+                if error is not None:
+                    masks += [Mask(error=ErrorInfo.of(error))] * len(rest)
+        return masks
 
-    def _after_thinking(self, thinking: Thinking, output: Sequence[int]) -> int | None:
-        """Returns the number of tokens before the answer: None while the sequence thinks, -1 if it may begin to."""
-        if not thinking.is_open:
-            opening = thinking.opening
-            if tuple(output[: len(opening)]) != opening[: len(output)]:
-                return 0
-            if len(output) < len(opening):
-                return -1
-        ending = list(thinking.ending)
-        for place in range(max(0, self._num_searched - len(ending)), len(output) - len(ending) + 1):
-            if output[place] == ending[0] and list(output[place : place + len(ending)]) == ending:
-                return place + len(ending)
-        self._num_searched = len(output)
+    def _restart(self, process: GrammarProcess, requests: Sequence[MaskRequest], deadline: float) -> TandemError | None:
+        try:
+            process.send(requests, [], deadline - time.monotonic())
+        except (TandemError, OSError) as error:
+            return error if isinstance(error, InternalError) else _LOST
         return None
 
 
-def _set_bits(mask: NDArray[np.uint8], token_ids: Collection[int]) -> None:
-    for token_id in token_ids:
-        if token_id < 8 * len(mask):
-            mask[token_id >> 3] |= 1 << (token_id & 7)
-
-
-def _clear_bits(mask: NDArray[np.uint8], token_ids: Collection[int]) -> None:
-    for token_id in token_ids:
-        if token_id < 8 * len(mask):
-            mask[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))
-
-
 class Grammars:
-    """Compiles grammars on a thread and caches the most recently used.
+    """Compiles grammars and caches the most recently used. Clients take turns.
 
     model: a folder or a hub id; its tokeniser is loaded in the background. vocab_size: of the logits.
     on_compiled: called on another thread after each compilation.
@@ -158,59 +203,76 @@ class Grammars:
 
     def __init__(self, model: str, vocab_size: int, on_compiled: Callable[[], object]) -> None:
         self._on_compiled = on_compiled
-        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, "grammars", show_thread_name)
-        self._tokenizer = self._thread.submit(read_tokenizer, model, vocab_size)
+        self._cached: OrderedDict[str, Grammar] = OrderedDict()
+        self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
+        self._queue: CompileQueue[Callable[[], None]] = CompileQueue()
+        self._lanes = ThreadPoolExecutor(_NUM_LANES, "grammars", show_thread_name)
+        self._server = self._lanes.submit(GrammarServer.of_model, model, vocab_size)
 
-    def get(self, text: str | None) -> Grammar | None:
-        """Returns the grammar for `SamplingParams.grammar`. Call on the event loop."""
+    def get(self, text: str | None, client: str = "") -> Grammar | None:
+        """Returns the grammar for `SamplingParams.grammar`. Call on the event loop. Raises Overloaded.
+
+        client: whose turn it is to compile; different for different API keys.
+        """
         if text is None:
             return None
-        grammar = self._grammars.get(text)
+        grammar = self._cached.get(text)
         if grammar is None:
-            compiled = self._thread.submit(self._compile, text)
+            self._make_room(client)
+            compiled: Future[GrammarProcess] = Future()
             compiled.add_done_callback(lambda _: self._on_compiled())
-            grammar = self._grammars[text] = Grammar(compiled, self._tokenizer)
-            if len(self._grammars) > _NUM_CACHED_GRAMMARS:
-                self._grammars.popitem(last=False)
-        self._grammars.move_to_end(text)
+            grammar = self._cached[text] = Grammar(compiled, client)
+            self._live.add(grammar)
+            self._queue.push(client, lambda: self._compile(text, compiled))
+            self._lanes.submit(self._work)
+        self._cached.move_to_end(text)
         return grammar
 
-    def _compile(self, text: str) -> LLMatcher:
-        return compile_grammar(self._tokenizer.result(), text)
+    def _make_room(self, client: str) -> None:
+        """Forgets cached grammars, and refuses more that are in use. Raises Overloaded."""
+        while len(self._cached) >= _NUM_CACHED_GRAMMARS or (self._cached and len(self._live) >= MAX_GRAMMARS):
+            self._cached.popitem(last=False)
+        num_own = sum(grammar.client == client for grammar in self._live) if client else 0
+        if len(self._live) >= MAX_GRAMMARS or num_own >= MAX_CLIENT_GRAMMARS:
+            raise Overloaded(
+                f"this worker serves {len(self._live)} different grammars, {num_own} of them yours; at most "
+                f"{MAX_GRAMMARS} and {MAX_CLIENT_GRAMMARS} at the same time. Try again later, or use fewer grammars"
+            )
+
+    def _work(self) -> None:
+        """Compiles as long as it is some client's turn. Runs on a lane."""
+        while (turn := self._queue.pop()) is not None:
+            client, compile_next = turn
+            try:
+                compile_next()
+            finally:
+                self._queue.finish(client)
+
+    def _compile(self, text: str, compiled: Future[GrammarProcess]) -> None:
+        try:
+            process = GrammarProcess(self._server.result(), text)
+            process.start()
+        except TandemError as error:
+            compiled.set_exception(error)
+        except Exception as error:
+            compiled.set_exception(InternalError(f"the grammar could not be compiled: {error}"))
+        else:
+            compiled.set_result(process)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._lanes.shutdown(wait=False, cancel_futures=True)
+        self._server.add_done_callback(_close)
 
 
-def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-    """Compiles a grammar. Raises InvalidRequest."""
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
-    if matcher.is_error():
-        raise InvalidRequest(f"the grammar cannot be served: {one_line(matcher.get_error())}")
-    return matcher
+def _close(loaded: Future[GrammarServer]) -> None:
+    if not loaded.cancelled() and loaded.exception() is None:
+        loaded.result().close()
 
 
-def read_tokenizer(model: str, vocab_size: int) -> LLTokenizer:
-    """Loads the model's tokeniser for llguidance. Raises InvalidRequest.
-
-    A worker without a usable tokeniser still serves; only requests with a grammar fail.
-    """
-    from transformers.tokenization_utils_tokenizers import TokenizersBackend  # slow to import
-
-    try:
-        backend: Any = TokenizersBackend.from_pretrained(model)
-        return make_tokenizer(backend.backend_tokenizer.to_str(), vocab_size, backend.eos_token_id)
-    except InvalidRequest:
-        raise
-    except Exception as error:
-        raise InvalidRequest(
-            f"this model does not support grammars: its tokeniser cannot be used: {first_line(error)}"
-        ) from error
+def _error_of(mask: Mask) -> TandemError:
+    assert mask.error is not None
+    return mask.error.to_error()
 
 
-def make_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_id: int | None) -> LLTokenizer:
-    """Creates a tokeniser. eos_token_id: a token that is never part of a text. Raises InvalidRequest if it is None."""
-    if eos_token_id is None:
-        raise InvalidRequest("this model does not support grammars: its tokeniser has no eos_token")
-    return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token_id)
+def _copy(error: TandemError) -> TandemError:
+    return ErrorInfo.of(error).to_error()

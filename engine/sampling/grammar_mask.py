@@ -1,9 +1,10 @@
-"""Computes the tokens that grammars allow in a step, on a thread beside the model, and applies them to the logits."""
+"""Gets the tokens that grammars allow in a step, on a thread beside the model, and applies them to the logits."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import torch
 
 from tandem.engine.batch import Sample
 from tandem.engine.cuda.streams import Array, upload
-from tandem.engine.sampling.grammar import GrammarState
+from tandem.engine.sampling.grammar import MASKS_TIMEOUT_S, Grammar, MaskRequest
+from tandem.engine.sampling.grammar_process import Mask
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError
 from tandem.runtime.threads import show_thread_name
 
@@ -65,7 +67,7 @@ def _table(device: torch.device) -> torch.Tensor:
 
 
 class GrammarMasks:
-    """The thread that computes masks. It starts with the first grammar."""
+    """The thread that waits for masks. It starts with the first grammar."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "grammar-masks", show_thread_name)
@@ -76,40 +78,51 @@ class GrammarMasks:
         return self._thread.submit(compute_masks, samples, rows) if rows else None
 
 
-def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
-    """Computes the masks of the samples in `rows`. Sequences that begin together share a state and its mask."""
+def compute_masks(samples: Sequence[Sample], rows: list[int], timeout_s: float = MASKS_TIMEOUT_S) -> StepMask:
+    """Has the grammars' processes compute the masks of the samples in `rows`, all grammars at the same time.
+
+    Sequences that begin together share a state and its mask. timeout_s: for all masks together; sequences whose masks
+    are late get an error.
+    """
+    deadline = time.monotonic() + timeout_s
     users: dict[int, list[int]] = {}
-    states: dict[int, tuple[GrammarState, Sample]] = {}
-    errors: dict[int, ErrorInfo] = {}
+    requests: dict[int, dict[int, MaskRequest]] = {}  # by grammar and state
+    grammars: dict[int, Grammar] = {}
     for row in rows:
-        state = samples[row].grammar
+        sample = samples[row]
+        state = sample.grammar
         assert state is not None
         users.setdefault(id(state), []).append(row)
-        states[id(state)] = (state, samples[row])
-    num_words = 0
-    for key, (state, _) in states.items():
+        grammars[id(state.grammar)] = state.grammar
+        request = MaskRequest(state, sample.output_token_ids, sample.banned_token_ids)
+        requests.setdefault(id(state.grammar), {}).setdefault(id(state), request)
+    failed: dict[int, ErrorInfo] = {}
+    for key, grammar in grammars.items():
         try:
-            state.begin()
-            num_words = state.num_words  # the same for all, because they share the tokeniser
-        except BaseException as error:
-            errors |= dict.fromkeys(users[key], _error_info(error))
-    bits = np.full((len(states), 4 * num_words), 0xFF, dtype=np.uint8)
+            grammar.send(list(requests[key].values()), deadline)
+        except Exception as error:
+            failed[key] = _error_info(error)
+    found: list[bytes] = []
     mask_row_of: dict[int, int] = {}
-    for mask_row, (key, (state, sample)) in enumerate(states.items()):
-        mask_row_of |= dict.fromkeys(users[key], mask_row)
-        if users[key][0] in errors:
-            continue
-        try:
-            state.fill(sample.output_token_ids, sample.banned_token_ids, bits[mask_row])
-        except BaseException as error:
-            bits[mask_row] = 0xFF
-            errors |= dict.fromkeys(users[key], _error_info(error))
+    errors: dict[int, ErrorInfo] = {}
+    for key, grammar in grammars.items():
+        of_grammar = requests[key]
+        if key in failed:
+            masks = [Mask(error=failed[key])] * len(of_grammar)
+        else:
+            masks = grammar.receive(list(of_grammar.values()), deadline)
+        for state_key, mask in zip(of_grammar, masks, strict=True):
+            if mask.error is not None:
+                errors |= dict.fromkeys(users[state_key], mask.error)
+            else:
+                mask_row_of |= dict.fromkeys(users[state_key], len(found))
+                found.append(mask.bits)
     constrained = [row for row in rows if row not in errors]
+    bits = np.frombuffer(bytearray().join(found), np.uint8).reshape(len(found), -1 if found else 0)
     return StepMask(constrained, [mask_row_of[row] for row in constrained], bits, errors)
 
 
-def _error_info(error: BaseException) -> ErrorInfo:
-    """Describes a mask's error. Includes llguidance's panics (not Exceptions), which must end only their sequence."""
+def _error_info(error: Exception) -> ErrorInfo:
     if isinstance(error, TandemError):
         return ErrorInfo.of(error)
     log.error("a grammar's mask failed", exc_info=error)

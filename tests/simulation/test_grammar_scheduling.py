@@ -28,7 +28,7 @@ ERROR = ItemOutput([SampledToken(1)], error=ErrorInfo.of(InvalidRequest("the gra
 
 def grammar() -> tuple[Grammar, Future[Any]]:
     compiled: Future[Any] = Future()
-    return Grammar(compiled, Future()), compiled
+    return Grammar(compiled), compiled
 
 
 def start(number: int, sampling: SamplingParams, num_sequences: int = 1, num_generated: int = 0) -> StartPrefill:

@@ -28,7 +28,7 @@ PROMPTS = [
 
 
 class BrokenGrammars:
-    def get(self, text: str | None) -> None:
+    def get(self, text: str | None, client: str) -> None:
         raise RuntimeError("can't start new thread")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,15 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tandem.engine.batch import ItemOutput, Sample
 from tandem.engine.model_runner import with_errors
-from tandem.engine.sampling.grammar import (
-    Grammar,
-    Grammars,
-    GrammarState,
-    compile_grammar,
-    make_tokenizer,
-    read_tokenizer,
-)
+from tandem.engine.sampling.grammar import Grammar, GrammarProcess, Grammars, GrammarState
 from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask, compute_masks
+from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer
+from tandem.engine.sampling.grammar_process import LoadTokenizer
+from tandem.engine.sampling.grammar_server import GrammarServer, read_tokenizer
 from tandem.engine.sampling.sampler import sample
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, Thinking
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, check_grammar
@@ -81,15 +78,32 @@ def done(value: Any) -> Future[Any]:
     return future
 
 
-def state_of(text: str, stops: frozenset[int] = frozenset({END, OTHER_END})) -> GrammarState:
-    return Grammar(done(compile_grammar(TOKENIZER, text)), done(TOKENIZER)).new_state(stops)
+def matcher_of(
+    text: str, stops: frozenset[int] = frozenset({END, OTHER_END}), thinking: Thinking | None = None
+) -> GrammarMatcher:
+    return GrammarMatcher(compile_grammar(TOKENIZER, text), TOKENIZER, stops, thinking)
 
 
-def allowed(state: GrammarState, output: list[int], banned: frozenset[int] = frozenset()) -> set[int]:
-    state.begin()
-    mask = np.full(4 * state.num_words, 0xFF, dtype=np.uint8)
-    state.fill(output, banned, mask)
+def allowed(matcher: GrammarMatcher, output: list[int], banned: frozenset[int] = frozenset()) -> set[int]:
+    mask = np.frombuffer(matcher.mask(output, banned), np.uint8)
     return {int(i) for i in np.flatnonzero(np.unpackbits(mask, bitorder="little"))}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[GrammarServer]:
+    server = GrammarServer(LoadTokenizer(BPE.to_str().encode(), VOCAB_SIZE, END))
+    yield server
+    server.close()
+
+
+def grammar_of(server: GrammarServer, text: str) -> Grammar:
+    process = GrammarProcess(server, text)
+    process.start()
+    return Grammar(done(process))
+
+
+def state_of(server: GrammarServer, text: str) -> GrammarState:
+    return grammar_of(server, text).new_state({END, OTHER_END})
 
 
 def by_the_validator(text: str, output: list[int]) -> set[int]:
@@ -102,7 +116,7 @@ def by_the_validator(text: str, output: list[int]) -> set[int]:
 
 def walk(text: str, rng: random.Random, max_tokens: int = 60) -> list[list[int]]:
     """Yields every prefix of one random output that the grammar allows."""
-    state, output = state_of(text), list[int]()
+    state, output = matcher_of(text), list[int]()
     prefixes = [[]] if not output else []
     for _ in range(max_tokens):
         tokens = sorted(allowed(state, output))
@@ -119,7 +133,7 @@ def test_the_mask_equals_the_validators_choices(text: str) -> None:
     """If the grammar allows only one text, the mask allows only its canonical token."""
     rng = random.Random(1)
     for _ in range(4):
-        state = state_of(text)
+        state = matcher_of(text)
         for output in walk(text, rng):
             tokens, valid = allowed(state, output), by_the_validator(text, output)
             if tokens != valid:
@@ -134,10 +148,10 @@ def test_the_mask_equals_the_validators_choices(text: str) -> None:
 def test_a_rebuilt_state_equals_the_continued_one(text: str, seed: int) -> None:
     """Checks every position, also in steps of several tokens as after a preemption."""
     rng = random.Random(seed)
-    going_on, jumping = state_of(text), state_of(text)
+    going_on, jumping = matcher_of(text), matcher_of(text)
     for output in walk(text, rng):
         expected = allowed(going_on, output)
-        assert allowed(state_of(text), output) == expected
+        assert allowed(matcher_of(text), output) == expected
         if rng.random() < 0.3:
             assert allowed(jumping, output) == expected
             assert allowed(jumping, output) == expected  # asking changes nothing
@@ -146,19 +160,19 @@ def test_a_rebuilt_state_equals_the_continued_one(text: str, seed: int) -> None:
 def test_end_tokens_are_allowed_only_where_the_grammar_may_end() -> None:
     text = 'start: "ab" "c"?'
     a, b, c = (BPE.encode(letter).ids[0] for letter in "abc")
-    assert {END, OTHER_END}.isdisjoint(allowed(state_of(text), [a]))
-    assert allowed(state_of(text), [a, b]) == {c, END, OTHER_END}
-    assert allowed(state_of(text, frozenset({OTHER_END})), [a, b]) == {c, OTHER_END}
+    assert {END, OTHER_END}.isdisjoint(allowed(matcher_of(text), [a]))
+    assert allowed(matcher_of(text), [a, b]) == {c, END, OTHER_END}
+    assert allowed(matcher_of(text, frozenset({OTHER_END})), [a, b]) == {c, OTHER_END}
     # min_tokens delays the end only while another token is allowed
     ends = frozenset({END, OTHER_END})
-    assert allowed(state_of(text), [a, b], banned=ends) == {c}
-    assert allowed(state_of(text), [a, b, c], banned=ends) == ends
+    assert allowed(matcher_of(text), [a, b], banned=ends) == {c}
+    assert allowed(matcher_of(text), [a, b, c], banned=ends) == ends
     with pytest.raises(InvalidRequest, match="no token"):
-        allowed(state_of(text, frozenset()), [a, b, c])
+        allowed(matcher_of(text, frozenset()), [a, b, c])
 
 
 def test_tokens_outside_the_grammar_are_an_error() -> None:
-    state = state_of('start: "ab"')
+    state = matcher_of('start: "ab"')
     with pytest.raises(InvalidRequest, match="cannot be followed"):
         allowed(state, BPE.encode("b").ids)
 
@@ -176,13 +190,13 @@ ROWS = [
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=8)
-def test_sampled_text_matches_the_grammar_with_any_sampling_fields(seed: int) -> None:
+def test_sampled_text_matches_the_grammar_with_any_sampling_fields(server: GrammarServer, seed: int) -> None:
     """The masks come from `GrammarMasks`, rows with and without a grammar in one batch, over random logits."""
     rng = random.Random(seed)
     torch.manual_seed(seed % 2**31)
     masks = GrammarMasks()
     texts = [rng.choice(GRAMMARS) for _ in ROWS]
-    states = [None if p.grammar is None else state_of(text) for p, text in zip(ROWS, texts, strict=True)]
+    states = [None if p.grammar is None else state_of(server, text) for p, text in zip(ROWS, texts, strict=True)]
     outputs: list[list[int]] = [[] for _ in ROWS]
     ended: set[int] = set()
     for position in range(40):
@@ -212,8 +226,8 @@ def test_a_batch_without_grammars_starts_no_thread() -> None:
     assert GrammarMasks().start([Sample(SamplingParams())]) is None
 
 
-def test_sequences_that_begin_together_share_a_mask() -> None:
-    state = state_of('start: "ab"')
+def test_sequences_that_begin_together_share_a_mask(server: GrammarServer) -> None:
+    state = state_of(server, 'start: "ab"')
     samples = [
         Sample(SamplingParams(), grammar=state),
         Sample(SamplingParams()),
@@ -223,10 +237,9 @@ def test_sequences_that_begin_together_share_a_mask() -> None:
     assert (mask.rows, mask.mask_rows, len(mask.bits)) == ([0, 2], [0, 0], 1)
 
 
-def test_a_failing_grammar_does_not_affect_other_sequences() -> None:
-    broken = Grammar(done(InvalidRequest("the grammar cannot be served: x")), done(TOKENIZER)).new_state({END})
-    lost = state_of('start: "ab"')
-    fine = state_of('start: "ab"')
+def test_a_failing_grammar_does_not_affect_other_sequences(server: GrammarServer) -> None:
+    broken = Grammar(done(InvalidRequest("the grammar cannot be served: x"))).new_state({END})
+    lost, fine = (state_of(server, 'start: "ab"') for _ in range(2))
     samples = [
         Sample(SamplingParams(), output_token_ids=output, grammar=state)
         for state, output in ((broken, []), (lost, BPE.encode("b").ids), (fine, BPE.encode("a").ids))
@@ -255,10 +268,10 @@ def test_a_failing_grammar_does_not_affect_other_sequences() -> None:
 
 def test_a_failed_compilation_keeps_no_reference_to_its_sequences() -> None:
     wrong = InvalidRequest("the grammar cannot be served: x")
-    state = Grammar(done(wrong), done(TOKENIZER)).new_state({END})
+    grammar = Grammar(done(wrong))
     for _ in range(3):
         with pytest.raises(InvalidRequest, match="cannot be served: x"):
-            state.begin()
+            grammar.process()
     assert wrong.__traceback__ is None
 
 
@@ -276,10 +289,9 @@ def test_compiled_grammars_are_cached(noise_model: Any) -> None:
         assert grammars.get(None) is None
         first, broken = grammars.get('start: "a"'), grammars.get("start: nothing")
         assert first is not None and broken is not None
-        state = first.new_state({0})
-        state.begin()
+        assert first.process().mask_bytes == 256
         with pytest.raises(InvalidRequest, match="unknown name"):
-            broken.new_state({0}).begin()
+            broken.process()
         assert grammars.get('start: "a"') is first and first.is_compiled and broken.is_compiled
         for number in range(70):
             grammars.get(f'start: "{number}"')
@@ -327,14 +339,14 @@ def test_hostile_grammars_stay_within_limits() -> None:
     for text in hostile:
         try:
             check_grammar(text, "guided_grammar")
-            allowed(state_of(text), [])
+            allowed(matcher_of(text), [])
         except InvalidRequest as error:
             assert "\n" not in error.message
 
 
 def test_the_demo_vocabulary_can_spell_json(noise_model: Any) -> None:
-    tokenizer = read_tokenizer(str(noise_model), 2048)
-    assert isinstance(tokenizer, LLTokenizer)
+    read = read_tokenizer(str(noise_model), 2048)
+    tokenizer: LLTokenizer = make_tokenizer(read.tokenizer_json.decode(), read.vocab_size, read.eos_token_id)
     matcher = compile_grammar(tokenizer, GRAMMARS[0])
     text = '{"name": "né日", "size": 7}'
     assert matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
@@ -368,31 +380,29 @@ VOCABULARY = set(range(VOCAB_SIZE))
 
 def test_a_grammar_applies_after_the_thinking() -> None:
     thinking = Thinking(True, (THINK,), (END_THINK,), (END_THINK,))
-    grammar = Grammar(done(compile_grammar(TOKENIZER, GRAMMAR_OF_YES)), done(TOKENIZER))
     answer = BPE.encode("yes").ids
-    state, output = grammar.new_state({END}, thinking), BPE.encode("Hm, no.").ids
+    state, output = yes_of(thinking), BPE.encode("Hm, no.").ids
     for number in range(len(output) + 1):  # thinking is free, but cannot end the sequence
         assert allowed(state, output[:number]) & VOCABULARY == VOCABULARY - {END}
     output.append(END_THINK)
     for token_id in answer:
-        assert allowed(state, output) == allowed(grammar.new_state({END}), output[output.index(END_THINK) + 1 :])
+        assert allowed(state, output) == allowed(yes_of(), output[output.index(END_THINK) + 1 :])
         assert token_id in allowed(state, output)
         output.append(token_id)
     assert allowed(state, output) == {END}
-    resumed = grammar.new_state({END}, thinking)  # as after a migration: the state is a function of the tokens
+    resumed = yes_of(thinking)  # as after a migration: the state is a function of the tokens
     assert allowed(resumed, output) == {END}
 
 
 def test_a_sequence_may_begin_to_think_or_to_answer() -> None:
     thinking = Thinking(False, (THINK,), (END_THINK,), (END_THINK,))
-    grammar = Grammar(done(compile_grammar(TOKENIZER, GRAMMAR_OF_YES)), done(TOKENIZER))
-    first = allowed(grammar.new_state({END}), [])
+    first = allowed(yes_of(), [])
     answer = BPE.encode("yes").ids
-    state = grammar.new_state({END}, thinking)
+    state = yes_of(thinking)
     assert allowed(state, []) == first | {THINK}
     assert allowed(state, [THINK]) & VOCABULARY == VOCABULARY - {END}
     assert allowed(state, [THINK, 40, END_THINK]) == first
-    other = grammar.new_state({END}, thinking)
+    other = yes_of(thinking)
     assert allowed(other, []) == first | {THINK}
     assert allowed(other, answer) == {END}
 
@@ -400,15 +410,15 @@ def test_a_sequence_may_begin_to_think_or_to_answer() -> None:
 def test_an_opening_of_several_tokens_may_share_its_beginning_with_the_answer() -> None:
     yes = BPE.encode("yes").ids
     thinking = Thinking(False, (yes[0], THINK), (END_THINK,), (END_THINK,))
-    grammar = Grammar(done(compile_grammar(TOKENIZER, GRAMMAR_OF_YES)), done(TOKENIZER))
-    state = grammar.new_state({END}, thinking)
+    state = yes_of(thinking)
     assert yes[0] in allowed(state, [])
-    assert allowed(state, yes[:1]) == allowed(grammar.new_state({END}), yes[:1]) | {THINK}
+    assert allowed(state, yes[:1]) == allowed(yes_of(), yes[:1]) | {THINK}
     assert allowed(state, yes) == {END}
-    thinks = grammar.new_state({END}, thinking)
+    thinks = yes_of(thinking)
     allowed(thinks, yes[:1])
     assert allowed(thinks, [yes[0], THINK]) & VOCABULARY == VOCABULARY - {END}
-    assert allowed(thinks, [yes[0], THINK, END_THINK]) == allowed(grammar.new_state({END}), [])
+    assert allowed(thinks, [yes[0], THINK, END_THINK]) == allowed(yes_of(), [])
 
 
-GRAMMAR_OF_YES = '%llguidance {}\nstart: "yes"'
+def yes_of(thinking: Thinking | None = None) -> GrammarMatcher:
+    return matcher_of('%llguidance {}\nstart: "yes"', frozenset({END}), thinking)

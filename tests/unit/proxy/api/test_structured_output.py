@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from tandem.engine.sampling.grammar import compile_grammar, read_tokenizer
+from tandem.engine.sampling.grammar_matcher import compile_grammar, make_tokenizer
+from tandem.engine.sampling.grammar_server import read_tokenizer
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
@@ -43,7 +44,8 @@ def reader(text: ModelText) -> BodyReader:
 
 @pytest.fixture(scope="module")
 def tokenizer(noise_model: Path) -> Any:
-    return read_tokenizer(str(noise_model), 2048)
+    read = read_tokenizer(str(noise_model), 2048)
+    return make_tokenizer(read.tokenizer_json.decode(), read.vocab_size, read.eos_token_id)
 
 
 def read(reader: BodyReader, fields: dict[str, Any]) -> GenerationRequest:

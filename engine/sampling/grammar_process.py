@@ -1,0 +1,192 @@
+"""A process for each grammar, in which it is compiled and its masks are computed: `python -m MODULE FD`.
+
+Grammars come from clients, and nothing in llguidance bounds the time of a mask. In a process of its own, a grammar that
+computes for too long or crashes ends only its own sequences (docs/adr/0032-grammar-processes.md). One process loads the
+tokeniser and has one thread; it forks the others, which takes milliseconds and shares the tokeniser's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from multiprocessing.connection import Connection
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
+
+from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer, mask_bytes
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.generation import Thinking
+from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
+from tandem.protocol.rank_channel import RankChannel
+from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, first_line
+from tandem.runtime.lifetime import die_with_parent
+from tandem.runtime.stack import call_with_stack
+
+COMPILE_CPU_S = 5.0
+"""Processor time in which a grammar must compile. The worst that passes validation takes about 3 s."""
+MASK_BURST_CPU_S = 0.3
+"""Processor time that a sequence's masks may take beyond MASK_CPU_S each. The slowest first mask of a useful grammar
+takes 0.1 s: a schema of 2,500 properties with a pattern each."""
+MASK_CPU_S = 0.02
+"""Processor time that each mask adds to what a sequence's masks may take. A common schema's mask takes under 1 ms."""
+TOKEN_CPU_S = 0.0005
+"""Processor time that each token adds, for a new process that gets all tokens of a sequence at once."""
+_MAX_MEMORY_BYTES = 4 << 30
+"""Address space of a grammar's process, with the tokeniser and the stack."""
+
+
+class LoadTokenizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first message of a worker. vocab_size: of the logits."""
+
+    tokenizer_json: bytes
+    vocab_size: int
+    eos_token_id: int | None
+
+
+class CompileGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The first message to a grammar's process, which answers with `Mask`: empty, or an error."""
+
+    text: str
+
+
+class NewState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    stop_token_ids: list[int]
+    thinking: Thinking | None
+
+
+class FillMask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks for the next mask of a sequence."""
+
+    state_id: int
+    """Of the sequence, unique in the worker."""
+    new_state: NewState | None
+    """Set in the first request for a sequence."""
+    token_ids: list[int]
+    """Generated tokens since the last request."""
+    banned_token_ids: list[int]
+
+
+class FillMasks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The process answers with one `Mask` for each request, in their order."""
+
+    requests: list[FillMask]
+    ended_state_ids: list[int]
+    """Sequences that need no more masks."""
+
+
+class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bits: bytes = b""
+    """One bit for each token; empty after an error."""
+    error: ErrorInfo | None = None
+
+
+class _Sequence:
+    def __init__(self, matcher: GrammarMatcher) -> None:
+        self.matcher = matcher
+        self.output_token_ids: list[int] = []
+        self.allowance_s = MASK_BURST_CPU_S
+
+
+def main() -> None:
+    """Loads the tokeniser and answers with a `Mask`; then forks a process for each connection that it receives."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's, which ends the worker
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
+    connection = Connection(os.dup(control.fileno()))
+    try:
+        wanted = msgspec.msgpack.decode(connection.recv_bytes(), type=LoadTokenizer)
+    except EOFError:
+        return
+    try:
+        tokenizer = make_tokenizer(wanted.tokenizer_json.decode(), wanted.vocab_size, wanted.eos_token_id)
+        answer = Mask(bytes(mask_bytes(tokenizer)))
+    except Exception as error:
+        answer = Mask(error=_error_info(error))
+    del wanted
+    try:
+        connection.send_bytes(msgspec.msgpack.encode(answer))
+    except OSError:
+        return  # the worker has ended
+    connection.close()
+    if answer.error is not None:
+        return
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        if os.fork() == 0:
+            control.close()
+            _run(Connection(fds[0]), tokenizer)
+        os.close(fds[0])
+
+
+def _run(connection: Connection, tokenizer: LLTokenizer) -> None:
+    """Serves one grammar in a forked process, until the worker closes the connection. Does not return."""
+    die_with_parent(signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    try:
+        call_with_stack(COMPILE_STACK_BYTES, lambda: _serve(connection, tokenizer))
+    except OSError:
+        pass  # the worker closed the connection
+    except BaseException as error:
+        print(f"a grammar's process failed: {error!r}", file=sys.stderr, flush=True)
+    os._exit(0)
+
+
+def _serve(connection: Connection, tokenizer: LLTokenizer) -> None:
+    channel: RankChannel[CompileGrammar | FillMasks] = RankChannel(connection, Codec(CompileGrammar | FillMasks))
+    sequences: dict[int, _Sequence] = {}
+    first = channel.receive()
+    if not isinstance(first, CompileGrammar):
+        return
+    signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)  # whose signal ends the process
+    try:
+        compiled = compile_grammar(tokenizer, first.text)
+    except BaseException as error:
+        channel.send(Mask(error=_error_info(error)))
+        return
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    channel.send(Mask())
+    while (message := channel.receive()) is not None:
+        assert isinstance(message, FillMasks)
+        for state_id in message.ended_state_ids:
+            sequences.pop(state_id, None)
+        for request in message.requests:
+            channel.send(_fill(request, sequences, compiled, tokenizer))
+
+
+def _fill(request: FillMask, sequences: dict[int, _Sequence], compiled: LLMatcher, tokenizer: LLTokenizer) -> Mask:
+    """Computes one mask. The kernel ends this process when the sequence's allowance is used up."""
+    if (new := request.new_state) is not None:
+        matcher = GrammarMatcher(compiled.deep_copy(), tokenizer, new.stop_token_ids, new.thinking)
+        sequences[request.state_id] = _Sequence(matcher)
+    sequence = sequences[request.state_id]
+    sequence.output_token_ids += request.token_ids
+    earned_s = MASK_CPU_S + TOKEN_CPU_S * len(request.token_ids)
+    sequence.allowance_s = min(sequence.allowance_s + earned_s, COMPILE_CPU_S)
+    begun = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, max(MASK_CPU_S, sequence.allowance_s))
+    try:
+        return Mask(bytes(sequence.matcher.mask(sequence.output_token_ids, request.banned_token_ids)))
+    except BaseException as error:
+        return Mask(error=_error_info(error))
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sequence.allowance_s = min(MASK_BURST_CPU_S, sequence.allowance_s - (time.process_time() - begun))
+
+
+def _error_info(error: BaseException) -> ErrorInfo:
+    """Describes an error. Includes llguidance's panics, which are not Exceptions."""
+    if isinstance(error, TandemError):
+        return ErrorInfo.of(error)
+    return ErrorInfo.of(InternalError(f"the grammar failed: {type(error).__name__}: {first_line(error)}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Grammars in processes: one that is slow, crashes or is one of too many affects only its own sequences."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.engine.batch import Sample
+from tandem.engine.sampling import grammar as grammar_module
+from tandem.engine.sampling.compile_queue import CompileQueue
+from tandem.engine.sampling.grammar import Grammar, GrammarProcess, Grammars, GrammarState
+from tandem.engine.sampling.grammar_mask import StepMask, compute_masks
+from tandem.engine.sampling.grammar_process import LoadTokenizer
+from tandem.engine.sampling.grammar_server import GrammarServer
+from tandem.protocol.messages.generation import SamplingParams
+from tandem.runtime.errors import InvalidRequest, Overloaded
+from tests.support.hostile_grammars import ambiguous
+from tests.unit.engine.sampling.test_grammar import BPE, END, VOCAB_SIZE
+
+A, B, C = (BPE.encode(letter).ids[0] for letter in "abc")
+LONG_S = 1.5
+"""Far above what a slow mask may take of a processor, and far below what it would take without a limit."""
+
+
+@pytest.fixture
+def server() -> Iterator[GrammarServer]:
+    server = GrammarServer(LoadTokenizer(BPE.to_str().encode(), VOCAB_SIZE, END))
+    yield server
+    server.close()
+
+
+def grammar_of(server: GrammarServer, text: str) -> Grammar:
+    process = GrammarProcess(server, text)
+    process.start()
+    compiled: Future[GrammarProcess] = Future()
+    compiled.set_result(process)
+    return Grammar(compiled)
+
+
+def step(*sequences: tuple[GrammarState, list[int]]) -> StepMask:
+    samples = [Sample(SamplingParams(), output_token_ids=output, grammar=state) for state, output in sequences]
+    return compute_masks(samples, list(range(len(samples))))
+
+
+def allows(mask: StepMask, row: int, token_id: int) -> bool:
+    bits = mask.bits[mask.mask_rows[mask.rows.index(row)]]
+    return bool(bits[token_id >> 3] >> (token_id & 7) & 1)
+
+
+def children(server: GrammarServer) -> list[int]:
+    pid = server._process.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_children(server: GrammarServer, number: int) -> None:
+    deadline = time.monotonic() + 10
+    while len(children(server)) != number:
+        assert time.monotonic() < deadline, children(server)
+        time.sleep(0.01)
+
+
+RIGHT_RECURSION = "start: " + " | ".join(f"s{i}" for i in range(300)) + "\n" + "\n".join(
+    f's{i}: "a" s{i} | "b"' for i in range(300)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "output"), [(ambiguous(30_000), []), (RIGHT_RECURSION, [A] * 500)])
+def test_a_grammar_whose_masks_take_seconds_ends_only_its_own_sequence(
+    server: GrammarServer, text: str, output: list[int]
+) -> None:
+    slow, fine = grammar_of(server, text).new_state({END}), grammar_of(server, 'start: "ab" "c"?').new_state({END})
+    begun = time.monotonic()
+    mask = step((slow, output), (fine, [A]))
+    assert time.monotonic() - begun < grammar_module.MASKS_TIMEOUT_S + 0.5
+    assert set(mask.errors) == {0} and "too complex" in mask.errors[0].message
+    assert allows(mask, 1, B) and not allows(mask, 1, C)
+    begun = time.process_time()
+    assert allows(step((fine, [A, B])), 0, C)
+    assert time.process_time() - begun < 0.1  # nothing goes on in this process
+
+
+def test_other_sequences_of_a_grammar_continue_in_a_new_process(server: GrammarServer) -> None:
+    grammar = grammar_of(server, ambiguous(30_000).replace("start:", 'start: "b" "a" | "c" "c" "c"'))
+    slow, first, last = (grammar.new_state({END}) for _ in range(3))
+    mask = step((first, []), (slow, [C, C]), (last, []))
+    assert set(mask.errors) == {1} and mask.errors[1].code == "invalid_request"
+    assert allows(mask, 0, B) and allows(mask, 2, B)
+    again = step((first, [B]), (last, []))
+    assert allows(again, 0, A) and not allows(again, 0, B) and allows(again, 1, B)
+
+
+def test_tokens_earn_the_time_of_long_answers(server: GrammarServer) -> None:
+    """A sequence may take as long as it likes in all."""
+    state = grammar_of(server, "start: /a{30000}/").new_state({END})
+    for length in range(0, 200, 10):
+        assert allows(step((state, [A] * length)), 0, A)
+
+
+def test_a_process_that_is_killed_is_replaced(server: GrammarServer) -> None:
+    grammar = grammar_of(server, "start: /[ab]c*/")
+    state = grammar.new_state({END})
+    assert allows(step((state, [])), 0, A)
+    for pid in children(server):
+        os.kill(pid, signal.SIGKILL)
+    wait_for_children(server, 0)
+    assert set(step((state, [A])).errors) == {0}
+    other = grammar.new_state({END})
+    assert allows(step((other, [A])), 0, C)
+
+
+def test_a_process_ends_with_its_grammar(server: GrammarServer) -> None:
+    grammar = grammar_of(server, "start: /[ab]c*/")
+    state = grammar.new_state({END})
+    step((state, []))
+    assert len(children(server)) == 1
+    del grammar, state
+    wait_for_children(server, 0)
+
+
+def test_ended_sequences_are_forgotten(server: GrammarServer) -> None:
+    grammar = grammar_of(server, 'start: "ab"')
+    step((grammar.new_state({END}), []))
+    assert len(grammar.ended_state_ids) == 1
+    assert not step((grammar.new_state({END}), [A])).errors
+
+
+def test_grammars_are_served_after_their_server_was_killed(noise_model: Any) -> None:
+    grammars = Grammars(str(noise_model), 2048, lambda: None)
+    try:
+        first = grammars.get('start: "a"')
+        assert first is not None and first.process().mask_bytes == 256
+        server = grammars._server.result()
+        server._process.kill()
+        server._process.wait()
+        second = grammars.get('start: "b"')
+        assert second is not None and not step((second.new_state({0}), [])).errors
+    finally:
+        grammars.close()
+
+
+@pytest.mark.extended
+def test_a_grammar_that_compiles_for_too_long_is_refused_while_others_are_served(noise_model: Any) -> None:
+    patterns = ",".join(f'{{"type": "string", "pattern": "a{i}"}}' for i in range(60))
+    grammars = Grammars(str(noise_model), 2048, lambda: None)
+    try:
+        slow = [grammars.get(f'start: "{i}" %json {{"allOf": [{patterns}]}}', "attacker") for i in range(3)]
+        begun = time.monotonic()
+        fine = grammars.get('start: "a"', "other")
+        assert fine is not None and slow[0] is not None
+        fine.process()
+        assert time.monotonic() - begun < 4
+        with pytest.raises(InvalidRequest, match="compiling it took too long"):
+            slow[0].process()
+    finally:
+        grammars.close()
+
+
+def test_one_client_cannot_use_all_processes(noise_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_GRAMMARS", 4)
+    monkeypatch.setattr(grammar_module, "MAX_CLIENT_GRAMMARS", 2)
+    monkeypatch.setattr(grammar_module, "_NUM_CACHED_GRAMMARS", 3)
+    grammars = Grammars(str(noise_model), 2048, lambda: None)
+    try:
+        held = [grammars.get(f'start: "{i}"', "a") for i in range(2)]
+        with pytest.raises(Overloaded, match="2 of them yours"):
+            grammars.get('start: "2"', "a")
+        held += [grammars.get(f'start: "{i}"', "b") for i in range(3, 5)]
+        with pytest.raises(Overloaded, match="at most 4"):
+            grammars.get('start: "5"', "c")
+        assert all(grammar is not None and grammar.process() for grammar in held)
+        held.clear()
+        assert grammars.get('start: "6"', "c") is not None
+    finally:
+        grammars.close()
+
+
+def test_clients_take_turns_and_have_one_compilation_at_a_time() -> None:
+    queue: CompileQueue[str] = CompileQueue()
+    for job in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        queue.push(job[0], job)
+    assert [queue.pop(), queue.pop()] == [("a", "a1"), ("b", "b1")]
+    queue.finish("a")
+    assert queue.pop() == ("c", "c1")
+    queue.finish("c")
+    assert queue.pop() == ("a", "a2")
+    assert queue.pop() is None  # a and b have one each
+    queue.finish("b")
+    assert queue.pop() == ("b", "b2")
+    queue.finish("a")
+    assert queue.pop() == ("a", "a3")
