@@ -20,6 +20,7 @@ from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
 from tandem.protocol.codec import Codec, MessageTooLarge
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request
+from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
     AttemptFailed,
@@ -177,7 +178,7 @@ class Worker:
 
     def _open(self, message: StartPrefill | PrepareDecode) -> list[Action]:
         now = self._loop.time()
-        grammar = self._host.grammars.get(message.sampling.grammar, message.cache_salt)
+        grammar = self._host.grammars.get(message.sampling.grammar, client_of(message.cache_salt))
         adapter = self._host.adapters.get(message.adapter)
         if isinstance(message, PrepareDecode):
             return self._scheduler.decode.on_prepare(now, message, grammar, adapter)

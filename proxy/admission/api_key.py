@@ -46,13 +46,3 @@ class ApiKey:
 
 def _revoked() -> InvalidApiKey:
     return InvalidApiKey("The API key was revoked while the request was running; ask the operator for another key.")
-
-
-def scoped_salt(cache_scope: str, cache_salt: str) -> str:
-    """Returns the salt of a request's cached prefixes: its own salt within the scope of its API key.
-
-    cache_scope: "" without API keys; then the request's own salt is used as it is.
-    """
-    if not cache_scope:
-        return cache_salt
-    return sha256(b"tandem cache salt\0" + f"{cache_scope}\0{cache_salt}".encode()).hexdigest()

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from tandem.protocol.messages.client_salt import scoped_salt
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import MAX_INPUTS
-from tandem.proxy.admission.api_key import scoped_salt
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.messages_response import TokenCount
 from tandem.proxy.api.response_store import ItemLookup
