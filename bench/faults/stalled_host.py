@@ -73,16 +73,16 @@ async def pause_workers(pids: dict[str, int], rng: random.Random, end: float, pa
         pauses.append(pause_s)
 
 
-async def soak(cluster: Cluster, seconds: float, rng: random.Random) -> dict[str, Any]:
-    pids = {each.worker.worker_id: each.worker.pid for each in cluster.status().workers}
-    end = time.monotonic() + seconds
+def worker_pids(cluster: Cluster) -> dict[str, int]:
+    return {each.worker.worker_id: each.worker.pid for each in cluster.status().workers}
+
+
+def soak(cluster: Cluster, seconds: float, rng: random.Random) -> dict[str, Any]:
+    pids = worker_pids(cluster)
     outcomes: Counter[str] = Counter()
     pauses: list[float] = []
-    async with httpx.AsyncClient(base_url=cluster.url) as client:
-        clients = (ask(client, random.Random(rng.random()), end, outcomes) for _ in range(NUM_CLIENTS))
-        await asyncio.gather(pause_workers(pids, rng, end, pauses), *clients)
+    asyncio.run(disturb(cluster.url, pids, seconds, rng, outcomes, pauses))
     lost = [line for line in cluster.logs().splitlines() if " lost " in line and "(epoch " in line]
-    after = {each.worker.worker_id: each.worker.pid for each in cluster.status().workers}
     return {
         "seconds": seconds,
         "load_average": round(os.getloadavg()[0], 2),
@@ -91,8 +91,18 @@ async def soak(cluster: Cluster, seconds: float, rng: random.Random) -> dict[str
         "answered": outcomes.pop("answered", 0),
         "failed": dict(outcomes),
         "lost": lost,
-        "exited": sorted(name for name, pid in pids.items() if after.get(name, pid) != pid),
+        "exited": sorted(name for name, pid in worker_pids(cluster).items() if pids[name] != pid),
     }
+
+
+async def disturb(
+    url: str, pids: dict[str, int], seconds: float, rng: random.Random, outcomes: Counter[str], pauses: list[float]
+) -> None:
+    """Sends requests and stops workers at the same time."""
+    end = time.monotonic() + seconds
+    async with httpx.AsyncClient(base_url=url) as client:
+        clients = (ask(client, random.Random(rng.random()), end, outcomes) for _ in range(NUM_CLIENTS))
+        await asyncio.gather(pause_workers(pids, rng, end, pauses), *clients)
 
 
 def main() -> None:
@@ -107,7 +117,7 @@ def main() -> None:
             process = burn()
             burners.callback(process.wait)
             burners.callback(process.kill)
-        figures = asyncio.run(soak(cluster, seconds, random.Random(arguments.seed)))
+        figures = soak(cluster, seconds, random.Random(arguments.seed))
     Console().print_json(data=figures)
     aims = [
         Aim.of("workers lost that did not exit", len(figures["lost"]), 0, "lower"),
