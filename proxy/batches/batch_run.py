@@ -16,11 +16,11 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tandem.proxy.admission.api_key import ApiKey
+from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.batches.batch import Failure, LineResponse, LineResult
 from tandem.proxy.batches.batch_lines import IndexedLine, request_body
 from tandem.proxy.batches.batch_store import BatchFiles, NoRoomForResults
 from tandem.proxy.batches.json_files import new_id
-from tandem.proxy.batches.line_slots import LineSlots
 from tandem.proxy.batches.local_call import call
 from tandem.runtime.tasks import start
 from tandem.runtime.threads import Threads
@@ -33,6 +33,8 @@ MAX_CONCURRENT, MAX_CONCURRENT_PER_CLIENT = 16, 12
 """Lines that one proxy runs at the same time, for all its batches and for those of one client."""
 MAX_DEATHS = 3
 """Proxies that may die while a line runs; then the line fails. From the first one on it runs alone."""
+ALONE_S = 60.0
+"""How long a line that may kill the proxy runs alone. A longer one goes on beside others."""
 _WATCH_INTERVAL_S = 1.0
 _RETRY_STATUSES = (429, 503)
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
@@ -44,7 +46,7 @@ class BatchRun:
     """One run of a batch that is in progress, until its lines have results, it is cancelled or its time is over."""
 
     def __init__(
-        self, app: ASGIApp, held: BatchFiles, slots: LineSlots, threads: Threads, key_of: Callable[[], ApiKey | None]
+        self, app: ASGIApp, held: BatchFiles, slots: FairSlots, threads: Threads, key_of: Callable[[], ApiKey | None]
     ) -> None:
         """key_of: returns the key of the batch's client. Raises KeyError if that was removed."""
         self._app, self._held, self._slots, self._threads, self._key_of = app, held, slots, threads, key_of
@@ -83,7 +85,7 @@ class BatchRun:
 
     async def _work_all(self, suspects: list[IndexedLine]) -> None:
         for line in suspects:
-            await self._work(partial(_same, line), self._slots.hold_alone)
+            await self._work(partial(_same, line), partial(self._slots.slot_alone, alone_s=ALONE_S))
         num_left = self._held.batch.request_counts.total - len(self._finished)
         workers = [start(self._work_on()) for _ in range(min(MAX_CONCURRENT_PER_CLIENT, num_left))]
         try:
@@ -94,13 +96,13 @@ class BatchRun:
             await asyncio.gather(*workers, return_exceptions=True)
 
     async def _work_on(self) -> None:
-        while await self._work(self._next, self._slots.hold):
+        while await self._work(self._next, self._slots.slot):
             pass
 
     async def _work(
         self,
         take: Callable[[], IndexedLine | None],
-        hold: Callable[[str], AbstractAsyncContextManager[None]],
+        slot: Callable[[str], AbstractAsyncContextManager[None]],
     ) -> bool:
         """Runs one line until it has a result. Returns False if none is left or its result would have no room.
 
@@ -108,7 +110,7 @@ class BatchRun:
         """
         num_refusals = num_timeouts = 0
         while True:
-            ran = await self._try(take, hold, is_last=num_timeouts == _MAX_TIMEOUTS - 1)
+            ran = await self._try(take, slot, is_last=num_timeouts == _MAX_TIMEOUTS - 1)
             if ran is None:
                 return False
             line, answer = ran
@@ -123,11 +125,11 @@ class BatchRun:
     async def _try(
         self,
         take: Callable[[], IndexedLine | None],
-        hold: Callable[[str], AbstractAsyncContextManager[None]],
+        slot: Callable[[str], AbstractAsyncContextManager[None]],
         is_last: bool,
     ) -> tuple[IndexedLine, LineResult | _Refused] | None:
         """Runs one line once. is_last: a timeout is its result. Returns None as `_work` returns False."""
-        async with hold(self._client):  # before the line is read, so that few lines are in memory
+        async with slot(self._client):  # before the line is read, so that few lines are in memory
             async with self._turn:
                 try:
                     taken = await self._on_thread(partial(self._start_line, take))

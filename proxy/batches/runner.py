@@ -18,6 +18,7 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from tandem.proxy.admission.api_key import ApiKey
+from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.batches.batch import LineError
 from tandem.proxy.batches.batch_lines import CheckedLines
 from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_CONCURRENT_PER_CLIENT, BatchRun, finish_on_thread
@@ -25,7 +26,6 @@ from tandem.proxy.batches.batch_store import BatchFiles, BatchStore, NoRoomForRe
 from tandem.proxy.batches.file_store import FileNotFound, client_folder
 from tandem.proxy.batches.json_files import OnDamaged, StorageFull
 from tandem.proxy.batches.line_check import check_file
-from tandem.proxy.batches.line_slots import LineSlots
 from tandem.runtime.tasks import start_job
 from tandem.runtime.threads import Threads
 
@@ -60,8 +60,8 @@ class BatchRunner:
         self._key_of = key_of
         self._on_damaged = on_damaged
         self._wake = asyncio.Event()
-        self._slots = LineSlots(MAX_CONCURRENT, MAX_CONCURRENT_PER_CLIENT)
-        self._checks = LineSlots(MAX_CHECKS, MAX_CHECKS_PER_CLIENT)
+        self._slots = FairSlots(MAX_CONCURRENT, MAX_CONCURRENT_PER_CLIENT)
+        self._checks = FairSlots(MAX_CHECKS, MAX_CHECKS_PER_CLIENT)
         self._check_threads = Threads("batch-check", MAX_CHECKS)
         self._run_threads = Threads("batches", NUM_THREADS)
         self._running: set[asyncio.Task[None]] = set()
@@ -147,7 +147,7 @@ class BatchRunner:
             await asyncio.sleep(_RETRY_AFTER_FAILURE_S)
 
     async def _check(self, held: BatchFiles) -> None:
-        async with self._checks.hold(held.owner.client or held.owner.host):
+        async with self._checks.slot(held.owner.client or held.owner.host):
             on_thread = partial(finish_on_thread, self._check_threads)
             try:
                 checked = await check_file(held.input_file(), held.batch.endpoint, held.index, on_thread)

@@ -23,7 +23,7 @@ from urllib.parse import unquote_to_bytes, urljoin, urlsplit
 
 import httpcore
 
-from tandem.proxy.media.fair_slots import FairSlots
+from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.source import MAX_CLIENT_SHARE, MediaLimits, MediaSource
 from tandem.runtime.errors import Overloaded, first_line

@@ -25,9 +25,9 @@ import uvloop
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.media_cache import GrantedMedia, MediaKey, WantedMedia
 from tandem.protocol.sockets import new_context
+from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.config import ProxyConfig
-from tandem.proxy.media.fair_slots import FairSlots
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
 from tandem.proxy.media.memory_limit import limit_memory
 from tandem.proxy.media.source import MAX_CLIENT_SHARE

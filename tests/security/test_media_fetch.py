@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tandem.proxy.media.fair_slots import FairSlots
+from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.media.fetch import MAX_DOWNLOADS, FetchedMedia, MediaFetcher
 from tandem.proxy.media.fetch_policy import FetchPolicy, RefusedURL
 from tandem.proxy.media.source import MAX_CLIENT_SHARE, InvalidMedia, MediaLimits, MediaSource

@@ -1,27 +1,26 @@
-"""Places for running lines: shared among clients, and given to one line alone."""
+"""Slots: shared among clients, and given to one holder alone."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from contextlib import AbstractAsyncContextManager
 
-import pytest
-
-from tandem.proxy.batches import line_slots
-from tandem.proxy.batches.line_slots import LineSlots
+from tandem.proxy.admission.fair_slots import FairSlots
 
 
 class Clients:
-    """Holds places for clients until they are told to end."""
+    """Holds slots for clients until they are told to end."""
 
-    def __init__(self, slots: LineSlots) -> None:
+    def __init__(self, slots: FairSlots) -> None:
         self._slots = slots
         self.began: list[str] = []
+        self.has_begun: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._tasks: list[tuple[str, asyncio.Task[None], asyncio.Event]] = []
 
-    async def ask(self, client: str, *, alone: bool = False) -> None:
+    async def ask(self, client: str, *, alone_s: float = 0.0) -> None:
         may_end = asyncio.Event()
-        hold = self._slots.hold_alone(client) if alone else self._slots.hold(client)
+        hold = self._slots.slot_alone(client, alone_s) if alone_s else self._slots.slot(client)
         self._tasks.append((client, asyncio.create_task(self._run(client, hold, may_end)), may_end))
         await self.settle()
 
@@ -41,12 +40,13 @@ class Clients:
     async def _run(self, client: str, hold: AbstractAsyncContextManager[None], may_end: asyncio.Event) -> None:
         async with hold:
             self.began.append(client)
+            self.has_begun[client].set()
             await may_end.wait()
 
 
-def test_a_client_with_long_lines_leaves_places_to_others() -> None:
+def test_a_client_that_holds_slots_for_long_leaves_some_to_others() -> None:
     async def main() -> None:
-        clients = Clients(LineSlots(4, 3))
+        clients = Clients(FairSlots(4, 3))
         for _ in range(10):
             await clients.ask("alice")
         assert clients.began == ["alice"] * 3
@@ -54,44 +54,43 @@ def test_a_client_with_long_lines_leaves_places_to_others() -> None:
         await clients.ask("bob")
         assert clients.began == ["alice"] * 3 + ["bob"]
         await clients.end("alice")
-        assert clients.began[-1] == "bob", "the client with fewer running lines is next"
+        assert clients.began[-1] == "bob", "the client that holds fewer is next"
         await clients.end("bob")
         assert clients.began[-1] == "alice"
 
     asyncio.run(main())
 
 
-def test_nothing_runs_beside_a_line_that_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_slot_is_granted_beside_one_alone() -> None:
     async def main() -> None:
-        clients = Clients(LineSlots(4, 3))
+        clients = Clients(FairSlots(4, 3))
         await clients.ask("alice")
-        await clients.ask("suspect", alone=True)
+        await clients.ask("suspect", alone_s=60.0)
         await clients.ask("bob")
-        assert clients.began == ["alice"], "it waits until all running lines have ended, and new ones wait for it"
+        assert clients.began == ["alice"], "it waits until no slot is held, and new ones wait for it"
         await clients.end("alice")
         assert clients.began == ["alice", "suspect"]
         await clients.end("suspect")
         assert clients.began == ["alice", "suspect", "bob"]
-        monkeypatch.setattr(line_slots, "ALONE_S", 0.01)
         await clients.end("bob")
-        await clients.ask("suspect", alone=True)
+        await clients.ask("suspect", alone_s=0.01)
         await clients.ask("carol")
-        assert clients.began[3:] == ["suspect"]
-        await asyncio.sleep(0.05)
-        assert clients.began[3:] == ["suspect", "carol"], "a long line does not stop others for ever"
+        assert clients.began[3] == "suspect"
+        async with asyncio.timeout(30):
+            await clients.has_begun["carol"].wait()  # one that holds a slot for long does not stop others for ever
 
     asyncio.run(main())
 
 
-def test_lines_that_are_cancelled_leave_no_place_taken() -> None:
+def test_cancelled_holders_leave_no_slot_taken() -> None:
     async def main() -> None:
-        clients = Clients(LineSlots(1, 1))
+        clients = Clients(FairSlots(1, 1))
         await clients.ask("alice")
-        for alone in (False, True):
-            await clients.ask("bob", alone=alone)
+        for alone_s in (0.0, 60.0):
+            await clients.ask("bob", alone_s=alone_s)
             await clients.end("bob", cancel=True)
         await clients.end("alice", cancel=True)
-        await clients.ask("suspect", alone=True)
+        await clients.ask("suspect", alone_s=60.0)
         await clients.end("suspect", cancel=True)
         await clients.ask("carol")
         assert clients.began == ["alice", "suspect", "carol"]
