@@ -26,6 +26,7 @@ from tandem.engine.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import ClearWorkerCache, WorkerOrdered
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
+from tandem.proxy.batches.line_journal import LineJournal
 from tests.support.cluster import NOW
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
@@ -284,6 +285,36 @@ def test_a_proxy_that_stops_aborts_the_requests_of_batches(tmp_path: Path) -> No
         wait_until(lambda: bool(workers.seen))
         assert proxy.stop() == 0
         wait_until(lambda: workers.aborted["decode"] == set(workers.seen))
+        workers.stop()
+
+
+@pytest.mark.extended
+def test_lines_that_ran_when_a_proxy_was_killed_are_blamed_and_run_again(tmp_path: Path) -> None:
+    """The file is large enough to be checked in a process of its own."""
+    stall = make_tokenizer(tmp_path).encode_batch_fast(["stall"])[0].ids
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt, "user": user}}
+        for number, (prompt, user) in enumerate([("stall", "u"), ("a", "u" * 300_000), ("b", "u")])
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    with Proxy(tmp_path, data_folder=str(tmp_path / "data"), max_body_bytes=1_000_000) as proxy:
+        workers = FakeWorkers(tmp_path, [proxy.control], [-1], stall)
+        proxy.wait_for(200)
+        file = httpx.post(f"{proxy.url}/v1/files", data={"purpose": "batch"}, files={"file": content}).json()
+        batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        path = f"/v1/batches/{post(proxy, '/v1/batches', **batch).json()['id']}"
+        wait_until(lambda: httpx.get(proxy.url + path).json()["request_counts"]["completed"] == 2, 20)
+        proxy.process.kill()
+        proxy.process.wait()
+        workers.stop()
+    [journal] = tmp_path.glob("data/*/batches/*.lines")
+    assert LineJournal(journal).deaths() == {1: 1}
+    with Proxy(tmp_path, data_folder=str(tmp_path / "data"), max_body_bytes=1_000_000) as proxy:
+        workers = FakeWorkers(tmp_path, [proxy.control], [-1], [-1])  # nothing stalls any more
+        proxy.wait_for(200)
+        wait_until(lambda: httpx.get(proxy.url + path).json()["status"] == "completed", 20)
+        counts = httpx.get(proxy.url + path).json()["request_counts"]
+        assert counts == {"total": 3, "completed": 3, "failed": 0}
         workers.stop()
 
 
