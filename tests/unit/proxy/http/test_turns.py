@@ -113,7 +113,8 @@ def test_of_a_storm_of_large_bodies_little_is_read_in_one_iteration_of_the_loop(
             assert found == {b"%d" % len(LARGE)}
 
     play(test)
-    assert 0 < most <= MAX_LARGE_BODIES * MAX_READ_BYTES
+    # Clients that were late may have their data read together; without turns it is 13 MB.
+    assert 0 < most <= 8 * MAX_LARGE_BODIES * MAX_READ_BYTES
 
 
 def test_clients_that_trickle_delay_no_other() -> None:
