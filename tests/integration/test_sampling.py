@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from tandem.proxy.text.token_text import TokenText
 from tests.support.cluster import MODEL, Cluster
 
 NUM_NEW = 20
@@ -66,11 +67,13 @@ def test_logprobs_of_output_prompt_and_echo(client: openai.OpenAI, model: Any, t
     expected = expected_logprobs(model, token_ids)
     logprobs = choice.logprobs
     assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
-    assert logprobs.tokens == [tokenizer.decode([i], skip_special_tokens=False) for i in token_ids]
+    texts = TokenText(tokenizer)
+    assert logprobs.tokens == [texts.name(token_id) for token_id in token_ids]
+    assert any(name.startswith("bytes:") for name in logprobs.tokens), "parts of characters"
     for i in range(1, len(token_ids)):
         assert logprobs.token_logprobs[i] == pytest.approx(float(expected[i - 1, token_ids[i]]), abs=1e-3)
         top = expected[i - 1].topk(3).values.tolist()
-        # Tokens that hold parts of a character share one text, so the map by text may have fewer entries.
+        assert 3 <= len(logprobs.top_logprobs[i]) <= 4, "each token has a name of its own"
         allowed = [*top, logprobs.token_logprobs[i]]
         assert all(any(abs(value - p) < 1e-3 for p in allowed) for value in logprobs.top_logprobs[i].values())
     assert choice.text.startswith(tokenizer.decode(prompt))
