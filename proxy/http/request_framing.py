@@ -7,7 +7,6 @@ their number and size are limited, for each message as a whole.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -106,24 +105,27 @@ class UpgradeIgnoringParser(httptools.HttpRequestParser):
     httptools takes what follows the head of such a request for the other protocol. Java's client asks for HTTP/2 in
     each first request of a connection, with the body behind it.
 
-    take_head: returns the head without `Upgrade` headers, where the protocol has just seen one that has them, else
-    b"". The parser reads that head in its place, so that both parts of a request are framed by the same parser.
+    Where the protocol has just seen such a head, a new parser reads it again without its `Upgrade` headers, and then
+    the rest. So both parts of the request are framed by one parser. The old one may have seen `Connection: close`.
     """
 
-    def __init__(self, protocol: FramedHttpProtocol, take_head: Callable[[], bytes]) -> None:
+    def __init__(self, protocol: FramedHttpProtocol) -> None:
         super().__init__(protocol)
-        self._take_head = take_head
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._protocol = protocol
 
     def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
-        rest = memoryview(data)
+        parse, rest = super().feed_data, memoryview(data)
         while True:
             try:
-                super().feed_data(rest)
+                parse(rest)
             except httptools.HttpParserUpgrade as upgrade:
-                head = self._take_head()
+                head = self._protocol.take_plain_head()
                 if not head:
                     raise  # CONNECT
-                super().feed_data(head)
+                self._protocol.parser = parser = UpgradeIgnoringParser(self._protocol)
+                parse = super(UpgradeIgnoringParser, parser).feed_data
+                parse(head)
                 rest = rest[upgrade.args[0] :]
             else:
                 return
@@ -139,8 +141,7 @@ class FramedHttpProtocol(HttpToolsProtocol):
         self._framing = framing
         self._plain_head = b""  # of a request that asks for an upgrade, while the parser is to read it again
         super().__init__(**arguments)
-        self.parser = UpgradeIgnoringParser(self, self._take_plain_head)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.parser = UpgradeIgnoringParser(self)
 
     def on_message_begin(self) -> None:
         self._framing.on_begin(len(self.pipeline))
@@ -176,7 +177,8 @@ class FramedHttpProtocol(HttpToolsProtocol):
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
-    def _take_plain_head(self) -> bytes:
+    def take_plain_head(self) -> bytes:
+        """Returns the head without `Upgrade` headers where the one just parsed had them, else b""."""
         head, self._plain_head = self._plain_head, b""
         if head:
             self._framing.on_repeated_head()

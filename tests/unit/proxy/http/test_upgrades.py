@@ -53,6 +53,22 @@ def test_pipelined_upgrades_are_each_answered() -> None:
     play(test)
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("sent", [EMPTY, SIZED], ids=["empty", "sized"])
+def test_an_upgrade_on_the_last_request_of_a_connection_is_answered(sent: bytes, version: bytes) -> None:
+    last = sent.replace(b"HTTP/1.1", b"HTTP/" + version, 1).replace(
+        b"Upgrade: h2c", b"Upgrade: h2c\r\nConnection: close"
+    )
+
+    async def test() -> None:
+        async with served(echo) as server:
+            for before in (b"", GET, SIZED):
+                answers = bodies(await server.exchange(before + last))
+                assert answers[-1] == (BODY if sent is SIZED else b"ok") and len(answers) == 1 + bool(before)
+
+    play(test)
+
+
 def test_the_application_sees_one_request_with_its_other_headers() -> None:
     scopes: list[dict[str, Any]] = []
 
