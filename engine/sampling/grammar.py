@@ -253,7 +253,7 @@ class Grammars:
             process = GrammarProcess(self._server.result(), text)
             process.start()
         except TandemError as error:
-            compiled.set_exception(error)
+            compiled.set_exception(_copy(error))  # without the frames, which refer to the future
         except Exception as error:
             compiled.set_exception(InternalError(f"the grammar could not be compiled: {error}"))
         else:

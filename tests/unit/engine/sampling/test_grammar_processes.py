@@ -21,12 +21,11 @@ from tandem.engine.sampling.grammar_process import LoadTokenizer
 from tandem.engine.sampling.grammar_server import GrammarServer
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.runtime.errors import InvalidRequest, Overloaded
+from tests.support.garbage import frames_in, kept_garbage
 from tests.support.hostile_grammars import ambiguous
 from tests.unit.engine.sampling.test_grammar import BPE, END, VOCAB_SIZE
 
 A, B, C = (BPE.encode(letter).ids[0] for letter in "abc")
-LONG_S = 1.5
-"""Far above what a slow mask may take of a processor, and far below what it would take without a limit."""
 
 
 @pytest.fixture
@@ -177,6 +176,25 @@ def test_one_client_cannot_use_all_processes(noise_model: Any, monkeypatch: pyte
         assert all(grammar is not None and grammar.process() for grammar in held)
         held.clear()
         assert grammars.get('start: "6"', "c") is not None
+    finally:
+        grammars.close()
+
+
+def test_a_grammar_that_cannot_be_compiled_leaves_no_garbage(noise_model: Any) -> None:
+    grammars = Grammars(str(noise_model), 2048, lambda: None)
+    try:
+        broken = grammars.get("start: nothing")
+        assert broken is not None
+        with kept_garbage() as garbage:
+            with pytest.raises(InvalidRequest, match="unknown name"):
+                broken.process()
+            again = grammars.get("start: nothing else")
+            assert again is not None
+            with pytest.raises(InvalidRequest):
+                again.process()
+            grammars._cached.clear()
+            del again
+        assert not frames_in("engine/", garbage)
     finally:
         grammars.close()
 
