@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _TOKEN = re.compile(
-    r"""(?P<skipped>"(?:\\.|[^"\\\n])*" | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\\n])+/)
+    r"""(?P<skipped>"(?:\\.|[^"\\\n])*+"? | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\])++/?)
     | (?P<json>%json\b\s*(?=\{))
     | (?P<rule>^[ \t]*[?!]?[A-Za-z_]\w*+(?=[^\n:"/|()]*+:))
     | (?P<name>[A-Za-z_]\w*+)
     | (?P<bracket>[(\[{)\]}])""",
     re.VERBOSE | re.MULTILINE,
 )
+"""The library refuses a string or a pattern without an end. A pattern may have several lines."""
 _REF = "$ref"
 
 

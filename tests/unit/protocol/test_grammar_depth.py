@@ -59,15 +59,23 @@ def test_rules_and_schemas_that_refer_to_each_other_are_served() -> None:
 @pytest.mark.parametrize(
     "unit",
     ["a", "a ", " a\n", "a: b\n", "a:", "(", "()", '"', '"a" ', "/", "/a/", "#", "//", "\n", " ", "?", "%json {",
-     "%json {}", '%json {"a":"%json {",', '%json {"a":[', '{"":', "\\", "start: a\n", "a" * 50 + ":"],
+     "%json {}", '%json {"a":"%json {",', '%json {"a":[', '{"":', "\\", "start: a\n", "a" * 50 + ":", '\\"', "\\/"],
 )  # fmt: skip
-def test_any_text_of_the_allowed_size_is_measured_in_linear_time(unit: str) -> None:
-    text = unit * (MAX_GRAMMAR_BYTES // len(unit))
+@pytest.mark.parametrize("begin", ["", '"', "/"])
+def test_any_text_of_the_allowed_size_is_measured_in_linear_time(unit: str, begin: str) -> None:
+    text = begin + unit * (MAX_GRAMMAR_BYTES // len(unit))
     begun = time.process_time()
     grammar_depth(text)
     with suppress(RecursionError):
         grammar_depth(f"%json {text}")
     assert time.process_time() - begun < 3
+
+
+def test_lines_of_a_pattern_are_no_rules() -> None:
+    """They hid the rules of the same names, and so a chain that is too deep."""
+    hidden = "".join(f"r{i}: x\n" for i in range(2000))
+    chain = "".join(f"r{i}: r{i + 1}\n" for i in range(2000)) + 'r2000: "a"\n'
+    assert grammar_depth(f"start: /{hidden}/ r0\n{chain}") > 2000
 
 
 def test_references_of_a_schema_are_followed_in_linear_time() -> None:
