@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
 from typing import NoReturn, TypeVar
 
 from starlette.responses import Response
@@ -81,8 +80,13 @@ class EventStream(Response):
         self._is_between_events = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientDisconnected):
-            await unless_disconnected(receive, self._send_all(send))
+        try:
+            with contextlib.suppress(ClientDisconnected):
+                await unless_disconnected(receive, self._send_all(send))
+        finally:
+            self._first.cancel()  # a client that left before the head was sent has never awaited it
+            await asyncio.gather(self._first, return_exceptions=True)
+            await self._events.aclose()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -100,16 +104,15 @@ class EventStream(Response):
     async def _send_events(self, send: Send) -> bytes:
         """Sends all events except the last one, which it returns."""
         last = b""
-        async with aclosing(self._events) as events:
-            try:
-                await self._send(send, await self._first)
-            except Exception as error:
-                return self._error_event(error)
-            async for event in events:
-                if self._end and event.endswith(self._end):
-                    last = event
-                else:
-                    await self._send(send, event)
+        try:
+            await self._send(send, await self._first)
+        except Exception as error:
+            return self._error_event(error)
+        async for event in self._events:
+            if self._end and event.endswith(self._end):
+                last = event
+            else:
+                await self._send(send, event)
         return last
 
     async def _send(self, send: Send, event: bytes, *, more_body: bool = True) -> None:

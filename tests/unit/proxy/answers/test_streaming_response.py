@@ -131,6 +131,36 @@ def test_a_client_that_leaves_before_the_first_event_ends_the_work(leaves_after_
     assert ended
 
 
+@pytest.mark.parametrize("first_after_s", [0.0, SHORT_S * 5])
+def test_a_client_that_leaves_before_the_head_is_sent_ends_the_work(first_after_s: float) -> None:
+    """The head waits while the client has yet to read the answers before it on its connection."""
+    ended = False
+
+    async def events() -> Events:
+        nonlocal ended
+        try:
+            await asyncio.sleep(first_after_s)
+            yield b"data: 1\n\n"
+            yield DONE
+        finally:
+            ended = True
+
+    async def leaving() -> dict[str, Any]:
+        await asyncio.sleep(SHORT_S * 3)
+        return {"type": "http.disconnect"}
+
+    async def send(_: dict[str, Any]) -> None:
+        await asyncio.sleep(3600)
+
+    async def run() -> None:
+        generator = events()
+        first = await begun(connected, generator, SHORT_S)
+        await EventStream(first, generator, {}, DONE, lambda error: b"")({}, leaving, send)
+        assert ended and asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_in_no_time(run())
+
+
 def test_anthropics_client_skips_pings_wherever_they_come() -> None:
     start = (
         b'event: message_start\ndata: {"type": "message_start", "message": {"id": "m", "type": "message", "role": '
