@@ -6,46 +6,26 @@ import asyncio
 import errno
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.answers import DONE
-from tandem.proxy.answers.errors import status_of
-from tandem.proxy.answers.messages import encode_event
-from tandem.proxy.answers.responses import MAX_SEPARATE_ITEMS, ItemWriter, ResponseAnswers
-from tandem.proxy.api import response_store
+from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.response_store import (
     ItemLookup,
     PreviousResponseNotFound,
-    ResponseNotFound,
     ResponseStore,
-    StoredResponse,
-)
-from tandem.proxy.api.responses_answer import (
-    ArgumentsDone,
-    ArgumentsPiece,
-    FunctionCallItem,
-    ItemAdded,
-    ItemDone,
-    OutputMessage,
-    OutputTextPiece,
-    ReasoningItem,
-    ReasoningPiece,
 )
 from tandem.proxy.api.responses_chat import to_chat
-from tandem.proxy.api.responses_request import InputItem, ResponseRequest, stored_input
+from tandem.proxy.api.responses_request import InputItem, ResponseRequest
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.parsers.parsed import Parsed
 from tandem.proxy.reading.body_reader import reads_files
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.runtime.errors import InternalError, InvalidRequest
@@ -281,19 +261,6 @@ def test_a_reference_stands_for_the_item_of_an_earlier_answer() -> None:
         assert caught.value.param is not None and caught.value.param.startswith("input[0]")
 
 
-def test_the_answers_that_references_name_are_limited_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ResponseStore(tmp_path)
-    for number in range(3):
-        output = [{"type": "message", "id": f"msg_0_{number}", "content": "a" * 500, "role": "assistant"}]
-        answer = json.dumps({"output": output}).encode()
-        store.save("", f"resp_{number}", StoredResponse(answer, stored_input([])))
-    monkeypatch.setattr(response_store, "MAX_HISTORY_BYTES", 1500)
-    lookup = ItemLookup(store, "")
-    assert lookup.find("msg_0_0") and lookup.find("msg_0_1") and lookup.find("msg_0_0")
-    with pytest.raises(InvalidRequest, match="send the items themselves"):
-        lookup.find("msg_0_2")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_an_answer_repeats_of_its_request_counts(stream: bool) -> None:
     tool = {"type": "function", "name": "f", "description": "x" * (5 << 20), "parameters": {}}
@@ -366,152 +333,3 @@ def test_an_error_in_mid_stream_is_a_failed_response() -> None:
         assert failed["response"]["error"] == {"code": "server_error", "message": "no"}
 
     play(test, max_model_len=400)
-
-
-words = st.text(max_size=5)
-pieces = st.lists(
-    st.one_of(st.builds(lambda w: Parsed(reasoning=w), words), st.builds(lambda w: Parsed(content=w), words)),
-    max_size=6,
-)
-
-
-@given(before=pieces, num_calls=st.integers(0, 3))
-def test_events_of_items_lose_nothing(before: list[Parsed], num_calls: int) -> None:
-    parts = list(before)
-    for i in range(num_calls):
-        parts += [Parsed(names={i: f"f{i}"}, arguments={i: '{"n": '}), Parsed(arguments={i: f"{i}}}"})]
-    writer = ItemWriter()
-    events = []
-    for event in (event for part in parts for event in writer.push(part)):
-        encode_event(event)
-        events.append(msgspec.json.decode(msgspec.json.encode(event), type=type(event)))  # as it was then
-    events += list(writer.end("incomplete"))
-    added = [event.output_index for event in events if isinstance(event, ItemAdded)]
-    assert added == list(range(len(writer.items))) == [e.output_index for e in events if isinstance(e, ItemDone)]
-    assert [item.status for item in writer.items] == ["completed"] * (len(added) - 1) + ["incomplete"] * bool(added)
-    for index, item in enumerate(writer.items):
-        own = [event for event in events if getattr(event, "output_index", -1) == index]
-        match item:
-            case FunctionCallItem():
-                assert "".join(e.delta for e in own if isinstance(e, ArgumentsPiece)) == item.arguments
-                assert [e.arguments for e in own if isinstance(e, ArgumentsDone)] == [item.arguments]
-            case OutputMessage():
-                assert "".join(e.delta for e in own if isinstance(e, OutputTextPiece)) == item.content[0].text
-            case ReasoningItem():
-                assert "".join(e.delta for e in own if isinstance(e, ReasoningPiece)) == item.content[0].text
-    texts = [item.content[0].text for item in writer.items if isinstance(item, OutputMessage)]
-    assert "".join(texts) == "".join(part.content for part in before)
-    assert sum(isinstance(item, FunctionCallItem) for item in writer.items) == num_calls
-
-
-def test_an_answer_that_alternates_between_thinking_and_text_has_few_items() -> None:
-    writer = ItemWriter()
-    parts = [Parsed(**{kind: f"{i} "}) for i in range(2_000) for kind in ("reasoning", "content")]
-    parts.insert(3_000, Parsed(names={0: "f"}, arguments={0: "{}"}))
-    events = [event for part in parts for event in writer.push(part)] + list(writer.end())
-    assert sum(isinstance(event, ItemAdded) for event in events) == len(writer.items) == MAX_SEPARATE_ITEMS + 2
-    written = "".join(event.delta for event in events if isinstance(event, (OutputTextPiece, ReasoningPiece)))
-    kept = "".join(i.content[0].text for i in writer.items if isinstance(i, (OutputMessage, ReasoningItem)))
-    assert kept == written == "".join(f"{i} {i} " for i in range(2_000))
-
-
-def test_a_long_item_takes_time_linear_in_its_length() -> None:
-    def cpu_s(num_pieces: int) -> float:
-        writer, piece = ItemWriter(), Parsed(content="a few words, ")
-        began_at = time.process_time()
-        for _ in range(num_pieces):
-            for _ in writer.push(piece):
-                pass
-        list(writer.end())
-        [item] = writer.items
-        assert isinstance(item, OutputMessage) and len(item.content[0].text) == num_pieces * len(piece.content)
-        return time.process_time() - began_at
-
-    assert cpu_s(160_000) < 40 * cpu_s(16_000)
-
-
-# ---- stored responses
-
-
-def stored(question: str, answer: str, previous: str = "") -> StoredResponse:
-    output = {"output": [{"type": "message", "id": "m", "role": "assistant", "content": answer}]}
-    given = stored_input([InputItem("message", "user", question)])
-    return StoredResponse(json.dumps(output).encode(), given, previous)
-
-
-def test_a_chain_of_responses_is_a_conversation(tmp_path: Path) -> None:
-    store, other = ResponseStore(tmp_path), ResponseStore(tmp_path)
-    assert store.save("", "1", stored("a", "b")) and other.save("", "2", stored("c", "d", previous="1"))
-    assert [item.content for item in store.history("", "2")] == ["a", "b", "c", "d"]
-    store.delete("", "1")
-    with pytest.raises(PreviousResponseNotFound) as lost:
-        other.history("", "2")
-    assert (status_of(lost.value), lost.value.param) == (400, "previous_response_id")
-
-
-def test_a_response_that_comes_before_itself_is_refused(tmp_path: Path) -> None:
-    store = ResponseStore(tmp_path)  # clients may choose ids, and so give the id of an earlier response to a later one
-    store.save("", "1", stored("a", "b", previous="2"))
-    store.save("", "2", stored("c", "d", previous="1"))
-    with pytest.raises(InvalidRequest, match="before itself"):
-        store.history("", "2")
-
-
-def test_responses_of_others_are_not_found(tmp_path: Path) -> None:
-    store = ResponseStore(tmp_path)
-    store.save("alice", "1", stored("a", "b"))
-    for call in (store.load, store.delete):
-        with pytest.raises(ResponseNotFound) as unknown:
-            call("bob", "1")
-        assert status_of(unknown.value) == 404
-    with pytest.raises(PreviousResponseNotFound):
-        store.history("bob", "1")
-    for name in ("../alice/1", "/etc/passwd", "a\0b", "x" * 5000):
-        with pytest.raises(ResponseNotFound):
-            store.load("alice", name)
-    assert store.load("alice", "1")
-    [folder] = tmp_path.iterdir()
-    assert folder.stat().st_mode & 0o077 == 0
-
-
-def test_old_large_and_many_responses_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "_CHECK_INTERVAL_S", 0)
-    monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
-    store = ResponseStore(tmp_path)
-    for number in range(5):
-        store.save("", str(number), stored("a", "b"))
-        os.utime(store._file("", str(number)), (number + 1e9 * 2, number + 1e9 * 2))
-    assert [n for n in range(5) if store._file("", str(n)).exists()] == [2, 3, 4]
-    monkeypatch.setattr(response_store, "MAX_BYTES", 1200)
-    store.save("", "5", stored("a", "b" * 300))
-    assert store.load("", "5") and not store._file("", "2").exists()
-    os.utime(store._file("", "5"), (1, 1))
-    with pytest.raises(ResponseNotFound):
-        store.load("", "5")
-    monkeypatch.setattr(response_store, "MAX_RESPONSE_BYTES", 100)
-    assert not store.save("", "6", stored("a", "b" * 100))
-    monkeypatch.setattr(response_store, "MAX_HISTORY_BYTES", 10)
-    with pytest.raises(InvalidRequest, match="begin a new chain"):
-        store.history("", "4")
-
-
-def test_one_client_leaves_half_of_the_room_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "_CHECK_INTERVAL_S", 0)
-    monkeypatch.setattr(response_store, "MAX_RESPONSES", 8)
-    store = ResponseStore(tmp_path)
-    store.save("bob", "0", stored("a", "b"))
-    os.utime(store._file("bob", "0"), (2e9, 2e9))
-    for number in range(20):
-        store.save("alice", str(number), stored("a", "b"))
-        os.utime(store._file("alice", str(number)), (2e9 + number, 2e9 + number))
-    assert store.load("bob", "0")
-    assert len(list(store._file("alice", "0").parent.iterdir())) <= 5  # the last one came after the check
-
-
-def test_room_is_made_after_much_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "MAX_BYTES", 10_000)
-    monkeypatch.setattr(response_store, "_CHECK_BYTES", 2_000)
-    store = ResponseStore(tmp_path)
-    for number in range(100):
-        store.save("", str(number), stored("a", "b" * 800))
-    assert sum(file.stat().st_size for file in tmp_path.rglob("*.json")) <= 13_000
