@@ -19,7 +19,7 @@ import msgspec
 
 from tandem.proxy.batches.json_files import OnDamaged, ids_in, new_id, read_json, storage_errors, write_json
 from tandem.runtime.errors import InvalidRequest
-from tandem.runtime.whole_file import ABANDONED_AFTER_S, partial_name, remove_abandoned, sync_folder
+from tandem.runtime.whole_file import ABANDONED_AFTER_S, remove_abandoned, sync_folder, whole_file
 
 MAX_FILE_BYTES = 200 << 20
 MAX_CLIENT_BYTES = 4 << 30
@@ -89,18 +89,13 @@ class FileStore:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stored = StoredFile(new_id("file-"), num_bytes, int(time.time()), filename, purpose)
         data = self._data(stored.id)
-        partial = partial_name(data)
-        try:
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with storage_errors(), os.fdopen(fd, "wb") as copy:
-                shutil.copyfileobj(content, copy, 1 << 20)
-                copy.flush()
-                os.fsync(fd)
+        with storage_errors(), whole_file(data, durable=True) as copy:
+            shutil.copyfileobj(content, copy, 1 << 20)
+            copy.flush()
             self._check_bytes(0)  # other uploads of the client may have ended meanwhile
-            partial.rename(data)
+        try:
             write_json(self._about(stored.id), stored)
         except BaseException:
-            partial.unlink(missing_ok=True)
             data.unlink(missing_ok=True)
             raise
         return stored
