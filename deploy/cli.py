@@ -228,8 +228,9 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
         def show_progress(text: str, loaded: float | None) -> None:
             progress.update(task, description=f"Starting {name}: {text}", total=loaded and 1, completed=loaded)
 
-        def show_ready(logs: Path) -> None:
+        def show_ready(logs: Path, stages: str) -> None:
             progress.stop()
+            console.print(f"Ready: {stages}.", soft_wrap=True)
             _print_ready(console, config, logs)
 
         asyncio.run(run_cluster(config, show_progress, show_ready))

@@ -15,7 +15,9 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -34,6 +36,8 @@ from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.protocol.sockets import listen_on_free_port
 from tandem.runtime.errors import first_line
+from tandem.runtime.fork_server import why_unsafe_to_fork
+from tandem.runtime.forked_child import ForkedChild, fork_child
 from tandem.runtime.lifetime import end_process
 
 LOAD_TIMEOUT_S = 600.0
@@ -66,7 +70,8 @@ class FollowerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TensorParallelGroup:
     """Rank 0's followers; none if the worker has one rank.
 
-    Create it on the main thread, because a follower exits with the thread that started it.
+    Create it on the main thread, because a follower exits with the thread that started it, and before another thread
+    starts, so that followers can be forked. run_follower: what a forked follower does; None starts them as programs.
     on_lost(reason, exit code): called on another thread when a follower has died; by default it ends the process.
     Raises ConfigError for a model that cannot be split this way.
     """
@@ -78,42 +83,50 @@ class TensorParallelGroup:
         host: str,
         log_level: str,
         on_lost: Callable[[str, int], None] = end_process,
+        run_follower: Callable[[FollowerConfig], NoReturn] | None = None,
     ) -> None:
         self._engine = engine
         self._on_lost = on_lost
+        self._run_follower = run_follower
         self._closing = False
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedChild] = []
         self._steps: list[RankChannel[Batch]] = []
         self.transfer_connections: list[Connection] = []  # one per follower, in order of rank
         if engine.tensor_parallel_size == 1:
             return
-        check_model(engine)  # before the ranks wait for each other
         listener, port = listen_on_free_port(_HOST)
+        for rank in range(1, engine.tensor_parallel_size):
+            self._start(f"{worker_id}/{rank}", rank, host, log_level, port)
+        try:
+            check_model(engine)  # before the ranks wait for each other
+        except BaseException:
+            self.close()
+            raise
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
         self._store = TCPStore(
             _HOST, port, None, True, timedelta(seconds=LOAD_TIMEOUT_S), False, master_listen_fd=listener
         )
-        for rank in range(1, engine.tensor_parallel_size):
-            self._start(f"{worker_id}/{rank}", rank, host, log_level, port)
 
     def _start(self, name: str, rank: int, host: str, log_level: str, store_port: int) -> None:
         steps, follower_steps = open_channel()
         transfers, follower_transfers = open_channel()
         fds = (follower_steps.fileno(), follower_transfers.fileno())
         config = FollowerConfig(name, rank, self._engine, host, log_level, store_port, *fds)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tandem.worker.follower", msgspec.json.encode(config).decode()],
-            stdin=subprocess.DEVNULL,
-            pass_fds=fds,
-            env={**os.environ, "LOCAL_RANK": str(rank)},  # transformers selects the GPU by it
-        )
+        variables = {"LOCAL_RANK": str(rank)}  # transformers selects the GPU by it
+        run = self._run_follower
+        if run is not None and not why_unsafe_to_fork():
+            self._processes.append(fork_child(partial(run, config), fds, variables))
+        else:
+            command = [sys.executable, "-m", "tandem.worker.follower", msgspec.json.encode(config).decode()]
+            environment = {**os.environ, **variables}
+            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment))
         follower_steps.close()
         follower_transfers.close()
-        self._processes.append(process)
         self._steps.append(RankChannel(steps, Codec(Batch)))
         self.transfer_connections.append(transfers)
-        threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, rank: int, process: subprocess.Popen[bytes] | ForkedChild) -> None:
         returncode = process.wait()
         if not self._closing:
             reason = f"rank {rank} (process {process.pid}) exited with {returncode}; the worker ends with it"

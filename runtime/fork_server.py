@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -97,10 +97,16 @@ def why_unsafe_to_fork() -> str:
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     if num_threads > 1:
         return f"it has {num_threads} threads"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if any(target.startswith("/dev/nvidia") for target in _open_files()):
         return "it has initialised CUDA"
     return ""
+
+
+def _open_files() -> Iterator[str]:
+    """Yields what the descriptors of this process refer to. CUDA opens its devices when it is initialised."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # the one that listed them is closed already
+            yield str(entry.readlink())
 
 
 def close_descriptors(kept: Collection[int]) -> None:

@@ -74,10 +74,13 @@ class ForkedProcess:
         if self.returncode is None:
             signal.pidfd_send_signal(self._pidfd, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def end(self) -> None:
         """Kills the process and waits for its end, which takes milliseconds."""
         if self.returncode is None:
-            self.send_signal(signal.SIGKILL)
+            self.kill()
             self._reap()
 
     def cpu_s(self) -> float:
@@ -120,10 +123,11 @@ class ForkServer:
         module: str,
         environment: Mapping[str, str],
         fds: Mapping[int, int] = MappingProxyType({}),
+        arguments: Sequence[str] = (),
     ) -> ForkServer:
         """Starts `python -m module`, which loads and calls `serve_forks` on descriptor CHANNEL_FD.
 
-        fds: descriptors to pass, by their numbers in the server, which are above CHANNEL_FD. Raises OSError.
+        fds: descriptors to pass, by their numbers in the server. Raises OSError.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -133,7 +137,7 @@ class ForkServer:
             actions = [(os.POSIX_SPAWN_DUP2, passed[number], spare) for number, spare in spares.items()]
             actions += [(os.POSIX_SPAWN_DUP2, spare, number) for number, spare in spares.items()]
             actions += [(os.POSIX_SPAWN_CLOSE, spare) for spare in spares.values()]  # type: ignore[misc]
-            command = [sys.executable, "-m", module]
+            command = [sys.executable, "-m", module, *arguments]
             own = {**ONE_THREAD, **environment}
             pid = os.posix_spawn(sys.executable, command, own, file_actions=actions, setsid=True)
         return cls(ours, ForkedProcess(pid))
@@ -210,6 +214,10 @@ class ForkServer:
         """Ends the server and returns the error."""
         self.close()
         return ForkServerLost(f"the fork server {self.pid} {reason}")
+
+    async def wait(self) -> int:
+        """Returns the server's exit code once it has ended."""
+        return await self._process.wait()
 
     def close(self) -> None:
         """Kills the server. The processes that it has forked go on."""

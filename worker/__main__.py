@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import torch
 
 from tandem.runtime.process import run_process
 from tandem.worker.config import WorkerConfig
@@ -14,6 +15,7 @@ from tandem.worker.worker import Worker
 
 def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerConfig)
+    torch.set_num_threads(config.engine.num_threads)  # OMP_NUM_THREADS is not read again in a forked process
     run_process(config.worker_id, config.log_level, lambda: Worker(config), config.log_format)
 
 

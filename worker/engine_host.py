@@ -21,6 +21,7 @@ from tandem.protocol.lora_files import InvalidAdapter
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import ConfigError
 from tandem.worker.config import WorkerConfig
+from tandem.worker.follower import run_follower
 
 STOP_TIMEOUT_S = 1.5
 """Time that a running step gets when the worker ends."""
@@ -49,7 +50,9 @@ class EngineHost:
         on_prepared: called on the loop when a grammar has been compiled or an adapter loaded.
         """
         loop = asyncio.get_running_loop()
-        ranks = TensorParallelGroup(config.worker_id, config.engine, config.host, config.log_level)
+        ranks = TensorParallelGroup(
+            config.worker_id, config.engine, config.host, config.log_level, run_follower=run_follower
+        )
         loaded: LoadedModel = await loop.run_in_executor(None, ranks.load)
 
         def post_prepared() -> None:

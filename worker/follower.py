@@ -1,4 +1,4 @@
-"""Entry point of ranks other than 0: `python -m tandem.worker.follower CONFIG`, started by rank 0.
+"""A rank other than 0, forked by rank 0, or started by it as `python -m tandem.worker.follower CONFIG`.
 
 CONFIG is JSON. The process inherits two channels, one for steps and one for KV transfers.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -19,12 +20,17 @@ from tandem.engine.tensor_parallel import FollowerConfig, follow, join_as_follow
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
+from tandem.runtime.command_line import show_command_line
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.process import run_to_exit
 
 
 def main() -> None:
-    config = msgspec.json.decode(sys.argv[1], type=FollowerConfig)
+    run_follower(msgspec.json.decode(sys.argv[1], type=FollowerConfig))
+
+
+def run_follower(config: FollowerConfig) -> NoReturn:
+    show_command_line([sys.executable, "-m", "tandem.worker.follower", config.name])
     run_to_exit(config.name, config.log_level, lambda: serve(config))
 
 

@@ -22,6 +22,7 @@ from tandem.deploy.config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S, Watchdog
 from tandem.deploy.launch.loading_bar import fraction_loaded
+from tandem.deploy.launch.start_stages import StartStages
 from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_names, num_pairs, start_role
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised, has_crashed
@@ -80,15 +81,19 @@ class Launcher:
     def stop(self) -> None:
         self._stopping.set()
 
-    async def run(self, on_progress: OnProgress, on_ready: Callable[[], None]) -> None:
-        """Raises ConfigError for what the operator can correct, InternalError if the cluster does not start."""
+    async def run(self, on_progress: OnProgress, on_ready: Callable[[str], None]) -> None:
+        """on_ready: called with the times of the stages.
+
+        Raises ConfigError for what the operator can correct, InternalError if the cluster does not start."""
         loop = asyncio.get_running_loop()
         started_at = loop.time()
+        stages = StartStages(started_at)
         try:
             self._start_all()
-            await self._until_ready(on_progress)
+            await self._until_ready(on_progress, stages)
             if self._ready:
-                await self._serve(on_ready, boot_s=loop.time() - started_at)
+                summary, boot_s = stages.summary(loop.time()), loop.time() - started_at
+                await self._serve(lambda: on_ready(summary), boot_s)
         finally:
             await self._stop_children()
             for control in self._controls.values():
@@ -161,6 +166,8 @@ class Launcher:
     def restart(self, name: str) -> None:
         """Drains and restarts one of `processes`; other names have no effect."""
         if (child := self._children.get(name)) is not None and not self._is_leaving(name):
+            if name in self._workers:
+                self._site.renew_preloaded()
             child.restart()
 
     # ---- roles and numbers of workers
@@ -312,13 +319,15 @@ class Launcher:
             for report in self._reports.values()
         ]
 
-    async def _until_ready(self, on_progress: OnProgress) -> None:
+    async def _until_ready(self, on_progress: OnProgress, stages: StartStages) -> None:
         """Waits until every worker has registered, every pair is ready and the proxies accept connections."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT_S
         while not self._stopping.is_set():
             self.ask_for_reports()
-            if await self._is_up(on_progress):
+            fraction = fraction_loaded(list(self._site.progress_files.values()))
+            stages.update(loop.time(), self._site.is_preloaded, fraction)
+            if await self._is_up(lambda text: on_progress(f"{stages.current}: {text}", fraction)):  # noqa: B023
                 self._ready = True
                 return
             if loop.time() > deadline:
@@ -328,11 +337,12 @@ class Launcher:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 0.1)
 
-    async def _is_up(self, on_progress: OnProgress) -> bool:
+    async def _is_up(self, show: Callable[[str], None]) -> bool:
         """Raises ConfigError for workers that cannot be paired."""
         config = self._config
         reports = list(self._reports.values())
         if len(reports) < (len(config.join_endpoints) or config.proxies):
+            show("waiting for the proxies")
             return False
         pairs = [pair for report in self.reports for worker in report.workers for pair in worker.pairs]
         refused = next((pair for pair in pairs if pair.state == "refused"), None)
@@ -342,10 +352,7 @@ class Launcher:
         roles = [worker.worker.role for worker in last.workers]
         shown = [f"{roles.count(role)}/{count} {role}" for role, count in config.counts.items() if count]
         expected = num_pairs(config.counts)
-        on_progress(
-            f"{', '.join(shown)}, {last.num_ready_pairs}/{expected} pairs",
-            fraction_loaded(list(self._site.progress_files.values())),
-        )
+        show(f"{', '.join(shown)}, {last.num_ready_pairs}/{expected} pairs")
         if not all(self._knows_our_workers(report) for report in reports):
             return False
         return bool(config.join) or (last.num_ready_pairs >= expected and await self._all_proxies_answer())

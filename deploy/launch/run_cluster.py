@@ -25,8 +25,9 @@ from tandem.runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
-    """Runs a cluster until SIGINT, SIGTERM or SIGHUP. on_ready: called with the folder of the logs.
+async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: Callable[[Path, str], None]) -> None:
+    """Runs a cluster until SIGINT, SIGTERM or SIGHUP. on_ready: called with the folder of the logs, and the
+    times of the stages.
 
     Raises ConfigError for what the operator can correct, InternalError if the cluster does not start.
     """
@@ -56,7 +57,7 @@ async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: 
         launcher = Launcher(with_device_defaults(config, site.on_gpus), site, context, folder)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # after the site: Ray sets its own handlers
             asyncio.get_running_loop().add_signal_handler(number, launcher.stop)
-        await launcher.run(on_progress, lambda: on_ready(logs))
+        await launcher.run(on_progress, lambda stages: on_ready(logs, stages))
 
 
 def _check_port(host: str, port: int, flags: str) -> None:

@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.deploy.processes.log_file import LogFile
+from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, OnExit, Supervised
-from tandem.runtime.tasks import keep_running
+from tandem.runtime.errors import ConfigError
+from tandem.runtime.forked_process import ForkedProcess
+from tandem.runtime.process import EXIT_BAD_CONFIG
+from tandem.runtime.tasks import keep_running, start
 from tandem.runtime.whole_file import write_whole
 
 log = logging.getLogger(__name__)
@@ -42,6 +46,7 @@ class ChildProcess(Supervised):
     """Runs `python -m module config_file`; the output goes to `output`, the process id to `pid_file`.
 
     inherited_fds: descriptors that the process inherits under the same numbers.
+    preloaded: forks the process; None starts it plainly.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class ChildProcess(Supervised):
         on_exit: OnExit,
         pid_file: Path,
         inherited_fds: Sequence[int] = (),
+        preloaded: PreloadedWorker | None = None,
     ) -> None:
         super().__init__(name, output.file, on_exit)
         self._output = output
@@ -62,7 +68,8 @@ class ChildProcess(Supervised):
         self._env = env
         self._pid_file = pid_file
         self._inherited_fds = inherited_fds
-        self._process: asyncio.subprocess.Process | None = None
+        self._preloaded = preloaded
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
 
     @property
     def pid(self) -> int | None:
@@ -80,18 +87,41 @@ class ChildProcess(Supervised):
     async def run_once(self) -> int | None:
         self.num_starts += 1
         try:
+            if self._preloaded is not None:
+                await self._until_loaded(self._preloaded)
+            if self._stopping.is_set():
+                return None
             process = await self._start()
         except OSError as error:  # no memory, processes or disk space at the moment
             log.error("cannot start %s, trying again: %s", self.name, error)
             return None
+        except ConfigError as error:
+            self._output.append(f"error: {error}\n")
+            return EXIT_BAD_CONFIG
         if self._stopping.is_set():  # set while the process was being started
             self.send_signal(signal.SIGINT)
         return await process.wait()
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        self._process = process = await start_module(
-            self._module, str(self._config_file), self._output, self._env, self._inherited_fds
-        )
+    async def _until_loaded(self, preloaded: PreloadedWorker) -> None:
+        """Waits until the process can be forked, or is to be stopped. Raises ConfigError."""
+        loading, stopping = start(preloaded.until_loaded()), start(self._stopping.wait())
+        try:
+            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+        finally:
+            loading.cancel()
+            stopping.cancel()
+
+    async def _start(self) -> asyncio.subprocess.Process | ForkedProcess:
+        """Raises OSError."""
+        config_file = str(self._config_file)
+        process: asyncio.subprocess.Process | ForkedProcess | None = None
+        if self._preloaded is not None:
+            process = await self._preloaded.start(config_file, self._output, self._env, self._inherited_fds)
+        if process is None:
+            process = await start_module(self._module, config_file, self._output, self._env, self._inherited_fds)
+        self._process = process
         self.last_pid = process.pid
         try:
             write_whole(self._pid_file, str(process.pid))

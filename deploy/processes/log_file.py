@@ -32,6 +32,10 @@ class LogFile:
         self.file.write_bytes(b"")
         self._previous.unlink(missing_ok=True)
 
+    def append(self, text: str) -> None:
+        with self.open() as file:
+            file.write(text.encode())
+
     def open(self) -> BinaryIO:
         """Opens the file for a process; it must append, so that lines after a truncation start at the new end."""
         return self.file.open("ab")

@@ -18,6 +18,7 @@ from tandem.deploy.processes.gpus import least_used, visible_gpus
 from tandem.deploy.processes.host_memory import HostMemory
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
+from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.deploy.sites.site import WORKER_MODULE
@@ -56,6 +57,8 @@ class LocalSite:
         names = [f"proxy-{i}" for i in range(cluster.proxies)] if not cluster.join else []
         self._listeners = {name: bind(cluster.host, cluster.port) for name in names}
         self._admin_listeners = {name: bind(*cluster.admin_address) for name in names}
+        roles = [role for role, count in self._cluster.counts.items() if count] or ["decode"]
+        self._preloaded = PreloadedWorker(self._worker_environment(roles[0]), not self.on_gpus, logs)
 
     def http_hosts(self) -> list[str]:
         return [self._cluster.host]
@@ -88,6 +91,7 @@ class LocalSite:
         return self._child(name, "tandem.proxy", config, env, exited, [listen_fd, admin_listen_fd])
 
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
+        self._preloaded.spawn_once()
         progress_file = self._folder / f"{name}.loading"
         host = self._cluster.cluster_host
         place = Place(
@@ -99,9 +103,7 @@ class LocalSite:
             media_cache_endpoint=self.media_cache_endpoint,
             host_files=self._host_files(role, name),
         )
-        env = process_environment(self._cluster.num_threads(role))
-        if self._gpus != []:  # there are GPUs, or it is not known
-            env |= nccl_environment(place.host, os.environ)
+        env = self._worker_environment(role)
         if self._gpus is not None:
             used = Counter(gpu for gpus in self._gpus_of.values() for gpu in gpus)
             self._gpus_of[name] = gpus = least_used(self._gpus, used, self._cluster.num_ranks(role))
@@ -115,7 +117,14 @@ class LocalSite:
                 )
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of[name])
         self.progress_files[name] = progress_file
-        return self._child(name, WORKER_MODULE, self._configs.worker(role, name, place), env, on_exit)
+        config = self._configs.worker(role, name, place)
+        return self._child(name, WORKER_MODULE, config, env, on_exit, preloaded=self._preloaded)
+
+    def _worker_environment(self, role: Role) -> dict[str, str]:
+        env = process_environment(self._cluster.num_threads(role))
+        if self._gpus != []:  # there are GPUs, or it is not known
+            env |= nccl_environment(self._cluster.cluster_host or "127.0.0.1", os.environ)
+        return env
 
     def _host_files(self, role: Role, name: str) -> list[str]:
         """Host memory of a worker, one file per rank; empty without --kv-host-gib. Raises ConfigError."""
@@ -140,6 +149,13 @@ class LocalSite:
     def set_proxy_endpoints(self, endpoints: list[str]) -> None:
         """Does nothing: local proxies keep their endpoints."""
 
+    @property
+    def is_preloaded(self) -> bool:
+        return self._preloaded.is_loaded
+
+    def renew_preloaded(self) -> None:
+        self._preloaded.renew()
+
     def set_role(self, name: str, role: Role) -> None:
         """Does nothing: the worker's role file survives a restart."""
 
@@ -150,6 +166,7 @@ class LocalSite:
     def close(self) -> None:
         self.stop_listening()  # the launcher removes the folder
         self._host_memory.close()
+        self._preloaded.close()
 
     def _endpoint(self, name: str) -> str:
         return f"ipc://{self._folder}/{name}.sock"
@@ -162,12 +179,13 @@ class LocalSite:
         env: dict[str, str],
         on_exit: OnExit,
         inherited_fds: Sequence[int] = (),
+        preloaded: PreloadedWorker | None = None,
     ) -> ChildProcess:
         config_file = self._folder / f"{name}.json"
         write_whole(config_file, msgspec.json.encode(config))
         output = LogFile(self._logs / f"{name}.log")
         pid_file = self._folder / f"{name}.pid"
-        return ChildProcess(name, module, config_file, output, env, on_exit, pid_file, inherited_fds)
+        return ChildProcess(name, module, config_file, output, env, on_exit, pid_file, inherited_fds, preloaded)
 
 
 def make_disk_folder(folder: Path) -> None:

@@ -170,6 +170,13 @@ class RaySite:
             for process in self._processes.values():
                 process.set_api_keys(text)
 
+    @property
+    def is_preloaded(self) -> bool:
+        return True  # each worker imports for itself
+
+    def renew_preloaded(self) -> None:
+        """Does nothing: each worker imports for itself."""
+
     def stop_listening(self) -> None:
         """Does nothing: each proxy binds its own socket on its node."""
 

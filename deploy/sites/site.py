@@ -44,6 +44,13 @@ class Site(Protocol):
     def set_role(self, name: str, role: Role) -> None:
         """Notes the current role of a worker, which it keeps when it is restarted."""
 
+    @property
+    def is_preloaded(self) -> bool:
+        """Whether workers can start: what they need has been imported, or each imports it for itself."""
+
+    def renew_preloaded(self) -> None:
+        """Lets workers that are started from now on have the code that is installed now."""
+
     def stop_listening(self) -> None:
         """Closes the listening sockets, before the proxies are stopped."""
 

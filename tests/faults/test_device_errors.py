@@ -16,16 +16,16 @@ from tests.support.cluster import MODEL, Cluster
 
 FAULTS = """
 import sys
-if "tandem.worker" in sys.orig_argv:
+if "tandem.worker.preload" in sys.orig_argv:
     import os
     from pathlib import Path
     import torch
     from tandem.engine.model_runner import ModelRunner
 
     run = ModelRunner.run
-    asked = Path({folder!r}) / str(os.getpid())
 
     def failing(self, batch):
+        asked = Path({folder!r}) / str(os.getpid())
         outputs = run(self, batch)
         if asked.exists():
             error, number = asked.read_text().split()

@@ -17,7 +17,7 @@ from tests.support.cluster import MODEL, Cluster
 
 OVERLAP = """
 import sys
-if "tandem.worker" in sys.orig_argv:
+if "tandem.worker.preload" in sys.orig_argv:
     import os
     from pathlib import Path
     from tandem.engine.model_runner import ModelRunner

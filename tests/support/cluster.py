@@ -20,6 +20,7 @@ from bench.ports import free_port
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import log_dir, runtime_dir
 from tandem.protocol.messages.membership import Role, SetWorkerRole, StatusReport, WorkerOrdered, WorkerReport
+from tests.support.launchers import Process, start_launcher
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
@@ -42,6 +43,8 @@ class Cluster:
 
     Serves the noise model as MODEL unless the arguments name a --model. Every prompt goes to a prefill worker unless
     the arguments set --decode-prefill-threshold. Leaving the context asserts that all processes and files are gone.
+    The launcher is forked from a process that has imported what it and workers need (`tests.support.launchers`), except
+    with an environment, interpreter or folder of its own.
     """
 
     def __init__(
@@ -62,21 +65,22 @@ class Cluster:
         admin_port = free_port()
         self.admin_url = f"http://127.0.0.1:{admin_port}"
         self._arguments = ("--admin-port", str(admin_port), *arguments)
-        self._process: subprocess.Popen[str] | None = None
+        self._starts_cold = bool(env) or python != sys.executable or cwd is not None
+        self._process: Process | None = None
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            tandem(
-                *("up", "--port", str(self.port), "--decode-prefill-threshold", "0"),
-                *self._arguments,
-                python=self._python,
-            ),
-            cwd=self._cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self._env,
-        )
+        arguments = ("up", "--port", str(self.port), "--decode-prefill-threshold", "0", *self._arguments)
+        if not self._starts_cold:
+            self._process = start_launcher(arguments)
+        if self._process is None:
+            self._process = subprocess.Popen(
+                tandem(*arguments, python=self._python),
+                cwd=self._cwd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=self._env,
+            )
         try:
             self.wait_for(self.is_healthy, self._start_timeout_s)
             assert self._process.stdout is not None

@@ -101,7 +101,7 @@ def run(
 
         try:
             async with asyncio.timeout(30):
-                await launcher.run(lambda text, loaded: None, lambda: tasks.append(asyncio.create_task(use())))
+                await launcher.run(lambda text, loaded: None, lambda _: tasks.append(asyncio.create_task(use())))
             await tasks[0]
         finally:
             site.proxy.close()

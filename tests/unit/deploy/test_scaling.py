@@ -63,6 +63,11 @@ class FakeSite:
         self.names: list[str] = []
         self.progress_files: dict[str, Path] = {}
         self.media_cache_endpoint = ""
+        self.num_renewals = 0
+        self.is_preloaded = True
+
+    def renew_preloaded(self) -> None:
+        self.num_renewals += 1
 
     def http_hosts(self) -> list[str]:
         return []
@@ -134,6 +139,7 @@ def test_leaving_processes_are_not_restarted_or_listed() -> None:
         assert starts == {"proxy-0": 1, "prefill-0": 1, "decode-0": 2, "decode-1": 1}
         launcher.scale({"decode": 1})
         leaving = launcher._children["decode-1"]
+        assert site.num_renewals == 1, "workers that are restarted get the code that is installed now"
         launcher.restart("decode-1")
         assert leaving.num_starts == 1
         assert "decode-1" not in {process.name for process in launcher.processes}

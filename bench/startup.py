@@ -1,0 +1,139 @@
+"""Measures how long a cluster needs to start, and to replace a killed worker: `python -m bench.startup`.
+
+From the command to the first 200 of /health, and from SIGKILL of a worker until all pairs are ready again: preloaded,
+as a cluster does it, and cold, when its preloaded process was killed too. Wall time, and CPU time of the whole cluster.
+--checkpoint: folder of another model, for which the same is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench.ports import free_port
+from bench.support.processes import family_cpu_s
+from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.servers import tandem as tandem_command
+from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.protocol.messages.membership import StatusReport
+
+TIMEOUT_S = 120.0
+POLL_S = 0.02
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "prefill/decode": (),
+    "--workers 2": ("--workers", "2"),
+    "tensor parallel 2": ("--tensor-parallel-size", "2"),
+}
+AIMS_S = {"start": 6.0, "killed, preloaded": 1.5}
+"""Of the demo model, on two free cores."""
+
+
+def until(condition: Callable[[], bool]) -> float:
+    """Returns the seconds until the condition holds. Raises TimeoutError."""
+    began_at = time.monotonic()
+    while not condition():
+        if time.monotonic() > began_at + TIMEOUT_S:
+            raise TimeoutError("the cluster is not ready in time")
+        time.sleep(POLL_S)
+    return time.monotonic() - began_at
+
+
+def measure(model: Path, layout: tuple[str, ...], num_kills: int) -> dict[str, tuple[float, float]]:
+    """Returns wall and CPU seconds of each case; of kills, the median."""
+    port = free_port()
+    cluster = ClusterClient(port)
+    command = tandem_command(model, port, "--admin-port", str(free_port()), *layout)
+    began_at = time.monotonic()
+    launcher = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: is_healthy(port))
+        found = {"start": (time.monotonic() - began_at, family_cpu_s(launcher.pid))}
+        until(lambda: len(reports(cluster)) == 2)
+        for case in ("killed, preloaded", "killed, cold"):
+            times = sorted(kill(cluster, launcher.pid, case) for _ in range(num_kills))
+            found[case] = times[len(times) // 2]
+        return found
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(60)
+
+
+def kill(cluster: ClusterClient, launcher_pid: int, case: str) -> tuple[float, float]:
+    """Kills the first worker and returns wall and CPU seconds until the cluster is complete."""
+    before = reports(cluster)
+    epochs, num_pairs = {each.worker.epoch for each in before[0].workers}, before[0].num_ready_pairs
+    victim = min(before[0].workers, key=lambda each: each.worker.worker_id).worker
+    if case == "killed, cold":
+        for child in psutil.Process(launcher_pid).children():
+            if "tandem.worker.preload" in child.cmdline():
+                child.kill()
+    cpu_before_s = family_cpu_s(launcher_pid) - family_cpu_s(victim.pid)  # what has ended does not count later
+    os.kill(victim.pid, signal.SIGKILL)
+
+    def is_complete() -> bool:
+        now = reports(cluster)
+        workers = [each.worker for report in now for each in report.workers]
+        if not now or victim.epoch in {worker.epoch for worker in workers}:
+            return False
+        return len(workers) == len(epochs) and now[0].num_ready_pairs >= num_pairs
+
+    wall_s = until(is_complete)
+    cpu_s = family_cpu_s(launcher_pid) - cpu_before_s
+    until(lambda: any("tandem.worker.preload" in each.cmdline() for each in psutil.Process(launcher_pid).children()))
+    time.sleep(6.0)  # until another preloaded process is ready, and the restart delay is short again
+    return wall_s, cpu_s
+
+
+def reports(cluster: ClusterClient) -> list[StatusReport]:
+    try:
+        return asyncio.run(cluster.status())
+    except Exception:
+        return []
+
+
+def is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_common_options(parser)
+    parser.add_argument("--checkpoint", type=Path, help="folder of another model to measure too")
+    options = parser.parse_args()
+    models = {"demo": DEMO_MODEL} | ({"checkpoint": options.checkpoint} if options.checkpoint else {})
+    layouts = dict(list(LAYOUTS.items())[:1]) if options.quick else LAYOUTS
+    figures: dict[str, dict[str, float]] = {}
+    table = Table("model", "layout", "case", "wall s", "CPU s", title="starting")
+    for model, folder in models.items():
+        for layout, flags in layouts.items():
+            found = measure(folder, flags, 1 if options.quick else 3)
+            figures[f"{model}, {layout}"] = {
+                f"{case}: {clock}": value
+                for case, times in found.items()
+                for clock, value in zip(("wall s", "CPU s"), times, strict=True)
+            }
+            for case, (wall_s, cpu_s) in found.items():
+                table.add_row(model, layout, case, f"{wall_s:.2f}", f"{cpu_s:.1f}")
+    Console().print(table)
+    demo = figures["demo, prefill/decode"]
+    aims = [Aim.of(f"demo: {case} (wall s)", demo[f"{case}: wall s"], aim, "lower") for case, aim in AIMS_S.items()]
+    finish(Report.of("startup", figures, aims), options.json)
+
+
+if __name__ == "__main__":
+    main()

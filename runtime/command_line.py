@@ -1,0 +1,19 @@
+"""The command line that `ps` shows for a process that was forked instead of started."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+SPACE = "." * 400
+"""Argument for a process whose forks show their own command lines: these must fit into its own."""
+
+
+def show_command_line(words: Sequence[str]) -> None:
+    """Replaces this process's command line, in /proc and in `sys`. What does not fit is cut off in /proc."""
+    sys.argv, sys.orig_argv = list(words[2:]), list(words)
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    shown = b"".join(word.encode() + b"\0" for word in words)[: end - begin - 1]
+    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)

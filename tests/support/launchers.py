@@ -1,0 +1,99 @@
+"""Starts `tandem up` in a process: forked from the one preloaded process of this pytest worker, or cold."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+from tandem.deploy.processes.process_configs import process_environment
+from tandem.runtime.command_line import SPACE
+from tandem.runtime.forked_child import ForkedChild
+from tandem.runtime.forked_process import ForkServer
+
+PRELOAD_TIMEOUT_S = 120.0
+_IGNORED = {"PYTEST_CURRENT_TEST"}
+
+
+class Process(Protocol):
+    """What a test needs of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    @property
+    def stdout(self) -> IO[str] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int) -> None: ...
+    def kill(self) -> None: ...
+    def communicate(self, *, timeout: float | None = None) -> object: ...
+
+
+class _ForkedLauncher(ForkedChild):
+    """With a pipe from its output."""
+
+    def __init__(self, pid: int, stdout: IO[str]) -> None:
+        super().__init__(pid)
+        self.stdout = stdout
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, None]:
+        """Raises subprocess.TimeoutExpired."""
+        read: list[str] = []
+        reading = threading.Thread(target=lambda: read.append(self.stdout.read()))
+        reading.start()
+        reading.join(timeout)
+        if reading.is_alive():
+            raise subprocess.TimeoutExpired("tandem", timeout or 0.0)
+        self.wait(timeout)
+        self.stdout.close()
+        return read[0], None
+
+
+_server: ForkServer | None = None
+_environment: dict[str, str] = {}
+
+
+def start_launcher(arguments: Sequence[str]) -> Process | None:
+    """Forks a launcher. Returns None if it must start cold, because the environment has changed since the first one."""
+    global _server, _environment
+    now = {name: value for name, value in os.environ.items() if name not in _IGNORED}
+    if _server is None:
+        _environment = now
+        added = {name: value for name, value in process_environment(1).items() if name not in now}
+        _server = ForkServer.spawn("tests.support.preload", {**now, **added}, arguments=[SPACE, *added])
+        atexit.register(_server.close)
+    if now != _environment:
+        return None
+    read_fd, write_fd = os.pipe()
+    try:
+        pid = _fork(_server, arguments, write_fd)
+    finally:
+        os.close(write_fd)
+    return _ForkedLauncher(pid, os.fdopen(read_fd))
+
+
+def _fork(server: ForkServer, arguments: Sequence[str], output_fd: int) -> int:
+    """On a thread of its own, because the caller's may run a loop."""
+    pids: list[int] = []
+
+    async def fork() -> None:
+        await server.until_ready(PRELOAD_TIMEOUT_S)
+        process = await server.start("launcher", arguments, fds={1: output_fd, 2: output_fd}, cwd=str(Path.cwd()))
+        os.close(process._pidfd)
+        pids.append(process.pid)
+
+    thread = threading.Thread(target=lambda: asyncio.run(fork()))
+    thread.start()
+    thread.join()
+    return pids[0]

@@ -1,0 +1,51 @@
+"""The process from which a pytest worker forks launchers: `python -m tests.support.preload`.
+
+A launcher that is forked from it has imported what workers need, so it makes its own preloaded process by a fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from tandem.deploy.processes import preloaded
+from tandem.deploy.processes.preloaded import PreloadedWorker
+from tandem.runtime.fork_server import main_channel, serve_forks
+from tandem.runtime.forked_process import CHANNEL_FD, ONE_THREAD, ForkServer
+from tandem.runtime.garbage_collection import freeze_loaded_objects
+from tandem.worker import preload
+
+_ADDED = (*ONE_THREAD, *sys.argv[2:])
+"""Variables that a launcher does not have. The first argument is space for the command line."""
+
+
+def main() -> None:
+    modules = ("tandem.deploy.cli", "tandem.deploy.launch.run_cluster", "rich.progress", "rich.console")
+    for module in (*modules, *preload.MODULES, *preload.CPU_MODULES):
+        importlib.import_module(module)
+    freeze_loaded_objects()
+    serve_forks(main_channel(CHANNEL_FD), {"launcher": launch})
+
+
+def launch(arguments: list[str]) -> None:
+    """In a forked process: runs `tandem`."""
+    from tandem.deploy.cli import main as run_tandem
+
+    for name in _ADDED:  # only for the imports
+        os.environ.pop(name, None)
+    preload.show_command_line([sys.executable, "-m", "tandem.worker.preload"])
+    server = ForkServer.fork_here({preloaded._ENTRY: preload.run})
+    spawn = PreloadedWorker.spawn
+
+    def take(self: PreloadedWorker) -> None:
+        self._server = server
+        PreloadedWorker.spawn = spawn  # type: ignore[method-assign]  # another one is started as in production
+
+    PreloadedWorker.spawn = take  # type: ignore[method-assign]
+    preload.show_command_line([sys.executable, "-m", "tandem.deploy.cli", *arguments])
+    sys.exit(run_tandem())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The launcher's preloaded process: workers are forked from it, and start plainly when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.deploy.processes import preloaded
+from tandem.deploy.processes.child_process import ChildProcess
+from tandem.deploy.processes.log_file import LogFile
+from tandem.deploy.processes.preloaded import PreloadedWorker
+from tandem.runtime import forked_process
+
+ENV = {"CUDA_VISIBLE_DEVICES": "3"}
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preloaded, "_MODULE", "tests.support.light_preload")
+    monkeypatch.setattr(preloaded, "_RESTART_DELAY_S", 0.05)
+    monkeypatch.setattr(forked_process, "FORK_TIMEOUT_S", 1.0)
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+
+
+def run(tmp_path: Path, test: Callable[[PreloadedWorker], Awaitable[None]], **variables: str) -> None:
+    async def main() -> None:
+        workers = PreloadedWorker(variables, True, tmp_path)
+        workers.spawn_once()
+        try:
+            if not variables:
+                await workers.until_loaded()
+            await asyncio.wait_for(test(workers), 60)
+        finally:
+            workers.close()
+
+    asyncio.run(main())
+
+
+async def content(file: Path) -> str:
+    while not (text := file.read_text()):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return text
+
+
+def test_a_worker_is_forked_with_its_own_variables_output_and_command_line(tmp_path: Path) -> None:
+    async def test(workers: PreloadedWorker) -> None:
+        output = LogFile(tmp_path / "decode-0.log")
+        worker = await workers.start("decode-0.json", output, ENV)
+        assert worker is not None
+        assert await content(output.file) == "['decode-0.json'] 3 /dev/null\n"
+        words = Path(f"/proc/{worker.pid}/cmdline").read_text().rstrip("\0").split("\0")
+        assert words[1:] == ["-m", "tandem.worker", "decode-0.json"]
+        assert os.getsid(worker.pid) == worker.pid, "Ctrl-C reaches only the launcher"
+        worker.kill()
+        assert await worker.wait() == -signal.SIGKILL
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_the_process_running_workers_go_on_and_the_next_one_starts_plainly(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    async def test(workers: PreloadedWorker) -> None:
+        output = LogFile(tmp_path / "decode-0.log")
+        worker = await workers.start("decode-0.json", output, ENV)
+        assert worker is not None and workers._server is not None
+        first = workers._server.pid
+        os.kill(first, number)
+        assert await workers.start("decode-1.json", output, ENV) is None
+        while workers._server.pid == first:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await workers.until_loaded()
+        another = await workers.start("decode-1.json", output, ENV)
+        assert another is not None, "another process was made"
+        assert worker.returncode is None and another.returncode is None
+        for each in (worker, another):
+            each.kill()
+            await each.wait()
+
+    run(tmp_path, test)
+
+
+def test_a_renewed_process_has_the_new_code_and_takes_no_worker_with_it(tmp_path: Path) -> None:
+    async def test(workers: PreloadedWorker) -> None:
+        output = LogFile(tmp_path / "decode-0.log")
+        old = await workers.start("decode-0.json", output, ENV)
+        assert old is not None and workers._server is not None
+        first = workers._server.pid
+        workers.renew()
+        await workers.until_loaded()
+        assert workers._server.pid != first
+        new = await workers.start("decode-0.json", output, ENV)
+        assert new is not None and old.returncode is None
+        for each in (old, new):
+            each.kill()
+            await each.wait()
+
+    run(tmp_path, test)
+
+
+def test_an_import_error_is_a_configuration_error_of_the_first_worker(tmp_path: Path) -> None:
+    async def test(workers: PreloadedWorker) -> None:
+        ended: list[int] = []
+
+        def on_exit(name: str, pid: int, returncode: int) -> bool:
+            ended.append(returncode)
+            return False
+
+        output = LogFile(tmp_path / "decode-0.log")
+        pid_file = tmp_path / "decode-0.pid"
+        child = ChildProcess("decode-0", "tandem.worker", tmp_path, output, ENV, on_exit, pid_file, preloaded=workers)
+        await child.run()
+        assert ended == [2]
+        assert child.last_error() == "cannot import what workers need: ImportError: no torch"
+
+    run(tmp_path, test, BROKEN="1")
+
+
+def test_a_worker_can_be_stopped_before_the_imports_are_done(tmp_path: Path) -> None:
+    async def test(workers: PreloadedWorker) -> None:
+        output = LogFile(tmp_path / "decode-0.log")
+        pid_file = tmp_path / "decode-0.pid"
+        child = ChildProcess(
+            "decode-0", "tandem.worker", tmp_path, output, ENV, lambda *_: True, pid_file, preloaded=workers
+        )
+        running = asyncio.create_task(child.run())
+        await asyncio.sleep(0.2)
+        child.stop()
+        async with asyncio.timeout(5):
+            await running
+        assert child.last_pid == 0, "nothing was started"
+
+    run(tmp_path, test, SLOW="1")

@@ -1,0 +1,54 @@
+"""The process from which workers are forked: `python -m tandem.worker.preload`, see `runtime.fork_server`.
+
+It has imported what workers import, and holds no model, thread, socket or CUDA context. The variables that libraries
+read when they are imported are those of this process; a worker's own are read later (`deploy.processes.preloaded`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NoReturn
+
+from tandem.runtime.command_line import show_command_line
+from tandem.runtime.errors import first_line
+from tandem.runtime.fork_server import main_channel, serve_forks
+from tandem.runtime.forked_process import CHANNEL_FD
+from tandem.runtime.garbage_collection import freeze_loaded_objects
+from tandem.runtime.process import EXIT_BAD_CONFIG
+
+ENTRY = "worker"
+MODULES = (
+    "tandem.worker.__main__",
+    "tandem.worker.follower",
+    "tandem.engine.loading.model_loader",
+    "transformers.models.llama.modeling_llama",  # and with it what all modelling files import
+    "transformers.generation.utils",
+)
+CPU_MODULES = ("tandem.engine.cpu.attention", "tandem.engine.cpu.layer_operators")
+"""Imported too if workers run on the CPU."""
+
+
+def main() -> NoReturn:
+    on_cpu = "cpu" in sys.argv[1:]
+    show_command_line([sys.executable, "-m", "tandem.worker.preload"])
+    try:
+        for module in (*MODULES, *(CPU_MODULES if on_cpu else ())):
+            importlib.import_module(module)
+    except Exception as error:
+        print(f"error: cannot import what workers need: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+        sys.exit(EXIT_BAD_CONFIG)
+    freeze_loaded_objects()
+    serve_forks(main_channel(CHANNEL_FD), {ENTRY: run})
+
+
+def run(arguments: list[str]) -> None:
+    """In a forked process: runs a worker. arguments: its configuration file, as for `python -m tandem.worker`."""
+    from tandem.worker.__main__ import main as run_worker
+
+    show_command_line([sys.executable, "-m", "tandem.worker", *arguments])
+    run_worker()
+
+
+if __name__ == "__main__":
+    main()
