@@ -16,6 +16,9 @@ from tandem.proxy.parsers.python_arguments import python_value
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 _MAX_DEPTH = 32
 """Schemas within schemas that are looked at. Deeper ones allow any type."""
+_MAX_STEPS = 20_000
+"""Schemas, names and values of one tool that are looked at, about 30 ms; further ones allow any type. References repeat
+what they name, so the number is not limited by the schema's size."""
 
 Types = tuple[str, ...]
 """JSON types that a value may have; empty if any."""
@@ -44,22 +47,25 @@ def _packed(types: frozenset[str]) -> Types:
 
 
 class _SchemaReader:
-    """Reads one schema. Each `$ref` is followed once, so the work is linear in the size of the schema."""
+    """Reads one schema. Each `$ref` is followed once."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._num_steps_left = _MAX_STEPS
         self._types: dict[str, frozenset[str]] = {}  # of what a reference names
         self._properties: dict[str, dict[str, frozenset[str]]] = {}
 
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
         """Returns the types that the schema allows. A recursive reference allows any type where it is met again."""
-        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        self._num_steps_left -= 1
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._num_steps_left < 0:
             return JSON_TYPES
         allowed = JSON_TYPES
-        given = schema.get("type")
+        given, enum = schema.get("type"), schema.get("enum")
+        self._num_steps_left -= sum(len(values) for values in (given, enum) if isinstance(values, list))
         if names := _names(given):
             allowed &= names | ({"integer"} if "number" in names else set())
-        if isinstance(enum := schema.get("enum"), list):
+        if isinstance(enum, list):
             allowed &= {_type_of(value) for value in enum}
         if "const" in schema:
             allowed &= {_type_of(schema["const"])}
@@ -79,7 +85,8 @@ class _SchemaReader:
 
     def properties(self, schema: Any, depth: int = 0) -> dict[str, frozenset[str]]:
         """Returns the types of the members that an object may have."""
-        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        self._num_steps_left -= 1
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._num_steps_left < 0:
             return {}
         own = schema.get("properties")
         found = {name: self.types(value) for name, value in own.items()} if isinstance(own, dict) else {}
@@ -87,16 +94,22 @@ class _SchemaReader:
             if reference not in self._properties:
                 self._properties[reference] = {}
                 self._properties[reference] = self.properties(self._referred(reference), depth + 1)
-            _restrict(found, self._properties[reference])
+            self._restrict(found, self._properties[reference])
         for member in _members(schema, "allOf"):
-            _restrict(found, self.properties(member, depth + 1))
+            self._restrict(found, self.properties(member, depth + 1))
         for keyword in ("anyOf", "oneOf"):
             union: dict[str, frozenset[str]] = {}
             for member in _members(schema, keyword):
                 for name, types in self.properties(member, depth + 1).items():
                     union[name] = union.get(name, frozenset()) | types
-            _restrict(found, union)
+            self._restrict(found, union)
         return found
+
+    def _restrict(self, found: dict[str, frozenset[str]], more: dict[str, frozenset[str]]) -> None:
+        self._num_steps_left -= len(more)
+        if self._num_steps_left >= 0:
+            for name, types in more.items():
+                found[name] = (found.get(name, JSON_TYPES) & types) or JSON_TYPES
 
     def _referred(self, reference: str) -> Any:
         """Returns the schema that a reference within the tool's schema names; None if there is none."""
@@ -109,11 +122,6 @@ class _SchemaReader:
                 return None
             found = found.get(part)
         return found
-
-
-def _restrict(found: dict[str, frozenset[str]], more: dict[str, frozenset[str]]) -> None:
-    for name, types in more.items():
-        found[name] = (found.get(name, JSON_TYPES) & types) or JSON_TYPES
 
 
 def _members(schema: dict[str, Any], keyword: str) -> list[Any]:
