@@ -24,6 +24,7 @@ class MetricsEndpoint(ThreadingHTTPServer):
     """Serves the registry's metrics from its own thread until `close`."""
 
     daemon_threads = True
+    request_queue_size = 128  # with the default of 5, the kernel drops connections that arrive at once, for seconds
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
         """Raises OSError when the address cannot be bound. port: 0 takes any free one."""
