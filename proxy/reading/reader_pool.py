@@ -206,7 +206,7 @@ class ReaderPool:
                 connection = await self._connect()
             except (ForkServerLost, OSError) as error:
                 log.error("cannot start a process that reads requests: %s", error)
-                self._fail_waiting()
+                self._fail_waiting("the process that reads requests cannot be started; try again later")
                 await asyncio.sleep(_FAILED_START_DELAY_S)
                 continue
             try:
@@ -266,12 +266,13 @@ class ReaderPool:
                 job.end(InternalError("the server is stopping"))
                 raise
 
-    def _fail_waiting(self) -> None:
+    def _fail_waiting(self, reason: str) -> None:
         while (job := self._queue.take()) is not None:
-            job.end(InternalError("the process that reads requests cannot be started; try again later"))
+            job.end(InternalError(reason))
 
     def close(self) -> None:
-        """Ends the processes and cancels waiting jobs."""
+        """Ends the processes, and all jobs with an error."""
+        self._fail_waiting("the server is stopping")
         for task in self._keeping:
             task.cancel()
         if self._server is not None:

@@ -254,6 +254,18 @@ def test_without_the_fork_server_running_processes_go_on_and_another_server_is_s
     run_with(pool, run)
 
 
+def test_jobs_that_run_or_wait_end_with_the_pool() -> None:
+    pool = fork_pool(1)
+
+    async def run() -> None:
+        jobs = [asyncio.create_task(pool.run(sleep, b"")) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        pool.close()
+        assert [type(each) for each in await asyncio.gather(*jobs, return_exceptions=True)] == [InternalError] * 3
+
+    run_with(pool, run)
+
+
 def test_jobs_fail_when_no_process_can_be_started(tmp_path: Path) -> None:
     pool = ReaderPool(None, ProxyConfig("proxy-0", "", str(tmp_path / "nothing"), "m"), 1)  # type: ignore[arg-type]
 
