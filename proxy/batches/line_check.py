@@ -30,7 +30,8 @@ async def check_file(
     input_file: Path, endpoint: str, index: Path, on_thread: Callable[[Callable[[], Any]], Any]
 ) -> CheckedLines:
     """Checks a file that exists. on_thread: runs a function on a thread. Raises OSError."""
-    if input_file.stat().st_size <= MAX_CHECKED_HERE_BYTES:
+    status = await on_thread(input_file.stat)
+    if status.st_size <= MAX_CHECKED_HERE_BYTES:
         checked: CheckedLines = await on_thread(partial(write_index, input_file, endpoint, index))
         return checked
     process = await asyncio.create_subprocess_exec(

@@ -128,7 +128,8 @@ class BatchRunner:
     async def _run(self, app: ASGIApp, held: BatchFiles) -> None:
         try:
             # A batch in progress has no index if that was lost with its host.
-            if held.batch.status == "validating" or (held.batch.status == "in_progress" and not held.index.exists()):
+            has_index = await finish_on_thread(self._run_threads, held.index.exists)
+            if held.batch.status == "validating" or (held.batch.status == "in_progress" and not has_index):
                 await self._check(held)
             ended_by: LineError | None = None
             if held.batch.status == "in_progress":
@@ -150,7 +151,8 @@ class BatchRunner:
         async with self._checks.slot(held.owner.client or held.owner.host):
             on_thread = partial(finish_on_thread, self._check_threads)
             try:
-                checked = await check_file(held.input_file(), held.batch.endpoint, held.index, on_thread)
+                input_file = await on_thread(held.input_file)
+                checked = await check_file(input_file, held.batch.endpoint, held.index, on_thread)
             except (FileNotFound, FileNotFoundError):
                 checked = CheckedLines(0, [LineError(FileNotFound.code, "The input file was deleted.")])
             except OSError:  # e.g. a full disk; until the batch expires it is tried again

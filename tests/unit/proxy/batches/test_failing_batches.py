@@ -425,3 +425,34 @@ def test_damaged_objects_stop_nothing_else(tmp_path: Path, caplog: pytest.LogCap
     assert num_damaged == 2 and caplog.text.count("cannot be read") == 3
     assert store.get(wrong[1].id).status == "failed"
     assert len(list(folder.rglob("*.damaged"))) == 3
+
+
+def test_a_disk_that_hangs_holds_no_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that touches the files of a batch runs on threads."""
+    on_loop: list[str] = []
+
+    def noted(name: str) -> None:
+        method = getattr(Path, name)
+
+        def called(self: Path, *arguments: Any, **options: Any) -> Any:
+            if threading.current_thread() is threading.main_thread() and tmp_path in self.parents:
+                on_loop.append(f"{name} of {self.name}")
+            return method(self, *arguments, **options)
+
+        monkeypatch.setattr(Path, name, called)
+
+    batch_id = make_batch(tmp_path, line("a"))
+    for name in ("open", "stat", "read_bytes", "exists", "unlink", "glob"):
+        noted(name)
+
+    async def main() -> None:
+        runner = BatchRunner(tmp_path, None)
+        task = asyncio.create_task(runner.run(App()))
+        async with asyncio.timeout(20):
+            while await asyncio.to_thread(lambda: runner.store("").get(batch_id).status) != "completed":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert on_loop == []
