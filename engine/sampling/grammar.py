@@ -97,10 +97,11 @@ class GrammarProcess:
     def start(self, timeout_s: float = COMPILE_TIMEOUT_S) -> None:
         """Starts the process and compiles. Raises InvalidRequest, InternalError."""
         self.close()
-        channel = self._server.open()
+        deadline = time.monotonic() + timeout_s
+        channel = self._server.open(timeout_s)
         channel.send(CompileGrammar(self._text))
         self._channel = channel
-        answer = self.receive(timeout_s)
+        answer = self.receive(deadline - time.monotonic())
         if answer is None or answer.error is not None:
             self.close()
             raise _copy(_TOO_SLOW_TO_COMPILE) if answer is None else _error_of(answer)

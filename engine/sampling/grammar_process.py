@@ -24,6 +24,7 @@ from tandem.protocol.messages.generation import Thinking
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, first_line
+from tandem.runtime.fork_server import num_data_bytes
 from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.stack import call_with_stack
 
@@ -36,8 +37,8 @@ MASK_CPU_S = 0.02
 """Processor time that each mask adds to what a sequence's masks may take. A common schema's mask takes under 1 ms."""
 TOKEN_CPU_S = 0.0005
 """Processor time that each token adds, for a new process that gets all tokens of a sequence at once."""
-_MAX_MEMORY_BYTES = 4 << 30
-"""Address space of a grammar's process, with the tokeniser and the stack."""
+MAX_MEMORY_BYTES = 256 << 20
+"""Memory of a grammar's process, beside the tokeniser and the stack. A useful grammar's takes under 100 MiB."""
 
 
 class LoadTokenizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +130,8 @@ def _run(connection: Connection, tokenizer: LLTokenizer) -> None:
     """Serves one grammar in a forked process, until the worker closes the connection. Does not return."""
     die_with_parent(signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    max_bytes = num_data_bytes(os.getpid()) + COMPILE_STACK_BYTES + MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
     try:
         call_with_stack(COMPILE_STACK_BYTES, lambda: _serve(connection, tokenizer))
     except OSError:

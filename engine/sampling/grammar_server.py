@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,7 +30,7 @@ class GrammarServer:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self.mask_bytes = 0
-        self._start()
+        self._start(LOAD_TIMEOUT_S)
 
     @classmethod
     def of_model(cls, model: str, vocab_size: int) -> GrammarServer:
@@ -38,7 +40,7 @@ class GrammarServer:
         """
         return cls(read_tokenizer(model, vocab_size))
 
-    def _start(self) -> None:
+    def _start(self, timeout_s: float) -> None:
         own, other = socket.socketpair()
         with other:
             self._process = subprocess.Popen(
@@ -47,11 +49,13 @@ class GrammarServer:
                 pass_fds=[other.fileno()],
             )
         self._control = own
+        seconds, microseconds = divmod(int(timeout_s * 1e6), 10**6)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, max(1, microseconds)))
         with contextlib.closing(Connection(own.dup().detach())) as connection:
             try:
                 connection.send_bytes(msgspec.msgpack.encode(self._tokenizer))
-                if not connection.poll(LOAD_TIMEOUT_S):
-                    raise TimeoutError(f"it has not loaded the tokeniser within {LOAD_TIMEOUT_S:g} s")
+                if not connection.poll(timeout_s):
+                    raise TimeoutError(f"it has not loaded the tokeniser within {timeout_s:.1f} s")
                 answer = msgspec.msgpack.decode(connection.recv_bytes(), type=Mask)
             except (OSError, EOFError) as error:
                 self.close()
@@ -61,19 +65,28 @@ class GrammarServer:
             raise InvalidRequest(_unusable(answer.error.message))
         self.mask_bytes = len(answer.bits)
 
-    def open(self) -> RankChannel[Mask]:
-        """Returns a channel to a new process, of a new server if this one's process has died. Raises InternalError."""
-        channel, other = open_channel()
-        with self._lock, contextlib.closing(other):
+    def open(self, timeout_s: float) -> RankChannel[Mask]:
+        """Returns a channel to a new process, of a new server if this one's process has died.
+
+        Raises InternalError, also if another server has not started within timeout_s.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+            raise InternalError("the process for grammars is being started again; try again")
+        try:
             if self._process.poll() is not None:
                 self._control.close()
-                self._start()
-            try:
-                socket.send_fds(self._control, [b"f"], [other.fileno()])
-            except OSError as error:
-                channel.close()
-                raise InternalError(f"the process for grammars has died: {first_line(error)}") from error
-        return RankChannel(channel, Codec(Mask))
+                self._start(max(0.0, deadline - time.monotonic()))
+            channel, other = open_channel()
+            with contextlib.closing(other):
+                try:
+                    socket.send_fds(self._control, [b"f"], [other.fileno()])
+                except OSError as error:
+                    channel.close()
+                    raise InternalError(f"the process for grammars has died: {first_line(error)}") from error
+            return RankChannel(channel, Codec(Mask))
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Ends the process, and with it those of all grammars."""

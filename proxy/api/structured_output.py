@@ -74,12 +74,13 @@ def plan_output(request: GenerationFields, tool_format: ToolFormat) -> OutputPla
 def checked_grammar(text: str, param: str) -> str:
     """Converts GBNF to Lark and validates the grammar, which takes up to 2 s. Raises InvalidRequest.
 
-    Logs which keywords of its schemas are ignored, once for each of the last grammars.
+    Logs that keywords of its schemas are ignored, once for each of the last grammars. Their names are text of the
+    client, which is not logged; with `strict: true` the error names them.
     """
     check_grammar_size(text, param)
     text = to_lark(text, param)
-    if ignored := check_grammar(text, param):
-        log.warning("%s is served without what cannot be enforced; strict: true refuses it: %s", param, ignored)
+    if check_grammar(text, param):
+        log.warning("%s is served without keywords that cannot be enforced; with strict: true they are refused", param)
     return text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from tandem.proxy.batches.batch_lines import IndexedLine, request_body
 from tandem.proxy.batches.batch_store import BatchFiles, NoRoomForResults
 from tandem.proxy.batches.json_files import new_id
 from tandem.proxy.batches.local_call import call
+from tandem.runtime.errors import InternalError
 from tandem.runtime.tasks import start
 from tandem.runtime.threads import Threads
 
@@ -183,17 +183,21 @@ class BatchRun:
         except KeyError:
             return _not_run(line, "invalid_api_key", "The API key of this batch is not valid any more.")
         left_s = held.batch.expires_at - time.time()
-        if left_s > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    status, headers, content = await call(self._app, held.batch.endpoint, body, held.owner.host, key)
-                response = LineResponse(status, headers.get("x-request-id", ""), msgspec.Raw(content))
-                result = LineResult(new_id("batch_req_"), line.custom_id, response)
-                if status not in (*_RETRY_STATUSES, 504):
-                    return result
-                given = headers.get("retry-after", "")
-                return _Refused(status, float(given) if given.isdecimal() else 0.0, result)
-        return _not_run(line, "batch_expired", "The request was not run within the batch's completion window.")
+        if left_s <= 0:
+            return _expired(line)
+        try:
+            async with asyncio.timeout(left_s):
+                status, headers, content = await call(self._app, held.batch.endpoint, body, held.owner.host, key)
+        except TimeoutError:
+            return _expired(line)
+        except InternalError as error:
+            return _not_run(line, error.code, f"{error}; send the request again.")
+        response = LineResponse(status, headers.get("x-request-id", ""), msgspec.Raw(content))
+        result = LineResult(new_id("batch_req_"), line.custom_id, response)
+        if status not in (*_RETRY_STATUSES, 504):
+            return result
+        given = headers.get("retry-after", "")
+        return _Refused(status, float(given) if given.isdecimal() else 0.0, result)
 
     async def _watch(self) -> None:
         """Saves the counts, and returns once the batch is to be cancelled."""
@@ -234,3 +238,7 @@ def _same(line: IndexedLine) -> IndexedLine:
 
 def _not_run(line: IndexedLine, code: str, message: str) -> LineResult:
     return LineResult(new_id("batch_req_"), line.custom_id, None, Failure(code, message))
+
+
+def _expired(line: IndexedLine) -> LineResult:
+    return _not_run(line, "batch_expired", "The request was not run within the batch's completion window.")

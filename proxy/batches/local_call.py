@@ -8,12 +8,16 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 from tandem.proxy.admission.api_key import ApiKey
+from tandem.runtime.errors import InternalError
 
 
 async def call(
     app: ASGIApp, path: str, body: bytes, host: str, key: ApiKey | None
 ) -> tuple[int, dict[str, str], bytes]:
-    """Sends a POST request to the application. Returns status, headers and body of the answer."""
+    """Sends a POST request to the application. Returns status, headers and body of the answer.
+
+    Raises InternalError if the application ends before its answer is complete.
+    """
     sent: list[Message] = []
     given = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -41,5 +45,7 @@ async def call(
         "state": {} if key is None else {"api_key": key},
     }
     await app(scope, receive, send)
+    if len(sent) < 2 or sent[-1].get("more_body", False):
+        raise InternalError("the server failed while it wrote the answer")
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])

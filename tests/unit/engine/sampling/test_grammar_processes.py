@@ -14,12 +14,14 @@ import pytest
 
 from tandem.engine.batch import Sample
 from tandem.engine.sampling import grammar as grammar_module
+from tandem.engine.sampling import grammar_server
 from tandem.engine.sampling.compile_queue import CompileQueue
 from tandem.engine.sampling.grammar import Grammar, GrammarProcess, Grammars, GrammarState
 from tandem.engine.sampling.grammar_mask import StepMask, compute_masks
-from tandem.engine.sampling.grammar_process import LoadTokenizer
+from tandem.engine.sampling.grammar_process import MAX_MEMORY_BYTES, LoadTokenizer
 from tandem.engine.sampling.grammar_server import GrammarServer
 from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.runtime.errors import InvalidRequest, Overloaded
 from tests.support.garbage import frames_in, kept_garbage
 from tests.support.hostile_grammars import ambiguous
@@ -112,6 +114,36 @@ def test_a_process_that_is_killed_is_replaced(server: GrammarServer) -> None:
     assert set(step((state, [A])).errors) == {0}
     other = grammar.new_state({END})
     assert allows(step((other, [A])), 0, C)
+
+
+def test_a_process_has_little_memory(server: GrammarServer) -> None:
+    grammar = grammar_of(server, 'start: "ab"')
+    limits = Path(f"/proc/{children(server)[0]}/limits").read_text().splitlines()
+    max_bytes = int(next(line for line in limits if line.startswith("Max data size")).split()[3])
+    assert max_bytes < MAX_MEMORY_BYTES + COMPILE_STACK_BYTES + (256 << 20), "the tokeniser takes less"
+    del grammar
+
+
+def test_a_step_waits_no_longer_for_a_server_that_does_not_start(
+    server: GrammarServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starting the process that loads the tokeniser again had a limit of its own, of a minute."""
+    state = grammar_of(server, 'start: "ab" "c"').new_state({END})
+    step((state, []))
+    hangs = tmp_path / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    hangs.chmod(0o700)
+    monkeypatch.setattr(grammar_server.sys, "executable", str(hangs))
+    large = LoadTokenizer(bytes(16 << 20), VOCAB_SIZE, END)  # more than a socket holds
+    monkeypatch.setattr(server, "_tokenizer", large)
+    server._process.kill()
+    server._process.wait()
+    begun = time.monotonic()
+    sample = Sample(SamplingParams(), output_token_ids=[A], grammar=state)
+    masks = [compute_masks([sample], [0], timeout_s=0.5) for _ in range(2)]
+    assert masks[0].errors, "the grammar's process has ended with the server"
+    assert masks[1].errors[0].code == "internal_error"
+    assert time.monotonic() - begun < 10
 
 
 def test_a_process_ends_with_its_grammar(server: GrammarServer) -> None:

@@ -77,6 +77,20 @@ def test_a_refused_line_is_tried_again_later_and_later(tmp_path: Path, monkeypat
     assert time.monotonic() - began >= 0.02 + 0.04 + 0.08 + 0.16
 
 
+def test_an_answer_that_is_cut_off_is_no_result(tmp_path: Path) -> None:
+    """The part of it that had been written was stored as the line's answer, and was no JSON."""
+
+    class FailingApp(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b'{"echo":', "more_body": True})
+
+    batch = run_until_ended(tmp_path, FailingApp(), make_batch(tmp_path, line("a")))
+    store = BatchStore(next(tmp_path.iterdir()))
+    assert batch.request_counts.failed == 1
+    assert results(store, batch.error_file_id)[0]["error"]["code"] == "internal_error"
+
+
 # ---- proxies that die
 
 
