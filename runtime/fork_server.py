@@ -173,7 +173,7 @@ def _run(request: StartProcess, fds: list[int], entry: Entry) -> NoReturn:
         die_with_parent(signal.SIGKILL)
         if os.getppid() != request.parent_pid:  # it has died, or does not adopt
             sys.exit(1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _reset_signals()
         if request.new_session:
             os.setsid()
         _place(fds, request.fds)
@@ -191,6 +191,17 @@ def _run(request: StartProcess, fds: list[int], entry: Entry) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(exit_code)
+
+
+def _reset_signals() -> None:
+    """Sets what a newly started Python program has, whatever the server or a library in it has set."""
+    for number in signal.valid_signals():
+        with contextlib.suppress(OSError, ValueError):  # SIGKILL, SIGSTOP, and those of the C library
+            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:

@@ -87,6 +87,7 @@ def _arguments_decoder(method: Callable[..., Any], num_arguments: int) -> msgspe
 def work(reader: BodyReader, _arguments: list[str]) -> None:
     """Answers jobs until the proxy closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the proxy handles it
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # clients could fill the disk, with prompts of others in it
     channel = socket.socket(fileno=JOBS_FD)
     while (request := _receive(channel)) is not None:
         answer = _ENCODER.encode(_answer(reader, _JOB.decode(request)))

@@ -80,6 +80,23 @@ def test_exit_codes_and_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test, monkeypatch)
 
 
+def test_signals_are_those_of_a_new_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's handler in the server, or a blocked signal, must not keep a process alive."""
+
+    async def test(server: ForkServer) -> None:
+        process = await server.start("wait")
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == -signal.SIGTERM
+
+    kept = signal.signal(signal.SIGTERM, lambda *_: None)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        run(test, monkeypatch)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGTERM, kept)
+
+
 def test_what_the_process_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def test(server: ForkServer) -> None:
         file = (tmp_path / "output").open("wb+")
