@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.faults.fuzz import run
+from bench.faults.fuzz import MAX_PROXY_GROWTH_MIB, MAX_WORKER_GROWTH_MIB, run
 from tests.support.cluster import Cluster
 
 NUM_INPUTS = 3000
@@ -19,4 +19,6 @@ def test_a_cluster_survives_invalid_input() -> None:
     assert {label.split('"')[-2] for label in refused} >= {"bad_handshake", "not_a_message", "not_possible"}
     for process in ('worker="prefill-0"', 'worker="decode-0"', "tandem_refusals_total"):
         assert any(process in label for label in refused), f"{process} counted no refusal"
-    assert max(figures["memory_growth_mib"].values()) < 64
+    growth = figures["memory_growth_mib"]
+    assert growth.pop("proxy-0") < MAX_PROXY_GROWTH_MIB
+    assert max(growth.values()) < MAX_WORKER_GROWTH_MIB
