@@ -52,7 +52,6 @@ def test_requests_wait_for_the_restarted_worker(cluster: Cluster, role: str) -> 
     else:
         cluster.wait_for(lambda: cluster.status().num_requests > 0)
     os.kill(before[f"{role}-0"], signal.SIGKILL)
-    cluster.wait_for(lambda: not cluster.is_healthy())
     thread.join(150)
     assert not thread.is_alive() and len(token_ids) == NUM_TOKENS
     after = {r.worker.worker_id: r.worker.pid for r in cluster.status().workers}
