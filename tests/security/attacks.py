@@ -225,7 +225,7 @@ ATTACKS = [
     Attack(stored_ballast),
     Attack(slow_conversions),
     Attack(ambiguous_grammars, max_grown_bytes=1 << 30),  # in processes of their own
-    Attack(unread_answers, max_grown_bytes=1280 << 20),
+    Attack(unread_answers, max_grown_bytes=1536 << 20),
     Attack(many_blocks),
     Attack(wide_beams),
     Attack(line_breaks),

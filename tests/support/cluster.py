@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +62,7 @@ class Cluster:
         self._env = {**os.environ, **env}
         self._python, self._cwd = python, cwd
         self.port = free_port()
+        shutil.rmtree(log_dir(self.port), ignore_errors=True)  # of an earlier cluster on the same port
         self.url = f"http://127.0.0.1:{self.port}"
         admin_port = free_port()
         self.admin_url = f"http://127.0.0.1:{admin_port}"
