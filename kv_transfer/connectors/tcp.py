@@ -52,7 +52,8 @@ class _Link:
         """Performs the TLS handshake, if there is a context. Takes over `plain`. Raises OSError."""
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * PROGRESS_TIMEOUT_S))
-        plain.settimeout(_GREETING_TIMEOUT_S)
+        # A receiver drops strangers that say nothing one after the other; the sender waits meanwhile.
+        plain.settimeout(_GREETING_TIMEOUT_S if is_server else PROGRESS_TIMEOUT_S)
         self._duplicate = plain.dup()  # an SSLSocket that is shut down would read on without decrypting
         try:
             self._socket = plain if context is None else context.wrap_socket(plain, server_side=is_server)
