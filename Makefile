@@ -41,8 +41,8 @@ test: setup
 test-all: setup
 	$(PYTEST) $(ARGS)
 
-# What `make test` leaves out, about half an hour, and its property tests with new random examples. More schedules, connectors and larger clusters, another quarter of an hour:
-# make test-exhaustive.
+# What `make test` leaves out, about 40 minutes, and its property tests with new random examples. More schedules,
+# connectors and larger clusters, another quarter of an hour: make test-exhaustive.
 test-extended: setup
 	$(PYTEST) -m "extended and not exhaustive" --hypothesis-profile new $(ARGS)
 

@@ -43,7 +43,7 @@ class ForkServerLost(Exception):
 
 
 class ForkedProcess:
-    """A child of this process that was not started by asyncio. Whoever has it must `wait` for it."""
+    """A child of this process that was not started by asyncio. Its owner must `wait` for it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
