@@ -251,10 +251,8 @@ class ReaderPool:
             try:
                 job.end(await connection.call(job.request, job.num_bytes))
             except JobLost as lost:
-                if (
-                    lost.error is None and not job.was_lost and not job.answer.done()
-                ):  # the process died before it had read the job
-                    job.was_lost = True
+                if lost.error is None and not job.was_lost and not job.answer.done():
+                    job.was_lost = True  # the process had not read it, so another one may
                     self._queue.put_back(job.client, job)
                     self._wake()
                 else:
