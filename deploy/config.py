@@ -18,7 +18,7 @@ from msgspec import Meta
 from tandem.deploy.removed_flags import REMOVED_FLAGS
 from tandem.engine.config import Device, Dtype, KVCacheDtype, LoadFormat, Quantization
 from tandem.kv_transfer.registry import check_name
-from tandem.kv_transfer.tiers.mooncake import parse_store_url
+from tandem.kv_transfer.tiers.store_url import parse_store_url
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys

@@ -7,7 +7,6 @@ list its keys, so a worker knows the blocks that it has stored, found or loaded.
 from __future__ import annotations
 
 import importlib.util
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,18 +26,6 @@ MAX_KNOWN_BLOCKS = 1 << 18
 """Limit on the blocks that a worker remembers (about 30 MB). Those beyond it count as removed until found again."""
 _NO_BLOCK = bytes(16)
 """A hash that no block has."""
-_URL = re.compile(r"mooncake://(?P<host>[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})/?")
-
-
-def parse_store_url(url: str) -> str:
-    """Returns HOST:PORT of a store's master, from mooncake://HOST:PORT. Raises ConfigError."""
-    found = _URL.fullmatch(url)
-    if found is None or not 0 < int(found["port"]) < 65536:
-        raise ConfigError(
-            f"kv_store: {url!r} is not mooncake://HOST:PORT, the address of a Mooncake master (a name or an IPv4 "
-            "address), such as mooncake://10.0.0.1:50051"
-        )
-    return f"{found['host']}:{found['port']}"
 
 
 class StoreClient(Protocol):

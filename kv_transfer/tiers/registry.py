@@ -12,7 +12,8 @@ from tandem.kv_transfer.connectors import cuda_stream
 from tandem.kv_transfer.tiers.block_record import block_identity
 from tandem.kv_transfer.tiers.disk import DiskTier
 from tandem.kv_transfer.tiers.host_memory import HostMemoryTier, Pin
-from tandem.kv_transfer.tiers.mooncake import MooncakeTier, parse_store_url
+from tandem.kv_transfer.tiers.mooncake import MooncakeTier
+from tandem.kv_transfer.tiers.store_url import parse_store_url
 from tandem.kv_transfer.tiers.tier import KVTier, TierFailed, TiersConfig
 from tandem.protocol.messages.transfer import KVLayout
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tandem.proxy.parsers.reasoning import ReasoningFamilyName, ReasoningFormat, detect_reasoning_family
 from tandem.proxy.parsers.tool_families import ToolFamilyName
 from tandem.proxy.parsers.tool_formats import ToolFormat, detect_tool_family
-from tandem.proxy.text.model_text import ModelText
+
+if TYPE_CHECKING:
+    from tandem.proxy.text.model_text import ModelText  # imports transformers; the command line needs the names only
 
 ToolParserName = Literal["auto", ToolFamilyName]
 ReasoningParserName = Literal["auto", "none", ReasoningFamilyName]
