@@ -33,13 +33,22 @@ def main() -> NoReturn:
     on_cpu = "cpu" in sys.argv[1:]
     show_command_line([sys.executable, "-m", "tandem.worker.preload"])
     try:
-        for module in (*MODULES, *(CPU_MODULES if on_cpu else ())):
-            importlib.import_module(module)
+        load(on_cpu)
     except Exception as error:
         print(f"error: cannot import what workers need: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIG)
     freeze_loaded_objects()
     serve_forks(main_channel(CHANNEL_FD), {ENTRY: run})
+
+
+def load(on_cpu: bool) -> None:
+    """Imports the modules, also those that numba imports when it compiles its first function. Leaves no thread."""
+    for module in (*MODULES, *(CPU_MODULES if on_cpu else ())):
+        importlib.import_module(module)
+    if on_cpu:
+        from tandem.engine.cpu.compiler import load_compiler
+
+        load_compiler()
 
 
 def run(arguments: list[str]) -> None:

@@ -21,9 +21,9 @@ _ADDED = (*ONE_THREAD, *sys.argv[2:])
 
 
 def main() -> None:
-    modules = ("tandem.deploy.cli", "tandem.deploy.launch.run_cluster", "rich.progress", "rich.console")
-    for module in (*modules, *preload.MODULES, *preload.CPU_MODULES):
+    for module in ("tandem.deploy.cli", "tandem.deploy.launch.run_cluster", "rich.progress", "rich.console"):
         importlib.import_module(module)
+    preload.load(on_cpu=True)
     freeze_loaded_objects()
     serve_forks(main_channel(CHANNEL_FD), {"launcher": launch})
 

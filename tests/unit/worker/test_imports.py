@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from typing import Any
 
+import msgspec
+import pytest
+
+from tandem.engine.config import EngineConfig
 from tandem.runtime.forked_process import ONE_THREAD
+from tandem.worker.config import WorkerConfig
 
 UNUSED = {
     "tandem.deploy": "the launcher's",
@@ -34,30 +41,98 @@ UNUSED = {
 """Modules that a worker of a plain text model does not import, and why. torch._dynamo and torch.distributed.tensor are
 not among them: `transformers.modeling_utils` imports both, whatever is asked of it."""
 
+PER_WORKER = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "NCCL_", "TORCH_NCCL_")
+"""Beginnings of variables that differ between workers, or that a worker sets itself: they must be read after the fork."""
+
+GETENV = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+
+char *getenv(const char *name) {
+    static char *(*original)(const char *);
+    if (!original) original = (char *(*)(const char *))dlsym(RTLD_NEXT, "getenv");
+    dprintf(FD, "%s\\n", name);
+    return original(name);
+}
+char *secure_getenv(const char *name) { return getenv(name); }
+"""
+"""Writes the names of the variables that libraries read to descriptor FD."""
+
 PROGRAM = """
 import json, os, sys
+fd = int(sys.argv[1])
+kind = type(os.environ)
+read = kind.__getitem__, kind.__contains__
+kind.__getitem__ = lambda self, name: (os.write(fd, f"{name}\\n".encode()), read[0](self, name))[1]
+kind.__contains__ = lambda self, name: (os.write(fd, f"{name}\\n".encode()), read[1](self, name))[1]
 import tandem.worker.worker, tandem.worker.follower
 from tandem.runtime.fork_server import why_unsafe_to_fork
 from pathlib import Path
 imported = sorted(sys.modules)
-import importlib
 from tandem.worker import preload
-for module in (*preload.MODULES, *preload.CPU_MODULES):
-    importlib.import_module(module)
-links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+preload.load(on_cpu=True)
+kind.__getitem__, kind.__contains__ = read
+links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd") if int(each) != fd]
 files = [os.readlink(link) for link in links if os.path.exists(link)]
-print(json.dumps({"imported": imported, "unsafe": why_unsafe_to_fork(), "files": files}))
+unsafe = why_unsafe_to_fork()
+
+import torch
+from numba import njit
+from tandem.runtime.forked_child import fork_child
+from tandem.worker import __main__ as worker
+def run():  # a worker with three threads
+    sys.argv = ["worker", sys.argv[2]]
+    worker.run_process = lambda *_: os.write(answer, str(torch.get_num_threads()).encode())
+    worker.main()
+threads, answer = os.pipe()
+fork_child(run, [answer], {"OMP_NUM_THREADS": "3"}).wait()
+num_threads = int(os.read(threads, 10))
+before = set(sys.modules)
+njit(lambda x: x + 1)(1)
+late = sorted(set(sys.modules) - before)
+print(json.dumps(dict(imported=imported, unsafe=unsafe, files=files, num_threads=num_threads, late=late)))
 """
 
 
-def test_a_text_worker_imports_little_and_its_preloaded_process_can_be_forked() -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    environment = {**dict(ONE_THREAD), "PATH": "/usr/bin"}
-    done = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=True
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process sees that imports as the preloaded process does. variables: names that were read meanwhile."""
+    folder = tmp_path_factory.mktemp("imports")
+    engine = EngineConfig(model="", num_threads=3)
+    (folder / "worker.json").write_bytes(msgspec.json.encode(WorkerConfig("w", "decode", "", [], engine)))
+    with (folder / "variables").open("w+") as names:
+        environment = {**ONE_THREAD, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
+        if compiler := shutil.which("cc"):
+            (folder / "getenv.c").write_text(GETENV.replace("FD", str(names.fileno())))
+            build = [compiler, "-shared", "-fPIC", "getenv.c", "-o", "getenv.so", "-ldl"]
+            subprocess.run(build, cwd=folder, check=True)
+            environment["LD_PRELOAD"] = str(folder / "getenv.so")
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(names.fileno()), str(folder / "worker.json")],
+            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+            pass_fds=[names.fileno()],
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        names.seek(0)
+        return {**json.loads(done.stdout.splitlines()[-1]), "variables": set(names.read().splitlines())}
+
+
+def test_a_text_worker_imports_little(found: dict[str, Any]) -> None:
     unused = {name: UNUSED[name] for name in found["imported"] if name in UNUSED}
     assert not unused, f"imported without need: {unused}"
+
+
+def test_the_preloaded_process_can_be_forked(found: dict[str, Any]) -> None:
     assert found["unsafe"] == ""
     assert not [file for file in found["files"] if not file.startswith(("/dev/null", "pipe:", "/proc/"))]
+
+
+def test_what_differs_between_workers_is_read_after_the_fork(found: dict[str, Any]) -> None:
+    assert "TRITON_INTERPRET" in found["variables"] or "PYTORCH_JIT" in found["variables"], "names are recorded"
+    assert not {name for name in found["variables"] if name.startswith(PER_WORKER)}
+    assert found["num_threads"] == 3, "OMP_NUM_THREADS is read before; the worker sets it by a call"
+
+
+def test_the_first_kernel_of_a_worker_imports_nothing(found: dict[str, Any]) -> None:
+    assert found["late"] == []
