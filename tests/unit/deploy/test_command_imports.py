@@ -1,4 +1,4 @@
-"""The `tandem` command imports little: each import is waited for by all of its subcommands, and before a cluster starts."""
+"""The `tandem` command imports little, because all its subcommands wait for the imports."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ UNUSED = {
 not among them: `transformers.modeling_utils` imports both, whatever is asked of it."""
 
 PER_WORKER = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "NCCL_", "TORCH_NCCL_")
-"""Beginnings of variables that differ between workers, or that a worker sets itself: they must be read after the fork."""
+"""Beginnings of variables that differ between workers, or that a worker sets. They must be read after the fork."""
 
 GETENV = """
 #define _GNU_SOURCE
