@@ -7,12 +7,14 @@ tokeniser and has one thread; it forks the others, which takes milliseconds and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import socket
 import sys
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -24,7 +26,8 @@ from tandem.protocol.messages.generation import Thinking
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, first_line
-from tandem.runtime.fork_server import num_data_bytes
+from tandem.runtime.fork_server import num_data_bytes, why_unsafe_to_fork
+from tandem.runtime.forked_child import fork_child
 from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.stack import call_with_stack
 
@@ -106,6 +109,8 @@ def main() -> None:
     try:
         tokenizer = make_tokenizer(wanted.tokenizer_json.decode(), wanted.vocab_size, wanted.eos_token_id)
         answer = Mask(bytes(mask_bytes(tokenizer)))
+        if reason := why_unsafe_to_fork():
+            raise InternalError(f"its process cannot be forked: {reason}")
     except Exception as error:
         answer = Mask(error=_error_info(error))
     del wanted
@@ -120,25 +125,19 @@ def main() -> None:
         message, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
             return
-        if os.fork() == 0:
-            control.close()
-            _run(Connection(fds[0]), tokenizer)
+        fork_child(partial(_run, fds[0], tokenizer), fds, {})
         os.close(fds[0])
 
 
-def _run(connection: Connection, tokenizer: LLTokenizer) -> None:
-    """Serves one grammar in a forked process, until the worker closes the connection. Does not return."""
+def _run(fd: int, tokenizer: LLTokenizer) -> None:
+    """Serves one grammar in a forked process, until the worker closes its end of the connection `fd`."""
     die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     max_bytes = num_data_bytes(os.getpid()) + COMPILE_STACK_BYTES + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
-    try:
-        call_with_stack(COMPILE_STACK_BYTES, lambda: _serve(connection, tokenizer))
-    except OSError:
-        pass  # the worker closed the connection
-    except BaseException as error:
-        print(f"a grammar's process failed: {error!r}", file=sys.stderr, flush=True)
-    os._exit(0)
+    with contextlib.suppress(OSError):  # the worker closed the connection
+        call_with_stack(COMPILE_STACK_BYTES, lambda: _serve(Connection(fd), tokenizer))
 
 
 def _serve(connection: Connection, tokenizer: LLTokenizer) -> None:

@@ -7,15 +7,17 @@ because jinja computes constants when it compiles.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
-import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.forked_child import fork_child
 
 TEMPLATE_CPU_S = 2
 """CPU time for a client's own template; a model's template takes milliseconds."""
@@ -36,16 +38,14 @@ def render_apart(render: Callable[[], str]) -> str:
     Raises InvalidRequest where `render` does, and if it exceeds a limit.
     """
     read_fd, write_fd = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        _run(render, write_fd)
+    process = fork_child(partial(_run, render, write_fd), [write_fd], {})
     os.close(write_fd)
     try:
         answer, is_late = _read(read_fd)
     finally:
         os.close(read_fd)
-        os.kill(pid, signal.SIGKILL)  # it has ended, or must
-        os.waitpid(pid, 0)
+        process.kill()  # it has ended, or must
+        process.wait()
     kind, text = answer[:1], answer[1:].decode(errors="surrogatepass")
     if kind == _TEXT:
         return text
@@ -69,13 +69,9 @@ def _read(fd: int) -> tuple[bytes, bool]:
 
 
 def _run(render: Callable[[], str], fd: int) -> None:
-    """Runs in the forked process and ends it. It writes one byte and a text; nothing if the kernel ends it."""
-    try:
+    """In the forked process: writes one byte and a text; nothing if the kernel ends it."""
+    with contextlib.suppress(BaseException):  # the parent reports that nothing came
         _write(fd, _limited(render))
-    except BaseException:  # noqa: S110  # the parent reports that nothing came
-        pass
-    finally:
-        os._exit(0)
 
 
 def _limited(render: Callable[[], str]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tandem.proxy.text import template_process
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.rendering import Renderer
+from tandem.proxy.text.template_process import render_apart
 from tandem.runtime.errors import InvalidRequest
 from tests.support.fake_workers import make_tokenizer
 
@@ -66,3 +68,11 @@ def test_other_errors_of_a_template_are_reported(renderer: Renderer) -> None:
         render(renderer, "{{ raise_exception('no way') }}")
     with pytest.raises(InvalidRequest, match="unsafe"):
         render(renderer, "{{ ''.__class__.__mro__ }}")
+
+
+def test_a_template_has_no_descriptor_of_the_reader() -> None:
+    """A template that got out of jinja's sandbox would otherwise reach the socket to the proxy."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        seen = render_apart(lambda: repr([Path(f"/proc/self/fd/{each.fileno()}").exists() for each in (ours, theirs)]))
+    assert seen == "[False, False]"

@@ -15,7 +15,14 @@ PACKAGES = (
 )  # fmt: skip
 STARTS_TASKS = {"create_task", "ensure_future", "TaskGroup", "run_coroutine_threadsafe"}
 SHARES_THREADS = {"to_thread", "run_in_executor"}
+FORKS = {"fork"}
 WRITES_WHOLE = {"write_text", "write_bytes"}
+MAY_FORK = {
+    "runtime/fork_server.py",
+    "runtime/forked_child.py",
+    "runtime/forked_process.py",
+    "proxy/__main__.py",  # calls `ReaderPool.fork`
+}
 MAY_START = {"runtime/tasks.py"}
 MAY_SHARE = {
     "proxy/server.py",  # when the proxy ends and nothing else runs
@@ -55,6 +62,10 @@ def broken(names: set[str], allowed: set[str], packages: tuple[str, ...] = PACKA
 
 def test_tasks_are_started_in_one_place() -> None:
     assert not broken(STARTS_TASKS, MAY_START), "use tandem.runtime.tasks, so that the task does not end silently"
+
+
+def test_processes_are_forked_in_one_place() -> None:
+    assert not broken(FORKS, MAY_FORK), "use tandem.runtime.fork_server or forked_child"
 
 
 def test_files_are_written_whole() -> None:
