@@ -115,6 +115,11 @@ def launches(sizes: LayerSizes, lengths: Sequence[int] = (2, 1)) -> list[Launch]
         torch.ops.tandem.rms_norm(rows, norm, 1e-5)
         torch.ops.tandem.add_rms_norm(rows, rows, norm, 1e-5)
         torch.ops.tandem.silu_mul(gate_up)
+        for to in (torch.float8_e4m3fn, torch.int8):
+            torch.ops.tandem.rms_norm_quantized(rows, norm, 1e-5, None, to)
+            torch.ops.tandem.add_rms_norm_quantized(rows, rows, norm, 1e-5, None, to)
+            torch.ops.tandem.quantize_rows(rows, None, to)
+            torch.ops.tandem.silu_mul_quantized(gate_up, None, to)
     return found
 
 
@@ -149,9 +154,21 @@ def resources(launch: Launch, capability: int) -> Resources:
 
 
 def variants(found: Sequence[Launch]) -> dict[str, Launch]:
-    """Returns one launch for each kernel, and two for those with and without a residual connection."""
-    names = ("rms_norm, with a residual" if each.keywords.get("HAS_RESIDUAL") else each.name for each in found)
-    return dict(zip(names, found, strict=True))
+    """Returns one launch for each kernel and its variants."""
+    return dict(zip(map(_variant, found), found, strict=True))
+
+
+def _variant(launch: Launch) -> str:
+    """Returns the kernel's name, and what it does besides."""
+    name = launch.name
+    if launch.keywords.get("HAS_RESIDUAL"):
+        name += ", with a residual"
+    if launch.keywords.get("IS_GATED"):
+        name += " of silu_mul"
+    if launch.keywords.get("QUANTIZES") or name.startswith("quantize"):
+        is_int8 = any(isinstance(each, torch.Tensor) and each.dtype == torch.int8 for each in launch.arguments)
+        name += ", to INT8" if is_int8 else ", to FP8"
+    return name
 
 
 def cell(launch: Launch, capability: int) -> str:

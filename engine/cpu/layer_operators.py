@@ -50,13 +50,15 @@ class CPUNorm(nn.Module):
         self._weight_array = as_array(parameters.weight.detach())
         self._normalise = rms_norm(parameters.weight.dtype)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, reader: Any = None) -> torch.Tensor:
         rows = inputs.reshape(-1, len(self.weight))
         output = torch.empty(rows.shape, dtype=rows.dtype)
         self._normalise(as_array(rows), self._weight_array, self._epsilon, as_array(output))
         return output.view(inputs.shape)
 
-    def after(self, linear: Any, inputs: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def after(
+        self, linear: Any, inputs: torch.Tensor, residual: torch.Tensor, reader: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         total: torch.Tensor = linear.combined(inputs, residual, "add")
         return total, self(total)
 
@@ -100,7 +102,7 @@ class CPUGate(nn.Module):
         self._gate: Any = merge([gate], "swish")
         self._up: Any = merge([up])
 
-    def gated(self, inputs: torch.Tensor) -> torch.Tensor:
+    def gated(self, inputs: torch.Tensor, reader: Any) -> torch.Tensor:
         output: torch.Tensor = self._up.combined(inputs, self._gate(inputs), "mul")
         return output
 

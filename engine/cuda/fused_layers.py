@@ -11,10 +11,12 @@ from torch import nn
 
 from tandem.engine.attention.interface import RotatingAttention, StepAttention
 from tandem.engine.batch import BatchItem
+from tandem.engine.cuda.quantized_linears import join, row_format_of
 from tandem.engine.cuda.triton_attention import triton_attention
 from tandem.engine.layers.fused_layer import HeadParameters, NormParameters, NotFusedError, lora_slices
-from tandem.engine.layers.linear import JoinedLinear, MergedLinear, is_plain, merged_parameters
+from tandem.engine.layers.linear import MergedLinear, is_plain, merged_parameters
 from tandem.engine.lora.layers import AdaptedLinear, StepAdapters
+from tandem.engine.quantization.linears import QuantizedRows, RowFormat
 
 _TRIAL_BLOCK_SIZE = 16
 
@@ -22,7 +24,8 @@ _TRIAL_BLOCK_SIZE = 16
 class CUDALayerOperators:
     """Implements `engine.layers.fused_layer.LayerOperators`.
 
-    Plain linear layers are merged; others, such as sharded ones, are called one by one.
+    Plain linear layers are merged, and so are quantised ones of the same kind. Others, such as layers that sum the
+    results of several ranks, are called one by one.
     """
 
     dtypes: Collection[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,7 +37,7 @@ class CUDALayerOperators:
     def linear(self, linears: Sequence[Any]) -> Any:
         if all(is_plain(linear) for linear in linears):
             return MergedLinear(*merged_parameters(linears))
-        return JoinedLinear(linears)
+        return join(linears)
 
     def heads(self, parameters: HeadParameters) -> CUDAHeads:
         return CUDAHeads(parameters)
@@ -60,13 +63,27 @@ class CUDANorm(nn.Module):
         self.weight = parameters.weight
         self._epsilon = parameters.epsilon
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = torch.ops.tandem.rms_norm(inputs, self.weight, self._epsilon)
-        return output
+    def forward(self, inputs: torch.Tensor, reader: Any) -> torch.Tensor | QuantizedRows:
+        wanted = row_format_of(reader)
+        if wanted is None:
+            output: torch.Tensor = torch.ops.tandem.rms_norm(inputs, self.weight, self._epsilon)
+            return output
+        values, scales = torch.ops.tandem.rms_norm_quantized(
+            inputs, self.weight, self._epsilon, wanted.scale, wanted.dtype
+        )
+        return QuantizedRows(values, scales, inputs.dtype)
 
-    def after(self, linear: Any, inputs: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total, normed = torch.ops.tandem.add_rms_norm(linear(inputs), residual, self.weight, self._epsilon)
-        return total, normed
+    def after(
+        self, linear: Any, inputs: torch.Tensor, residual: torch.Tensor, reader: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | QuantizedRows]:
+        wanted = row_format_of(reader)
+        if wanted is None:
+            total, normed = torch.ops.tandem.add_rms_norm(linear(inputs), residual, self.weight, self._epsilon)
+            return total, normed
+        total, values, scales = torch.ops.tandem.add_rms_norm_quantized(
+            linear(inputs), residual, self.weight, self._epsilon, wanted.scale, wanted.dtype
+        )
+        return total, QuantizedRows(values, scales, residual.dtype)
 
 
 class CUDAHeads(nn.Module):
@@ -103,9 +120,19 @@ class CUDAGate(nn.Module):
         self._linear = linear
         self._sizes = sizes
 
-    def gated(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = torch.ops.tandem.silu_mul(self._linear(inputs))
-        return output
+    @property
+    def row_format(self) -> RowFormat | None:
+        """See `engine.cuda.quantized_linears.row_format_of`."""
+        return row_format_of(self._linear)
+
+    def gated(self, inputs: torch.Tensor | QuantizedRows, reader: Any) -> torch.Tensor | QuantizedRows:
+        gate_up: torch.Tensor = self._linear(inputs)
+        wanted = row_format_of(reader)
+        if wanted is None:
+            output: torch.Tensor = torch.ops.tandem.silu_mul(gate_up)
+            return output
+        values, scales = torch.ops.tandem.silu_mul_quantized(gate_up, wanted.scale, wanted.dtype)
+        return QuantizedRows(values, scales, gate_up.dtype)
 
     def adapt_linears(self, names: Sequence[str], step: StepAdapters) -> None:
         self._linear = AdaptedLinear(self._linear, lora_slices(names, self._sizes), step)

@@ -18,11 +18,15 @@ def rms_norm(
     residual,  # the same, or anything if HAS_RESIDUAL is False
     weight,  # [SIZE]
     total,  # `inputs + residual`, or anything if HAS_RESIDUAL is False
-    output,
+    output,  # in the weight's type; or quantised, if QUANTIZES: int8, or uint8 for the bits of e4m3
+    static_scale,  # [1], of the quantised output, or anything if HAS_STATIC_SCALE is False
+    scales,  # [num_rows] of the quantised output, or anything if QUANTIZES is False
     epsilon,
     SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    QUANTIZES: tl.constexpr,
+    HAS_STATIC_SCALE: tl.constexpr,
 ):
     """Grid: [num_rows]."""
     columns = tl.arange(0, PADDED_SIZE)
@@ -35,9 +39,17 @@ def rms_norm(
         tl.store(total + row + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
-    normed = (values * factor).to(output.dtype.element_ty).to(tl.float32)
+    dtype: tl.constexpr = inputs.dtype.element_ty
+    normed = (values * factor).to(dtype).to(tl.float32)
     normed *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + row + columns, normed.to(output.dtype.element_ty), mask=inside)
+    normed = normed.to(dtype)
+    if QUANTIZES:
+        normed = normed.to(tl.float32)
+        scale = tl.load(static_scale) if HAS_STATIC_SCALE else scale_of(tl.max(tl.abs(normed), 0), output)
+        tl.store(scales + tl.program_id(0), scale)
+        tl.store(output + row + columns, to_8_bits(normed, scale, output), mask=inside)
+    else:
+        tl.store(output + row + columns, normed, mask=inside)
 
 
 @triton.jit
@@ -53,8 +65,76 @@ def silu_mul(
     inside = columns < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    gate = (gate * tl.sigmoid(gate)).to(output.dtype.element_ty).to(tl.float32)
-    tl.store(output + row * SIZE + columns, (gate * up).to(output.dtype.element_ty), mask=inside)
+    tl.store(output + row * SIZE + columns, gated(gate, up, output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantize_rows(
+    inputs,  # [num_rows, SIZE], contiguous; with IS_GATED [num_rows, 2 * SIZE]: gate, then up
+    static_scale,  # [1], or anything if HAS_STATIC_SCALE is False
+    values,  # [num_rows, SIZE], contiguous, int8, or uint8 for the bits of e4m3
+    scales,  # [num_rows]
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_STATIC_SCALE: tl.constexpr,
+):
+    """Grid: [num_rows]. With IS_GATED the values are those of `silu(gate) * up`."""
+    row = tl.program_id(0).to(tl.int64)
+    if HAS_STATIC_SCALE:
+        scale = tl.load(static_scale)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, SIZE, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            largest = tl.maximum(largest, tl.abs(loaded(inputs, row, columns, SIZE, IS_GATED)))
+        scale = scale_of(tl.max(largest, 0), values)
+    tl.store(scales + row, scale)
+    for first in range(0, SIZE, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        found = loaded(inputs, row, columns, SIZE, IS_GATED)
+        tl.store(values + row * SIZE + columns, to_8_bits(found, scale, values), mask=columns < SIZE)
+
+
+@triton.jit
+def loaded(inputs, row, columns, SIZE: tl.constexpr, IS_GATED: tl.constexpr):
+    """Returns these columns of a row in float32, and 0 beyond the last."""
+    inside = columns < SIZE
+    if IS_GATED:
+        start = inputs + row * 2 * SIZE
+        gate = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(start + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        found = gated(gate, up, inputs.dtype.element_ty).to(tl.float32)
+    else:
+        found = tl.load(inputs + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def gated(gate, up, dtype: tl.constexpr):
+    """Returns `silu(gate) * up` in dtype; the first factor is rounded to it as well."""
+    gate = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    return (gate * up).to(dtype)
+
+
+@triton.jit
+def scale_of(largest, values):
+    """Returns the scale of a row by its largest value. values: the pointer to the quantised values."""
+    limit = 127.0 if values.dtype.element_ty == tl.int8 else 448.0
+    return tl.maximum(largest, 1e-10) / limit
+
+
+@triton.jit
+def to_8_bits(values, scale, output):
+    """Returns `values / scale` in the type of the elements of `output`, a pointer, rounded to nearest even."""
+    values = values / scale
+    if output.dtype.element_ty == tl.int8:
+        limited = tl.minimum(tl.maximum(values, -127.0), 127.0)
+        # The sum has a last bit of 1, so its mantissa is the rounded number.
+        converted = ((limited + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
+    else:
+        converted = to_cache(values, output)
+    return converted
 
 
 @triton.jit(do_not_specialize_on_alignment=["blocks", "offsets"])

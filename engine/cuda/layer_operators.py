@@ -23,12 +23,24 @@ def next_power_of_2(number: int) -> int:
 _SILU_BLOCK = 1024
 _HEADS_AT_ONCE = 8
 """Both are guesses: about a thousand elements for four warps."""
+_QUANTIZE_BLOCK = 8192
+"""Elements of a row at once, for sixteen warps: a program has the whole row, and decode steps have few rows."""
 _library: Any = torch.library.Library("tandem", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("rms_norm(Tensor inputs, Tensor weight, float epsilon) -> Tensor")
 _library.define(
     "add_rms_norm(Tensor inputs, Tensor residual, Tensor weight, float epsilon) -> (Tensor total, Tensor normed)"
 )
+_library.define(
+    "rms_norm_quantized(Tensor inputs, Tensor weight, float epsilon, Tensor? scale, ScalarType dtype) -> "
+    "(Tensor values, Tensor scales)"
+)
+_library.define(
+    "add_rms_norm_quantized(Tensor inputs, Tensor residual, Tensor weight, float epsilon, Tensor? scale, "
+    "ScalarType dtype) -> (Tensor total, Tensor values, Tensor scales)"
+)
 _library.define("silu_mul(Tensor gate_up) -> Tensor")
+_library.define("quantize_rows(Tensor rows, Tensor? scale, ScalarType dtype) -> (Tensor values, Tensor scales)")
+_library.define("silu_mul_quantized(Tensor gate_up, Tensor? scale, ScalarType dtype) -> (Tensor values, Tensor scales)")
 _library.define(
     "rotate_and_write(Tensor heads, Tensor cos, Tensor sin, Tensor? query_weight, Tensor? key_weight, float epsilon, "
     "Tensor(a!) cache, Tensor blocks, Tensor offsets) -> Tensor"
@@ -37,29 +49,61 @@ _library.define(
 
 def _rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """inputs and result: [num_rows, size], contiguous."""
-    return _launch_norm(inputs, None, weight, epsilon)[1]
+    output = torch.empty_like(inputs)
+    _launch_norm(inputs, None, weight, epsilon, output)
+    return output
 
 
 def _add_rms_norm(
     inputs: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `inputs + residual` and its norm. All: [num_rows, size], contiguous."""
-    return _launch_norm(inputs, residual, weight, epsilon)
+    output = torch.empty_like(inputs)
+    return _launch_norm(inputs, residual, weight, epsilon, output), output
+
+
+def _rms_norm_quantized(
+    inputs: torch.Tensor, weight: torch.Tensor, epsilon: float, scale: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `quantize_rows` returns for the norm."""
+    values, scales = _empty_rows(inputs, inputs.shape[1], dtype)
+    _launch_norm(inputs, None, weight, epsilon, values, scale, scales)
+    return values, scales
+
+
+def _add_rms_norm_quantized(
+    inputs: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns `inputs + residual`, and what `quantize_rows` returns for its norm."""
+    values, scales = _empty_rows(inputs, inputs.shape[1], dtype)
+    return _launch_norm(inputs, residual, weight, epsilon, values, scale, scales), values, scales
 
 
 def _launch_norm(
-    inputs: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    output: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Writes the norm to `output`, quantised if there are `scales`. Returns `inputs + residual`, if there is one."""
     num_rows, size = inputs.shape
     padded = next_power_of_2(size)
-    output = torch.empty_like(inputs)
-    total = output if residual is None else torch.empty_like(inputs)
+    total = inputs if residual is None else torch.empty_like(inputs)
     find_layer_kernels().rms_norm[num_rows,](
-        inputs, inputs if residual is None else residual, weight, total, output, epsilon,
-        SIZE=size, PADDED_SIZE=padded, HAS_RESIDUAL=residual is not None, num_warps=_num_warps(padded),
-        enable_fp_fusion=True,
+        inputs, inputs if residual is None else residual, weight, total, _bits_of(output),
+        inputs if scale is None else scale, inputs if scales is None else scales, epsilon,
+        SIZE=size, PADDED_SIZE=padded, HAS_RESIDUAL=residual is not None, QUANTIZES=scales is not None,
+        HAS_STATIC_SCALE=scale is not None, num_warps=_num_warps(padded), enable_fp_fusion=True,
     )  # fmt: skip
-    return total, output
+    return total
 
 
 def _num_warps(size: int) -> int:
@@ -75,6 +119,46 @@ def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         gate_up, output, SIZE=size, BLOCK=_SILU_BLOCK, enable_fp_fusion=True
     )
     return output
+
+
+def _quantize_rows(
+    rows: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns values in `dtype` (INT8 or FP8), and scales [num_rows, 1], float32. rows: [num_rows, size], contiguous.
+
+    scale: [1], or None for one of each row, by its largest value.
+    """
+    return _launch_quantize(rows, rows.shape[1], scale, dtype, is_gated=False)
+
+
+def _silu_mul_quantized(
+    gate_up: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `quantize_rows` returns for `silu(gate) * up`. gate_up: [num_rows, 2 * size], contiguous."""
+    return _launch_quantize(gate_up, gate_up.shape[1] // 2, scale, dtype, is_gated=True)
+
+
+def _launch_quantize(
+    inputs: torch.Tensor, size: int, scale: torch.Tensor | None, dtype: torch.dtype, is_gated: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scales = _empty_rows(inputs, size, dtype)
+    block = min(_QUANTIZE_BLOCK, next_power_of_2(size))
+    find_layer_kernels().quantize_rows[len(inputs),](
+        inputs, inputs if scale is None else scale, _bits_of(values), scales, SIZE=size, BLOCK=block,
+        IS_GATED=is_gated, HAS_STATIC_SCALE=scale is not None, num_warps=max(4, block // 512), enable_fp_fusion=True,
+    )  # fmt: skip
+    return values, scales
+
+
+def _empty_rows(inputs: torch.Tensor, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns memory for quantised rows [num_rows, size] and their scales [num_rows, 1]."""
+    num_rows = len(inputs)
+    return inputs.new_empty((num_rows, size), dtype=dtype), inputs.new_empty((num_rows, 1), dtype=torch.float32)
+
+
+def _bits_of(values: torch.Tensor) -> torch.Tensor:
+    """Returns FP8 numbers as bytes, which the kernels store, and INT8 numbers as they are."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 def _rotate_and_write(
@@ -122,7 +206,19 @@ def _query_heads(heads: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 for _name, _function, _fake in (
     ("rms_norm", _rms_norm, lambda inputs, *_: torch.empty_like(inputs)),
     ("add_rms_norm", _add_rms_norm, lambda inputs, *_: (torch.empty_like(inputs), torch.empty_like(inputs))),
+    (
+        "rms_norm_quantized",
+        _rms_norm_quantized,
+        lambda inputs, *others: _empty_rows(inputs, inputs.shape[1], others[-1]),
+    ),
+    (
+        "add_rms_norm_quantized",
+        _add_rms_norm_quantized,
+        lambda inputs, *others: (torch.empty_like(inputs), *_empty_rows(inputs, inputs.shape[1], others[-1])),
+    ),
     ("silu_mul", _silu_mul, _half),
+    ("quantize_rows", _quantize_rows, lambda rows, _, dtype: _empty_rows(rows, rows.shape[1], dtype)),
+    ("silu_mul_quantized", _silu_mul_quantized, lambda both, _, dtype: _empty_rows(both, both.shape[1] // 2, dtype)),
     ("rotate_and_write", _rotate_and_write, lambda heads, *others: _query_heads(heads, others[5])),
 ):
     for _device in ("CUDA", "CPU"):  # on a CPU the kernels run where Triton interprets them

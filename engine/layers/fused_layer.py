@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,11 +48,14 @@ class HeadParameters:
 
 
 class FusedNorm(Protocol):
-    """RMSNorm, alone and after a residual connection."""
+    """RMSNorm, alone and after a residual connection.
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor: ...
+    reader: the layer that takes the norm. It gets quantised rows if it wants them (`engine.quantization.linears`).
+    """
 
-    def after(self, linear: Any, inputs: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, inputs: torch.Tensor, reader: Any) -> Any: ...
+
+    def after(self, linear: Any, inputs: torch.Tensor, residual: torch.Tensor, reader: Any) -> tuple[torch.Tensor, Any]:
         """Returns `linear(inputs) + residual`, and its norm."""
 
 
@@ -71,8 +74,8 @@ class FusedHeads(Protocol):
 class FusedGate(Protocol):
     """The layers gate and up."""
 
-    def gated(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns `silu(gate(inputs)) * up(inputs)`."""
+    def gated(self, inputs: Any, reader: Any) -> Any:
+        """Returns `silu(gate(inputs)) * up(inputs)`. inputs: as a `FusedNorm` returns them. reader: see there."""
 
     def adapt_linears(self, names: Sequence[str], step: StepAdapters) -> None:
         """Wraps the linear layers for LoRA adapters. names: of gate and up, or of the layer that is both."""
@@ -158,11 +161,26 @@ class FusedLayer(nn.Module):
         residual = hidden_states[0]
         num_tokens = len(residual)
         cos, sin = position_embeddings
-        heads = self._qkv(self._input_norm(residual)).view(num_tokens, -1, self.head_dim)
+        heads = self._qkv(self._input_norm(residual, self._qkv)).view(num_tokens, -1, self.head_dim)
         attended = self._heads.attend(heads, cos[0], sin[0], tandem)
-        residual, normed = self._mlp_norm.after(self._output, attended.reshape(num_tokens, -1), residual)
-        output: torch.Tensor = self._down.combined(self._gate.gated(normed), residual, "add")[None]
+        attended = attended.reshape(num_tokens, -1)
+        residual, normed = self._mlp_norm.after(self._output, attended, residual, self._gate)
+        output: torch.Tensor = self._down.combined(self._gate.gated(normed, self._down), residual, "add")[None]
         return output
+
+    def products(self, layer: Any, rows: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yields a name, this layer's product of weights and `rows`, and that of `layer`, the replaced one.
+
+        rows: [num_tokens, hidden_size].
+        """
+        attention = layer.self_attn
+        normed = self._input_norm(rows, None)
+        heads = self._qkv(self._input_norm(rows, self._qkv))
+        yield "query, key and value", heads, torch.cat([getattr(attention, n)(normed) for n in self._qkv_names], -1)
+        queries = heads[:, : self.head_parameters.num_heads * self.head_dim].contiguous()
+        yield "output", self._output(queries), attention.o_proj(queries)
+        gated = self._gate.gated(self._mlp_norm(rows, self._gate), self._down)
+        yield "MLP", self._down(gated), layer.mlp(self._mlp_norm(rows, None))
 
 
 def lora_slices(names: Sequence[str], sizes: Sequence[int]) -> list[LoraSlice]:
@@ -201,9 +219,9 @@ def _attention_and_mlp(layer: Any, operators: LayerOperators) -> tuple[Any, Any]
 
 
 def _children_with_weights(module: Any) -> dict[str, nn.Module]:
-    """Returns the children with parameters, and linear layers, whose weights may be buffers."""
+    """Returns the children with parameters or linear layers; the weights of quantised ones are buffers."""
     return {
         name: child
         for name, child in module.named_children()
-        if list(child.parameters()) or hasattr(child, "out_features")
+        if list(child.parameters()) or any(hasattr(each, "out_features") for each in child.modules())
     }

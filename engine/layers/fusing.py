@@ -2,6 +2,10 @@
 
 A layer is replaced only if it has exactly the expected submodules, and if the replacement gives the same result in
 float32 on the inputs that the layer gets in a run of the whole model. All other layers stay as they are.
+
+The products of quantised layers are not exact, and some of their kernels take bfloat16 only. So such a layer is
+compared in float32 with dense random weights in the place of the quantised ones, and its products are compared in the
+model's dtype, each on the same inputs. The layer's sum would not show them: the residual's rounding may be larger.
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ from torch import nn
 
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.layers.fused_layer import FusedLayer, LayerOperators, NotFusedError, check_shape
+from tandem.engine.quantization.linears import QuantizedLinear
 from tandem.runtime.errors import first_line
 
 log = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-4  # relative to the largest value, in float32
+_QUANTIZED_TOLERANCE = 0.1
+"""Relative to the norm of a product. Inputs that differ in the last bit may be quantised to the next value."""
 _NUM_PROBE_TOKENS = 5
 
 
@@ -71,7 +78,10 @@ def fuse_layers(model: Any, operators: LayerOperators) -> None:
         if i in inputs and i in recording.options:
             try:
                 _check_equal(layers[i], recording.options[i], operators, *inputs[i])
-                layers[i] = FusedLayer(layers[i], recording.options[i], operators)
+                fused = FusedLayer(layers[i], recording.options[i], operators)
+                if any(isinstance(each, QuantizedLinear) for each in layers[i].modules()):
+                    _check_products(layers[i], fused, *inputs[i])
+                layers[i] = fused
             except NotFusedError as problem:
                 reasons[str(problem)] += 1
             except Exception as problem:  # compilers and drivers raise various errors
@@ -108,13 +118,30 @@ def _check_equal(
         raise NotFusedError("it computes something else")
 
 
+def _check_products(layer: nn.Module, fused: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compares the quantised products of the fused layer with those of `layer`. Raises NotFusedError if they differ."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    for name, got, wanted in fused.products(layer, hidden[0]):
+        got, wanted = got.float(), wanted.float()
+        if not bool((got - wanted).norm() <= _QUANTIZED_TOLERANCE * wanted.norm()):
+            raise NotFusedError(f"its quantised {name} differs")
+
+
 def _float32_copy(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Returns a copy whose parameters are float32 where they were of the model's dtype."""
+    """Returns a copy whose parameters are float32 where they were of the model's dtype.
+
+    Quantised linear layers become dense ones with random weights.
+    """
     copies: dict[int, Any] = {
         id(parameter): nn.Parameter(parameter.detach().float(), requires_grad=False)
         for parameter in layer.parameters()
         if parameter.dtype == dtype
     }
+    for module in layer.modules():
+        if isinstance(module, QuantizedLinear):
+            device = next(module.buffers()).device
+            dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, device, torch.float32)
+            copies[id(module)] = dense.requires_grad_(False)
     return copy.deepcopy(layer, copies)
 
 

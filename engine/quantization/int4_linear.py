@@ -29,32 +29,50 @@ class Int4Groups:
 
 
 class Int4Linear(QuantizedLinear):
-    """INT4 weights, inputs as they are (W4A16). dtype: of the inputs."""
+    """INT4 weights, inputs as they are (W4A16).
+
+    packed: in the layout of the device's kernel. scales_and_zeros: [num_groups, out_features, 2], of groups of
+    `group_size` inputs, in the dtype of the inputs. input_order: [in_features], or None if the kernel takes the inputs
+    as they come.
+    """
 
     packed: torch.Tensor
     scales_and_zeros: torch.Tensor
     input_order: torch.Tensor | None
 
-    def __init__(self, weights: Int4Groups, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        out_features, in_features = weights.values.shape
-        super().__init__(in_features, out_features, bias)
-        group_size = in_features // weights.scales.shape[1]
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        scales_and_zeros: torch.Tensor,
+        input_order: torch.Tensor | None,
+        group_size: int,
+        bias: torch.Tensor | None,
+    ) -> None:
+        num_groups, out_features, _ = scales_and_zeros.shape
+        super().__init__(num_groups * group_size, out_features, bias)
+        self.group_size = group_size
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales_and_zeros", scales_and_zeros)
+        self.register_buffer("input_order", input_order)
+
+    @classmethod
+    def of(cls, weights: Int4Groups, bias: torch.Tensor | None, dtype: torch.dtype) -> Int4Linear:
+        """dtype: of the inputs."""
+        group_size = weights.values.shape[1] // weights.scales.shape[1]
         # Inputs are sorted by group, because the kernels take groups of adjacent inputs.
         order = None if weights.input_groups is None else weights.input_groups.argsort(stable=True)
         values = weights.values if order is None else weights.values[:, order]
         scales = weights.scales.float()
         zeros = torch.zeros_like(scales) if weights.zeros is None else (_MIDDLE - weights.zeros.float()) * scales
-        self._group_size = kernel_group_size(group_size)
-        both = torch.stack((scales, zeros), -1).repeat_interleave(group_size // self._group_size, 1)
-        self.register_buffer("scales_and_zeros", both.transpose(0, 1).to(dtype).contiguous())
-        self.register_buffer("input_order", order)
-        self.register_buffer("packed", _packed(values))
+        kernels_size = kernel_group_size(group_size)
+        both = torch.stack((scales, zeros), -1).repeat_interleave(group_size // kernels_size, 1)
+        return cls(packed_values(values), both.transpose(0, 1).to(dtype).contiguous(), order, kernels_size, bias)
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         if self.input_order is not None:
             rows = rows.index_select(1, self.input_order)
         multiply = torch._weight_int4pack_mm if rows.is_cuda else torch._weight_int4pack_mm_for_cpu
-        return multiply(rows, self.packed, self._group_size, self.scales_and_zeros)
+        return multiply(rows, self.packed, self.group_size, self.scales_and_zeros)
 
 
 def kernel_group_size(group_size: int) -> int:
@@ -62,7 +80,7 @@ def kernel_group_size(group_size: int) -> int:
     return next((size for size in KERNEL_GROUP_SIZES if group_size % size == 0), 0)
 
 
-def _packed(values: torch.Tensor) -> torch.Tensor:
+def packed_values(values: torch.Tensor) -> torch.Tensor:
     """Returns the weights in the layout of the device's kernel. values: [out_features, in_features]."""
     if values.device.type == "cpu":
         return torch._convert_weight_to_int4pack_for_cpu(values.int(), 1)

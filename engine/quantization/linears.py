@@ -5,6 +5,8 @@ The products are torch's own operators, which exist on CPU and on GPUs. Weights 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
 
@@ -15,6 +17,21 @@ _MIN_INT8_ROWS = 32
 """cuBLAS multiplies INT8 matrices of more than 16 rows; smaller ones are padded to this."""
 _MAX_UNPACKED_ROWS = 16
 """Up to so many rows torch's kernel reads INT8 weights; for more it is slower than a product of converted weights."""
+
+
+class RowFormat(NamedTuple):
+    """How a layer quantises its inputs."""
+
+    dtype: torch.dtype  # INT8 or FP8
+    scale: torch.Tensor | None  # [1], of a static quantisation; None gives each row a scale of its own
+
+
+class QuantizedRows(NamedTuple):
+    """Quantised inputs of a layer: `values * scale`."""
+
+    values: torch.Tensor  # [num_rows, in_features], INT8 or FP8
+    scale: torch.Tensor  # [num_rows, 1], or [1] for all rows, float32
+    dtype: torch.dtype  # of the rows before
 
 
 class QuantizedLinear(nn.Module):
@@ -60,16 +77,27 @@ class ScaledLinear(QuantizedLinear):
         self.register_buffer("weight_scale", weight_scale)
         self.register_buffer("input_scale", input_scale)
 
+    @property
+    def row_format(self) -> RowFormat:
+        return RowFormat(self.weight.dtype, self.input_scale)
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.scaled_product(QuantizedRows(*quantized_rows(rows, *self.row_format), rows.dtype))
+
+    def scaled_product(self, rows: QuantizedRows) -> torch.Tensor:
+        """Returns what `product` returns for the rows before they were quantised."""
+        raise NotImplementedError
+
 
 class Int8Linear(ScaledLinear):
     """INT8 weights and inputs."""
 
-    def product(self, rows: torch.Tensor) -> torch.Tensor:
-        values, scale = quantized_rows(rows, torch.int8, self.input_scale)
-        if rows.is_cuda and len(rows) < _MIN_INT8_ROWS:
-            values = nn.functional.pad(values, (0, 0, 0, _MIN_INT8_ROWS - len(rows)))
-        sums = torch._int_mm(values, self.weight.t())[: len(rows)]
-        return (sums * scale * self.weight_scale).to(rows.dtype)
+    def scaled_product(self, rows: QuantizedRows) -> torch.Tensor:
+        values, num_rows = rows.values, len(rows.values)
+        if values.is_cuda and len(values) < _MIN_INT8_ROWS:
+            values = nn.functional.pad(values, (0, 0, 0, _MIN_INT8_ROWS - len(values)))
+        sums = torch._int_mm(values, self.weight.t())[:num_rows]
+        return (sums * rows.scale * self.weight_scale).to(rows.dtype)
 
 
 class Fp8Linear(ScaledLinear):
@@ -87,18 +115,28 @@ class Fp8Linear(ScaledLinear):
         super().__init__(weight, weight_scale, input_scale, bias)
         self.register_buffer("unit_scale", torch.ones((), dtype=torch.float32, device=weight.device))
 
-    def product(self, rows: torch.Tensor) -> torch.Tensor:
-        values, scale = quantized_rows(rows, FP8, self.input_scale)
-        if not rows.is_cuda:  # torch multiplies FP8 on CPU twenty times slower than the converted values
-            wide = torch.bfloat16 if rows.dtype == torch.bfloat16 else torch.float32
+    def scaled_product(self, rows: QuantizedRows) -> torch.Tensor:
+        values, scale, dtype = rows
+        if not values.is_cuda:  # torch multiplies FP8 on CPU twenty times slower than the converted values
+            wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
             sums = nn.functional.linear(values.to(wide), self.weight.to(wide))
-        elif rows.dtype == torch.bfloat16:
-            scales = scale.expand(len(rows), 1).contiguous()
-            return torch._scaled_mm(values, self.weight.t(), scales, self.weight_scale[None], out_dtype=rows.dtype)
-        else:  # rows and columns are scaled in products of bfloat16 only
+        elif dtype == torch.bfloat16 and _scales_rows(values.device):
+            scales = scale.expand(len(values), 1).contiguous()
+            return torch._scaled_mm(values, self.weight.t(), scales, self.weight_scale[None], out_dtype=dtype)
+        else:  # torch scales rows and columns in products of bfloat16 only
             unit = self.unit_scale
             sums = torch._scaled_mm(values, self.weight.t(), unit, unit, out_dtype=torch.float32)
-        return (sums * scale * self.weight_scale).to(rows.dtype)
+        return (sums * scale * self.weight_scale).to(dtype)
+
+
+def _scales_rows(device: torch.device) -> bool:
+    """Whether torch's FP8 product with a scale for each row works there.
+
+    On compute capability 8.9, torch before 2.12 launches it on the default stream instead of the current one: it would
+    run before its inputs are there, and graphs would not contain it.
+    """
+    version: Any = torch.__version__  # compares with tuples
+    return torch.cuda.get_device_capability(device) != (8, 9) or version >= (2, 12)
 
 
 class Int8WeightLinear(QuantizedLinear):

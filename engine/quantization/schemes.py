@@ -152,7 +152,7 @@ class PackedInts:
         if self.has_zeros:
             zeros = share.take_groups(unpacked_nibbles(tensors["weight_zero_point"].t()).t(), self.group_size)
         order = _checked_groups(tensors["weight_g_idx"], scale.shape[1]) if self.has_order else None
-        return Int4Linear(Int4Groups(unpacked_nibbles(packed), scale, zeros, order), bias, dtype)
+        return Int4Linear.of(Int4Groups(unpacked_nibbles(packed), scale, zeros, order), bias, dtype)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Gptq:
             reason = "g_idx is out of order, although desc_act is false; use --tensor-parallel-size 1"
             raise UnsupportedLayerError(reason)
         scales, zeros = (share.take_groups(each, self.group_size) for each in (scales, zeros))
-        return Int4Linear(Int4Groups(values, scales, zeros, order), bias, dtype)
+        return Int4Linear.of(Int4Groups(values, scales, zeros, order), bias, dtype)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Awq:
     ) -> QuantizedLinear:
         values, zeros = (_awq_ordered(unpacked_nibbles(tensors[name])).t() for name in ("qweight", "qzeros"))
         scales, zeros = (share.take_groups(each, self.group_size) for each in (tensors["scales"].t(), zeros))
-        return Int4Linear(Int4Groups(values, scales, zeros), bias, dtype)
+        return Int4Linear.of(Int4Groups(values, scales, zeros), bias, dtype)
 
 
 def int4_problem(share: LayerShare, group_size: int, device: torch.device, dtype: torch.dtype) -> str:

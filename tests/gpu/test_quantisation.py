@@ -42,7 +42,7 @@ def layer(kind: str, device: torch.device, dtype: torch.dtype) -> QuantizedLinea
     scales = torch.rand(OUTPUTS, num_groups, generator=generator) + 0.1
     zeros = torch.randint(0, 16, (OUTPUTS, num_groups), generator=generator)
     order = torch.arange(num_groups).repeat_interleave(group_size)[torch.randperm(INPUTS, generator=generator)]
-    return Int4Linear(Int4Groups(*(each.to(device) for each in (values, scales, zeros, order))), bias, dtype)
+    return Int4Linear.of(Int4Groups(*(each.to(device) for each in (values, scales, zeros, order))), bias, dtype)
 
 
 @pytest.mark.parametrize(

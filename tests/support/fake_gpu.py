@@ -20,6 +20,7 @@ from tandem.engine.cuda import streams
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.quantization.int4_linear import Int4Linear, packed_values
 from tandem.engine.sampling import grammar_mask
 
 CUDA = torch.device("cuda", 0)
@@ -129,6 +130,9 @@ def runner_on_fake_gpu(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = _moved(buffer)
+        if isinstance(module, Int4Linear):  # CPUs have another layout
+            values = torch.empty((module.out_features, module.in_features), dtype=torch.uint8, device=CUDA)
+            module.packed = packed_values(values)
     moved = dataclasses.replace(loaded, device=CUDA)
     runner = model_runner.ModelRunner(moved, KVPool(moved, config), GraphLimits())
     if not has_graphs:

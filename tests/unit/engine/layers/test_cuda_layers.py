@@ -18,12 +18,14 @@ from tandem.engine.loading.model_loader import load_model
 from tandem.protocol.messages.generation import SamplingParams
 from tests.support.fake_gpu import fake_gpu, runner_on_fake_gpu
 from tests.support.interpreted import run_interpreted
+from tests.support.quantised_checkpoints import Format, awq, gptq, make_checkpoint, packed, w8a8
 from tests.unit.engine.test_engine_parity import COMMON, MODELS
 
 MAX_SHARED_BYTES = 99 * 1024
 """Of a program on consumer GPUs (compute capability 8.6, 8.9 and 12.0); others have more."""
 EXTENDED = pytest.mark.extended
 INTERPRETED = Path(__file__).with_name("interpreted_layers.py")
+QUANTISED_LAYERS = Path(__file__).with_name("interpreted_quantised_layers.py")
 
 
 def test_the_kernels_compute_what_transformers_does() -> None:
@@ -43,6 +45,21 @@ def test_adapters_shards_and_memory() -> None:
     run_interpreted(INTERPRETED, "change_fused", "change_merged", "sharded_layers", "take_the_place")
 
 
+def test_kernels_quantise_as_torch_does() -> None:
+    run_interpreted(QUANTISED_LAYERS, "rows_are_quantised", "norms_are_quantised", "fp8_generates", "awq_generates")
+
+
+@EXTENDED
+def test_formats_generate_the_same_with_fused_layers() -> None:
+    names = ("static_fp8", "int8_generates", "act_order", "fp8_layers_run", "change_quantised", "sharded_quantised")
+    run_interpreted(QUANTISED_LAYERS, *names)
+
+
+@EXTENDED
+def test_quantised_products_are_compared_and_take_the_place_of_their_parts() -> None:
+    run_interpreted(QUANTISED_LAYERS, "[rms_norm", "[quantize_rows", "[silu_mul", "take_the_place")
+
+
 LAYER = [
     "tandem::rms_norm",
     "aten::linear",  # query, key and value
@@ -55,25 +72,69 @@ LAYER = [
     "aten::linear",  # down
     "aten::add_",
 ]
+FP8_LAYER = [
+    "tandem::rms_norm_quantized",
+    "aten::_scaled_mm",
+    "tandem::rotate_and_write",
+    "tandem::paged_attention",
+    "tandem::quantize_rows",
+    "aten::_scaled_mm",
+    "tandem::add_rms_norm_quantized",
+    "aten::_scaled_mm",
+    "tandem::silu_mul_quantized",
+    "aten::_scaled_mm",
+    "aten::add_",
+]
+INT4_LAYER = [name.replace("aten::linear", "aten::_weight_int4pack_mm") for name in LAYER]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "mistral"])
-def test_a_dense_layer_has_eleven_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_class, config_class, extra = MODELS[family]
-    model_class(config_class(**COMMON | extra)).save_pretrained(tmp_path)
-    config = EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24)
+def kernels_of_layers(folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> list[list[str]]:
+    """Returns the kernels of each layer in a decode step of three sequences."""
+    config = EngineConfig(str(folder), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24, **settings)
     loaded = load_model(config)
     found: list[list[str]] = []
-    with fake_gpu(monkeypatch) as gpu:
-        runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=False)
+    with fake_gpu(patch) as gpu:
+        runner = runner_on_fake_gpu(loaded, config, patch, has_graphs=False)
         for layer in loaded.model.base_model.layers:
             assert isinstance(layer, FusedLayer)
             layer.register_forward_pre_hook(lambda *_: gpu.kernels.clear())
             layer.register_forward_hook(lambda *_: found.append(list(gpu.kernels)))
         sample = Sample(SamplingParams(temperature=0.0))
         runner.run(Batch([BatchItem([1], 9 + i, [i, i + 20], [sample]) for i in range(3)]))
+    return found
+
+
+def save_model(family: str, folder: Path) -> Path:
+    model_class, config_class, extra = MODELS[family]
+    model_class(config_class(**COMMON | extra)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "mistral"])
+def test_a_dense_layer_has_eleven_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernels_of_layers(save_model(family, tmp_path), monkeypatch)
     assert found == [LAYER] * COMMON["num_hidden_layers"]
     assert len(LAYER) + 1 <= 12
+
+
+QUANTISED: dict[str, tuple[Format, list[str]]] = {
+    "fp8": (w8a8("float"), FP8_LAYER),
+    "fp8 static": (w8a8("float", strategy="tensor", static=True), FP8_LAYER),
+    "awq": (awq(), INT4_LAYER),
+    "gptq": (gptq(), INT4_LAYER),
+    "int4": (packed(), INT4_LAYER),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_layer_has_at_most_fourteen_kernels(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, kernels = QUANTISED[name]
+    checkpoint = make_checkpoint(save_model("qwen3", tmp_path / "plain"), tmp_path / "quantised", form)
+    found = kernels_of_layers(checkpoint.folder, monkeypatch)
+    assert found == [kernels] * COMMON["num_hidden_layers"]
+    assert len(kernels) + 1 <= 14
 
 
 def test_each_operator_launches_one_kernel_and_attention_two() -> None:
@@ -85,6 +146,7 @@ def test_each_operator_launches_one_kernel_and_attention_two() -> None:
         "rms_norm",
         "rms_norm",
         "silu_mul",
+        *("rms_norm", "rms_norm", "quantize_rows", "quantize_rows") * 2,  # to FP8 and INT8
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.config import EngineConfig
@@ -51,6 +52,27 @@ def test_products_of_8_bits(dtype: torch.dtype, operator: str, gpu: ValuelessGPU
         check(layer, operator, gpu, (torch.bfloat16, torch.float16))
 
 
+def test_ada_has_no_products_with_scales_of_rows_before_torch_2_12(
+    gpu: ValuelessGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run on the default stream there."""
+    multiply, scales = torch._scaled_mm, []
+
+    def spy(*args: Any, **options: Any) -> torch.Tensor:
+        scales.append(args[2].numel())
+        return multiply(*args, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    with torch.inference_mode():
+        layer = quantized_linear(nn.Linear(256, 64, dtype=torch.bfloat16), FP8, CUDA)
+        rows = torch.empty(16, 256, dtype=torch.bfloat16, device=CUDA)
+        for capability, version in (((8, 9), "2.11.0"), ((8, 9), "2.12.0"), ((9, 0), "2.11.0")):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+            monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+            assert layer(rows).dtype == torch.bfloat16
+    assert scales == [1, 16, 16]
+
+
 def test_int8_products_have_as_many_rows_as_cublas_needs(gpu: ValuelessGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     multiply, rows = torch._int_mm, []
 
@@ -72,7 +94,7 @@ def test_weights_of_4_bits(num_inputs: int, gpu: ValuelessGPU) -> None:
     order = torch.empty(num_inputs, dtype=torch.long, device=CUDA)
     with torch.inference_mode():
         for weights in (Int4Groups(values, scales, None), Int4Groups(values, scales, scales, order)):
-            layer = Int4Linear(weights, torch.empty(64, dtype=torch.bfloat16, device=CUDA), torch.bfloat16)
+            layer = Int4Linear.of(weights, torch.empty(64, dtype=torch.bfloat16, device=CUDA), torch.bfloat16)
             assert layer.get_buffer("packed").numel() * 8 == 64 * num_inputs
             check(layer, "_weight_int4pack_mm", gpu, (torch.bfloat16,))
 
