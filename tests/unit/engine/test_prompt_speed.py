@@ -14,13 +14,22 @@ def measured(*steps: tuple[int, float]) -> PromptSpeed:
     return speed
 
 
-def test_speed_is_unknown_before_the_first_prompt() -> None:
+def test_speed_is_unknown_before_the_second_prompt() -> None:
     assert PromptSpeed().tokens_per_s == 0
-    assert measured((0, 3.0)).tokens_per_s == 0
+    assert measured((0, 3.0), (100, 1.0), (0, 3.0)).tokens_per_s == 0
+
+
+@pytest.mark.parametrize("first_s", [0.1, 3600.0])
+def test_a_first_step_that_stalls_or_compiles_makes_no_worker_look_slow(first_s: float) -> None:
+    assert measured((100, first_s), (100, 0.1)).tokens_per_s == pytest.approx(1000)
+
+
+def test_a_stall_in_the_second_step_is_bounded_by_the_first() -> None:
+    assert measured((100, 0.1), (100, 3600.0)).tokens_per_s == pytest.approx(500)
 
 
 def test_speed_covers_all_steps() -> None:
-    assert measured((100, 1.0), (50, 0.5), (0, 9.0)).tokens_per_s == pytest.approx(100)
+    assert measured((10, 0.1), (100, 1.0), (50, 0.25), (0, 9.0)).tokens_per_s == pytest.approx(120, rel=0.01)
 
 
 @pytest.mark.parametrize("num_tokens", [16, 512, 8192])
@@ -38,7 +47,7 @@ def test_speed_follows_a_lasting_change(factor: float) -> None:
 
 def test_short_prompts_after_long_ones_count_in_full() -> None:
     """A short prompt takes fifteen times as long per token."""
-    steps = [(1024, 1.024)] * 20 + [(1, 0.015)] * 400
+    steps = [(1024, 1.024)] * 21 + [(1, 0.015)] * 400
     exact = sum(0.5 ** ((400 - index - 1) / 4096) * 0.015 for index in range(400))
     long_ago = 0.5 ** (400 / 4096) * sum(0.5 ** (1024 * index / 4096) for index in range(20)) * 1.024
     num_tokens = sum(0.5 ** (index / 4096) for index in range(400)) + long_ago * 1000

@@ -66,7 +66,7 @@ def test_a_computed_prompt_runs_in_its_own_blocks() -> None:
 def test_a_step_holds_tokens_of_sequences_and_chunks_of_prompts() -> None:
     scheduler = new_scheduler()
     start(scheduler, "a")
-    step(scheduler)
+    step(scheduler, step_s=0.5)
     start(scheduler, "b")
     number, messages = step(scheduler, step_s=0.5)
     assert number == 2
