@@ -41,7 +41,8 @@ def coding_of(headers: Headers) -> str:
 def decoded(receive: Receive, coding: str, max_bytes: int, turn: Callable[[], Awaitable[None]]) -> Receive:
     """Returns `receive` for the decoded body, in messages of at most 64 KiB.
 
-    coding: as `coding_of` returns it. turn: awaited after each slice; see `Turns`.
+    receive: raises where the client disconnects. coding: as `coding_of` returns it. turn: awaited after each slice; see
+    `Turns`.
 
     It raises InvalidRequest for a body that is damaged or incomplete, and BodyTooLarge beyond `max_bytes`.
     """
@@ -57,8 +58,6 @@ def decoded(receive: Receive, coding: str, max_bytes: int, turn: Callable[[], Aw
                     decoder.end()
                     return {"type": "http.request", "body": b"", "more_body": False}
                 message = await receive()
-                if message["type"] != "http.request":
-                    return message
                 slices, is_last = decoder.decode(message.get("body", b"")), not message.get("more_body", False)
         except zlib.error as error:
             raise InvalidRequest(f"The body is not valid {coding} data.", "content-encoding") from error

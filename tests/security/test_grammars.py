@@ -20,7 +20,7 @@ from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.errors import InvalidRequest
 
 _CHECK_CHAINS = """
-import sys
+from bisect import bisect_right
 from llguidance import LLMatcher
 from tandem.protocol.messages import grammar
 from tandem.runtime.errors import InvalidRequest
@@ -29,7 +29,8 @@ from tests.support.hostile_grammars import CHAINS
 
 num_served = 0
 for make in CHAINS.values():
-    for number in (15, 30, 330, 990, 1038, 2675):
+    longest = bisect_right(range(20_000), grammar.MAX_GRAMMAR_BYTES, key=lambda number: len(make(number))) - 1
+    for number in (15, 30, 330, 990, 1038, 2675, longest):
         text = make(number)
         try:
             grammar.check_grammar(text, "guided_grammar")
@@ -88,8 +89,9 @@ def reader(noise_model: Path) -> BodyReader:
 
 
 def test_no_chain_overflows_the_stack_of_the_process_that_checks_it() -> None:
-    """The lengths are around those at which the library overflows a stack of 8 MiB. What is served needs less than half
-    of the stack that checks it, which is a quarter of the one that compiles it."""
+    """The lengths are around those at which the library overflows a stack of 8 MiB, and the longest in
+    MAX_GRAMMAR_BYTES. What is served needs less than half of the stack that checks it, which is a quarter of the one
+    that compiles it."""
     done = subprocess.run([sys.executable, "-c", _CHECK_CHAINS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-1000:]}"
     assert int(done.stdout) >= 15
