@@ -5,7 +5,8 @@ the device at once, and then waits for the end of the one before. So the device 
 between steps. A step that fails takes the one behind it along.
 
 A device that has failed for good ends the process: it would fail each step at once, look idle and attract all requests.
-So do ranks that are out of step (`ModelRunner.why_lost`), and an unexpected error on the thread itself.
+So do ranks that are out of step (`ModelRunner.why_lost`), an unexpected error on the thread itself, and a step that is
+launched ahead and does not end (`step_deadline`). The thread that waits for it cannot notice that; the event loop does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.model_runner import ModelRunner
+from tandem.engine.step_deadline import StepDeadline
 from tandem.runtime.errors import first_line
 from tandem.runtime.lifetime import end_process
 from tandem.runtime.threads import show_thread_name
@@ -53,6 +55,10 @@ class _Launched:
     began_at: float
     queued_at: float
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.batch.items)
+
 
 class EngineThread:
     """Runs the steps of one model.
@@ -60,7 +66,7 @@ class EngineThread:
     make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`).
 
     overlaps: whether steps are launched before the one before has ended; see `submit`. on_lost(reason): called on the
-    thread when no step can run any more; by default it ends the process. clock: in seconds.
+    thread, or by `check`, when no step can run any more; by default it ends the process. clock: in seconds.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class EngineThread:
         self._is_stopping = False
         self._launched: _Launched | None = None
         self._ended_at: float | None = None  # the last step
+        self._deadline = StepDeadline()
 
     def start(self, on_ready: OnReady) -> None:
         """Starts the thread, makes the runner and warms it up. Posts `on_ready` with None or the error."""
@@ -97,6 +104,11 @@ class EngineThread:
         posted for it.
         """
         self._steps.put((batch, on_done))
+
+    def check(self, now: float) -> None:
+        """Ends the process if a step is stuck. Call it on the event loop, every `step_deadline.CHECK_INTERVAL_S`."""
+        if reason := self._deadline.check(now):
+            self._on_lost(f"{reason}: a rank or the device is frozen; the worker ends")
 
     def stop(self, timeout_s: float) -> None:
         """Stops after the running step, and waits for at most `timeout_s`."""
@@ -156,7 +168,8 @@ class EngineThread:
     def _launch(self, runner: ModelRunner, batch: Batch, on_done: OnDone, before: _Launched | None) -> _Launched:
         began_at = self._clock()
         try:
-            step = runner.launch(batch, before.step if before is not None else None)
+            with self._deadline.launching():
+                step = runner.launch(batch, before.step if before is not None else None)
         except Exception as error:
             return _Launched(batch, on_done, None, error, began_at, self._clock())
         return _Launched(batch, on_done, step, None, began_at, self._clock())
@@ -165,13 +178,16 @@ class EngineThread:
         """Waits for a step's end and posts its outcome."""
         if ending.step is None:
             assert ending.error is not None
-            self._fail(runner, ending.on_done, ending.error, ending.began_at, ending.queued_at)
+            with self._deadline.waiting(ending.num_tokens):
+                self._fail(runner, ending.on_done, ending.error, ending.began_at, ending.queued_at)
             return
         try:
-            results = ending.step.result()
+            with self._deadline.waiting(ending.num_tokens):
+                results = ending.step.result()
         except Exception as error:
             self._launched = None
-            self._fail(runner, ending.on_done, error, ending.began_at, ending.queued_at)
+            with self._deadline.waiting(ending.num_tokens):
+                self._fail(runner, ending.on_done, error, ending.began_at, ending.queued_at)
             return
         after = self._launched
         if after is not None and after.step is not None and ending.step.was_corrected:

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 CPU_BYTES = 1 << 30
 CONTEXT_BYTES = 512 << 20
 """Memory of a process that torch does not count: the CUDA context, libraries, modules of kernels, NCCL."""
-PEER_BYTES = 64 << 20
-"""Buffers of the `nccl` connector for one peer: two messages in flight, in each direction."""
+PEER_BYTES = 32 << 20
+"""Buffers of the `nccl` connector for one peer: a message in each direction."""
 LENGTH_STEP = 1024
 """A lowered maximum length is a multiple of this, so that workers whose measurements differ a little agree."""
 _PROFILE_BLOCKS = 2  # the self-check of attention needs two

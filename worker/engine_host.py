@@ -15,6 +15,7 @@ from tandem.engine.lora.adapters import Adapters, load_adapter
 from tandem.engine.sampling.grammar import Grammars
 from tandem.engine.tensor_parallel import TensorParallelGroup
 from tandem.kv_transfer.connector import DataNetwork
+from tandem.kv_transfer.connectors.process_group import disable_nccl_watchdog
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.lora_files import InvalidAdapter
@@ -54,6 +55,7 @@ class EngineHost:
             config.worker_id, config.engine, config.host, config.log_level, run_follower=run_follower
         )
         loaded: LoadedModel = await loop.run_in_executor(None, ranks.load)
+        disable_nccl_watchdog()
 
         def post_prepared() -> None:
             if not loop.is_closed():

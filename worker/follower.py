@@ -5,6 +5,7 @@ CONFIG is JSON. The process inherits two channels, one for steps and one for KV 
 
 from __future__ import annotations
 
+import signal
 import sys
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -18,6 +19,7 @@ from tandem.engine.kv_pool import KVPool
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel import FollowerConfig, follow, join_as_follower
 from tandem.kv_transfer.connector import DataNetwork
+from tandem.kv_transfer.connectors.process_group import disable_nccl_watchdog
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
 from tandem.runtime.command_line import show_command_line
@@ -31,13 +33,15 @@ def main() -> None:
 
 def run_follower(config: FollowerConfig) -> NoReturn:
     show_command_line([sys.executable, "-m", "tandem.worker.follower", config.name])
-    run_to_exit(config.name, config.log_level, lambda: serve(config))
+    # With rank 0 it ends also if it is stopped, when a signal other than SIGKILL would have no effect.
+    run_to_exit(config.name, config.log_level, lambda: serve(config), signal.SIGKILL)
 
 
 def serve(config: FollowerConfig) -> None:
     """Loads the rank's share of the model; runs batches on this thread, transfers on others, until rank 0 exits."""
     torch.set_num_threads(config.engine.num_threads)
     loaded = join_as_follower(config)
+    disable_nccl_watchdog()
     loaded, engine = fit_kv_cache(loaded, config.engine)
     pool = KVPool(loaded, engine)
     rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), DataNetwork(config.host))

@@ -14,11 +14,15 @@ from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
 from tandem.kv_transfer.tiers.rank_tiers import TierAnswer
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.worker_actions import Action, FindBlocks, LoadBlocks, StoreBlocks
+from tandem.runtime.errors import InternalError
 
 log = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 5.0
 """How often a tier looks for what other workers have stored or removed."""
+OPEN_TIMEOUT_S = 600.0
+"""Deadline for opening host memory, which on a host with GPUs is pinned: tens of GiB are allocated."""
+_HOST_MEMORY = "host"
 
 
 class TierTraffic:
@@ -33,6 +37,7 @@ class TierTraffic:
         self._errors: dict[str, str | None] = {}
         self._refreshing: set[str] = set()
         self._refresh_at = 0.0
+        self._has_host_memory = asyncio.Event()  # it has been opened, or has failed
 
     def add_to(self, load: WorkerLoad) -> WorkerLoad:
         """Adds the tiers' sizes to the policy's figures."""
@@ -48,8 +53,21 @@ class TierTraffic:
         ]
         return msgspec.structs.replace(load, tiers=tiers) if tiers else load
 
+    async def open(self) -> None:
+        """Opens the tiers, and waits for host memory, so that no request waits while it is pinned.
+
+        Raises InternalError on time-out.
+        """
+        self.on_tick(self._loop.time())
+        if _HOST_MEMORY not in self._tiers.names:
+            return
+        try:
+            await asyncio.wait_for(self._has_host_memory.wait(), OPEN_TIMEOUT_S)
+        except TimeoutError:
+            raise InternalError(f"the tier of host memory was not opened in {OPEN_TIMEOUT_S:.0f} s") from None
+
     def on_tick(self, now: float) -> None:
-        """Refreshes the tiers, which also opens them at the start. One that has not answered is not asked again."""
+        """Refreshes the tiers; a tier's first job opens it. One that has not answered is not asked again."""
         if now < self._refresh_at:
             return
         self._refresh_at = now + REFRESH_INTERVAL_S
@@ -60,6 +78,8 @@ class TierTraffic:
 
     def _refreshed(self, name: str, answer: TierAnswer) -> None:
         self._refreshing.discard(name)
+        if name == _HOST_MEMORY:
+            self._has_host_memory.set()
 
     def clear(self) -> None:
         """Removes all blocks from all tiers."""

@@ -116,6 +116,7 @@ class Worker:
             config, info, host, scheduler, self._traffic, self._perform, self._load, self._tiers.clear
         )
         try:
+            await self._tiers.open()
             await self._presence.serve(context, self._stopping, self._on_tick)
         finally:
             self._metrics.close()
@@ -129,6 +130,7 @@ class Worker:
             host.close()
 
     def _on_tick(self, now: float) -> None:
+        self._host.engine.check(now)
         self._traffic.on_tick(now)
         self._tiers.on_tick(now)
         prefill = self._scheduler.prefill

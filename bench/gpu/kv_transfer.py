@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import HashStore
 
 from bench.gpu.part import Part
 from tandem.kv_transfer.connector import DataNetwork, Peer
-from tandem.kv_transfer.connectors.process_group import StoreServer
+from tandem.kv_transfer.connectors.process_group import StoreServer, disable_nccl_watchdog
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
@@ -221,6 +221,7 @@ def measure(part: Part, connector: str, num_gpus: int, name: str) -> None:
 def main() -> None:
     part = Part("kv_transfer", __doc__)
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    disable_nccl_watchdog()
     cases = [("ipc", 0), ("gloo", 0)]
     if part.device == "cuda":
         has_two = torch.cuda.device_count() > 1

@@ -1,4 +1,7 @@
-"""Restricts NCCL to the network interface of the worker's address; by itself NCCL picks any interface of the host."""
+"""The environment of workers with GPUs: NCCL's network interface, GPUs that workers share, CUDA's queues.
+
+By itself NCCL picks any interface of the host.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,16 @@ from tandem.runtime.errors import ConfigError
 
 
 def nccl_environment(host: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make NCCL listen and connect on the interface that has the address `host`.
+    """Variables that make NCCL listen and connect on the interface that has the address `host`, and the others.
 
     A variable that the operator has set in `environment` keeps its value. NCCL takes an interface, not an address: on
     an interface with several addresses of one family it uses the first. Raises ConfigError for an address that no
     interface of this host has.
     """
-    found = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # workers may share a GPU
+    found = {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # workers may share a GPU
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # streams of one hardware queue wait for each other; the default is 8
+    }
     if "NCCL_SOCKET_IFNAME" not in environment:
         interface, family = _interface_of(host)
         found |= {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": family.name}  # without = it is a prefix

@@ -81,8 +81,14 @@ class CudaIpcSender:
         self._thread.submit(self._open, on_ready)
 
     def _open(self) -> None:
-        self._dst = same_heads(map_peer_pool(self._params, self._src.device), self._src, self._peer_view)
         self._side_stream = SideStream(self._src.device)
+        self._side_stream.run(self._map)
+
+    def _map(self) -> None:
+        self._dst = same_heads(map_peer_pool(self._params, self._src.device), self._src, self._peer_view)
+
+    def _unmap(self) -> None:
+        self._dst = None
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         """Does nothing: GPU memory is allocated from the start."""
@@ -97,8 +103,16 @@ class CudaIpcSender:
         side_stream.run(lambda: copy_runs(self._src, src, mapped, dst))
 
     def close(self, on_closed: Callable[[], None]) -> None:
+        """Unmaps the peer's pool, because a mapping keeps its memory allocated even after the peer exits.
+
+        torch holds Python's lock meanwhile, and waits for the current stream: on the side stream, which is idle, and
+        not on the model's.
+        """
+
         def closed() -> None:
-            self._dst = None  # unmaps; a mapping keeps the peer's memory allocated even after the peer exits
+            if self._side_stream is not None:
+                self._side_stream.run(self._unmap)
+                self._side_stream.close()
             on_closed()
 
         self._thread.close(closed)

@@ -11,14 +11,21 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from math import gcd
 from typing import ClassVar, cast
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore, Work  # typed here only
+from torch._C._distributed_c10d import (  # typed here only
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    TCPStore,
+    Work,
+)
 
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer
 from tandem.kv_transfer.connectors.block_runs import is_run
@@ -34,16 +41,14 @@ TRANSFER_TIMEOUT_S = 5.0
 """Deadline of one message, after which the peer counts as dead."""
 NCCL_GROUP_TIMEOUT = timedelta(days=365)
 """Of NCCL's watchdog, which would end the process. The deadlines above end a group instead."""
-_NCCL_ENVIRONMENT = {
+NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
-"""Read while a group is made: a fault of one pair neither ends the process nor reaches another group. Groups of tensor
-parallelism are made before and keep torch's defaults, which end all ranks."""
-_environment_lock = threading.Lock()
+"""What a pair's group must find in the environment: its fault neither ends the process nor reaches another group."""
 DIRECT_BLOCK_BYTES = {"gloo": 256 * 1024, "nccl": 16 * 1024 * 1024}
 """Blocks of at least this size are sent one per message, without staging. Smaller ones are gathered into messages,
 because the fixed cost of a message exceeds that of the copy."""
@@ -56,14 +61,15 @@ which would be a wait without a deadline."""
 
 
 def message_plan(backend: str, block_bytes: int) -> tuple[int, int]:
-    """Returns (blocks per message, messages in flight). Both sides must compute the same plan.
+    """Returns (blocks per message, staging buffers). Both sides must compute the same plan.
 
-    At least two messages are in flight, so that staging overlaps with sending.
+    gloo has as many messages in flight as buffers, at least two, so that staging overlaps with sending. With NCCL one
+    stream gathers, sends and scatters, one message after another.
     """
     message_bytes = MESSAGE_BYTES[backend]
     is_direct = block_bytes >= DIRECT_BLOCK_BYTES[backend]
     num_blocks = 1 if is_direct else message_bytes // block_bytes
-    return num_blocks, max(2, 2 * message_bytes // (num_blocks * block_bytes))
+    return num_blocks, 1 if backend == "nccl" else max(2, 2 * message_bytes // (num_blocks * block_bytes))
 
 
 _SENDER, _RECEIVER = 0, 1
@@ -88,20 +94,13 @@ def connect_store(path_id: str, params: ConnectorParams) -> Store:
     return PrefixStore(path_id, client)
 
 
-@contextmanager
-def _nccl_environment() -> Iterator[None]:
-    """Sets what ProcessGroupNCCL reads when it is constructed, and restores it."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
-        os.environ.update(_NCCL_ENVIRONMENT)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+def disable_nccl_watchdog() -> None:
+    """Turns torch's watchdog off for all NCCL groups that this process makes from now on.
+
+    Call it once, at the start: the groups of tensor parallelism have been made, and keep a watchdog that ends all
+    ranks; and no thread reads the environment, which it would do while the environment moves.
+    """
+    os.environ.update(NCCL_ENVIRONMENT)
 
 
 def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup:
@@ -115,10 +114,11 @@ def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup
     if backend == "nccl":
         from torch.distributed import ProcessGroupNCCL  # torch may be built without it
 
+        if any(os.environ.get(name) != value for name, value in NCCL_ENVIRONMENT.items()):
+            raise KVTransferFailed("NCCL's watchdog is on, and would end this process with its peer")
         nccl_options = ProcessGroupNCCL.Options()
         nccl_options._timeout = NCCL_GROUP_TIMEOUT
-        with _nccl_environment():
-            return cast(ProcessGroup, ProcessGroupNCCL(store, rank, 2, nccl_options))
+        return cast(ProcessGroup, ProcessGroupNCCL(store, rank, 2, nccl_options))
     raise KVTransferFailed(f"unknown process group backend {backend!r}; known are gloo and nccl")
 
 
@@ -167,8 +167,8 @@ class _ProcessGroupEnd:
         on_ready: OnDone,
     ) -> None:
         self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
-        self._blocks_per_message, self._max_in_flight = message_plan(backend, blocks[0].numel())
-        self._buffers: torch.Tensor | None = None  # allocated when first needed
+        self._blocks_per_message, self._num_buffers = message_plan(backend, blocks[0].numel())
+        self._buffers: torch.Tensor | None = None  # of messages that are not in their place in the pool
         self._is_nccl = backend == "nccl"
         self._thread = JobThread(name)
         self._lock = threading.Lock()  # of the next three
@@ -177,6 +177,7 @@ class _ProcessGroupEnd:
         self._side_stream: SideStream | None = None
 
         def build() -> None:
+            self._prepare_staging()
             group = _new_group(backend, open_store(), self._rank, host)
             with self._lock:
                 if not self._is_closed:
@@ -224,16 +225,35 @@ class _ProcessGroupEnd:
             raise KVTransferFailed("the pair was closed")
         return group
 
+    def _prepare_staging(self) -> None:
+        """Allocates the buffers, and runs the kernels that gather and scatter, whose results nobody reads.
+
+        CUDA loads a kernel at its first launch, and may wait for the whole device then, as for an allocation. Later
+        there would be messages on it that wait for their peers, also for such as wait for this path.
+        """
+        size = self._blocks_per_message
+        if size == 1 and self._blocks.is_contiguous():
+            return  # each message is one block, in its place
+        self._buffers = self._blocks.new_empty((self._num_buffers, size, *self._blocks.shape[1:]))
+        if not self._is_nccl:
+            return
+        zeros = torch.zeros(size, dtype=torch.int64, device=self._blocks.device)
+        for count in (1, size):  # torch has kernels for few blocks and for many
+            gather_on_device(self._blocks, zeros[:count], self._buffers[0, :count])
+        rows = self._blocks.new_zeros(
+            2, gcd(self._blocks.shape[-1], 8)
+        )  # the kernel depends on the element's size only
+        scatter_on_device(rows[:1], rows[1:], zeros[:1])
+
     def _handshake(self) -> None:
         """Moves one byte, because groups connect lazily: a path is ready only once it has carried data."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._blocks.device)
         try:
-            work = self._start(byte)
             if self._is_nccl:
-                work.wait()
+                self._move_on_stream(byte)
                 self._await(self._end_of_queue(), CONNECT_TIMEOUT_S)
             else:
-                work.wait(timedelta(seconds=CONNECT_TIMEOUT_S))
+                self._start(byte).wait(timedelta(seconds=CONNECT_TIMEOUT_S))
         except Exception:
             group, self._group = self._group, None
             if group is not None and self._is_nccl:
@@ -246,61 +266,70 @@ class _ProcessGroupEnd:
     def _transfer(
         self, block_ids: list[int], before: Callable[[_Message], None], after: Callable[[_Message], None]
     ) -> None:
-        """Moves the blocks in messages, a limited number in flight. Calls `before` and `after` for each message.
+        """Moves the blocks in messages. Calls `before` and `after` for each message.
 
-        After an error nothing more is written: gloo cancels a receive when its work is dropped. NCCL's group is
-        aborted, and the side stream waits for the messages in flight, as another thread may be aborting it. Until
-        `_run` returns, messages that end early may still be scattered; the blocks belong to the transfer till then.
+        After an error nothing more is written once `_run` has returned. Till then the blocks belong to the transfer:
+        messages in NCCL's stream that an abort has ended are still scattered. gloo cancels a receive when its work is
+        dropped.
         """
-        in_flight: deque[tuple[Work, _Message]] = deque()
         try:
-            self._move(block_ids, before, after, in_flight)
+            (self._queue_messages if self._is_nccl else self._pass_messages)(block_ids, before, after)
         except Exception:
             group, self._group = self._group, None
-            if self._is_nccl:
-                if group is not None:
-                    group.abort()
-                for work, _ in in_flight:
-                    with suppress(Exception):
-                        work.wait()
-            in_flight.clear()
+            if group is not None and self._is_nccl:
+                group.abort()
             raise
 
-    def _move(
-        self,
-        block_ids: list[int],
-        before: Callable[[_Message], None],
-        after: Callable[[_Message], None],
-        in_flight: deque[tuple[Work, _Message]],
+    def _pass_messages(
+        self, block_ids: list[int], before: Callable[[_Message], None], after: Callable[[_Message], None]
     ) -> None:
-        """With NCCL, streams order the messages and the use of the buffers. The host queues messages ahead and waits
-        for their ends: a thread that waited for each would leave the device idle for a poll per message."""
-        ends: deque[Mark] = deque()
+        """With gloo: a limited number of messages is in flight."""
+        in_flight: deque[tuple[Work, _Message]] = deque()
 
         def finish_first() -> None:
             work, message = in_flight.popleft()
-            if self._is_nccl:
-                work.wait()  # blocks the side stream, not this thread
-                after(message)
-                ends.append(self._end_of_queue())
-            else:
-                work.wait(timedelta(seconds=TRANSFER_TIMEOUT_S))
-                after(message)
+            work.wait(timedelta(seconds=TRANSFER_TIMEOUT_S))
+            after(message)
 
-        ids, size = self._upload(block_ids), self._blocks_per_message
-        for index, first in enumerate(range(0, len(block_ids), size)):
-            if len(in_flight) == self._max_in_flight:
+        try:
+            for message in self._messages(block_ids):
+                if len(in_flight) == self._num_buffers:
+                    finish_first()
+                before(message)
+                in_flight.append((self._start(message.data), message))
+            while in_flight:
                 finish_first()
+        finally:
+            in_flight.clear()  # an error's traceback would keep them
+
+    def _queue_messages(
+        self, block_ids: list[int], before: Callable[[_Message], None], after: Callable[[_Message], None]
+    ) -> None:
+        """With NCCL: the stream orders the messages and the use of the buffer. The host queues messages ahead and waits
+        for their ends: a thread that waited for each would leave the device idle for a poll per message."""
+        ends: deque[Mark] = deque()
+        for message in self._messages(block_ids, self._upload(block_ids)):
             if len(ends) == MESSAGES_AHEAD:
                 self._await(ends.popleft(), TRANSFER_TIMEOUT_S)
-            end, buffer = first + size, index % self._max_in_flight
-            message = self._message(block_ids[first:end], buffer, None if ids is None else ids[first:end])
             before(message)
-            in_flight.append((self._start(message.data), message))
-        while in_flight:
-            finish_first()
+            self._move_on_stream(message.data)
+            after(message)
+            ends.append(self._end_of_queue())
         while ends:
             self._await(ends.popleft(), TRANSFER_TIMEOUT_S)
+
+    def _messages(self, block_ids: list[int], ids_on_device: torch.Tensor | None = None) -> Iterator[_Message]:
+        """Divides the blocks into messages. A buffer is used again after `_num_buffers` messages."""
+        size, is_contiguous = self._blocks_per_message, self._blocks.is_contiguous()
+        for index, first in enumerate(range(0, len(block_ids), size)):
+            ids = block_ids[first : first + size]
+            if is_contiguous and is_run(ids):
+                yield _Message(ids, self._blocks[ids[0] : ids[0] + len(ids)], is_staged=False)
+            else:
+                assert self._buffers is not None
+                buffer = self._buffers[index % self._num_buffers, : len(ids)]
+                on_device = None if ids_on_device is None else ids_on_device[first : first + size]
+                yield _Message(ids, buffer, True, on_device)
 
     def _upload(self, block_ids: list[int]) -> torch.Tensor | None:
         """Returns the ids on the GPU, if blocks may have to be gathered there.
@@ -311,17 +340,21 @@ class _ProcessGroupEnd:
             return None
         return torch.tensor(block_ids, device=self._blocks.device)
 
-    def _message(self, block_ids: list[int], buffer: int, ids_on_device: torch.Tensor | None) -> _Message:
-        if is_run(block_ids) and self._blocks.is_contiguous():
-            return _Message(block_ids, self._blocks[block_ids[0] : block_ids[0] + len(block_ids)], is_staged=False)
-        if self._buffers is None:
-            shape = (self._max_in_flight, self._blocks_per_message, *self._blocks.shape[1:])
-            self._buffers = self._blocks.new_empty(shape)
-        return _Message(block_ids, self._buffers[buffer, : len(block_ids)], True, ids_on_device)
-
     def _start(self, data: torch.Tensor) -> Work:
+        """Begins a message with gloo."""
         group = self._open_group()
         return group.send([data], _RECEIVER, 0) if self._rank == _SENDER else group.recv([data], _SENDER, 0)
+
+    def _move_on_stream(self, data: torch.Tensor) -> None:
+        """Queues a message with NCCL in the side stream, as a broadcast to the only other rank.
+
+        Of torch's calls only collectives may run in the caller's stream. `send` and `recv` run in one of torch's pool,
+        which groups share.
+        """
+        options = BroadcastOptions()
+        options.rootRank = _SENDER
+        options.asyncOp = False  # in the current stream
+        self._open_group().broadcast([data], options)
 
     def _end_of_queue(self) -> Mark:
         assert self._side_stream is not None
@@ -340,11 +373,19 @@ class _ProcessGroupEnd:
         with self._lock:
             group, self._group = self._group, None
             was_closed, self._is_closed = self._is_closed, True
+            is_connected = self._is_connected
         if was_closed:
             return
+
+        def ended() -> None:
+            if self._side_stream is not None:
+                self._side_stream.close()
+            if is_connected:
+                on_closed()
+
         # A path that was never connected has carried nothing, and NCCL's initialisation may hold its thread for long.
-        self._thread.close(on_closed if self._is_connected else lambda: None)
-        _abort_apart(group, (lambda: None) if self._is_connected else on_closed)
+        self._thread.close(ended)
+        _abort_apart(group, (lambda: None) if is_connected else on_closed)
 
 
 class ProcessGroupSender(_ProcessGroupEnd):

@@ -17,7 +17,8 @@ from torch._C._distributed_c10d import HashStore
 
 from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.connectors.cuda_ipc import map_peer_pool
-from tandem.kv_transfer.connectors.process_group import StoreServer
+from tandem.kv_transfer.connectors.cuda_stream import SideStream
+from tandem.kv_transfer.connectors.process_group import NCCL_ENVIRONMENT, StoreServer
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import ConnectorParams, CudaPoolHandle, KVLayout
@@ -28,6 +29,26 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 16
 LAYOUT = KVLayout("model", "bfloat16", 2, 4, 64, 32)  # 64 KiB a block
 NETWORK = DataNetwork("127.0.0.1")
+
+
+def test_side_streams_wait_neither_for_each_other_nor_for_the_default_stream() -> None:
+    device = torch.device("cuda", 0)
+    streams = [SideStream(device) for _ in range(40)]
+    matrix, cells = torch.randn(8192, 8192, device=device), torch.zeros(len(streams), device=device)
+    product = torch.mm(matrix, matrix)
+    cells += 1
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]._stream):
+        for _ in range(50):
+            torch.mm(matrix, matrix, out=product)
+    busy = streams[0].mark()
+    for cell, stream in zip(cells[1:].unbind(), streams[1:], strict=True):
+        stream.run(lambda cell=cell: cell.add_(1))  # type: ignore[misc]
+    cells[0].add_(1)
+    torch.cuda.current_stream().synchronize()
+    assert not busy.query(), "all others have ended before"  # type: ignore[no-untyped-call]
+    streams[0].run(lambda: None)
+    assert cells.tolist() == [2.0] * len(streams)
 
 
 class Outcomes:
@@ -191,7 +212,8 @@ def test_an_invalid_handle_is_refused() -> None:
     reason="NCCL before 2.30 wants a GPU per rank",
 )
 def test_nccl_between_two_processes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    for name, value in {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **NCCL_ENVIRONMENT}.items():
+        monkeypatch.setenv(name, value)
     with decode_process("nccl") as (peer, params):
         ready, source = Outcomes(), random_blocks()
         sender = load_connector("nccl").open_sender(Peer("pair", params), source, NETWORK, ready)

@@ -19,8 +19,8 @@ from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
 
-SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-"""Two workers on one GPU may form a group."""
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Two workers on one GPU may form a group, and up to 32 streams have a hardware queue each."""
 
 
 def test_the_interface_is_that_of_the_address() -> None:
@@ -40,7 +40,8 @@ def test_a_loopback_address_that_is_not_listed_is_on_the_loopback_interface() ->
 
 def test_variables_of_the_operator_win() -> None:
     assert nccl_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"}) == SHARED
-    assert nccl_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_MULTI_RANK_GPU_ENABLE": "0"}) == {}
+    own = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_MULTI_RANK_GPU_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert nccl_environment("127.0.0.1", own) == {}
     found = nccl_environment("127.0.0.1", {"NCCL_SOCKET_FAMILY": "AF_INET"})
     assert found.keys() == {"NCCL_SOCKET_IFNAME", *SHARED}
 

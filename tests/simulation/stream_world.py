@@ -73,7 +73,9 @@ class StreamWorld:
         self.connector = connector
         install(self.device, patch)
         patch.setattr(torch.distributed, "ProcessGroupNCCL", self.nccl)
-        plan = (self.rng.choice([1, 2]), 2)  # blocks per message, messages in flight
+        for name, value in process_group.NCCL_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        plan = (self.rng.choice([1, 2]), 1)  # blocks per message, buffers
         patch.setattr(process_group, "message_plan", lambda backend, block_bytes: plan)
         patch.setattr(process_group, "MESSAGES_AHEAD", self.rng.choice([1, 2]))
         is_split = self.rng.random() < 0.5

@@ -7,7 +7,6 @@ rarely is in `tests/unit/kv_transfer/test_nccl_group.py`.
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import BroadcastOptions
 
 from tandem.engine import model_runner
 from tandem.kv_transfer.connectors import process_group
@@ -23,7 +23,7 @@ from tandem.kv_transfer.connectors.cuda_stream import SideStream
 from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver, _ProcessGroupEnd
 from tests.simulation.stream_world import run, run_graphs
 from tests.support.late_device import LateEvent, LateStream
-from tests.support.late_nccl import LateWork
+from tests.support.late_nccl import LateNCCL
 
 KINDS = ("ipc", "nccl", "graphs")
 
@@ -82,14 +82,13 @@ def a_message_counts_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SideStream, "wait", lambda self, mark, timeout_s: None)
 
 
-def messages_share_one_buffer(patch: pytest.MonkeyPatch) -> None:
-    """A buffer is filled again while its message is in flight, or its blocks are not in the pool yet."""
-    make = _ProcessGroupEnd._message
-    patch.setattr(_ProcessGroupEnd, "_message", lambda self, block_ids, buffer, ids: make(self, block_ids, 0, ids))
+def a_message_begins_before_its_blocks_are_gathered(patch: pytest.MonkeyPatch) -> None:
+    """As it could in a stream of torch's pool that does not wait for the side stream."""
 
+    def broadcast(self: LateNCCL, tensors: list[torch.Tensor], options: Any) -> None:
+        self._start(tensors[0], self.rank == options.rootRank, self.stream)
 
-def the_side_stream_does_not_wait_for_nccl(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LateWork, "wait", lambda self, timeout=None: None)
+    patch.setattr(LateNCCL, "broadcast", broadcast)
 
 
 def an_aborted_message_counts_as_arrived(patch: pytest.MonkeyPatch) -> None:
@@ -100,10 +99,7 @@ def an_aborted_message_counts_as_arrived(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_abort_after_an_error(patch: pytest.MonkeyPatch) -> None:
-    def transfer(self: Any, block_ids: Any, before: Any, after: Any) -> None:
-        self._move(block_ids, before, after, deque())
-
-    patch.setattr(_ProcessGroupEnd, "_transfer", transfer)
+    patch.setattr(_ProcessGroupEnd, "_transfer", _ProcessGroupEnd._queue_messages)
     patch.setattr(LateEvent, "synchronize", _only_steps_wait(LateEvent.synchronize))
 
 
@@ -138,14 +134,14 @@ def groups_connect_on_the_loop(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: Any, *arguments: Any) -> None:
         make(self, *arguments)
         group = process_group._new_group("nccl", "path", 1, "")  # type: ignore[arg-type]
-        group.recv([torch.zeros(1)], 0, 0)
+        group.broadcast([torch.zeros(1)], BroadcastOptions())
 
     patch.setattr(ProcessGroupReceiver, "__init__", mutated)
 
 
 def the_watchdog_is_on(patch: pytest.MonkeyPatch) -> None:
     """As torch has it, with a group's time-out that is ours."""
-    patch.setattr(process_group, "_NCCL_ENVIRONMENT", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
+    patch.setattr(process_group, "NCCL_ENVIRONMENT", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
     patch.setattr(process_group, "NCCL_GROUP_TIMEOUT", timedelta(seconds=process_group.TRANSFER_TIMEOUT_S - 1))
 
 
@@ -157,8 +153,7 @@ def the_watchdog_is_on(patch: pytest.MonkeyPatch) -> None:
         ("graphs", no_wait_at_the_end_of_a_step),
         ("ipc", a_transfer_ends_before_its_copies),
         ("nccl", a_message_counts_at_once),
-        ("nccl", messages_share_one_buffer),
-        ("nccl", the_side_stream_does_not_wait_for_nccl),
+        ("nccl", a_message_begins_before_its_blocks_are_gathered),
         ("nccl", an_aborted_message_counts_as_arrived),
         ("nccl", no_abort_after_an_error),
         ("graphs", the_capture_does_not_wait_for_its_warm_up),

@@ -1,5 +1,7 @@
 """A device that runs queued work as late as its events allow, in seeded random order, in place of torch.cuda.
 
+As torch has it, `Stream()` returns one of 32 streams in turn, so that some callers share one.
+
 Tensors are on the CPU. Inside `stream(...)`, operations on them are queued and their outputs hold poison until they
 have run; elsewhere they run at once, as the host's own. Threads are greenlets ("actors"), so a seed gives one order of
 the host's actions too. Work of the host that may block fails on the actor named "loop".
@@ -26,6 +28,8 @@ from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, job_thread, pro
 
 Ready = Callable[[], bool]
 LOOP = "loop"
+POOL_SIZE = 32
+"""Streams that torch has for all who ask it for one, on each device and of each priority."""
 
 
 class Deadlock(AssertionError):
@@ -91,7 +95,8 @@ class LateEvent:
 class LateGraph:
     def __init__(self, device: LateDevice) -> None:
         self._device = device
-        self.operations: list[Callable[[], None]] = []
+        self.operations: list[Callable[[LateStream], None]] = []
+        """Each queues its work in a stream."""
 
     def pool(self) -> object:
         return self
@@ -99,7 +104,7 @@ class LateGraph:
     def replay(self) -> None:
         stream = self._device.current_stream()
         for operation in self.operations:
-            stream.put(operation)
+            operation(stream)
 
 
 class LateDevice(TorchDispatchMode):
@@ -111,6 +116,8 @@ class LateDevice(TorchDispatchMode):
         self.hub = getcurrent()
         self.streams: list[LateStream] = []
         self.default = LateStream(self)
+        self._pool = [LateStream(self) for _ in range(POOL_SIZE)]
+        self._num_taken = 0
         self.actors: list[Actor] = []
         self.now = 0.0
         self.on_time: list[Callable[[], None]] = []
@@ -120,6 +127,11 @@ class LateDevice(TorchDispatchMode):
     # ---- torch.cuda
 
     def Stream(self, device: Any = None) -> LateStream:
+        self._num_taken += 1
+        return self._pool[self._num_taken % POOL_SIZE]
+
+    def new_stream(self, device: Any = None) -> LateStream:
+        """Stands for a stream of CUDA's runtime."""
         return LateStream(self)
 
     def Event(self, blocking: bool = False) -> LateEvent:
@@ -181,7 +193,7 @@ class LateDevice(TorchDispatchMode):
 
     def _queue(self, actor: Actor, operation: Callable[[], None]) -> None:
         if actor.graph is not None:
-            actor.graph.operations.append(operation)
+            actor.graph.operations.append(lambda stream: stream.put(operation))
         else:
             assert actor.stream is not None
             actor.stream.put(operation)
@@ -335,6 +347,8 @@ def install(device: LateDevice, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, name, getattr(device, name))
     patch.setattr(cuda_stream, "time", SimpleNamespace(monotonic=lambda: device.now, sleep=device.sleep))
     patch.setattr(cuda_stream, "_POLL_INTERVAL_S", 0.2)
+    patch.setattr(cuda_stream, "_new_stream", device.new_stream)
+    patch.setattr(cuda_stream, "_free_streams", cuda_stream._FreeStreams())
     patch.setattr(job_thread, "ThreadPoolExecutor", device.executor)
     threads = SimpleNamespace(Lock=process_group.threading.Lock, Thread=device.thread, Timer=device.timer)
     patch.setattr(process_group, "threading", threads)

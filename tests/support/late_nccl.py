@@ -1,9 +1,10 @@
 """A double of ProcessGroupNCCL on a `LateDevice`, with its semantics as far as a path of two ranks meets them.
 
-The first message connects, and blocks the host until the peer connects too; nothing can end that wait. Messages run on
-a stream of the group, behind the caller's stream; `Work.wait` returns at once and makes the caller's stream wait.
-`abort` blocks the host. A message that was aborted ends like one that has arrived, but leaves part of its data. The
-watchdog ends the process on work older than the group's time-out, if error handling is on.
+The first message connects, and blocks the host until the peer connects too; nothing can end that wait. `broadcast` runs
+in the caller's stream. `send` and `recv` run in a stream of torch's pool, behind the caller's stream; `Work.wait`
+returns at once and makes the caller's stream wait. `abort` blocks the host. A message that was aborted ends like one
+that has arrived, but leaves part of its data. The watchdog ends the process on work older than the group's time-out, if
+error handling is on. It does not see what a graph replays.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class LateWork:
 class Message:
     """A kernel that sends or receives. is_taken: a send whose data the peer has."""
 
-    def __init__(self, group: LateNCCL, tensor: torch.Tensor, is_send: bool) -> None:
+    def __init__(self, group: LateNCCL, tensor: torch.Tensor, is_send: bool, stream: LateStream) -> None:
         self.group = group
+        self.stream = stream
         self.tensor = tensor
         self.is_send = is_send
         self.is_taken = False
@@ -88,7 +90,7 @@ class Message:
         if peer is None or peer.is_aborted:
             return None
         head = next((message for message in peer.messages if message.is_send and not message.is_taken), None)
-        return head if head is not None and peer.stream.queue and peer.stream.queue[0][1] == head.run else None
+        return head if head is not None and head.stream.queue and head.stream.queue[0][1] == head.run else None
 
 
 class LateNCCL:
@@ -112,7 +114,11 @@ class LateNCCL:
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> LateWork:
         return self._start(tensors[0], is_send=False)
 
-    def _start(self, tensor: torch.Tensor, is_send: bool) -> LateWork:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:
+        assert not options.asyncOp, "it would run in a stream of the pool"
+        self._start(tensors[0], self.rank == options.rootRank, self._world.device.current_stream())
+
+    def _start(self, tensor: torch.Tensor, is_send: bool, stream: LateStream | None = None) -> LateWork:
         device = self._world.device
         if not self.is_connected:
             self._world.paths[self.path_id][self.rank] = self
@@ -120,14 +126,23 @@ class LateNCCL:
             self.is_connected = True
         if self.is_aborted:
             raise RuntimeError("the communicator was aborted")
-        self.stream.wait_stream(device.current_stream())
-        message = Message(self, tensor, is_send)
-        self.messages.append(message)
-        self.stream.put(message.run, message.can_run)
+        if stream is None:
+            stream = self.stream
+            stream.wait_stream(device.current_stream())
+        actor = device.actor()
+        if actor is not None and actor.graph is not None:
+            actor.graph.operations.append(lambda on: self._put(tensor, is_send, on))
+            return LateWork(device, device.Event())
+        self._put(tensor, is_send, stream)
         end = device.Event()
-        end.record(self.stream)
+        end.record(stream)
         self.works.append(work := LateWork(device, end))
         return work
+
+    def _put(self, tensor: torch.Tensor, is_send: bool, stream: LateStream) -> None:
+        message = Message(self, tensor, is_send, stream)
+        self.messages.append(message)
+        stream.put(message.run, message.can_run)
 
     def abort(self) -> None:
         device = self._world.device

@@ -59,7 +59,7 @@ def test_ranks_on_one_gpu_fit_and_get_the_same(
 
 
 def test_the_buffers_of_a_peer_are_those_of_the_nccl_connector() -> None:
-    assert 2 * 2 * MESSAGE_BYTES["nccl"] == PEER_BYTES, "two messages in each direction"
+    assert 2 * MESSAGE_BYTES["nccl"] == PEER_BYTES, "a message in each direction"
 
 
 @given(max_model_len=st.integers(5, 1 << 20), num_tokens=st.integers(0, 1 << 21))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import deque
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, process_group
 from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
-from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver, ProcessGroupSender, _ProcessGroupEnd
+from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver, ProcessGroupSender
 from tandem.kv_transfer.ranks import rank_pool
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
@@ -44,6 +44,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     return device
 
 
+@pytest.fixture(autouse=True)
+def without_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in process_group.NCCL_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture
 def nccl(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> NCCLWorld:
     world = NCCLWorld(device)
@@ -60,10 +66,10 @@ def on_loop(device: LateDevice, function: Callable[[], None]) -> None:
 class Ends:
     """The ends of a path that are opened. ready: what their `on_ready` got."""
 
-    def __init__(self, device: LateDevice, senders: int = 1, num_blocks: int = 4) -> None:
+    def __init__(self, device: LateDevice, senders: int = 1, num_blocks: int = 4, path: str = "path") -> None:
         self.ready: list[KVTransferFailed | None] = []
         self.pool = torch.zeros((num_blocks, 64), dtype=torch.uint8)
-        store: Any = lambda: "path"  # noqa: E731
+        store: Any = lambda: path  # noqa: E731
         self.receiver = ProcessGroupReceiver("take", "nccl", store, "", self.pool, self.ready.append)
         source = torch.full((num_blocks, 64), 7, dtype=torch.uint8)
         self.senders = [
@@ -76,9 +82,10 @@ class Ends:
         assert self.ready == [None, None]
 
 
-def test_the_watchdog_is_off_while_a_pairs_group_is_made_and_only_then(
+def test_the_watchdog_is_off_for_pairs_groups_and_the_environment_stays(
     device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A thread that reads the environment while another changes it may crash."""
     told: list[dict[str, str | None]] = []
     make = LateNCCL.__init__
 
@@ -86,13 +93,102 @@ def test_the_watchdog_is_off_while_a_pairs_group_is_made_and_only_then(
         told.append({name: os.environ.get(name) for name in WATCHDOG})
         make(self, *arguments)
 
+    changed: list[bytes] = []
     monkeypatch.setattr(LateNCCL, "__init__", look)
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    for name in ("putenv", "unsetenv"):
+        monkeypatch.setattr(os, name, lambda name, *value: changed.append(name))
     on_loop(device, lambda: Ends(device).connect())
+    assert not [name for name in changed if b"NCCL" in name]
     assert told == [dict.fromkeys(WATCHDOG, "0")] * 2
-    assert {name: os.environ[name] for name in WATCHDOG if name in os.environ} == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     ours = max(process_group.CONNECT_TIMEOUT_S, process_group.TRANSFER_TIMEOUT_S)
     assert all(group.timeout > 1000 * timedelta(seconds=ours) for group in nccl.groups), "our deadlines come first"
+
+
+def test_a_process_whose_watchdog_is_on_makes_no_group(
+    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+    def serve() -> None:
+        ends = Ends(device)
+        device.wait_until(lambda: len(ends.ready) == 2)
+        assert all(error is not None and "watchdog is on" in error.message for error in ends.ready)
+
+    on_loop(device, serve)
+    process_group.disable_nccl_watchdog()
+    assert {name: os.environ[name] for name in WATCHDOG} == dict.fromkeys(WATCHDOG, "0")
+
+
+def test_a_frozen_peer_holds_up_no_other_path(
+    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's pool has 32 streams, so with 40 paths each of them would have two users or more."""
+    monkeypatch.setattr(cuda_stream, "_POLL_INTERVAL_S", 0.001)
+    names = (f"path {number}" for number in range(40))
+
+    def serve() -> None:
+        paths = []
+        for name in names:
+            paths.append(Ends(device, path=name))
+            paths[-1].connect()
+        frozen, *others = paths
+        late: list[KVTransferFailed | None] = []
+        frozen.receiver.receive([0, 2], late.append)
+        done: list[KVTransferFailed | None] = []
+        for ends in others:
+            ends.receiver.receive([0, 2], done.append)
+            ends.senders[0].send([1, 3], [0, 2], done.append)
+        device.wait_until(lambda: len(done) == 2 * len(others))
+        assert done == [None] * len(done) and not late
+        device.wait_until(lambda: bool(late))
+        assert late[0] is not None and "no data moved" in late[0].message
+
+    on_loop(device, serve)
+
+
+def test_a_path_opens_on_a_stream_that_another_has_left(device: LateDevice, nccl: NCCLWorld) -> None:
+    """torch's allocator keeps memory for each stream."""
+
+    def serve() -> None:
+        nums_streams = []
+        for number in range(5):
+            ends = Ends(device, path=f"path {number}")
+            ends.connect()
+            nums_streams.append(len(device.streams))
+            closed: list[bool] = []
+            for end in (ends.senders[0], ends.receiver):
+                end.close(lambda closed=closed: closed.append(True))
+            device.wait_until(lambda closed=closed: len(closed) == 2)
+        assert len(set(nums_streams)) == 1
+
+    on_loop(device, serve)
+
+
+def test_a_transfer_allocates_nothing_large_and_runs_no_kernel_for_the_first_time(
+    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either may make the host wait for the whole device, where messages of other paths wait for their peers."""
+    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (2, 1))
+    moved = Moved(device, monkeypatch)
+    empty = torch.Tensor.new_empty
+
+    def serve() -> None:
+        ends = Ends(device, num_blocks=16)
+        ends.connect()
+        opening = {name: set(queued) for name, queued in moved.queued.items()}
+        monkeypatch.setattr(torch.Tensor, "new_empty", lambda *sizes: pytest.fail("a transfer allocates a buffer"))
+        for queued in moved.queued.values():
+            queued.clear()
+        done: list[KVTransferFailed | None] = []
+        ends.receiver.receive([1, 5, 3], done.append)
+        ends.senders[0].send([8, 6, 4], [1, 5, 3], done.append)
+        device.wait_until(lambda: len(done) == 2)
+        monkeypatch.setattr(torch.Tensor, "new_empty", empty)
+        assert done == [None, None]
+        for name, queued in moved.queued.items():
+            assert queued and set(queued) <= opening[name]
+
+    on_loop(device, serve)
 
 
 def test_closing_does_not_wait_for_the_abort(device: LateDevice, nccl: NCCLWorld) -> None:
@@ -153,22 +249,22 @@ def written_after_an_error(seed: int, patch: pytest.MonkeyPatch) -> bool:
     device = LateDevice(seed)
     install(device, patch)
     patch.setattr(torch.distributed, "ProcessGroupNCCL", NCCLWorld(device))
-    patch.setattr(process_group, "message_plan", lambda backend, block_bytes: (1, 4))
+    patch.setattr(process_group, "message_plan", lambda backend, block_bytes: (1, 1))
     overwritten: list[bool] = []
 
     def serve() -> None:
         ends = Ends(device)
         ends.connect()
-        start, num_started = ends.receiver._start, 0
+        move, num_started = ends.receiver._move_on_stream, 0
 
-        def close_at_the_third(data: torch.Tensor) -> Any:
+        def close_at_the_third(data: torch.Tensor) -> None:
             nonlocal num_started
             num_started += 1
             if num_started == 3:
                 ends.receiver.close()
-            return start(data)
+            move(data)
 
-        ends.receiver._start = close_at_the_third  # type: ignore[method-assign]
+        ends.receiver._move_on_stream = close_at_the_third  # type: ignore[method-assign]
         done: list[KVTransferFailed | None] = []
         ends.receiver.receive([0, 1, 2], done.append)
         device.wait_until(lambda: bool(done))
@@ -187,17 +283,12 @@ def test_nothing_is_written_after_an_error_was_reported() -> None:
 
 
 def test_messages_in_flight_that_are_forgotten_after_an_error_are_noticed() -> None:
-    def transfer(self: Any, block_ids: Any, before: Any, after: Any) -> None:
-        try:
-            self._move(block_ids, before, after, deque())
-        except Exception:
-            group, self._group = self._group, None
-            if group is not None:
-                group.abort()
-            raise
+    def run(self: SideStream, job: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream):
+            job()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_ProcessGroupEnd, "_transfer", transfer)
+        patch.setattr(SideStream, "run", run)
         assert any(written_after_an_error(seed, patch) for seed in range(30))
 
 
@@ -239,6 +330,37 @@ def test_a_pool_that_cannot_be_mapped_is_refused_from_the_paths_thread(
         closed: list[bool] = []
         sender.close(lambda: closed.append(True))
         device.wait_until(lambda: bool(closed))
+
+    on_loop(device, serve)
+
+
+def test_a_pool_is_unmapped_on_the_paths_thread_and_stream(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch holds Python's lock while it unmaps, and waits for the current stream; the model's may be busy for long."""
+    unmapped: list[tuple[str, bool]] = []
+
+    def record() -> None:
+        actor = device.actor()
+        assert actor is not None
+        unmapped.append((actor.name, bool(device.current_stream().queue) or actor.stream is None))
+
+    def map_pool(params: Any, on: torch.device) -> torch.Tensor:
+        mapped = torch.zeros(2, 8, dtype=torch.uint8)
+        weakref.finalize(mapped, record).atexit = False
+        return mapped
+
+    monkeypatch.setattr(cuda_ipc, "map_peer_pool", map_pool)
+
+    def serve() -> None:
+        device.default.put(lambda: None, lambda: bool(unmapped))  # a step that does not end before
+        done: list[KVTransferFailed | None] = []
+        source = torch.zeros(2, 8, dtype=torch.uint8)
+        sender = CudaIpcSender("ship", source, ConnectorParams(), lambda pool: pool, done.append)
+        sender.send([0], [1], done.append)
+        device.wait_until(lambda: len(done) == 2)
+        closed: list[bool] = []
+        sender.close(lambda: closed.append(True))
+        device.wait_until(lambda: bool(closed))
+        assert done == [None, None] and unmapped == [("ship", False)]
 
     on_loop(device, serve)
 
@@ -289,7 +411,7 @@ def test_a_message_costs_one_kernel_at_each_end_at_most(
     device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scattered blocks are gathered by one kernel and scattered by one; adjacent blocks by none."""
-    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (2, 2))
+    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (2, 1))
     moved = Moved(device, monkeypatch)
 
     def transfer(src: list[int], dst: list[int]) -> None:
@@ -317,7 +439,7 @@ def test_a_message_costs_one_kernel_at_each_end_at_most(
 def test_the_host_polls_a_few_times_a_transfer_and_not_for_each_message(
     device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (1, 2))
+    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (1, 1))
     most: list[int] = []
     wait = SideStream.wait
 
