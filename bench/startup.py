@@ -2,7 +2,7 @@
 
 From the command to the first 200 of /health, and from SIGKILL of a worker until all pairs are ready again: preloaded,
 as a cluster does it, and cold, when its preloaded process was killed too. Wall time, and CPU time of the whole cluster.
---checkpoint: folder of another model, for which the same is measured.
+Two models: the demo, and one with a checkpoint of 1 GB (--checkpoint-gb), whose random weights are written first.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +40,35 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 AIMS_S = {"start": 6.0, "killed, preloaded": 1.5}
 """Of the demo model, on two free cores."""
+MAX_FOLLOWERS_S = 0.5
+"""What followers may add to the time of the demo, on two free cores."""
+MAX_BEYOND_LOADING_S = 1.0
+"""What a killed worker with a large checkpoint may need besides loading it."""
+_LAYER_BYTES = 90 << 20
+
+
+def write_checkpoint(folder: Path, num_bytes: int) -> float:
+    """Writes a Llama of that size with random bfloat16 weights; returns the seconds in which a process loads it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tandem.engine.config import EngineConfig
+    from tandem.engine.loading.model_loader import load_model
+
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / file, folder)
+    config = LlamaConfig(
+        vocab_size=LlamaConfig.from_pretrained(DEMO_MODEL).vocab_size, hidden_size=2048, intermediate_size=5632,
+        num_hidden_layers=max(1, num_bytes // _LAYER_BYTES), num_attention_heads=16, num_key_value_heads=4,
+        head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)  # as a worker of two on two cores
+    began_at = time.monotonic()
+    load_model(EngineConfig(model=str(folder), device="cpu"))
+    return time.monotonic() - began_at
 
 
 def until(condition: Callable[[], bool]) -> float:
@@ -116,26 +147,41 @@ def is_healthy(port: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_common_options(parser)
-    parser.add_argument("--checkpoint", type=Path, help="folder of another model to measure too")
+    parser.add_argument("--checkpoint-gb", type=float, default=1.0, help="size of the large model; 0: the demo only")
     options = parser.parse_args()
-    models = {"demo": DEMO_MODEL} | ({"checkpoint": options.checkpoint} if options.checkpoint else {})
-    layouts = dict(list(LAYOUTS.items())[:1]) if options.quick else LAYOUTS
     figures: dict[str, dict[str, float]] = {}
     table = Table("model", "layout", "case", "wall s", "CPU s", title="starting")
-    for model, folder in models.items():
-        for layout, flags in layouts.items():
-            found = measure(folder, flags, 1 if options.quick else 2)
-            figures[f"{model}, {layout}"] = {
-                f"{case}: {clock}": value
-                for case, times in found.items()
-                for clock, value in zip(("wall s", "CPU s"), times, strict=True)
-            }
-            for case, (wall_s, cpu_s) in found.items():
-                table.add_row(model, layout, case, f"{wall_s:.2f}", f"{cpu_s:.1f}")
+    layouts = dict(list(LAYOUTS.items())[:1]) if options.quick else LAYOUTS
+    with tempfile.TemporaryDirectory(prefix="tandem-startup-") as folder:
+        models = {"demo": DEMO_MODEL}
+        if options.checkpoint_gb:
+            models["large"] = Path(folder)
+            figures["large"] = {"loading: wall s": write_checkpoint(Path(folder), int(options.checkpoint_gb * 1e9))}
+        for model, model_folder in models.items():
+            for layout, flags in layouts.items():
+                found = measure(model_folder, flags, 1 if options.quick else 2)
+                figures[f"{model}, {layout}"] = {
+                    f"{case}: {clock}": value
+                    for case, times in found.items()
+                    for clock, value in zip(("wall s", "CPU s"), times, strict=True)
+                }
+                for case, (wall_s, cpu_s) in found.items():
+                    table.add_row(model, layout, case, f"{wall_s:.2f}", f"{cpu_s:.1f}")
     Console().print(table)
-    demo = figures["demo, prefill/decode"]
-    aims = [Aim.of(f"demo: {case} (wall s)", demo[f"{case}: wall s"], aim, "lower") for case, aim in AIMS_S.items()]
-    finish(Report.of("startup", figures, aims), options.json)
+    finish(Report.of("startup", figures, aims_of(figures)), options.json)
+
+
+def aims_of(figures: dict[str, dict[str, float]]) -> list[Aim]:
+    case, first = "killed, preloaded: wall s", "prefill/decode"
+    demo = figures[f"demo, {first}"]
+    aims = [Aim.of(f"demo: {each} (wall s)", demo[f"{each}: wall s"], aim, "lower") for each, aim in AIMS_S.items()]
+    if (ranks := figures.get("demo, tensor parallel 2")) is not None:
+        added_s = ranks[case] - demo[case]
+        aims.append(Aim.of("demo: added by followers, killed (wall s)", added_s, MAX_FOLLOWERS_S, "lower"))
+    if (large := figures.get(f"large, {first}")) is not None:
+        beyond_s = large[case] - figures["large"]["loading: wall s"]
+        aims.append(Aim.of("large: beyond loading, killed (wall s)", beyond_s, MAX_BEYOND_LOADING_S, "lower"))
+    return aims
 
 
 if __name__ == "__main__":

@@ -22,18 +22,21 @@ log = logging.getLogger(__name__)
 
 PRELOAD_TIMEOUT_S = 120.0
 """Deadline of the imports, which take 4 s of CPU."""
+PRELOAD_MODULE = "tandem.worker.preload"
 _RESTART_DELAY_S = 1.0
-_MODULE, _ENTRY = "tandem.worker.preload", "worker"
+_ENTRY = "worker"
 
 
 class PreloadedWorker:
-    """Forks workers. Belongs to the launcher's loop.
+    """Forks workers. Belongs to one loop: the launcher's, or that of an actor on a Ray node.
 
     is_loaded: whether the imports were done at least once.
     environment: of the process. Variables that a library reads when it is imported must be the same for all workers.
+    module: of the process.
     """
 
-    def __init__(self, environment: Mapping[str, str], on_cpu: bool, logs: Path) -> None:
+    def __init__(self, environment: Mapping[str, str], on_cpu: bool, logs: Path, module: str = PRELOAD_MODULE) -> None:
+        self._module = module
         self._environment = {**os.environ, **environment}
         self._arguments = ["cpu" if on_cpu else "gpu", SPACE]
         self._output = LogFile(logs / "preloaded.log")
@@ -54,7 +57,7 @@ class PreloadedWorker:
         try:
             with self._output.open() as output, Path(os.devnull).open("rb") as nothing:
                 fds = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
-                self._server = ForkServer.spawn(_MODULE, self._environment, fds, self._arguments)
+                self._server = ForkServer.spawn(self._module, self._environment, fds, self._arguments)
         except OSError as error:  # no memory or processes at the moment
             log.warning("cannot start the preloaded process: %s", error)
             self._server = None

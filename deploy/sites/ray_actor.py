@@ -1,7 +1,8 @@
 """Ray actor that starts one process of Tandem on its node, reports its end, and ends with it.
 
-Beside a proxy it also keeps a media cache running. An actor starts its process once; the launcher restarts processes
-in new actors (`deploy.sites.ray_site`). Must not import torch, nor import ray before it runs on a node.
+Beside a proxy it also keeps a media cache running. A worker's actor forks it from a preloaded process, and again when
+it has crashed; otherwise the launcher restarts processes in new actors (`deploy.sites.ray_process`). Must not import
+torch, nor import ray before it runs on a node.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -18,9 +20,12 @@ import msgspec
 from tandem.deploy.processes.child_process import ChildProcess, start_module
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
+from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.protocol.proxy_endpoints import write_endpoints
+from tandem.runtime.errors import ConfigError
+from tandem.runtime.forked_process import ForkedProcess
 from tandem.runtime.lifetime import end_process
 from tandem.runtime.tasks import keep_running, start_job
 from tandem.runtime.whole_file import write_whole
@@ -52,7 +57,8 @@ class ProcessActor:
         self._folder = Path(tempfile.mkdtemp(prefix=f"tandem-{name}-"))  # mode 0700
         self._output = LogFile(self._folder / "log")
         self._limiting: asyncio.Task[None] | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
+        self._preloaded: PreloadedWorker | None = None
         self._media_cache: ChildProcess | None = None
         self._running_cache: asyncio.Task[None] | None = None
 
@@ -96,6 +102,20 @@ class ProcessActor:
         config_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(decoded, tcp_endpoint=endpoint)))
         return endpoint
 
+    async def preload(self, module: str, env: dict[str, str], on_cpu: bool) -> str:
+        """Starts the process from which `start` forks and waits for its imports. Returns its error, or "".
+
+        module: of that process. env: of the worker.
+        """
+        if self._preloaded is None:
+            self._preloaded = PreloadedWorker(env, on_cpu, self._folder, module)
+            self._preloaded.spawn_once()
+        try:
+            await self._preloaded.until_loaded()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
     async def start(self, module: str, config: bytes, env: dict[str, str], proxies: list[str]) -> int:
         """Starts `python -m module` and returns its pid. config: JSON, passed in memory because it contains keys."""
         write_endpoints(self._folder / "proxies", proxies)
@@ -103,10 +123,14 @@ class ProcessActor:
         try:
             os.write(config_fd, config)
             config_file = f"/proc/self/fd/{config_fd}"
-            self._process = await start_module(module, config_file, self._output, env, [config_fd])
+            process: asyncio.subprocess.Process | ForkedProcess | None = None
+            if self._preloaded is not None:
+                process = await self._preloaded.start(config_file, self._output, env, [config_fd])
+            self._process = process or await start_module(module, config_file, self._output, env, [config_fd])
         finally:
             os.close(config_fd)
-        self._limiting = keep_running(self._output.limit_size, "limiting the log", MAX_RESTART_DELAY_S)
+        if self._limiting is None:
+            self._limiting = keep_running(self._output.limit_size, "limiting the log", MAX_RESTART_DELAY_S)
         return self._process.pid
 
     async def set_proxies(self, endpoints: list[str]) -> None:
@@ -138,11 +162,13 @@ class ProcessActor:
     async def send_signal(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+                self._process.send_signal(signal.Signals(number))
 
     async def close(self) -> None:
         if self._limiting is not None:
             self._limiting.cancel()
+        if self._preloaded is not None:
+            self._preloaded.close()
         if self._media_cache is not None and self._running_cache is not None:
             self._media_cache.kill()
             self._running_cache.cancel()

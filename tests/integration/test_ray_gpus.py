@@ -52,7 +52,7 @@ def test_two_workers_share_one_gpu_and_divide_its_memory(
 ) -> None:
     from tandem.deploy.sites import ray_site
 
-    monkeypatch.setattr(ray_site, "WORKER_MODULE", "tests.support.sleeper")
+    monkeypatch.setattr(ray_site, "PRELOAD_MODULE", "tests.support.light_preload")
     configs: list[WorkerConfig] = []
     make = ray_site.ProcessConfigs.worker
 

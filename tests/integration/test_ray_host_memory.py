@@ -32,7 +32,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_a_restarted_worker_finds_its_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray_site = pytest.importorskip("tandem.deploy.sites.ray_site")
-    monkeypatch.setattr(ray_site, "WORKER_MODULE", "tests.support.sleeper")
+    monkeypatch.setattr(ray_site, "PRELOAD_MODULE", "tests.support.light_preload")
     configs: list[WorkerConfig] = []
     make = ray_site.ProcessConfigs.worker
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tandem.runtime.forked_process import CHANNEL_FD
 def run(arguments: list[str]) -> None:
     """Writes what a worker would see to its output, and waits to be killed."""
     show_command_line([sys.executable, "-m", "tandem.worker", *arguments])
-    print(arguments, os.environ["CUDA_VISIBLE_DEVICES"], Path("/proc/self/fd/0").readlink(), flush=True)
+    print(arguments, os.environ.get("CUDA_VISIBLE_DEVICES"), Path("/proc/self/fd/0").readlink(), flush=True)
     time.sleep(100)
 
 
@@ -25,4 +26,6 @@ if __name__ == "__main__":
         sys.exit(2)
     if "SLOW" in os.environ:
         time.sleep(100)
+    if "THREAD" in os.environ:
+        threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
     serve_forks(main_channel(CHANNEL_FD), {"worker": run})

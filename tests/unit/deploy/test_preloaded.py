@@ -21,7 +21,6 @@ ENV = {"CUDA_VISIBLE_DEVICES": "3"}
 
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preloaded, "_MODULE", "tests.support.light_preload")
     monkeypatch.setattr(preloaded, "_RESTART_DELAY_S", 0.05)
     monkeypatch.setattr(forked_process, "FORK_TIMEOUT_S", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
@@ -29,7 +28,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(tmp_path: Path, test: Callable[[PreloadedWorker], Awaitable[None]], **variables: str) -> None:
     async def main() -> None:
-        workers = PreloadedWorker(variables, True, tmp_path)
+        workers = PreloadedWorker(variables, True, tmp_path, "tests.support.light_preload")
         workers.spawn_once()
         try:
             if not variables:
@@ -102,6 +101,15 @@ def test_a_renewed_process_has_the_new_code_and_takes_no_worker_with_it(tmp_path
             await each.wait()
 
     run(tmp_path, test)
+
+
+def test_a_process_that_has_started_a_thread_forks_no_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(workers: PreloadedWorker) -> None:
+        await workers.until_loaded()
+        assert await workers.start("decode-0.json", LogFile(tmp_path / "decode-0.log"), ENV) is None
+        assert "the fork server does not fork any more: it has 2 threads" in caplog.text
+
+    run(tmp_path, test, THREAD="1")
 
 
 def test_an_import_error_is_a_configuration_error_of_the_first_worker(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ MAY_SHARE = {
 MAY_WRITE = {
     "runtime/threads.py",  # /proc
     "deploy/sites/ray_actor.py",  # a memfd
-    "deploy/sites/ray_site.py",  # empties a log
+    "deploy/sites/ray_process.py",  # empties a log
     "deploy/processes/log_file.py",  # empties a log
     "deploy/configuration_page.py",  # a page of the documentation
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def describe(arguments: list[str]) -> None:
         "parent": os.getppid(),
         "fds": sorted(int(fd.name) for fd in list(Path("/proc/self/fd").iterdir()) if fd.exists()),
         "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "core": resource.getrlimit(resource.RLIMIT_CORE),
     }
     os.write(1, json.dumps(seen).encode())
 
@@ -119,6 +121,7 @@ def test_what_the_process_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
                 "parent": os.getpid(),
                 "fds": [0, 1, 2, 9, 40],
                 "interrupt": True,
+                "core": list(resource.getrlimit(resource.RLIMIT_CORE)),
             }
 
     run(test, monkeypatch)
@@ -160,6 +163,16 @@ def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -
         run(test, monkeypatch)
 
 
+def test_a_process_with_cuda_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_open_files", lambda: iter(["/dev/null", "/dev/nvidiactl"]))
+
+    async def test(server: ForkServer) -> None:
+        with pytest.raises(ForkServerLost, match="does not fork any more: it has initialised CUDA"):
+            await server.start("wait")
+
+    run(test, monkeypatch)
+
+
 def test_the_end_of_a_cancelled_request_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(server: ForkServer) -> None:
         await server.until_ready(5)
@@ -191,10 +204,11 @@ from tandem.runtime.forked_process import ForkServer
 def wait(arguments):
     time.sleep(100)
 
-server = ForkServer.fork_here({"wait": wait})
+server = SERVER
 
 async def main():
-    process = await server.start("wait")
+    await server.until_ready(60)
+    process = await server.start("worker")
     print(server.pid, process.pid, flush=True)
     await process.wait()
 
@@ -202,8 +216,14 @@ asyncio.run(main())
 """
 
 
-def test_a_killed_parent_takes_all_with_it() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+@pytest.mark.parametrize(
+    "server",
+    ['ForkServer.fork_here({"worker": wait})', 'ForkServer.spawn("tests.support.light_preload", os.environ)'],
+    ids=["forked", "spawned"],
+)
+def test_a_killed_parent_takes_all_with_it(server: str) -> None:
+    program = PARENT.replace("SERVER", server)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
