@@ -29,6 +29,7 @@ from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import tandem as tandem_command
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.deploy.processes.supervisor import STABLE_AFTER_S
 from tandem.protocol.messages.membership import StatusReport
 
 TIMEOUT_S = 120.0
@@ -102,6 +103,7 @@ def measure(model: Path, layout: tuple[str, ...], num_kills: int) -> dict[str, t
 
 def kill(cluster: ClusterClient, launcher_pid: int, case: str) -> tuple[float, float]:
     """Kills the first worker and returns wall and CPU seconds until the cluster is complete."""
+    time.sleep(STABLE_AFTER_S + 1.0)  # restarts are not delayed then, and another preloaded process is ready
     before = reports(cluster)
     epochs, num_pairs = {each.worker.epoch for each in before[0].workers}, before[0].num_ready_pairs
     victim = min(before[0].workers, key=lambda each: each.worker.worker_id).worker
@@ -122,7 +124,6 @@ def kill(cluster: ClusterClient, launcher_pid: int, case: str) -> tuple[float, f
     wall_s = until(is_complete)
     cpu_s = family_cpu_s(launcher_pid) - cpu_before_s
     until(lambda: bool(preloaded_processes(launcher_pid)))
-    time.sleep(6.0)  # until another preloaded process is ready, and the restart delay is short again
     return wall_s, cpu_s
 
 

@@ -65,7 +65,9 @@ class Supervised(ABC):
                 return
             if returncode is not None and not self._on_exit(self.name, self.last_pid, returncode):
                 return
-            delay_s = RESTART_DELAY_S if loop.time() - started_at > STABLE_AFTER_S else delay_s
+            if loop.time() - started_at > STABLE_AFTER_S:
+                delay_s = RESTART_DELAY_S
+                continue
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
             delay_s = min(2 * delay_s, MAX_RESTART_DELAY_S)
