@@ -41,6 +41,9 @@ TRANSFER_TIMEOUT_S = 5.0
 """Deadline of one message, after which the peer counts as dead."""
 NCCL_GROUP_TIMEOUT = timedelta(days=365)
 """Of NCCL's watchdog, which would end the process. The deadlines above end a group instead."""
+NCCL_MAX_CTAS = 4
+"""Multiprocessors that a message occupies at most, until its peer's has run. More move no more over a network: each of
+them moves about 20 GB/s. NCCL's buffers grow with their number."""
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -118,6 +121,7 @@ def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup
             raise KVTransferFailed("NCCL's watchdog is on, and would end this process with its peer")
         nccl_options = ProcessGroupNCCL.Options()
         nccl_options._timeout = NCCL_GROUP_TIMEOUT
+        nccl_options.config.max_ctas = NCCL_MAX_CTAS
         return cast(ProcessGroup, ProcessGroupNCCL(store, rank, 2, nccl_options))
     raise KVTransferFailed(f"unknown process group backend {backend!r}; known are gloo and nccl")
 

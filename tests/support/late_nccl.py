@@ -32,7 +32,7 @@ class NCCLWorld:
         self.groups: list[LateNCCL] = []
         self.reaches = True
         self.processes_ended: list[str] = []
-        self.Options = SimpleNamespace
+        self.Options = lambda: SimpleNamespace(config=SimpleNamespace())
         device.on_time.append(self._watch)
 
     def __call__(self, store: str, rank: int, size: int, options: Any) -> LateNCCL:
@@ -97,6 +97,7 @@ class LateNCCL:
     def __init__(self, world: NCCLWorld, path_id: str, rank: int, options: Any) -> None:
         self._world = world
         self.path_id, self.rank = path_id, rank
+        self.options = options
         self.timeout: timedelta = options._timeout
         self.told = {name: os.environ.get(name) for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)}
         self.stream: LateStream = world.device.Stream()

@@ -146,6 +146,12 @@ def test_a_frozen_peer_holds_up_no_other_path(
     on_loop(device, serve)
 
 
+def test_messages_of_32_paths_fit_on_a_gpu_at_once(device: LateDevice, nccl: NCCLWorld) -> None:
+    """Messages that wait for their peers must not keep others from running. An H100 has 132 multiprocessors."""
+    on_loop(device, lambda: Ends(device).connect())
+    assert all(32 * group.options.config.max_ctas <= 132 for group in nccl.groups)
+
+
 def test_a_path_opens_on_a_stream_that_another_has_left(device: LateDevice, nccl: NCCLWorld) -> None:
     """torch's allocator keeps memory for each stream."""
 
