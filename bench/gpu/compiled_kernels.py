@@ -26,7 +26,14 @@ from triton.runtime.jit import create_function_from_signature
 
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.batch import BatchItem
-from tandem.engine.cuda import attention_kernel, layer_kernels, layer_operators, triton_attention
+from tandem.engine.cuda import (
+    attention_kernel,
+    layer_kernels,
+    layer_operators,
+    quantized_kernels,
+    quantized_operators,
+    triton_attention,
+)
 
 CAPABILITIES = (80, 90, 100, 120)
 """A100; H100 and H200; B200; consumer cards of B200's generation."""
@@ -108,6 +115,7 @@ def launches(sizes: LayerSizes, lengths: Sequence[int] = (2, 1)) -> list[Launch]
     with (
         patch.object(triton_attention, "find_kernels", recorded(attention_kernel)),
         patch.object(layer_operators, "find_layer_kernels", recorded(layer_kernels)),
+        patch.object(quantized_operators, "find_quantized_kernels", recorded(quantized_kernels)),
     ):
         attention = triton_attention.triton_attention(pool, [BatchItem([0] * n, 0, [0, 1]) for n in lengths])
         attention.attend(0, query, key, value, options)
@@ -120,6 +128,16 @@ def launches(sizes: LayerSizes, lengths: Sequence[int] = (2, 1)) -> list[Launch]
             torch.ops.tandem.add_rms_norm_quantized(rows, rows, norm, 1e-5, None, to)
             torch.ops.tandem.quantize_rows(rows, None, to)
             torch.ops.tandem.silu_mul_quantized(gate_up, None, to)
+        weight = torch.empty((sizes.intermediate_size, sizes.hidden_size), dtype=torch.int8)
+        scales = torch.empty(sizes.intermediate_size)
+        for num_rows in (16, 64, 512, 2048):
+            values = torch.empty((num_rows, sizes.hidden_size), dtype=torch.int8)
+            torch.ops.tandem.int8_product(values, scales[:num_rows, None], weight, scales, None, dtype)
+        tile = next(tile for tile in (128, 64, 32) if sizes.hidden_size % tile == 0)
+        num_tiles = sizes.hidden_size // tile
+        packed = torch.empty((sizes.intermediate_size // 8, num_tiles, tile), dtype=torch.int32)
+        groups = torch.empty((num_tiles, sizes.intermediate_size, 2), dtype=dtype)
+        torch.ops.tandem.unpack_int4(packed, torch.empty(8 * tile, dtype=torch.int32), groups)
     return found
 
 
@@ -168,6 +186,8 @@ def _variant(launch: Launch) -> str:
     if launch.keywords.get("QUANTIZES") or name.startswith("quantize"):
         is_int8 = any(isinstance(each, torch.Tensor) and each.dtype == torch.int8 for each in launch.arguments)
         name += ", to INT8" if is_int8 else ", to FP8"
+    if launch.name == "int8_product":
+        name += " of up to {BLOCK_ROWS} x {BLOCK_OUTPUTS}".format(**launch.keywords)
     return name
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from tandem.engine.cuda import quantized_operators  # noqa: F401 - registers torch.ops.tandem.int8_product and unpack_int4
 from tandem.engine.layers.linear import JoinedLinear
 from tandem.engine.loading.sharding import SummedLinear
-from tandem.engine.quantization.linears import QuantizedRows, RowFormat, ScaledLinear
+from tandem.engine.quantization.int4_linear import Int4Linear, nibbles_of_tile
+from tandem.engine.quantization.linears import Int8Linear, QuantizedRows, RowFormat, ScaledLinear
 from tandem.engine.quantization.merging import merged_quantized
+
+_MAX_INT4_ROWS = 64
+"""Up to so many rows torch's kernel for INT4 weights is faster than a product of converted weights."""
 
 
 class CUDAScaledLinear(nn.Module):
@@ -28,9 +34,18 @@ class CUDAScaledLinear(nn.Module):
             dtype, scale = self.row_format
             values, scales = torch.ops.tandem.quantize_rows(inputs.contiguous(), scale, dtype)
             inputs = QuantizedRows(values, scales, inputs.dtype)
-        output: torch.Tensor = self._linear.scaled_product(inputs)
-        if self._linear.bias is not None:
-            output += self._linear.bias
+        return self._product(inputs)
+
+    def _product(self, rows: QuantizedRows) -> torch.Tensor:
+        linear = self._linear
+        if isinstance(linear, Int8Linear):
+            output: torch.Tensor = torch.ops.tandem.int8_product(
+                rows.values, rows.scale, linear.weight, linear.weight_scale, linear.bias, rows.dtype
+            )
+            return output
+        output = linear.scaled_product(rows)
+        if linear.bias is not None:
+            output += linear.bias
         return output
 
     def combined(
@@ -39,6 +54,26 @@ class CUDAScaledLinear(nn.Module):
         """See `engine.layers.linear`."""
         output: torch.Tensor = self(inputs)
         return output.add_(other) if operation == "add" else output.mul_(other)
+
+
+class CUDAInt4Linear(nn.Module):
+    """Equivalent of `linear`. Torch's kernel reads all weights for every 16 rows; for many rows they are converted."""
+
+    def __init__(self, linear: Int4Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._linear = linear
+        packed = linear.packed
+        # CPUs, on which tests interpret kernels, have another layout.
+        self._nibbles = nibbles_of_tile(math.prod(packed.shape[2:]), packed.device) if packed.is_cuda else None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        linear = self._linear
+        if self._nibbles is None or inputs.numel() <= _MAX_INT4_ROWS * self.in_features:
+            output: torch.Tensor = linear(inputs)
+            return output
+        weight = torch.ops.tandem.unpack_int4(linear.packed, self._nibbles, linear.scales_and_zeros)
+        return nn.functional.linear(linear.ordered(inputs), weight, linear.bias)
 
 
 def row_format_of(reader: Any) -> RowFormat | None:
@@ -55,13 +90,15 @@ def join(linears: Sequence[Any]) -> nn.Module:
     merged = merged_quantized(linears)
     if isinstance(merged, ScaledLinear):
         return CUDAScaledLinear(merged)
-    return JoinedLinear([_with_kernels(linear) for linear in linears] if merged is None else [merged])
+    return JoinedLinear([_with_kernels(linear) for linear in (linears if merged is None else [merged])])
 
 
 def _with_kernels(linear: Any) -> Any:
-    """Returns an equivalent layer, which quantises its inputs in one kernel if its weights are quantised."""
+    """Returns an equivalent layer, which uses kernels of our own if its weights are quantised."""
     if isinstance(linear, ScaledLinear):
         return CUDAScaledLinear(linear)
-    if type(linear) is SummedLinear and isinstance(linear.shard, ScaledLinear):
-        return SummedLinear(CUDAScaledLinear(linear.shard), linear.bias)
+    if isinstance(linear, Int4Linear):
+        return CUDAInt4Linear(linear)
+    if type(linear) is SummedLinear:
+        return SummedLinear(_with_kernels(linear.shard), linear.bias)
     return linear

@@ -6,6 +6,7 @@ need packages that are large or that run on GPUs only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tandem.engine.loading.sharding import style_of
 from tandem.engine.quantization.checkpoint_config import CheckpointQuantization, read_quantization
-from tandem.engine.quantization.linears import FP8
+from tandem.engine.quantization.linears import FP8, QuantizedLinear
 from tandem.engine.quantization.placeholder import Placeholder, PlaceholderPlan
 from tandem.engine.quantization.schemes import Scheme, UnsupportedLayerError
 from tandem.runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _METHOD = "tandem"
 _OF_TRANSFORMERS = ("mxfp4",)
@@ -77,11 +80,19 @@ def load_quantized(
     for key in sorted(info["unexpected_keys"]):
         if key.endswith(_SUFFIXES):
             raise refusal(model, f"its quantised tensor {key} belongs to none of the quantised linear layers")
+    num_converted = 0
     for name in list(placeholders):
         try:
-            loaded.set_submodule(name, placeholders.pop(name).make_layer())
+            layer = placeholders.pop(name).make_layer()
         except UnsupportedLayerError as error:
             raise refusal(model, f"{name}: {error}") from error
+        loaded.set_submodule(name, layer)
+        num_converted += not any(isinstance(each, QuantizedLinear) for each in layer.modules())
+    if num_converted:
+        log.warning(
+            "the weights of %d quantised layers are converted to %s, and take its memory: products with INT8 weights "
+            "alone are slower on GPUs", num_converted, str(loaded.dtype).removeprefix("torch.")
+        )  # fmt: skip
     return loaded
 
 

@@ -69,10 +69,12 @@ class Int4Linear(QuantizedLinear):
         return cls(packed_values(values), both.transpose(0, 1).to(dtype).contiguous(), order, kernels_size, bias)
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.input_order is not None:
-            rows = rows.index_select(1, self.input_order)
         multiply = torch._weight_int4pack_mm if rows.is_cuda else torch._weight_int4pack_mm_for_cpu
-        return multiply(rows, self.packed, self.group_size, self.scales_and_zeros)
+        return multiply(self.ordered(rows), self.packed, self.group_size, self.scales_and_zeros)
+
+    def ordered(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the inputs in the order of the packed weights."""
+        return inputs if self.input_order is None else inputs.index_select(-1, self.input_order)
 
 
 def kernel_group_size(group_size: int) -> int:
@@ -87,3 +89,23 @@ def packed_values(values: torch.Tensor) -> torch.Tensor:
     pairs = (values[:, ::2] << 4 | values[:, 1::2]).contiguous()
     tiles = next(tiles for tiles, multiple in _GPU_INPUT_TILES if values.shape[1] % multiple == 0)
     return torch._convert_weight_to_int4pack(pairs, tiles)
+
+
+def nibbles_of_tile(size: int, device: torch.device) -> torch.Tensor:
+    """Returns where a tile of 8 outputs and `size` inputs has each value, in the layout of torch's kernel for GPUs.
+
+    The result is int32 [8 * size]: for each output and input the number of the four bits, from the lowest of the first
+    word. The layout is found by packing numbers, so that it is written down in torch alone.
+    """
+    numbers = torch.arange(8 * size, device=device).view(8, size)
+    stored = torch.zeros(8 * size, dtype=torch.int32, device=device)
+    for shift in (0, 4, 8):  # four bits of a number at a time
+        digits = packed_values((numbers >> shift & 15).to(torch.uint8))
+        stored |= unpacked_nibbles(digits.flatten()).int() << shift
+    return stored.argsort().int()
+
+
+def unpacked_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Returns the eight 4-bit values of each 32-bit word, from the lowest bits: [..., n] to uint8 [..., 8 * n]."""
+    pairs = words.contiguous().view(torch.uint8)  # little-endian, as all platforms of torch with these kernels
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)

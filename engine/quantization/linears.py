@@ -154,13 +154,17 @@ class Int8WeightLinear(QuantizedLinear):
         self.register_buffer("weight_scale", weight_scale)
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
-        num_groups = self.weight_scale.shape[1]
-        if num_groups > 1:
-            groups = self.weight.view(self.out_features, num_groups, -1).to(rows.dtype) * self.weight_scale[..., None]
-            return nn.functional.linear(rows, groups.view(self.weight.shape))
+        if self.weight_scale.shape[1] > 1:
+            return nn.functional.linear(rows, self.converted())
         if len(rows) > _MAX_UNPACKED_ROWS:
             return nn.functional.linear(rows, self.weight.to(rows.dtype)) * self.weight_scale[:, 0]
         return torch._weight_int8pack_mm(rows, self.weight, self.weight_scale[:, 0])
+
+    def converted(self) -> torch.Tensor:
+        """Returns the weight in the model's dtype."""
+        scale = self.weight_scale
+        groups = self.weight.view(*scale.shape, -1).to(scale.dtype) * scale[..., None]
+        return groups.view(self.weight.shape)
 
 
 def quantized_rows(

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 
-from tandem.engine.quantization.int4_linear import KERNEL_GROUP_SIZES, Int4Groups, Int4Linear, kernel_group_size
+from tandem.engine.loading.sharding import plain_linear
+from tandem.engine.quantization.int4_linear import (
+    KERNEL_GROUP_SIZES,
+    Int4Groups,
+    Int4Linear,
+    kernel_group_size,
+    unpacked_nibbles,
+)
 from tandem.engine.quantization.layer_share import LayerShare
 from tandem.engine.quantization.linears import FP8, Fp8Linear, Int8Linear, Int8WeightLinear, QuantizedLinear
 
@@ -54,10 +62,11 @@ class Scheme(Protocol):
     def problem(self, share: LayerShare, device: torch.device, dtype: torch.dtype) -> str:
         """Returns why an even share cannot be computed there, or an empty string."""
 
-    def make(
-        self, tensors: Tensors, share: LayerShare, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> QuantizedLinear:
-        """Returns the share as a layer. tensors: as in the checkpoint, but split. Raises UnsupportedLayerError."""
+    def make(self, tensors: Tensors, share: LayerShare, bias: torch.Tensor | None, dtype: torch.dtype) -> nn.Module:
+        """Returns the share as a quantised layer, or as a plain one if that is faster on the tensors' device.
+
+        tensors: as in the checkpoint, but split. Raises UnsupportedLayerError.
+        """
 
 
 @dataclass(frozen=True)
@@ -140,14 +149,14 @@ class PackedInts:
             return f"the {len(share.inputs)} inputs of a rank are not a multiple of 4"
         return ""
 
-    def make(
-        self, tensors: Tensors, share: LayerShare, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> QuantizedLinear:
+    def make(self, tensors: Tensors, share: LayerShare, bias: torch.Tensor | None, dtype: torch.dtype) -> nn.Module:
         packed = tensors["weight_packed"]
         scale = share.take_groups(tensors["weight_scale"], self.group_size)
         if self.num_bits == 8:  # stored as unsigned values
             weight = (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
-            return Int8WeightLinear(weight, scale.to(dtype), bias)
+            layer = Int8WeightLinear(weight, scale.to(dtype), bias)
+            # On GPUs torch's product of INT8 weights and other inputs is slower than that of converted weights.
+            return plain_linear(layer.converted(), bias) if weight.is_cuda else layer
         zeros = None
         if self.has_zeros:
             zeros = share.take_groups(unpacked_nibbles(tensors["weight_zero_point"].t()).t(), self.group_size)
@@ -234,12 +243,6 @@ def int4_problem(share: LayerShare, group_size: int, device: torch.device, dtype
         shown = str(dtype).removeprefix("torch.")
         return f"torch's kernel for 4-bit weights computes in bfloat16, not in {shown}; give --dtype bfloat16"
     return ""
-
-
-def unpacked_nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Returns the eight 4-bit values of each 32-bit word, from the lowest bits: [..., n] to uint8 [..., 8 * n]."""
-    pairs = words.contiguous().view(torch.uint8)  # little-endian, as all platforms of torch with these kernels
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
 
 
 def _awq_ordered(values: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +22,8 @@ from tandem.engine.layers.fusing import fuse_layers
 from tandem.engine.loading import sharding
 from tandem.engine.loading.sharding import SummedLinear
 from tandem.engine.lora.adapters import Adapters
+from tandem.engine.quantization import int4_linear
+from tandem.engine.quantization.int4_linear import nibbles_of_tile
 from tandem.engine.quantization.linears import FP8, QuantizedLinear, quantized_rows
 from tests.support.lora import make_adapter
 from tests.support.quantised_checkpoints import Format, awq, gptq, make_checkpoint, w8a8
@@ -96,6 +99,60 @@ def test_norms_are_quantised_as_by_torch(
         assert_quantised(got, norm(inputs + residual), scale)
     else:
         assert_quantised(torch.ops.tandem.rms_norm_quantized(inputs, weight, 1e-5, scale, to), norm(inputs), scale)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from([1, 17, 65, 513]), st.sampled_from([8, 40, 264]), st.sampled_from([8, 136]), DTYPES, st.booleans()
+)
+def test_int8_products_are_exact(
+    num_rows: int, size: int, num_outputs: int, dtype: torch.dtype, has_bias: bool
+) -> None:
+    """With each tile, and sizes that no tile divides."""
+    generator = torch.Generator().manual_seed(num_rows)
+    rows, weight = (
+        torch.randint(-127, 128, (number, size), generator=generator, dtype=torch.int8)
+        for number in (num_rows, num_outputs)
+    )
+    row_scales, weight_scales = 1e-4 * noise(num_rows, 1, dtype=torch.float32), noise(num_outputs, dtype=torch.float32)
+    bias = noise(num_outputs, dtype=dtype) if has_bias else None
+    got = torch.ops.tandem.int8_product(rows, row_scales, weight, weight_scales, bias, dtype)
+    sums = (rows.double() @ weight.double().T).float()
+    wanted = (sums * row_scales * weight_scales).to(dtype)
+    assert_alike(got, wanted if bias is None else wanted + bias)
+
+
+def packed_for_gpus(values: torch.Tensor) -> torch.Tensor:
+    """The layout of torch's kernel for GPUs. values: [num_outputs, num_inputs].
+
+    Each of 32 threads has one of 8 outputs, and of 16 inputs four: two adjacent ones in each half. A word has those of
+    two such tiles of inputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
+    """
+    num_outputs, size = values.shape
+    inner = next(inner for inner in (8, 4, 2) if size % (16 * inner) == 0)
+    words = torch.zeros(num_outputs // 8, size // (16 * inner), 32, inner // 2, dtype=torch.int64)
+    for tile, outer, thread, pair in np.ndindex(*words.shape):
+        output = 8 * tile + thread // 4
+        first = 16 * (outer * inner + 2 * pair) + thread % 4 * 2
+        columns = [first + offset for offset in (0, 1, 8, 9, 16, 17, 24, 25)]
+        found = [int(values[output, column]) for column in columns]
+        words[tile, outer, thread, pair] = sum(found[i] << 4 * at for at, i in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+@pytest.mark.parametrize(("size", "group_size"), [(256, 32), (192, 64), (96, 32)])
+def test_int4_weights_are_unpacked(size: int, group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int4_linear, "packed_values", packed_for_gpus)
+    values = torch.randint(0, 16, (24, size), generator=torch.Generator().manual_seed(1))
+    scales, zeros = (
+        noise(24, size // group_size, dtype=torch.float32),
+        noise(24, size // group_size, dtype=torch.float32),
+    )
+    packed = packed_for_gpus(values)
+    nibbles = nibbles_of_tile(packed.shape[2] * packed.shape[3], torch.device("cpu"))
+    got = torch.ops.tandem.unpack_int4(packed, nibbles, torch.stack((scales, zeros), -1).transpose(0, 1).contiguous())
+    wide = [each.repeat_interleave(group_size, 1) for each in (scales, zeros)]
+    assert_alike(got, (values - 8) * wide[0] + wide[1])
 
 
 FORMATS: dict[str, Format] = {

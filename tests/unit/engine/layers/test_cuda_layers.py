@@ -46,12 +46,21 @@ def test_adapters_shards_and_memory() -> None:
 
 
 def test_kernels_quantise_as_torch_does() -> None:
-    run_interpreted(QUANTISED_LAYERS, "rows_are_quantised", "norms_are_quantised", "fp8_generates", "awq_generates")
+    run_interpreted(QUANTISED_LAYERS, "rows_are_quantised", "norms_are_quantised", "int8_products", "int4_weights")
 
 
 @EXTENDED
 def test_formats_generate_the_same_with_fused_layers() -> None:
-    names = ("static_fp8", "int8_generates", "act_order", "fp8_layers_run", "change_quantised", "sharded_quantised")
+    names = (
+        "_fp8_generates",
+        "static_fp8",
+        "awq_gen",
+        "int8_generates",
+        "act_order",
+        "fp8_layers_run",
+        "change_quantised",
+        "sharded_quantised",
+    )
     run_interpreted(QUANTISED_LAYERS, *names)
 
 
@@ -85,6 +94,7 @@ FP8_LAYER = [
     "aten::_scaled_mm",
     "aten::add_",
 ]
+INT8_LAYER = [name.replace("aten::_scaled_mm", "tandem::int8_product") for name in FP8_LAYER]
 INT4_LAYER = [name.replace("aten::linear", "aten::_weight_int4pack_mm") for name in LAYER]
 
 
@@ -120,6 +130,8 @@ def test_a_dense_layer_has_eleven_kernels(family: str, tmp_path: Path, monkeypat
 QUANTISED: dict[str, tuple[Format, list[str]]] = {
     "fp8": (w8a8("float"), FP8_LAYER),
     "fp8 static": (w8a8("float", strategy="tensor", static=True), FP8_LAYER),
+    "int8": (w8a8("int"), INT8_LAYER),
+    "int8 static": (w8a8("int", strategy="tensor", static=True), INT8_LAYER),
     "awq": (awq(), INT4_LAYER),
     "gptq": (gptq(), INT4_LAYER),
     "int4": (packed(), INT4_LAYER),
@@ -147,6 +159,8 @@ def test_each_operator_launches_one_kernel_and_attention_two() -> None:
         "rms_norm",
         "silu_mul",
         *("rms_norm", "rms_norm", "quantize_rows", "quantize_rows") * 2,  # to FP8 and INT8
+        *["int8_product"] * 4,  # of few to many rows
+        "unpack_int4",
     ]
 
 

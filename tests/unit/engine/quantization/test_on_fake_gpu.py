@@ -13,10 +13,12 @@ from torch.torch_version import TorchVersion
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.config import EngineConfig
+from tandem.engine.cuda.quantized_linears import join
+from tandem.engine.layers.linear import is_plain
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.quantization.int4_linear import Int4Groups, Int4Linear
 from tandem.engine.quantization.layer_share import LayerShare
-from tandem.engine.quantization.linears import FP8, Int8WeightLinear, QuantizedLinear
+from tandem.engine.quantization.linears import FP8, QuantizedLinear
 from tandem.engine.quantization.online import quantized_linear
 from tandem.engine.quantization.schemes import W8A8, Awq, Gptq, PackedInts
 from tests.support.fake_gpu import CUDA, ValuelessGPU, fake_gpu, runner_on_fake_gpu
@@ -99,14 +101,31 @@ def test_weights_of_4_bits(num_inputs: int, gpu: ValuelessGPU) -> None:
             check(layer, "_weight_int4pack_mm", gpu, (torch.bfloat16,))
 
 
-def test_weights_of_8_bits(gpu: ValuelessGPU) -> None:
-    weight = torch.empty(64, 256, dtype=torch.int8, device=CUDA)
+def test_int4_weights_are_converted_for_many_rows(gpu: ValuelessGPU) -> None:
+    values = torch.empty(64, 256, dtype=torch.uint8, device=CUDA)
+    scales = torch.empty(64, 8, device=CUDA)
+    order = torch.empty(256, dtype=torch.long, device=CUDA)
+    bias = torch.empty(64, dtype=torch.bfloat16, device=CUDA)
     with torch.inference_mode():
-        layer = Int8WeightLinear(weight, torch.empty(64, 1, dtype=torch.bfloat16, device=CUDA), None)
-        for num_rows, operator in ((1, "_weight_int8pack_mm"), (300, "linear")):
+        layer = join([Int4Linear.of(Int4Groups(values, scales, None, order), bias, torch.bfloat16)] * 2)
+        for num_rows, kernel in ((64, "aten::_weight_int4pack_mm"), (65, "tandem::unpack_int4")):
             gpu.waits, gpu.operators = [], []
-            assert layer(torch.empty(num_rows, 256, dtype=torch.bfloat16, device=CUDA)).shape == (num_rows, 64)
-            assert f"aten::{operator}" in gpu.operators and gpu.waits == []
+            output = layer(torch.empty(num_rows, 256, dtype=torch.bfloat16, device=CUDA))
+            assert output.shape == (num_rows, 128) and output.dtype == torch.bfloat16 and output.device == CUDA
+            found = {"aten::_weight_int4pack_mm", "tandem::unpack_int4"} & set(gpu.operators)
+            assert found == {kernel} and gpu.waits == []
+
+
+def test_int8_weights_alone_are_converted_when_loaded(gpu: ValuelessGPU) -> None:
+    """The layer is a plain one, which may be merged with others."""
+    for group_size in (0, 64):
+        scheme = PackedInts(8, group_size, False, False)
+        specs = scheme.tensors(256, 64)
+        tensors = {name: torch.empty(shape, dtype=dtype, device=CUDA) for name, (shape, dtype, *_) in specs.items()}
+        layer = scheme.make(tensors, LayerShare(256, 64), torch.empty(64, device=CUDA), torch.bfloat16)
+        assert is_plain(layer) and gpu.waits == []
+        assert layer.weight.dtype == torch.bfloat16 and layer.weight.device == CUDA
+        assert layer.weight.shape == (64, 256) and layer.bias.shape == (64,)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +142,7 @@ def test_layers_are_made_on_the_gpu_from_the_tensors_of_a_checkpoint(scheme: Any
     tensors = {name: torch.empty(shape, dtype=dtype, device=CUDA) for name, (shape, dtype, *_) in specs.items()}
     layer = scheme.make(tensors, LayerShare(256, 64), None, torch.bfloat16)
     assert (layer.in_features, layer.out_features) == (256, 64) and gpu.waits == []
-    assert all(buffer.device == CUDA for buffer in layer.buffers())
+    assert all(tensor.device == CUDA for tensor in (*layer.buffers(), *layer.parameters()))
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])

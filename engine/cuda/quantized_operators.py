@@ -1,0 +1,98 @@
+"""Torch operators that launch the kernels of `engine.cuda.quantized_kernels`, as `engine.cuda.layer_operators` does."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+
+def find_quantized_kernels() -> ModuleType:
+    """Returns `engine.cuda.quantized_kernels`, which needs Triton."""
+    from tandem.engine.cuda import quantized_kernels
+
+    return quantized_kernels
+
+
+class _Tile(NamedTuple):
+    """What a program of `int8_product` computes. block: inputs at once."""
+
+    rows: int
+    outputs: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+_INT8_TILES = {16: _Tile(16, 32, 256, 4, 4), 64: _Tile(64, 32, 256, 4, 3), 512: _Tile(64, 64, 128, 4, 4)}
+"""By the largest number of rows. Guesses: in small steps many programs read weights, each 16 to 24 KiB ahead."""
+_LARGE_INT8_TILE = _Tile(128, 128, 128, 8, 3)
+_library: Any = torch.library.Library("tandem", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "int8_product(Tensor rows, Tensor row_scales, Tensor weight, Tensor weight_scales, Tensor? bias, ScalarType dtype) "
+    "-> Tensor"
+)
+_library.define("unpack_int4(Tensor packed, Tensor nibbles, Tensor scales_and_zeros) -> Tensor")
+
+
+def _int8_product(
+    rows: torch.Tensor,
+    row_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Returns `rows @ weight.T * row_scales * weight_scales + bias` in `dtype`: [num_rows, num_outputs].
+
+    rows: INT8 [num_rows, size], contiguous. row_scales: [num_rows, 1]. weight: INT8 [num_outputs, size], contiguous.
+    weight_scales: [num_outputs].
+    """
+    (num_rows, size), num_outputs = rows.shape, len(weight)
+    output = _product_of(rows, row_scales, weight, weight_scales, bias, dtype)
+    tile = next((tile for most, tile in _INT8_TILES.items() if num_rows <= most), _LARGE_INT8_TILE)
+    find_quantized_kernels().int8_product[-(-num_rows // tile.rows), -(-num_outputs // tile.outputs)](
+        rows, row_scales, weight, weight_scales, output if bias is None else bias, output, num_rows,
+        SIZE=size, NUM_OUTPUTS=num_outputs, HAS_BIAS=bias is not None, BLOCK_ROWS=tile.rows,
+        BLOCK_OUTPUTS=tile.outputs, BLOCK=tile.block, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return output
+
+
+def _product_of(rows: torch.Tensor, _: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+    return rows.new_empty((len(rows), len(weight)), dtype=others[-1])
+
+
+def _unpack_int4(packed: torch.Tensor, nibbles: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:
+    """Returns weights [num_outputs, num_inputs] in the dtype of `scales_and_zeros` [num_groups, num_outputs, 2].
+
+    packed: as torch's kernel for GPUs takes them. nibbles: see `engine.quantization.int4_linear.nibbles_of_tile`.
+    """
+    output = _unpacked(packed, nibbles, scales_and_zeros)
+    num_outputs, size = output.shape
+    tile = len(nibbles) // 8
+    find_quantized_kernels().unpack_int4[num_outputs // 8, size // tile](
+        packed, nibbles, scales_and_zeros, output, num_outputs, SIZE=size,
+        GROUP_SIZE=size // len(scales_and_zeros), TILE=tile, enable_fp_fusion=True,
+    )  # fmt: skip
+    return output
+
+
+def _unpacked(packed: torch.Tensor, _: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:
+    num_outputs = scales_and_zeros.shape[1]
+    return scales_and_zeros.new_empty((num_outputs, packed.numel() * 8 // num_outputs))
+
+
+for _name, _function, _fake in (
+    (
+        "int8_product",
+        _int8_product,
+        lambda rows, _, weight, *others: rows.new_empty((len(rows), len(weight)), dtype=others[-1]),
+    ),
+    ("unpack_int4", _unpack_int4, _unpacked),
+):
+    for _device in ("CUDA", "CPU"):  # on a CPU the kernels run where Triton interprets them
+        _library.impl(_name, _function, _device)
+    torch.library.register_fake(f"tandem::{_name}", _fake, lib=_library)
