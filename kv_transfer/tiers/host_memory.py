@@ -45,6 +45,7 @@ class HostMemoryTier:
         self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._pin = pin
         self._unpin: Callable[[], None] = lambda: None
+        self._pin_error = ""  # why it could not be pinned
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by block hash, least recently used first
         self._free: list[int] = []
         self._num_uses = 0
@@ -65,7 +66,12 @@ class HostMemoryTier:
         return len(self._slots) * self._format.record_bytes
 
     def open(self) -> None:
-        """Maps the memory and finds the blocks in it. Raises TierFailed if it cannot be mapped or holds no block."""
+        """Maps the memory and finds the blocks in it. Raises TierFailed if it cannot be mapped or holds no block.
+
+        Memory that could not be pinned is not pinned again, because that would allocate all of it while requests run.
+        """
+        if self._pin_error:
+            raise TierFailed(self._pin_error)
         if self._num_slots < 1:
             raise TierFailed(
                 f"{self.max_bytes} bytes of host memory hold no KV block of {self._format.block_bytes} bytes: give the "
@@ -82,7 +88,11 @@ class HostMemoryTier:
         except OSError as error:
             raise TierFailed(f"cannot map the host memory tier {self._path}: {error.strerror}") from error
         if self._pin is not None:
-            self._unpin = self._pin(self._bytes)
+            try:
+                self._unpin = self._pin(self._bytes)
+            except TierFailed as error:
+                self._bytes, self._pin_error = np.empty(0, np.uint8), str(error)
+                raise
         self._recover()
 
     def _recover(self) -> None:

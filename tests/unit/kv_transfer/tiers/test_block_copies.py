@@ -152,6 +152,20 @@ def test_a_copy_that_fails_leaves_the_tier_as_it_was(fd: int) -> None:
     assert tier.room_for(hash_of(4)) is None, "it is there"
 
 
+def test_memory_that_could_not_be_pinned_is_not_pinned_again(fd: int) -> None:
+    tried: list[int] = []
+
+    def pin(memory: Any) -> Callable[[], None]:
+        tried.append(memory.nbytes)
+        raise TierFailed("cannot pin")
+
+    tier = HostMemoryTier(f"/proc/{os.getpid()}/fd/{fd}", host_bytes(NUM_BLOCKS), IDENTITY, BLOCK_BYTES, pin)
+    for _ in range(3):  # a tier is opened again by each job
+        with pytest.raises(TierFailed, match="cannot pin"):
+            tier.open()
+    assert len(tried) == 1
+
+
 def test_the_memory_is_pinned_from_open_to_close(fd: int) -> None:
     pinned = Pinned()
     tier = host_tier(fd, pinned)
