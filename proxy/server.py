@@ -48,7 +48,7 @@ from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ConfigError, RequestAborted
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.listen_socket import bind
-from tandem.runtime.tasks import keep_running
+from tandem.runtime.tasks import keep_running, start_job
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog, ignore
 
@@ -216,7 +216,7 @@ class ProxyServer:
         loop.add_signal_handler(signal.SIGINT, self._stop, config.shutdown_grace_s)
         self._state.readers.start()
         if self._state.media is not None:
-            await self._state.media.start()
+            start_job(self._state.media.start(), "starting the media process")
         freeze_loaded_objects()
         log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, config.host, config.port)
         tasks = [keep_running(self._update_gauges, "updating gauges", _RESTART_TASK_S)]

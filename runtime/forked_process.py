@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -27,6 +28,8 @@ from tandem.runtime.fork_server import (
     serve_forks,
     why_unsafe_to_fork,
 )
+
+log = logging.getLogger(__name__)
 
 FORK_TIMEOUT_S = 5.0
 """Deadline of an answer of the fork server, which takes some milliseconds. Without an answer it counts as frozen."""
@@ -223,6 +226,44 @@ class ForkServer:
         """Kills the server. The processes that it has forked go on."""
         self._channel.close()
         self._process.end()
+
+
+class KeptForkServer:
+    """A fork server that is started when a process is first asked for, and again after it was lost.
+
+    spawn: starts one. load_timeout_s: deadline of its loading.
+    """
+
+    def __init__(self, spawn: Callable[[], ForkServer], load_timeout_s: float) -> None:
+        self._spawn = spawn
+        self._load_timeout_s = load_timeout_s
+        self._server: ForkServer | None = None
+
+    def take(self, server: ForkServer) -> None:
+        """Uses a server that runs already."""
+        self._server = server
+
+    async def start(self, entry: str, fds: Mapping[int, int]) -> ForkedProcess:
+        """Starts a process, if need be from another server. Raises ForkServerLost, OSError."""
+        for is_last in (False, True):
+            if self._server is None:
+                self._server = self._spawn()
+            server = self._server
+            try:
+                await server.until_ready(self._load_timeout_s)
+                return await server.start(entry, fds=fds)
+            except ForkServerLost as error:
+                if self._server is server:
+                    self._server = None
+                if is_last:
+                    raise
+                log.error("%s; starting another", error)
+        raise AssertionError
+
+    def close(self) -> None:
+        """Kills the server. The processes that it has forked go on."""
+        if self._server is not None:
+            self._server.close()
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:

@@ -19,6 +19,8 @@ from tandem.runtime.errors import ErrorInfo, ProtocolError, TandemError
 
 M = TypeVar("M")
 
+ENTRY, MEDIA_FD = "media", 3
+"""Entry of the fork server, and descriptor of the channel in the media process."""
 EXIT_BAD_CONFIG = 2
 """Exit status of a media process that cannot load the model's processor."""
 _LENGTH_BYTES = 4

@@ -1,7 +1,8 @@
 """The proxy's side of requests with images and video: hands bodies to the media process and owns their leases.
 
 The media process (`proxy.reading.media_process`) is separate from the reader processes, so text never waits for images
-and only this process loads torch. It is restarted when a request arrives after it was lost.
+and only this process loads torch. It is forked from a process that has imported what it needs, and again when a request
+arrives after it was lost.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import socket
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -28,8 +29,10 @@ from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.reading.body_reader import BodyKind
 from tandem.proxy.reading.media_messages import (
+    ENTRY,
     EXIT_BAD_CONFIG,
     FROM_PROCESS,
+    MEDIA_FD,
     CancelMediaJob,
     MediaJob,
     MediaJobDone,
@@ -44,10 +47,14 @@ from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InternalError, ProtocolError, TandemError, WorkerLost
 from tandem.runtime.file_limits import out_of_descriptors
+from tandem.runtime.forked_process import ForkedProcess, ForkServer, ForkServerLost, KeptForkServer
 from tandem.runtime.tasks import start_job
 
 log = logging.getLogger(__name__)
 
+_MODULE = "tandem.proxy.reading.media_preload"
+_LOAD_TIMEOUT_S = 120.0
+"""Deadline of the imports, which take 4 s of CPU."""
 _RETRY_AFTER_S = 1
 _PING_INTERVAL_S = 2.0
 _MAX_UNANSWERED_PINGS = 10
@@ -76,7 +83,9 @@ class MediaPool:
         self._cancel_timeout_s = 2 * config.media.decode_timeout_s + _CANCEL_GRACE_S
         self._jobs: dict[str, _Job] = {}  # by lease, until the process has answered
         self._starting = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._num_starting = 0  # requests that wait for a process to start
+        self._server = KeptForkServer(partial(ForkServer.spawn, _MODULE, os.environ), _LOAD_TIMEOUT_S)
+        self._process: ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no process runs
         self._watching: asyncio.Task[None] | None = None
         self._unanswered_pings: int | None = None  # None until the process has sent a message
@@ -93,22 +102,18 @@ class MediaPool:
                 ours, theirs = socket.socketpair()
                 with contextlib.ExitStack() as on_error, theirs:
                     on_error.callback(ours.close)
-                    self._process = await asyncio.create_subprocess_exec(
-                        sys.executable,
-                        "-m",
-                        "tandem.proxy.reading.media_process",
-                        str(theirs.fileno()),
-                        pass_fds=[theirs.fileno()],
-                        stdin=asyncio.subprocess.DEVNULL,
-                    )
+                    self._process = process = await self._server.start(ENTRY, {MEDIA_FD: theirs.fileno()})
+                    on_error.callback(process.end)
                     reader, self._writer = await asyncio.open_connection(sock=ours)
                     on_error.pop_all()
+            except ForkServerLost as error:
+                raise InternalError(f"the media process cannot be started: {error}") from error
             except OSError as error:
                 if (overloaded := out_of_descriptors(error, "the media process")) is not None:
                     raise overloaded from error
                 raise InternalError(f"the media process cannot be started: {error}") from error
             write_message(self._writer, MediaSetup(self._config))
-            watch = self._watch(reader, self._writer, self._process)
+            watch = self._watch(reader, self._writer, process)
             self._watching = start_job(watch, "watching the media process")
 
     async def read(
@@ -130,13 +135,21 @@ class MediaPool:
     ) -> GenerationRequest:
         if self._config_error is not None:
             raise InternalError(self._config_error)
-        await self.start()
-        if len(self._jobs) >= self._config.max_waiting_media:
+        if (num_waiting := len(self._jobs) + self._num_starting) >= self._config.max_waiting_media:
             raise QueueFull(
-                f"{len(self._jobs)} requests with images or video are waiting already; the limit is "
+                f"{num_waiting} requests with images or video are waiting already; the limit is "
                 f"{self._config.max_waiting_media}. Try again later.",
                 _RETRY_AFTER_S,
             )
+        self._num_starting += 1
+        try:
+            async with asyncio.timeout(self._ttft_slo_s):
+                await self.start()
+        except TimeoutError as error:
+            assert self._ttft_slo_s is not None
+            raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
+        finally:
+            self._num_starting -= 1
         max_own = math.ceil(self._config.max_waiting_media * MAX_CLIENT_SHARE)
         if sum(job.client == client for job in self._jobs.values()) >= max_own:
             raise ClientLimitExceeded(
@@ -172,14 +185,12 @@ class MediaPool:
     def _expect_answer(self, lease_id: str) -> None:
         if lease_id in self._jobs and self._process is not None:
             log.error("the media process did not end a job in %.0f s; killing it", self._cancel_timeout_s)
-            _kill(self._process)
+            self._process.kill()
 
-    async def _watch(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process
-    ) -> None:
+    async def _watch(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: ForkedProcess) -> None:
         """Handles the messages of one process until it has ended, then fails its jobs."""
         self._unanswered_pings = None
-        pinging = start_job(self._ping(writer, process), "asking the media process", partial(_kill, process))
+        pinging = start_job(self._ping(writer, process), "asking the media process", process.kill)
         try:
             while True:
                 message = await read_message(reader, FROM_PROCESS)
@@ -190,7 +201,7 @@ class MediaPool:
             pass
         except ProtocolError as error:
             log.error("the media process sent an invalid message; killing it: %s", error)
-            _kill(process)
+            process.kill()
         finally:
             pinging.cancel()
             writer.close()
@@ -203,7 +214,7 @@ class MediaPool:
             for lease_id in list(self._jobs):
                 self._on_answer(MediaJobFailed.of(lease_id, lost))
 
-    async def _ping(self, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process) -> None:
+    async def _ping(self, writer: asyncio.StreamWriter, process: ForkedProcess) -> None:
         """Kills a process that has started and then leaves pings unanswered."""
         while True:
             await asyncio.sleep(_PING_INTERVAL_S)
@@ -211,7 +222,7 @@ class MediaPool:
                 self._unanswered_pings += 1
                 if self._unanswered_pings > _MAX_UNANSWERED_PINGS:
                     log.error("the media process does not answer; killing it")
-                    _kill(process)
+                    process.kill()
                     return
             write_message(writer, PingMediaProcess())
 
@@ -237,13 +248,9 @@ class MediaPool:
 
     def close(self) -> None:
         if self._process is not None:
-            _kill(self._process)
+            self._process.kill()
+        self._server.close()
         self._cache.close()
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        process.kill()
 
 
 def _with_lease(request: GenerationRequest, lease: MediaLease) -> GenerationRequest:

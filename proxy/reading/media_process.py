@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -33,6 +34,7 @@ from tandem.proxy.media.memory_limit import limit_memory
 from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,
+    MEDIA_FD,
     TO_PROCESS,
     CancelMediaJob,
     FromMediaProcess,
@@ -48,9 +50,9 @@ from tandem.proxy.reading.media_messages import (
 )
 from tandem.proxy.reading.media_reader import MediaContent, MediaReader
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
+from tandem.runtime.command_line import show_command_line
 from tandem.runtime.errors import ConfigError, InternalError, InvalidRequest, Overloaded, RequestAborted, TandemError
 from tandem.runtime.garbage_collection import freeze_loaded_objects
-from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.logs import setup_logging
 from tandem.runtime.tasks import start
 
@@ -261,18 +263,14 @@ async def _receive(reader: asyncio.StreamReader, process: MediaProcess) -> None:
             return
 
 
-def main(channel_fd: int) -> int:
-    die_with_parent()
+def run(_arguments: list[str]) -> None:
+    """In a forked process: serves the proxy. Exits with EXIT_BAD_CONFIG if it cannot load the model's processor."""
+    show_command_line([sys.executable, "-m", "tandem.proxy.reading.media_process"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # clients could fill the disk, with images of others in it
     try:
-        return uvloop.run(serve(socket.socket(fileno=channel_fd)))
+        exit_code = uvloop.run(serve(socket.socket(fileno=MEDIA_FD)))
     except Exception:
-        logging.getLogger("media").exception("the media process fails")
-        return 1
-
-
-if __name__ == "__main__":
-    status = main(int(sys.argv[1]))
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(status)  # does not wait for threads that are decoding
+        log.exception("the media process fails")
+        exit_code = 1
+    sys.exit(exit_code)  # at once, by `runtime.fork_server`: nobody waits for threads that are decoding

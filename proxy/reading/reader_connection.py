@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.proxy.reading.reader_process import ENTRY, JOBS_FD, LENGTH_BYTES, JobAnswer
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
-from tandem.runtime.forked_process import ForkedProcess, ForkServer
+from tandem.runtime.forked_process import ForkedProcess, KeptForkServer
 from tandem.runtime.tasks import start_job
 
 JOB_CPU_S = 10.0
@@ -48,12 +48,12 @@ class ReaderConnection:
         self._watching = start_job(self._watch(), "watching a reader process")
 
     @classmethod
-    async def start(cls, server: ForkServer) -> Self:
+    async def start(cls, server: KeptForkServer) -> Self:
         """Raises ForkServerLost, OSError."""
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as on_error, theirs:
             on_error.callback(ours.close)
-            process = await server.start(ENTRY, fds={JOBS_FD: theirs.fileno()})
+            process = await server.start(ENTRY, {JOBS_FD: theirs.fileno()})
             on_error.callback(process.end)
             reader, writer = await asyncio.open_connection(sock=ours)
             on_error.pop_all()

@@ -29,7 +29,7 @@ from tandem.proxy.reading.reader_process import CONFIG_FD, encode_job, reader_en
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_template, has_token_ids
 from tandem.runtime.errors import InternalError, Overloaded, TandemError
-from tandem.runtime.forked_process import ForkServer, ForkServerLost
+from tandem.runtime.forked_process import ForkServer, ForkServerLost, KeptForkServer
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.tasks import keep_running
 
@@ -85,8 +85,7 @@ class ReaderPool:
         self._num_processes = num_processes
         self._num_pending = 0
         self._transform_turns = asyncio.Semaphore(max(1, int(_TRANSFORM_SHARE * num_processes)))
-        self._server: ForkServer | None = None
-        self._starting = asyncio.Lock()
+        self._server = KeptForkServer(self._spawn_server, _LOAD_TIMEOUT_S)
         self._queue: JobQueue[_PendingJob] = JobQueue()
         self._idle: list[asyncio.Future[None]] = []  # of processes without a job; a result wakes one
         self._keeping: list[asyncio.Task[None]] = []
@@ -98,7 +97,7 @@ class ReaderPool:
         """
         freeze_loaded_objects()
         try:
-            self._server = ForkServer.fork_here(reader_entries(self._reader))
+            self._server.take(ForkServer.fork_here(reader_entries(self._reader)))
         except ForkServerLost as error:
             log.error("%s; the readers load the model's text files again", error)
 
@@ -203,7 +202,7 @@ class ReaderPool:
         while True:
             started_at = loop.time()
             try:
-                connection = await self._connect()
+                connection = await ReaderConnection.start(self._server)
             except (ForkServerLost, OSError) as error:
                 log.error("cannot start a process that reads requests: %s", error)
                 self._fail_waiting("the process that reads requests cannot be started; try again later")
@@ -217,33 +216,16 @@ class ReaderPool:
             if loop.time() - started_at < _STABLE_AFTER_S:
                 await asyncio.sleep(_RESTART_DELAY_S)
 
-    async def _connect(self) -> ReaderConnection:
-        """Starts a process. Raises ForkServerLost, OSError."""
-        async with self._starting:
-            for has_tried in (False, True):
-                if self._server is None:
-                    self._server = await self._load_server()
-                try:
-                    return await ReaderConnection.start(self._server)
-                except ForkServerLost as error:
-                    self._server = None
-                    if has_tried:
-                        raise
-                    log.error("%s; starting another", error)
-        raise AssertionError
-
-    async def _load_server(self) -> ForkServer:
-        """Raises ForkServerLost, OSError."""
+    def _spawn_server(self) -> ForkServer:
+        """Starts a fork server that loads a reader. Raises OSError."""
         config = os.memfd_create("config")
         try:
             with open(config, "wb", closefd=False) as file:
                 file.write(msgspec.json.encode(self._config))
             os.lseek(config, 0, os.SEEK_SET)
-            server = ForkServer.spawn("tandem.proxy.reading.reader_process", os.environ, {CONFIG_FD: config})
+            return ForkServer.spawn("tandem.proxy.reading.reader_process", os.environ, {CONFIG_FD: config})
         finally:
             os.close(config)
-        await server.until_ready(_LOAD_TIMEOUT_S)
-        return server
 
     async def _feed(self, connection: ReaderConnection) -> None:
         """Gives the process jobs until it has ended."""
@@ -273,8 +255,7 @@ class ReaderPool:
         self._fail_waiting("the server is stopping")
         for task in self._keeping:
             task.cancel()
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
 
 
 def _end_wait(idle: asyncio.Future[None]) -> None:

@@ -29,11 +29,15 @@ def an_image(seed: int) -> dict[str, object]:
     return image_part(data_url(encoded(picture(seed=seed))))
 
 
-def media_process(served: MediaProxy) -> int:
+def media_processes(served: MediaProxy, module: str = "media_process") -> list[int]:
     children = children_of(served.proxy.process.pid)
-    [pid] = [
-        pid for pid in children if b"tandem.proxy.reading.media_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    name = f"tandem.proxy.reading.{module}".encode()
+    return [pid for pid in children if name in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def media_process(served: MediaProxy) -> int:
+    wait_until(lambda: len(media_processes(served)) == 1, PATIENCE_S)
+    [pid] = media_processes(served)
     return pid
 
 
@@ -60,6 +64,7 @@ def test_text_is_served_while_images_wait_and_a_full_queue_refuses(served: Media
 def test_a_lost_media_process_fails_its_jobs_and_is_replaced(served: MediaProxy) -> None:
     assert served.chat(an_image(20)).status_code == 200
     pid = media_process(served)
+    preloaded = media_processes(served, "media_preload")
     with ThreadPoolExecutor(1) as clients:
         os.kill(pid, signal.SIGSTOP)
         lost = clients.submit(served.chat, an_image(21))
@@ -69,7 +74,18 @@ def test_a_lost_media_process_fails_its_jobs_and_is_replaced(served: MediaProxy)
     assert answer.status_code in (200, 500), answer.text
     assert served.chat("text").status_code == 200
     assert served.chat(an_image(22)).status_code == 200 and media_process(served) != pid
+    assert media_processes(served, "media_preload") == preloaded and len(preloaded) == 1, "nothing is imported again"
     wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
+
+
+def test_a_media_process_outlives_the_one_that_it_was_forked_from(served: MediaProxy) -> None:
+    pid = media_process(served)
+    [preloaded] = media_processes(served, "media_preload")
+    os.kill(preloaded, signal.SIGKILL)
+    assert served.chat(an_image(24)).status_code == 200 and media_process(served) == pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: served.chat(an_image(25)).status_code == 200, PATIENCE_S)
+    assert media_process(served) != pid and media_processes(served, "media_preload") != [preloaded]
 
 
 @pytest.mark.exhaustive

@@ -237,7 +237,7 @@ def test_without_the_fork_server_running_processes_go_on_and_another_server_is_s
     pool._config = ProxyConfig("proxy-0", "", str(tmp_path / "model"), "m")
 
     async def run() -> None:
-        server = pool._server
+        server = pool._server._server
         assert server is not None
         running = asyncio.create_task(pool.run(until, os.fsencode(tmp_path / "a")))
         (reader,) = await begun(tmp_path, "a")
@@ -249,7 +249,7 @@ def test_without_the_fork_server_running_processes_go_on_and_another_server_is_s
         # A new process has no functions of a test module that it cannot import; these are of an installed one.
         answer = await pool.run(BodyReader.tokenize, b'{"prompt": "abc"}', None)
         assert answer.startswith(b'{"count":')
-        assert pool._server is not None and pool._server.pid != server.pid
+        assert pool._server._server is not None and pool._server._server.pid != server.pid
 
     run_with(pool, run)
 

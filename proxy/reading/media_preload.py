@@ -1,0 +1,16 @@
+"""The process from which media processes are forked: `python -m tandem.proxy.reading.media_preload`.
+
+It has imported what they need, which takes 4 s of CPU, and holds no model, thread or socket.
+"""
+
+from __future__ import annotations
+
+from tandem.proxy.reading.media_messages import ENTRY
+from tandem.proxy.reading.media_process import run
+from tandem.runtime.fork_server import main_channel, serve_forks
+from tandem.runtime.forked_process import CHANNEL_FD
+from tandem.runtime.garbage_collection import freeze_loaded_objects
+
+if __name__ == "__main__":
+    freeze_loaded_objects()
+    serve_forks(main_channel(CHANNEL_FD), {ENTRY: run})
