@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from tandem.engine.attention_backends import attention_maker, uses_triton
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.cpu.heap import keep_freed_memory
 from tandem.engine.cpu.packed_linear import pack_linears
+from tandem.engine.cuda.experts import largest_step_without_waits
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
 from tandem.engine.cuda.step_graphs import GraphLimits, StepGraphs
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host
@@ -269,6 +271,12 @@ class ModelRunner:
             logits: torch.Tensor = self._model(**inputs, use_cache=False, logits_to_keep=step.last_rows).logits[0]
             return logits
 
+        most = largest_step_without_waits(self._model, self.device) if self.device.type == "cuda" else None
+        if most == 0:
+            log.warning("steps run without CUDA graphs: the products of the model's experts wait for the host")
+            return
+        if most is not None:
+            limits = replace(limits, max_graph_tokens=most)
         max_blocks = -(-self._max_model_len // block_size)
         self._graphs = StepGraphs(run_model, limits, block_size, max_blocks, capture)
 

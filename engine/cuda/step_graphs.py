@@ -38,6 +38,8 @@ RunModel = Callable[[StepTensors], torch.Tensor]
 class GraphLimits:
     """The steps that a worker may run: sequences, and prompt tokens. decodes: False if it only computes prompts.
 
+    max_graph_tokens: of steps from graphs, if the model cannot be captured with more.
+
     A worker that only computes prompts captures no graphs of single tokens at startup. Should its role change, each is
     captured when it is first needed.
     """
@@ -45,6 +47,7 @@ class GraphLimits:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     decodes: bool = True
+    max_graph_tokens: int = 1 << 20
 
     @classmethod
     def of(cls, config: EngineConfig, decodes: bool = True) -> GraphLimits:
@@ -101,8 +104,9 @@ class StepGraphs:
             # Limits the memory for their results. Steps with more splits run without a graph.
             return GraphShape(num_tokens, num_sequences, min(num_sequences * longest, num_sequences + _MORE_SPLITS))
 
-        self.decode_shapes = [shape(size, size) for size in ladder(1, limits.max_num_seqs)]
-        most = min(_MAX_CHUNK_TOKENS, limits.max_num_batched_tokens + limits.max_num_seqs)
+        largest = limits.max_graph_tokens
+        self.decode_shapes = [shape(size, size) for size in ladder(1, min(largest, limits.max_num_seqs))]
+        most = min(_MAX_CHUNK_TOKENS, largest, limits.max_num_batched_tokens + limits.max_num_seqs)
         # One sequence more than are needed takes the padding.
         self.chunk_shapes = [
             shape(size, min(size, limits.max_num_seqs) + 1) for size in ladder(min(_MIN_CHUNK_TOKENS, most), most)

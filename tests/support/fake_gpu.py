@@ -58,7 +58,10 @@ class ValuelessGPU(TorchDispatchMode):
         if name in _VALUES:
             self.wait("a value")
             return args[0].dtype == torch.bool or 1
-        if name in _READS and "cuda" in inputs and kwargs.get("output_size") is None:
+        if name == "aten::_grouped_mm" and torch.cuda.get_device_capability()[0] not in (9, 10):
+            self.wait("the tokens of each expert")
+        is_known = kwargs.get("output_size") is not None or func._overloadname == "self_int"  # of repeat_interleave
+        if name in _READS and "cuda" in inputs and not is_known:
             self.wait(name)
         result = func(*args, **kwargs)
         outputs = [t for t in tree_iter(result) if isinstance(t, torch.Tensor)]

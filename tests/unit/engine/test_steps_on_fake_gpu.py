@@ -12,6 +12,7 @@ import torch
 
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
+from tandem.engine.cuda import experts
 from tandem.engine.cuda.streams import upload
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
@@ -117,6 +118,32 @@ def test_a_step_uploads_once_and_reads_once(
         "two of a prompt": ([TOKENS], 1),
         "a copied block": ([TOKENS], 2),
     }
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_small_steps_of_experts_do_not_wait_where_grouped_products_do(
+    family: str, capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger ones do, and have no graphs."""
+    model_class, config_class, extra = MODELS[family]
+    model_class(config_class(**COMMON, **extra)).save_pretrained(tmp_path)
+    config = EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24)
+    loaded = load_model(config)
+    layer = loaded.model.base_model.layers[0].mlp.experts
+    # 4 experts may have 17 copies; a token needs 2.
+    monkeypatch.setattr(experts, "_COPIED_BYTES", sum(each.nbytes for each in layer.parameters()) * 17 // 16)
+    with fake_gpu(monkeypatch) as gpu:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=True)
+        assert runner._graphs is not None
+        assert {shape.num_tokens for shape in runner._graphs.decode_shapes} == {1, 2, 3, 4, 6, 8}
+        assert {shape.num_tokens for shape in runner._graphs.chunk_shapes} == {8}
+        for num_tokens, waits_for_experts in ((8, False), (9, True)):
+            gpu.waits = []
+            runner.run(Batch([BatchItem([1], 9, [i, i + 20], [SAMPLES[0]]) for i in range(num_tokens)]))
+            assert (gpu.waits == [TOKENS]) != waits_for_experts
+            assert ("_forward: the tokens of each expert" in gpu.waits) == waits_for_experts
 
 
 def test_a_step_over_an_fp8_cache_waits_for_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
