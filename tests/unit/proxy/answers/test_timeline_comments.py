@@ -72,6 +72,31 @@ def test_comments_of_many_sequences_are_bounded_and_the_last_one_is_sent() -> No
     assert {event.get("sequence") for event in last["events"]} == {None, *range(MAX_SHOWN_SEQUENCES)}
 
 
+def test_comments_of_many_attempts_are_bounded() -> None:
+    """Each attempt changes the timeline, which shows up to 16 attempts of each of 16 sequences."""
+    requests, metrics = RequestLog(), ProxyMetrics()
+    record = requests.begin("r", "chat")
+    attempts: list[list[AttemptTimes]] = [[] for _ in range(MAX_SHOWN_SEQUENCES)]
+    record.sequences += [SequenceTimer(metrics, 0.0, each) for each in attempts]
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for number in range(16 * MAX_SHOWN_SEQUENCES):
+            attempts[number % MAX_SHOWN_SEQUENCES].append(
+                AttemptTimes(1.0, f"attempt-{number}", "prefill-0", "decode-0")
+            )
+            yield b"data: 1\n\n"
+        requests.end(record, "aborted")
+        yield DONE
+
+    async def read() -> list[bytes]:
+        return [event async for event in with_timeline(events(), record)]
+
+    received = asyncio.run(read())
+    assert sum(map(len, received)) < MAX_COMMENT_BYTES + 200_000
+    last = msgspec.json.decode(received[-1].partition(b"\n\n")[0].removeprefix(PREFIX))
+    assert len(last["events"]) == 2 + 16 * MAX_SHOWN_SEQUENCES
+
+
 def test_the_header_is_checked() -> None:
     assert wants_timeline("1") and not wants_timeline("0") and not wants_timeline(None)
     with pytest.raises(InvalidRequest, match="not 'yes'"):
