@@ -110,8 +110,9 @@ class BatchRunner:
         found: list[tuple[Path, BatchFiles]] = []
         num_running = Counter(self._num_running)
         may_clean = time.monotonic() >= self._clean_at
-        for folder in sorted(self._folder.glob("*/batches"), key=lambda folder: num_running[folder]):
-            store = BatchStore(folder.parent, self._on_damaged)
+        folders = (files.parent for files in self._folder.glob("*/files"))  # batches of a client need its files
+        for folder in sorted(folders, key=lambda folder: num_running[folder]):
+            store = BatchStore(folder, self._on_damaged)
             try:
                 if may_clean:
                     store.remove_orphans()
@@ -120,7 +121,7 @@ class BatchRunner:
                     found.append((folder, held))
                     num_running[folder] += 1
             except Exception:  # e.g. a folder that may not be read; other clients' batches go on
-                log.exception("batches in %s cannot be read", folder)
+                log.exception("files and batches in %s cannot be read", folder)
         if may_clean:
             self._clean_at = time.monotonic() + _CLEAN_INTERVAL_S
         return found

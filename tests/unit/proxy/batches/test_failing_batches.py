@@ -379,15 +379,16 @@ def test_results_that_are_being_written_count(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_a_killed_upload_leaves_is_removed(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path)
+    """Also of a client that has no batches."""
+    store = BatchRunner(tmp_path, None).store("uploads only")
     kept = store.files.add(io.BytesIO(b"abc"), 3, "a", "batch")
-    folder = tmp_path / "files"
+    [folder] = tmp_path.glob("*/files")
     left = [folder / ("file-" + "0" * 24 + ".data"), folder / ".file-1.data.0123.partial"]
     running = folder / ".file-2.data.0123.partial"
     for file in (*left, running):
         file.write_bytes(b"x")
     age(*left, store.files.path(kept.id))
-    store.remove_orphans()
+    run_until_ended(tmp_path, App(), make_batch(tmp_path, line("a")))
     assert not any(file.exists() for file in left) and running.exists()
     assert store.files.path(kept.id).read_bytes() == b"abc"
 
