@@ -44,17 +44,23 @@ AIMS_S = {"start": 6.0, "killed, preloaded": 1.5}
 MAX_FOLLOWERS_S = 0.5
 """What followers may add to the time of the demo, on two free cores."""
 MAX_BEYOND_LOADING_S = 1.0
-"""What a killed worker with a large checkpoint may need besides loading it."""
+"""What a killed worker with a large checkpoint may need besides the time that `write_checkpoint` returns."""
 _LAYER_BYTES = 90 << 20
 
 
 def write_checkpoint(folder: Path, num_bytes: int) -> float:
-    """Writes a Llama of that size with random bfloat16 weights; returns the seconds in which a process loads it."""
+    """Writes a Llama of that size with random bfloat16 weights.
+
+    Returns the seconds in which this process loads it, packs its weights and fuses its layers, as a worker does.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tandem.engine.config import EngineConfig
+    from tandem.engine.cuda.step_graphs import GraphLimits
+    from tandem.engine.kv_pool import KVPool
     from tandem.engine.loading.model_loader import load_model
+    from tandem.engine.model_runner import ModelRunner
 
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / file, folder)
@@ -67,8 +73,10 @@ def write_checkpoint(folder: Path, num_bytes: int) -> float:
     LlamaForCausalLM(config).save_pretrained(folder)
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)  # as a worker of two on two cores
+    engine = EngineConfig(model=str(folder), device="cpu", kv_cache_bytes=64 << 20)
     began_at = time.monotonic()
-    load_model(EngineConfig(model=str(folder), device="cpu"))
+    loaded = load_model(engine)
+    ModelRunner(loaded, KVPool(loaded, engine), GraphLimits.of(engine))
     return time.monotonic() - began_at
 
 
