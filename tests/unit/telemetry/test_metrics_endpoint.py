@@ -16,7 +16,8 @@ from tandem.telemetry.metrics_endpoint import MAX_CONNECTIONS, MetricsEndpoint
 
 
 @pytest.fixture
-def endpoint() -> Iterator[MetricsEndpoint]:
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsEndpoint]:
+    monkeypatch.setattr(metrics_endpoint, "IO_TIMEOUT_S", 100.0)  # no connection ends by it
     registry = CollectorRegistry()
     Gauge("answer", "The answer.", registry=registry).set(42)
     endpoint = MetricsEndpoint("127.0.0.1", 0, registry)

@@ -243,6 +243,15 @@ def test_one_failing_disk_access_does_not_end_all_batches(tmp_path: Path, monkey
     asyncio.run(main())
 
 
+def test_a_folder_that_cannot_be_read_stops_no_other_client(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_batch(tmp_path, line("a"), client="mallory")
+    [owner] = tmp_path.glob("*/batches/batch_*.owner")
+    owner.unlink()
+    owner.mkdir()
+    assert run_until_ended(tmp_path, App(), make_batch(tmp_path, line("b"))).status == "completed"
+    assert "cannot be read" in caplog.text
+
+
 # ---- input files
 
 
