@@ -20,7 +20,7 @@ from tandem.engine.cpu.heap import keep_freed_memory
 from tandem.engine.cpu.packed_linear import pack_linears
 from tandem.engine.cuda.experts import largest_step_without_waits
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
-from tandem.engine.cuda.step_graphs import GraphLimits, StepGraphs
+from tandem.engine.cuda.step_graphs import GraphLimits, GraphShape, NotCapturedError, StepGraphs
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host
 from tandem.engine.cuda.streams import Array, Capture, cuda_capture, end_of_work, upload
 from tandem.engine.cuda.triton_attention import TritonAttention
@@ -204,7 +204,7 @@ class ModelRunner:
         if self._graphs is not None and not has_adapters and all(item.media is None for item in items):
             index = StepIndex.of(items, self._pool.layout.block_size)
             if (shape := self._graphs.shape_for(index)) is not None:
-                padded = self._graphs.padded(index, shape)
+                padded = index.padded(shape.num_tokens, shape.num_sequences)
                 choice = [number for number, item in enumerate(items) for _ in item.samples]
                 flat, chosen, *tensors = upload(
                     [flat_on_host(padded), np.array(choice, np.int64), *fed.arrays, *arrays], self.device
@@ -213,12 +213,8 @@ class ModelRunner:
                 tensors = tensors[len(fed.arrays) :]
                 try:
                     return _select(self._graphs.run(shape, padded, flat), choice, chosen), tensors
-                except Exception as problem:  # e.g. mixtures of experts that synchronise with the host
-                    if shape in self._graphs.captured:
-                        raise
-                    cause = problem.__context__ or problem  # torch raises another error when it ends a failed capture
-                    log.warning("steps run without CUDA graphs: %s", first_line(cause))
-                    self._graphs = None
+                except NotCapturedError as problem:
+                    self._leave_out(shape, problem)
         last_rows = itertools.accumulate(len(item.token_ids) for item in items)
         sampled = [(last - 1, len(item.samples)) for last, item in zip(last_rows, items, strict=True) if item.samples]
         # At least one row, because models do not support an empty selection.
@@ -227,6 +223,16 @@ class ModelRunner:
         inputs, (kept, chosen, *tensors) = self._inputs(items, fed, [keep, np.array(choice, np.int64), *arrays])
         logits: torch.Tensor = self._model(**inputs, logits_to_keep=kept).logits[0]
         return _select(logits, choice, chosen), tensors
+
+    def _leave_out(self, shape: GraphShape, problem: NotCapturedError) -> None:
+        """Runs steps of this shape without a graph from now on; all steps, if no graph could be captured before."""
+        assert self._graphs is not None and problem.__cause__ is not None
+        cause = problem.__cause__.__context__ or problem.__cause__  # torch raises its own error at a capture's end
+        if self._graphs.captured:
+            log.warning("no CUDA graph for %d tokens, which is slower: %s", shape.num_tokens, first_line(cause))
+        else:  # e.g. mixtures of experts that synchronise with the host
+            log.warning("steps run without CUDA graphs: %s", first_line(cause))
+            self._graphs = None
 
     def _run_with_head(
         self, items: list[BatchItem], fed: FedTokens
@@ -254,9 +260,10 @@ class ModelRunner:
 
         First calls are slow. All steps use block 0, which is unused.
         """
-        for items in self._graphs.startup_steps() if self._graphs is not None else []:
-            if self._graphs is not None:  # not a model that cannot be captured
-                self.run(Batch(items))
+        for items in self._graphs.startup_steps() if self._graphs is not None else ():
+            self.run(Batch(items))
+            if self._graphs is None:  # the model cannot be captured
+                break
         num_tokens = min(self._pool.layout.block_size, 16)
         self.run(Batch([BatchItem([0] * num_tokens, 0, [0])]))
         for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=10)):

@@ -68,7 +68,7 @@ class StepIndex(NamedTuple):
         """[N], tokens of each sequence in this step."""
         return np.diff(self.cu_seqlens)
 
-    def padded(self, num_tokens: int, num_sequences: int, max_blocks: int) -> StepIndex:
+    def padded(self, num_tokens: int, num_sequences: int) -> StepIndex:
         """Pads to a fixed size. Padding tokens have block -1, and padding sequences a context of 0.
 
         So they are not written, and attend to nothing. Each padding sequence gets at most one token, except that the
@@ -78,8 +78,6 @@ class StepIndex(NamedTuple):
         lengths = (np.arange(more) < more_tokens).astype(np.int32)
         if more_tokens > more:
             lengths[-1] += more_tokens - more
-        table = np.zeros((num_sequences, max_blocks), np.int32)
-        table[: self.num_sequences, : self.block_table.shape[1]] = self.block_table
 
         def longer(array: Int32, number: int, value: int = 0) -> Int32:
             return np.concatenate((array, np.full(number, value, np.int32)))
@@ -91,5 +89,5 @@ class StepIndex(NamedTuple):
             offsets=longer(self.offsets, more_tokens),
             cu_seqlens=np.concatenate((self.cu_seqlens, self.num_tokens + lengths.cumsum())).astype(np.int32),
             num_context=longer(self.num_context, more),
-            block_table=table,
+            block_table=np.pad(self.block_table, ((0, more), (0, 0))),
         )

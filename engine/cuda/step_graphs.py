@@ -6,12 +6,15 @@ chunks for up to 1,024 tokens. Larger steps run without graphs: the GPU computes
 A graph reads its inputs from a fixed buffer. A smaller step is padded to the graph's size with sequences that read and
 write nothing (`engine.attention.step_index.StepIndex.padded`). The ranks of a worker run the same steps, so they
 capture the same graphs in the same order.
+
+The logits of all graphs are in one buffer, and the block tables in another. A graph that cannot be captured is left
+out; the others stay.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +35,10 @@ _MORE_SPLITS = 4096
 
 RunModel = Callable[[StepTensors], torch.Tensor]
 """Returns the logits [num_sequences, vocab_size] of each sequence's last token."""
+
+
+class NotCapturedError(Exception):
+    """A step's graph cannot be captured. Its cause says why."""
 
 
 @dataclass(frozen=True)
@@ -112,40 +119,57 @@ class StepGraphs:
             shape(size, min(size, limits.max_num_seqs) + 1) for size in ladder(min(_MIN_CHUNK_TOKENS, most), most)
         ]
         self._graphs: dict[GraphShape, tuple[StepTensors, Callable[[], torch.Tensor]]] = {}
+        self._max_rows = max(shape.num_sequences for shape in (*self.decode_shapes, *self.chunk_shapes))
+        # Shared by all graphs, of `_max_rows` rows; from the first capture on.
+        self._tables: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
 
     @property
     def captured(self) -> list[GraphShape]:
         """In the order of capture."""
         return list(self._graphs)
 
-    def startup_steps(self) -> list[list[BatchItem]]:
+    def startup_steps(self) -> Iterator[list[BatchItem]]:
         """Steps whose graphs are captured at startup: the largest first, so that the others fit in its memory."""
         size = min(self._block_size, _MIN_CHUNK_TOKENS)
-        chunks = [
-            [BatchItem([0] * min(size, shape.num_tokens - first), 0, [0]) for first in range(0, shape.num_tokens, size)]
-            for shape in reversed(self.chunk_shapes)
-        ]
-        if not self._limits.decodes:
-            return chunks
-        return chunks + [[BatchItem([0], 0, [0])] * shape.num_tokens for shape in reversed(self.decode_shapes)]
+        for shape in reversed(self.chunk_shapes):
+            starts = range(0, shape.num_tokens, size)
+            yield [BatchItem([0] * min(size, shape.num_tokens - start), 0, [0]) for start in starts]
+        for shape in reversed(self.decode_shapes) if self._limits.decodes else ():
+            yield [BatchItem([0], 0, [0])] * shape.num_tokens
 
     def shape_for(self, index: StepIndex) -> GraphShape | None:
         """Returns the smallest graph that holds the step, if any."""
         shapes = self.decode_shapes if index.num_tokens == index.num_sequences else self.chunk_shapes
         return next((shape for shape in shapes if shape.holds(index)), None)
 
-    def padded(self, index: StepIndex, shape: GraphShape) -> StepIndex:
-        return index.padded(shape.num_tokens, shape.num_sequences, self._max_blocks)
-
     def run(self, shape: GraphShape, padded: StepIndex, flat: torch.Tensor) -> torch.Tensor:
-        """Returns each sequence's logits, valid until the next run. flat: `flat_on_host(padded)`, on the device.
+        """Returns each sequence's logits, valid until the next run.
 
-        Captures the graph if there is none yet.
+        padded: the step, of the graph's number of tokens and sequences. flat: `flat_on_host(padded)`, on the device.
+        Captures the graph if there is none yet. If that fails, raises NotCapturedError, and leaves the shape out.
         """
+        step = StepTensors.of(flat, padded, shape.max_splits)
         if shape not in self._graphs:
-            buffers = StepTensors.of(flat.clone(), padded, shape.max_splits)
-            self._graphs[shape] = buffers, self._capture(lambda: self._run_model(buffers))
+            try:
+                self._graphs[shape] = self._captured(step)
+            except Exception as problem:
+                self.decode_shapes = [each for each in self.decode_shapes if each != shape]
+                self.chunk_shapes = [each for each in self.chunk_shapes if each != shape]
+                raise NotCapturedError from problem
             log.debug("captured the graph of %d tokens of %d sequences", shape.num_tokens, shape.num_sequences)
         buffers, replay = self._graphs[shape]
-        buffers.flat.copy_(flat)
+        buffers.copy_(step)
         return replay()
+
+    def _captured(self, step: StepTensors) -> tuple[StepTensors, Callable[[], torch.Tensor]]:
+        """Captures a step, and returns the tensors that its graph reads, and its replay."""
+        if self._tables is None:
+            self._tables = step.block_table.new_zeros((self._max_rows, self._max_blocks))
+        buffers = step.buffers(self._tables)
+        buffers.copy_(step)
+        if self._logits is None:
+            logits = self._run_model(buffers)
+            self._logits = logits.new_empty((self._max_rows, logits.shape[1]))
+        output = self._logits[: len(step.num_context)]
+        return buffers, self._capture(lambda: output.copy_(self._run_model(buffers)))

@@ -17,9 +17,9 @@ SPLIT = 512
 class StepTensors:
     """A `StepIndex` of T tokens of N sequences on the device.
 
-    flat: int32, the one buffer that holds all the other tensors, in order. split_starts: [N + 1], where each sequence's
-    splits begin (`attention_kernel.attend_tokens`). max_splits: at least their number. has_chunks: whether a sequence
-    may have more than one token, or none.
+    flat: int32, the one buffer that holds all the other tensors but the block table, in order. split_starts: [N + 1],
+    where each sequence's splits begin (`attention_kernel.attend_tokens`). max_splits: at least their number.
+    has_chunks: whether a sequence may have more than one token, or none.
     """
 
     flat: torch.Tensor
@@ -37,14 +37,33 @@ class StepTensors:
     @classmethod
     def of(cls, flat: torch.Tensor, index: StepIndex, max_splits: int | None = None) -> StepTensors:
         """flat: `flat_on_host(index)`, on the device. max_splits: by default as many as the step has."""
-        parts = _parts(index)
-        columns = torch.split(flat, [part.size for part in parts])
-        token_ids, positions, blocks, offsets, cu_seqlens, num_context, split_starts, table = columns
-        return cls(
-            flat, token_ids, positions, blocks, offsets, cu_seqlens, num_context, split_starts,
-            table.view(index.block_table.shape),
+        table = index.block_table
+        flat, block_table = torch.split(flat, [len(flat) - table.size, table.size])
+        return cls._of(
+            flat, [part.size for part in _parts(index)], block_table.view(table.shape),
             num_splits(index) if max_splits is None else max_splits, bool((index.query_lens != 1).any()),
         )  # fmt: skip
+
+    @classmethod
+    def _of(
+        cls, flat: torch.Tensor, sizes: list[int], block_table: torch.Tensor, max_splits: int, has_chunks: bool
+    ) -> StepTensors:
+        token_ids, positions, blocks, offsets, cu_seqlens, num_context, split_starts = torch.split(flat, sizes)
+        return cls(
+            flat, token_ids, positions, blocks, offsets, cu_seqlens, num_context, split_starts,
+            block_table, max_splits, has_chunks,
+        )  # fmt: skip
+
+    def buffers(self, tables: torch.Tensor) -> StepTensors:
+        """Returns tensors for later steps of this size (`copy_`). tables: int32, at least N rows, of any width."""
+        num_tokens, num_sequences = len(self.token_ids), len(self.num_context)
+        sizes = [num_tokens] * 4 + [num_sequences + 1, num_sequences, num_sequences + 1]
+        return self._of(self.flat.clone(), sizes, tables[:num_sequences], self.max_splits, self.has_chunks)
+
+    def copy_(self, step: StepTensors) -> None:
+        """Takes over a step of this size. Its block table may be narrower: the rest, which it does not read, stays."""
+        self.flat.copy_(step.flat)
+        self.block_table[:, : step.block_table.shape[1]].copy_(step.block_table)
 
     @property
     def last_rows(self) -> torch.Tensor:
@@ -54,7 +73,7 @@ class StepTensors:
 
 def flat_on_host(index: StepIndex) -> Int32:
     """Concatenates the arrays in the order of the fields of `StepTensors`."""
-    return np.concatenate([part.reshape(-1) for part in _parts(index)])
+    return np.concatenate([*_parts(index), index.block_table.reshape(-1)])
 
 
 def num_splits(index: StepIndex) -> int:
@@ -67,4 +86,5 @@ def _split_starts(index: StepIndex) -> Int32:
 
 
 def _parts(index: StepIndex) -> list[Int32]:
-    return [*index[:-1], _split_starts(index), index.block_table]
+    """Returns all arrays but the block table."""
+    return [*index[:-1], _split_starts(index)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -69,11 +71,10 @@ def end_of_work(device: torch.device) -> Callable[[], None]:
 
 def cuda_capture() -> Capture:
     """Returns a function that captures a function and returns its replay. All graphs share one memory pool."""
-    pool: Any = None
+    pool = torch.cuda.graph_pool_handle()
 
     def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        nonlocal pool
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = _warm_up_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # warm up: first calls select kernels and allocate
             for _ in range(2):
@@ -82,10 +83,13 @@ def cuda_capture() -> Capture:
         graph = torch.cuda.CUDAGraph()
         # Calls of other threads, such as those of KV transfer and of NCCL's watchdog, must not end the capture.
         capture_it = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
-        # The outer context makes this stream current again after a capture that failed; torch leaves its own current.
-        with torch.cuda.stream(torch.cuda.current_stream()), capture_it:
-            output = function()
-        pool = graph.pool()
+        try:
+            # The outer context makes this stream current again after a capture that failed; torch leaves its own.
+            with torch.cuda.stream(torch.cuda.current_stream()), capture_it:
+                output = function()
+        except Exception:
+            _end_allocation(pool)
+            raise
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -94,3 +98,19 @@ def cuda_capture() -> Capture:
         return replay
 
     return capture
+
+
+@functools.cache
+def _warm_up_stream() -> Any:
+    """Returns the process's stream for warm-ups. There is only one, because cuBLAS keeps a workspace for each."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _end_allocation(pool: Any) -> None:
+    """Lets torch's allocator leave a capture that has failed.
+
+    torch 2.11 stays in it if CUDA has invalidated the capture: from then on, it raises when its cache is emptied, as
+    each further capture does. Newer versions have left it already.
+    """
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)

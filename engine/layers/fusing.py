@@ -78,6 +78,8 @@ def fuse_layers(model: Any, operators: LayerOperators) -> None:
         if i in inputs and i in recording.options:
             try:
                 _check_equal(layers[i], recording.options[i], operators, *inputs[i])
+                # Merged weights then get whole segments, not a piece of a larger one that the comparison has left.
+                torch.cuda.empty_cache()
                 fused = FusedLayer(layers[i], recording.options[i], operators)
                 if any(isinstance(each, QuantizedLinear) for each in layers[i].modules()):
                     _check_products(layers[i], fused, *inputs[i])

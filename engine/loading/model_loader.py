@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tandem.engine.config import EngineConfig
+from tandem.engine.loading.allocator_warmup import no_allocator_warmup
 from tandem.engine.loading.dummy_weights import dummy_recipe, make_dummy_model
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
 from tandem.engine.loading.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
@@ -81,7 +82,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             # Each layer goes to the GPU when it has been quantised, which needs no room there for all of the original.
             first_device = torch.device("cpu") if is_online else device
             options |= placement_arguments(config.tensor_parallel_size, first_device) | {"dtype": dtype}
-            with report_progress(config.progress_file):
+            with report_progress(config.progress_file), no_allocator_warmup():
                 if stored is None:
                     model = auto_class.from_pretrained(config.model, config=model_config, **options)
                 else:

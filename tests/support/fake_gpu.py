@@ -29,7 +29,8 @@ _READS = {"aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_un
 
 
 class ValuelessGPU(TorchDispatchMode):
-    """waits: "function of the engine: what it waits for". num_uploads: pinned copies, for which the host does not wait.
+    """waits: "function of the engine: what it waits for". num_uploads: pinned copies, for which the host does not wait;
+    uploaded_bytes: their total size.
 
     operators: names, in order. kernels: those that compute something, so neither views nor allocations.
     largest_float64: elements of the largest float64 tensor.
@@ -39,6 +40,7 @@ class ValuelessGPU(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.num_uploads = 0
+        self.uploaded_bytes = 0
         self.operators: list[str] = []
         self.kernels: list[str] = []
         self.largest_float64 = 0
@@ -96,6 +98,7 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[ValuelessGPU]:
 
     def copy_to_device(host: Any, device: torch.device) -> torch.Tensor:
         gpu.num_uploads += 1
+        gpu.uploaded_bytes += len(host)
         return torch.empty(len(host), dtype=torch.uint8, device=device)
 
     def copy_to_host(tensor: torch.Tensor) -> Any:

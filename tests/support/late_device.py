@@ -9,6 +9,7 @@ the host's actions too. Work of the host that may block fails on the actor named
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import deque
@@ -24,6 +25,7 @@ from greenlet import getcurrent, greenlet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from tandem.engine.cuda import streams
 from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, job_thread, process_group
 
 Ready = Callable[[], bool]
@@ -345,6 +347,7 @@ def install(device: LateDevice, patch: pytest.MonkeyPatch) -> None:
     """Puts the device in place of torch.cuda, and its actors in place of the threads of data paths."""
     for name in ("Stream", "Event", "CUDAGraph", "device", "stream", "current_stream", "graph"):
         patch.setattr(torch.cuda, name, getattr(device, name))
+    patch.setattr(streams, "_warm_up_stream", functools.cache(lambda: device.Stream()))
     patch.setattr(cuda_stream, "time", SimpleNamespace(monotonic=lambda: device.now, sleep=device.sleep))
     patch.setattr(cuda_stream, "_POLL_INTERVAL_S", 0.2)
     patch.setattr(cuda_stream, "_new_stream", device.new_stream)

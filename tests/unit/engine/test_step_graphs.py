@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
-from tandem.engine.cuda.step_graphs import GraphLimits, StepGraphs, ladder
+from tandem.engine.cuda.step_graphs import GraphLimits, NotCapturedError, StepGraphs, ladder
+from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host
+from tests.support.recorded_graphs import RecordedGraphs
 
 BLOCK_SIZE, MAX_LEN = 64, 8192
 
@@ -49,7 +52,7 @@ def test_every_batch_within_the_limits_has_a_graph(
         shape = graphs.shape_for(mixed)
         assert (shape is not None) == (mixed.num_tokens <= 1024)
         if shape is not None:
-            padded = graphs.padded(mixed, shape)
+            padded = mixed.padded(shape.num_tokens, shape.num_sequences)
             assert (padded.num_tokens, padded.num_sequences) == shape[:2]
 
 
@@ -75,6 +78,95 @@ def test_startup_reaches_every_graph_the_largest_first() -> None:
     graphs = new_graphs()
     reached = [graphs.shape_for(StepIndex.of(items, BLOCK_SIZE)) for items in graphs.startup_steps()]
     assert reached == [*reversed(graphs.chunk_shapes), *reversed(graphs.decode_shapes)]
+
+
+VOCAB_SIZE = 1000
+
+
+def capture_all(graphs: StepGraphs) -> list[str]:
+    """Runs the steps of the startup. Returns the causes of captures that failed."""
+    failed = []
+    for items in graphs.startup_steps():
+        index = StepIndex.of(items, BLOCK_SIZE)
+        shape = graphs.shape_for(index)
+        if shape is not None:
+            padded = index.padded(shape.num_tokens, shape.num_sequences)
+            try:
+                graphs.run(shape, padded, torch.from_numpy(flat_on_host(padded)))
+            except NotCapturedError as problem:
+                failed.append(type(problem.__cause__).__name__)
+    return failed
+
+
+def test_all_graphs_share_their_logits_and_their_block_tables() -> None:
+    outputs, tables = [], []
+
+    def run_model(step: StepTensors) -> torch.Tensor:
+        tables.append(step.block_table)
+        return torch.zeros((len(step.last_rows), VOCAB_SIZE))
+
+    def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        outputs.append(function())
+        return lambda: outputs[0]
+
+    graphs = StepGraphs(run_model, GraphLimits(), BLOCK_SIZE, MAX_LEN // BLOCK_SIZE, capture)
+    assert not capture_all(graphs) and len(outputs) > 15
+    assert memory_of(outputs) == 65 * VOCAB_SIZE * 4, "a row for each sequence of the largest graph"
+    assert memory_of(tables) == 65 * MAX_LEN // BLOCK_SIZE * 4
+
+
+def memory_of(tensors: list[torch.Tensor]) -> int:
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 400)), min_size=1, max_size=5), max_size=6))
+def test_a_replay_reads_its_own_step(steps: list[list[tuple[int, int]]]) -> None:
+    """Logits of the token ids and of the blocks of each context, from recorded graphs: nothing of other steps is in
+    them."""
+
+    def run_model(step: StepTensors) -> torch.Tensor:
+        inside = torch.arange(step.block_table.shape[1]) * BLOCK_SIZE < step.num_context[:, None]
+        return torch.stack((step.token_ids[step.last_rows], (step.block_table * inside).sum(1)), 1)
+
+    limits = GraphLimits(max_num_seqs=8, max_num_batched_tokens=200)
+    graphs = StepGraphs(run_model, limits, BLOCK_SIZE, MAX_LEN // BLOCK_SIZE, RecordedGraphs().capture)
+    for number, lengths in enumerate(steps):
+        items = [
+            BatchItem([number * 10 + i] * length, start, list(range(number + i, number + i + 8)))
+            for i, (length, start) in enumerate(lengths)
+        ]
+        index = StepIndex.of(items, BLOCK_SIZE)
+        shape = graphs.shape_for(index)
+        assert shape is not None
+        padded = index.padded(shape.num_tokens, shape.num_sequences)
+        logits = graphs.run(shape, padded, torch.from_numpy(flat_on_host(padded)))
+        num_blocks = [-(-(start + length) // BLOCK_SIZE) for length, start in lengths]
+        expected = [
+            [item.token_ids[0], sum(item.block_table[:num])] for item, num in zip(items, num_blocks, strict=True)
+        ]
+        assert logits[: len(items)].tolist() == expected
+
+
+def test_a_graph_that_cannot_be_captured_leaves_the_others() -> None:
+    num_captures = 0
+
+    def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        nonlocal num_captures
+        num_captures += 1
+        if num_captures == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return function
+
+    def run_model(step: StepTensors) -> torch.Tensor:
+        return torch.zeros((len(step.last_rows), VOCAB_SIZE))
+
+    graphs = StepGraphs(run_model, GraphLimits(), BLOCK_SIZE, MAX_LEN // BLOCK_SIZE, capture)
+    shapes = [*reversed(graphs.chunk_shapes), *reversed(graphs.decode_shapes)]
+    assert capture_all(graphs) == ["OutOfMemoryError"]
+    assert graphs.captured == [shapes[0], *shapes[2:]]
+    assert graphs.shape_for(step([shapes[1].num_tokens])) == shapes[0], "the next larger one"
 
 
 @pytest.mark.parametrize(("smallest", "largest"), [(1, 1), (1, 64), (32, 576), (1, 4096), (32, 1000)])

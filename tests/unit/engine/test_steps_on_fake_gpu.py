@@ -13,6 +13,7 @@ import torch
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
 from tandem.engine.cuda import experts
+from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.cuda.streams import upload
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
@@ -144,6 +145,49 @@ def test_small_steps_of_experts_do_not_wait_where_grouped_products_do(
             runner.run(Batch([BatchItem([1], 9, [i, i + 20], [SAMPLES[0]]) for i in range(num_tokens)]))
             assert (gpu.waits == [TOKENS]) != waits_for_experts
             assert ("_forward: the tokens of each expert" in gpu.waits) == waits_for_experts
+
+
+@pytest.fixture
+def long_context(tmp_path: Path) -> EngineConfig:
+    model_class, config_class, extra = MODELS["llama"]
+    model_class(config_class(**COMMON | extra | {"max_position_embeddings": 1 << 17})).save_pretrained(tmp_path)
+    return EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu", block_size=64, kv_cache_bytes=1 << 24)
+
+
+def test_a_step_uploads_no_more_than_its_contexts_need(
+    long_context: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(long_context)
+    item = BatchItem([1], 1000, list(range(16)), [Sample(SamplingParams(temperature=0.0))])
+    with fake_gpu(monkeypatch) as gpu:
+        runner = runner_on_fake_gpu(loaded, long_context, monkeypatch, has_graphs=True)
+        gpu.uploaded_bytes = 0
+        runner.run(Batch([item] * 64))
+        assert runner._graphs is not None and runner._graphs.captured, "the step runs from a graph"
+    assert gpu.uploaded_bytes < 64 * 16 * 4 + 64 * 50, "blocks of the contexts, and a few numbers for each sequence"
+
+
+def test_no_memory_for_one_graph_leaves_the_others(
+    long_context: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load_model(long_context)
+    num_captures = 0
+
+    def capture(function: Any) -> Any:
+        nonlocal num_captures
+        num_captures += 1
+        if num_captures == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return function
+
+    with fake_gpu(monkeypatch):
+        runner = runner_on_fake_gpu(loaded, long_context, monkeypatch, has_graphs=True)
+        runner.use_graphs(GraphLimits(max_num_seqs=4, max_num_batched_tokens=64), capture)
+        assert runner._graphs is not None
+        shapes = [*reversed(runner._graphs.chunk_shapes), *reversed(runner._graphs.decode_shapes)]
+        runner.warm_up()
+        assert runner._graphs is not None and runner._graphs.captured == [shapes[0], *shapes[2:]]
+    assert f"no CUDA graph for {shapes[1].num_tokens} tokens, which is slower: CUDA out of memory" in caplog.text
 
 
 def test_a_step_over_an_fp8_cache_waits_for_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

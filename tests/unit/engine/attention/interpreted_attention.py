@@ -156,11 +156,13 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
 def attend(pool: Any, case: Case, items: list[BatchItem], states: list[torch.Tensor]) -> torch.Tensor:
-    """Runs the kernels on a padded step, with more splits than it has, as graphs do."""
+    """Runs the kernels on a padded step, with more splits than it has, and beside older block tables, as graphs do."""
     index = StepIndex.of(items, case.block_size)
     more_tokens, more = case.padding
-    index = index.padded(index.num_tokens + more_tokens, index.num_sequences + more, 12)
-    step = StepTensors.of(torch.from_numpy(flat_on_host(index)), index, num_splits(index) + 1)
+    index = index.padded(index.num_tokens + more_tokens, index.num_sequences + more)
+    given = StepTensors.of(torch.from_numpy(flat_on_host(index)), index, num_splits(index) + 1)
+    step = given.buffers(torch.ones((index.num_sequences + 1, 12), dtype=torch.int32))
+    step.copy_(given)
     padded = [torch.nn.functional.pad(each, (0, 0, 0, more_tokens)) for each in states]
     got = run_kernels(pool, case, step, padded)
     num_tokens = states[0].shape[2]

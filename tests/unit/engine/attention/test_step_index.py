@@ -45,9 +45,9 @@ def test_padding_is_not_written_and_has_no_context(
 ) -> None:
     items = [BatchItem([5] * n, start, [3] * 9) for n, start in shapes]
     index = StepIndex.of(items, BLOCK_SIZE)
-    padded = index.padded(index.num_tokens + more_tokens, index.num_sequences + more_sequences, 12)
+    padded = index.padded(index.num_tokens + more_tokens, index.num_sequences + more_sequences)
     assert padded.num_tokens == index.num_tokens + more_tokens == padded.cu_seqlens[-1]
-    assert padded.block_table.shape == (index.num_sequences + more_sequences, 12)
+    assert padded.block_table.shape == (index.num_sequences + more_sequences, index.block_table.shape[1])
     assert (padded.blocks[index.num_tokens :] == -1).all() and not padded.num_context[index.num_sequences :].any()
     assert (padded.query_lens[index.num_sequences : -1] <= 1).all(), "only the last one is longer"
     for own, longer in zip(index[:-1], padded[:-1], strict=True):
