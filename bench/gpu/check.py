@@ -1,13 +1,13 @@
 """Checks and measures everything that needs a GPU, unattended, in less than nine minutes.
 
-    python -m bench.gpu.check [--device cpu] [--quick] [--parts NAME,...] [--json FILE]
+    python -m bench.gpu.check [--device cpu] [--quick] [--parts NAME,...] [--limit-s N] [--json FILE]
 
 The parts run in order of their value, each under a deadline. Time that earlier parts leave unused goes to the next, as
 much again as its own at most.
-What a part prints appears at once and is kept in a file beside the report. The report is written after each part. A
-part that fails, hangs or crashes costs only itself, because all processes that it leaves behind are killed. A table of
-what was measured, beside its prediction, is printed at the end. `--device cpu` runs the same parts on tiny cases, to
-test this script.
+What a part prints appears at once. The report is written after each part, and beside it an archive of all that the
+parts printed and wrote. A part that fails, hangs or crashes costs only itself, because all processes that it leaves
+behind are killed. A table of what was measured, beside its prediction, is printed at the end. `--device cpu` runs the
+same parts on tiny cases, to test this script.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import argparse
 import contextlib
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -47,13 +50,15 @@ class PartOfCheck:
 
 
 PARTS = (
-    PartOfCheck("kernels", 60, ("-m", "bench.gpu.kernels")),
-    PartOfCheck("families", 65, ("-m", "bench.gpu.families")),
-    PartOfCheck("kv_transfer", 80, ("-m", "bench.gpu.kv_transfer")),
     PartOfCheck("engine", 90, ("-m", "bench.gpu.engine")),
-    PartOfCheck("prompt_lengths", 30, ("-m", "bench.gpu.prompt_lengths")),
-    PartOfCheck("cluster", 120, ("-m", "bench.gpu.cluster")),
+    PartOfCheck("kernels", 45, ("-m", "bench.gpu.kernels")),
+    PartOfCheck("kv_transfer", 50, ("-m", "bench.gpu.kv_transfer")),
+    PartOfCheck("checkpoint", 45, ("-m", "bench.gpu.checkpoint")),
+    PartOfCheck("quantised", 50, ("-m", "bench.gpu.quantised")),
     PartOfCheck("kills", 50, ("-m", "bench.gpu.kills")),
+    PartOfCheck("cluster", 90, ("-m", "bench.gpu.cluster")),
+    PartOfCheck("families", 55, ("-m", "bench.gpu.families")),
+    PartOfCheck("prompt_lengths", 20, ("-m", "bench.gpu.prompt_lengths")),
     PartOfCheck("tests", 35, ("-m", "bench.gpu.tests")),
 )
 _PR_SET_CHILD_SUBREAPER = 36
@@ -141,10 +146,18 @@ def ask_nvidia_smi(fields: str) -> list[str]:
 
 
 def run_all(parts: Sequence[PartOfCheck], options: Sequence[str], file: Path, limit_s: float = LIMIT_S) -> bool:
-    """Runs the parts; returns whether all passed. file: the report, written after each part."""
+    """Runs the parts in turn and returns whether all passed.
+
+    file: the report. The archive beside it has the same name with `.tar.gz`. Both are written after each part.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return _run_all(parts, options, file, limit_s, Path(folder))
+
+
+def _run_all(
+    parts: Sequence[PartOfCheck], options: Sequence[str], file: Path, limit_s: float, folder: Path
+) -> bool:  # fmt: skip
     began = time.monotonic()
-    folder = file.parent / file.stem
-    folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Any] = {
         "gpus": ask_nvidia_smi("name,memory.total,driver_version"), "options": list(options),
         "memory_before": memory_in_use(), "parts": {},
@@ -166,6 +179,8 @@ def run_all(parts: Sequence[PartOfCheck], options: Sequence[str], file: Path, li
         figures["seconds"] = round(time.monotonic() - began, 1)
         figures["memory_after"] = memory_in_use()
         write_json(file, Report.of("gpu.check", figures))
+        with tarfile.open(file.with_suffix(".tar.gz"), "w:gz") as archive:
+            archive.add(folder, file.stem)
     print("\n".join(["", *result_table(figures["parts"]), f"wrote {file}"]), flush=True)
     return not any(result["problem"] for result in figures["parts"].values())
 
@@ -196,8 +211,11 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: self-test of this script")
     parser.add_argument("--quick", action="store_true", help="few and small cases")
     parser.add_argument("--parts", default=names, help=f"which to run, of {names}")
+    parser.add_argument("--limit-s", type=float, metavar="N", default=LIMIT_S, help="of all parts together")
     parser.add_argument("--json", type=Path, metavar="FILE", default=Path("bench/results/gpu_check.json"))
     options = parser.parse_args()
+    if options.device == "cuda" and not (shutil.which("gcc") or shutil.which("cc") or os.environ.get("CC")):
+        parser.error("Triton needs a C compiler: install gcc, or set CC; without one only plain attention would run")
     unknown = set(options.parts.split(",")) - {part.name for part in PARTS}
     if unknown:
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}; known are {names}")
@@ -205,7 +223,7 @@ def main() -> None:
     factor = CPU_FACTOR if options.device == "cpu" else 1
     parts = [replace(part, limit_s=factor * part.limit_s) for part in PARTS if part.name in options.parts.split(",")]
     adopt_orphans()
-    if not run_all(parts, passed_on, options.json, factor * LIMIT_S):
+    if not run_all(parts, passed_on, options.json, factor * options.limit_s):
         raise SystemExit(1)
 
 

@@ -100,23 +100,31 @@ def measured_card(part: Part) -> Gpu:
     return card
 
 
-def new_runner(shape: dict[str, Any], device: Any, *, is_plain: bool = False) -> ModelRunner:
-    """Returns a runner as workers have it, over a pool of noise. is_plain: without our kernels, and without graphs."""
+def new_runner(
+    shape: dict[str, Any], device: Any, *, is_plain: bool = False, quantization: Any = "auto",
+    change: Callable[[Any], None] | None = None,
+) -> ModelRunner:  # fmt: skip
+    """Returns a runner as workers have it, over a pool of noise.
+
+    is_plain: without our kernels, and without graphs. change: is called with the model before the runner is made.
+    """
     is_cuda = device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
         config = EngineConfig(
             folder, dtype="bfloat16" if is_cuda else "float32", device=device, load_format="dummy", block_size=64,
-            kv_cache_bytes=(10 << 30) if is_cuda else (1 << 28),
+            kv_cache_bytes=(36 << 30) if is_cuda else (1 << 28), quantization=quantization,
         )  # fmt: skip
         loaded = load_model(config)
+    if change is not None:
+        change(loaded.model)
     pool = KVPool(loaded, config)
     pool.tensor.normal_(generator=torch.Generator(device).manual_seed(1))
     plain: Any = mock.patch.multiple(
         model_runner, uses_triton=lambda *_: False, attention_maker=lambda pool: partial(PlainAttention, pool)
     )
     with plain if is_plain else nullcontext():
-        runner = ModelRunner(loaded, pool, GraphLimits(max_num_seqs=64, max_num_batched_tokens=2048))
+        runner = ModelRunner(loaded, pool, GraphLimits(max_num_seqs=256, max_num_batched_tokens=2048))
     runner.warm_up()
     return runner
 
@@ -214,7 +222,7 @@ def main() -> None:
     part.add("attention", "Triton" if runner._uses_triton else type(runner._make_attention(decode_items(1))).__name__)
     part.add("graphs", 0 if runner._graphs is None else len(runner._graphs.captured))
     bench = EngineBench(part, Model.of("Llama", shape), card, runner, 20 if is_cuda and not part.quick else 3)
-    sizes = (1, 16, 64) if is_cuda else (1, 4)
+    sizes = (1, 16, 64, 256) if is_cuda else (1, 4)
     bench.decode("as served", sizes, is_compared=True)
     bench.prefill((2048, 8192) if is_cuda else (64,))
     bench.profile((sizes[0], sizes[-1]))
@@ -225,7 +233,7 @@ def main() -> None:
     gc.collect()  # frees the model and the pool before the next are made
     with part.case("plain attention starts"):
         bench.runner = new_runner(shape, part.device, is_plain=True)
-        bench.decode("plain attention", sizes)
+        bench.decode("plain attention", sizes[:3])
     part.end()
 
 

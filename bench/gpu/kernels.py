@@ -8,10 +8,13 @@ Both write the same keys and values, to the same slots. On CPU the kernels are i
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +100,42 @@ def shapes(device: str, is_short: bool) -> list[tuple[int, int, tuple[int, int],
     return squares[::4] if is_short else squares + others
 
 
+@dataclass(frozen=True)
+class Case:
+    """The variants of one shape. stored: dtype of the pool. is_short: whether a fifth of the variants is enough."""
+
+    block_size: int
+    head_dim: int
+    num_heads: tuple[int, int]
+    dtype: torch.dtype
+    stored: torch.dtype
+    device: str
+    is_short: bool
+
+    def __str__(self) -> str:
+        num_kv_heads, group = self.num_heads
+        heads = f"{num_kv_heads} x {group} heads"
+        return f"block {self.block_size}, head {self.head_dim}, {heads}, {self.dtype} in {self.stored}"
+
+
+def check_case(case: Case) -> None:
+    """Compares all variants of a case. Raises AssertionError where the two differ."""
+    from tandem.engine.cuda.triton_attention import triton_attention
+
+    num_kv_heads, group = case.num_heads
+    pool = new_pool(case.block_size, case.head_dim, num_kv_heads, case.stored, case.device)
+    sinks = torch.linspace(-1, 2, num_kv_heads * group, device=case.device)
+    variants = list(itertools.product([0, 20], [0.0, 5.0], [False, True], [0, 1]))
+    for window, softcap, has_sinks, is_decode in variants[:: 5 if case.is_short else 1]:
+        items = new_items(case.block_size, bool(is_decode), window)
+        options = AttentionOptions(case.head_dim**-0.5, window, softcap, sinks if has_sinks else None)
+        try:
+            compare(pool, items, options, group, case.dtype, triton_attention)
+        except Exception as error:
+            what = f"window {window}, soft cap {softcap}, sinks {has_sinks}, decode {bool(is_decode)}"
+            raise AssertionError(f"{what}: {error}") from error
+
+
 def why_not_interpreted() -> str | None:
     """Why the kernels cannot be tested on a CPU, or None."""
     triton_version, numpy_version = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
@@ -110,29 +149,23 @@ def main() -> None:
     if part.device == "cpu" and "TRITON_INTERPRET" not in os.environ:  # read when Triton is imported, which it is
         environment = os.environ | {"TRITON_INTERPRET": "1"}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    from tandem.engine.cuda.triton_attention import triton_attention
-
     if part.device == "cpu" and (problem := why_not_interpreted()):
         part.skip(problem)
     is_short = part.device == "cpu" or part.quick
-    cases = [(*shape, shape[3]) for shape in shapes(part.device, is_short)]
+    cases = [Case(*shape, shape[3], part.device, is_short) for shape in shapes(part.device, is_short)]
     if part.device == "cpu":
-        cases.append((16, 32, (1, 4), torch.float32, FP8))
+        cases.append(Case(16, 32, (1, 4), torch.float32, FP8, part.device, is_short))
     else:
-        cases += [(64, head_dim, (8, 4), torch.bfloat16, FP8) for head_dim in (128, 80)]
-    for block_size, head_dim, (num_kv_heads, group), dtype, stored in cases:
-        with part.case(f"block {block_size}, head {head_dim}, {num_kv_heads} x {group} heads, {dtype} in {stored}"):
-            pool = new_pool(block_size, head_dim, num_kv_heads, stored, part.device)
-            sinks = torch.linspace(-1, 2, num_kv_heads * group, device=part.device)
-            variants = list(itertools.product([0, 20], [0.0, 5.0], [False, True], [0, 1]))
-            for window, softcap, has_sinks, is_decode in variants[:: 5 if is_short else 1]:
-                items = new_items(block_size, bool(is_decode), window)
-                options = AttentionOptions(head_dim**-0.5, window, softcap, sinks if has_sinks else None)
-                try:
-                    compare(pool, items, options, group, dtype, triton_attention)
-                except Exception as error:
-                    what = f"window {window}, soft cap {softcap}, sinks {has_sinks}, decode {bool(is_decode)}"
-                    raise AssertionError(f"{what}: {error}") from error
+        cases += [
+            Case(64, head_dim, (8, 4), torch.bfloat16, FP8, part.device, is_short) for head_dim in (128, 80)
+        ]  # fmt: skip
+    num_processes = min(os.cpu_count() or 1, len(cases))
+    # Compiling takes most of the time, on one core for each case.
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as processes:
+        running = [(case, processes.submit(check_case, case)) for case in cases]
+        for case, future in running:
+            with part.case(str(case)):
+                future.result()
     part.end()
 
 

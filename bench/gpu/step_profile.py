@@ -17,6 +17,8 @@ STEP = "tandem step"
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cuGraphLaunch")
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cuStreamSynchronize")
 
+_NUM_HEAVIEST, _MAX_NAME = 12, 100
+
 
 @dataclass(frozen=True)
 class TracedEvent:
@@ -31,7 +33,8 @@ class TracedEvent:
 @dataclass(frozen=True)
 class StepProfile:
     """Means over steps. device_ms: from the first device event of a step to the end of its last. busy_ms: of it, with
-    at least one running. host_gap_ms: from a step's last device event to the next step's first."""
+    at least one running. host_gap_ms: from a step's last device event to the next step's first. heaviest: the kernels
+    that take most of the device's time, as microseconds and launches of a step, by name."""
 
     num_kernels: float
     num_copies: float
@@ -40,6 +43,7 @@ class StepProfile:
     device_ms: float
     busy_ms: float
     host_gap_ms: float
+    heaviest: dict[str, tuple[float, float]]
 
 
 def summarise(events: Iterable[TracedEvent]) -> StepProfile:
@@ -64,7 +68,18 @@ def summarise(events: Iterable[TracedEvent]) -> StepProfile:
         device_ms=sum(end - start for start, end in spans) / num / 1e3,
         busy_ms=sum(map(_busy, on_device)) / num / 1e3,
         host_gap_ms=sum(gaps) / max(1, len(gaps)) / 1e3,
+        heaviest=_heaviest([e for step in on_device for e in step], num),
     )
+
+
+def _heaviest(events: Sequence[TracedEvent], num_steps: int) -> dict[str, tuple[float, float]]:
+    totals: dict[str, tuple[float, float]] = {}
+    for event in events:
+        name = event.name[:_MAX_NAME]
+        time, num = totals.get(name, (0.0, 0))
+        totals[name] = time + (event.end - event.start) / num_steps, num + 1 / num_steps
+    first = sorted(totals.items(), key=lambda item: -item[1][0])[:_NUM_HEAVIEST]
+    return {name: (round(time, 1), round(num, 2)) for name, (time, num) in first}
 
 
 def _busy(events: Sequence[TracedEvent]) -> float:
