@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects by the marks that this sets
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(items, config.getoption("--hypothesis-profile") == NEW_EXAMPLES)
+    select(items, config.getoption("--hypothesis-profile", None) == NEW_EXAMPLES)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -31,7 +31,11 @@ LOAD_LIMIT_S = 20
 def new_model(folder: Path, shape: dict[str, Any]) -> Path:
     """Writes a config and a tokenizer; the workers make the weights."""
     tokenizer = ensure_noise_model()
-    LlamaConfig(**shape, eos_token_id=0, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    # Tokens that the tokenizer does not know have no text, and clients would not see them.
+    vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    LlamaConfig(
+        **shape | {"vocab_size": vocab_size}, eos_token_id=0, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).write_bytes((tokenizer / file).read_bytes())
     return folder

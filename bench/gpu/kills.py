@@ -19,6 +19,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from bench.gpu.kv_transfer import why_not_nccl
 from bench.gpu.part import Part
 from bench.gpu.served import served
 from bench.noise_model import ensure_noise_model
@@ -60,24 +61,24 @@ def kill_while_transferring(port: int, role: str, limit_s: float) -> bool:
     return False
 
 
-def check_kills(part: Part, port: int, length: int) -> None:
+def check_kills(part: Part, connector: str, port: int, length: int) -> None:
     rng = random.Random(2)
     prompts = [[rng.randrange(4, 2000) for _ in range(length)] for _ in range(NUM_PROMPTS)]
     expected = [complete(port, prompt) for prompt in prompts]
     for role in ("prefill",) if part.quick else ("prefill", "decode"):
-        with part.case(f"a {role} worker is killed while KV moves"):
+        with part.case(f"{connector}: a {role} worker is killed while KV moves"):
             with ThreadPoolExecutor(NUM_PROMPTS + 1) as pool:
                 killed = pool.submit(kill_while_transferring, port, role, 10)
                 rounds = [pool.submit(complete, port, prompt) for _ in range(3) for prompt in prompts]
                 outputs = [future.result() for future in rounds]
             assert killed.result(), "no transfer began"
             equal = sum(a == b for a, b in zip(outputs, expected * 3, strict=True)) / len(outputs)
-            part.add(f"{role}: share of requests with the same tokens", equal)
+            part.add(f"{connector}, {role}: share of requests with the same tokens", equal)
             assert equal >= MIN_EQUAL[part.device], f"{equal:.0%} of the requests have the same tokens"
     loads = [report.load for report in workers(port)]
-    part.add("compared blocks", compared := sum(load.num_compared_blocks for load in loads))
-    part.add("corrupt blocks", corrupt := sum(load.num_corrupt_blocks for load in loads))
-    with part.case("no block is corrupt"):
+    part.add(f"{connector}: compared blocks", compared := sum(load.num_compared_blocks for load in loads))
+    part.add(f"{connector}: corrupt blocks", corrupt := sum(load.num_corrupt_blocks for load in loads))
+    with part.case(f"{connector}: no block is corrupt"):
         assert compared and not corrupt
 
 
@@ -87,8 +88,15 @@ def main() -> None:
              "--decode-prefill-threshold", "0")  # fmt: skip
     environment = {"TANDEM_KV_CHECKSUMS": "1"}
     model = ensure_noise_model()
-    with part.case("the cluster starts and ends"), served(part, model, *flags, env=environment) as port:
-        check_kills(part, port, 100 if part.quick else 600)
+    connectors = ["auto"]
+    if part.device == "cuda" and why_not_nccl() is None:
+        connectors.append("nccl")
+    for connector in connectors:
+        with (
+            part.case(f"{connector}: the cluster starts and ends"),
+            served(part, model, *flags, "--kv-connector", connector, env=environment) as port,
+        ):
+            check_kills(part, connector, port, 100 if part.quick else 600)
     part.end()
 
 

@@ -229,7 +229,9 @@ def _attend_chunk(
     folded = query.reshape(1, num_kv_heads, group * chunk.num_tokens, -1)
     if is_plain:
         mixed = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask.repeat(group, 1), scale=options.scale)
-        return mixed.view(num_heads, chunk.num_tokens, -1).transpose(0, 1)
+        return mixed.reshape(num_heads, chunk.num_tokens, -1).transpose(
+            0, 1
+        )  # some of torch's kernels return other strides
     scores = _capped(_scores(folded, key, options.scale), options)
     scores = scores.view(num_kv_heads, group, chunk.num_tokens, -1).masked_fill(~mask, float("-inf"))
     sinks = None if options.sinks is None else options.sinks.view(num_kv_heads, group, 1, 1)

@@ -100,16 +100,85 @@ def find_row(starts, number, num_rows):
 
 
 @triton.jit
-def mix_keys(
+def mix_tile(
     q,  # [BLOCK_M, PADDED_DIM]
     position,  # [BLOCK_M], of each row's token in its sequence
-    largest,  # float32 [BLOCK_M], of the scores so far
+    largest,  # float32 [BLOCK_M], of the scores so far, times log2(e)
     total,  # float32 [BLOCK_M], of the weights so far, relative to `largest`
     mixed,  # float32 [BLOCK_M, PADDED_DIM], weighted sum of the values so far
     key_cache,  # this KV head in the layer's first block
     value_cache,
+    slot,  # int64 [TILE], where each key begins
+    first_key,  # a multiple of TILE
+    end,
+    scale,
+    softcap,
+    window,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_MASKED: tl.constexpr,  # whether some rows may not see some of the keys
+):
+    """Lets the rows attend to TILE keys. Returns the new largest, total and mixed."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    dims = tl.arange(0, PADDED_DIM)
+    keys = first_key + tl.arange(0, TILE)
+    is_key = keys < end
+    key_places = key_cache + slot[None, :] + dims[:, None]
+    value_places = value_cache + slot[:, None] + dims[None, :]
+    if IS_MASKED or HEAD_DIM != PADDED_DIM:
+        inside = dims < HEAD_DIM
+        k = tl.load(key_places, mask=is_key[None, :] & inside[:, None], other=0.0)
+        v = tl.load(value_places, mask=is_key[:, None] & inside[None, :], other=0.0)
+    else:
+        k = tl.load(key_places)
+        v = tl.load(value_places)
+    scores = tl.dot(q, from_cache(k, q.dtype), input_precision="ieee")
+    if HAS_SOFTCAP:
+        scores = (softcap * LOG2_E) * (2 * tl.sigmoid(2 * (scores * scale) / softcap) - 1)  # tanh
+    else:
+        scores = scores * (scale * LOG2_E)
+    if IS_MASKED:
+        seen = is_key[None, :] & (keys[None, :] <= position[:, None])
+        if window > 0:
+            seen = seen & (keys[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    shift = new_largest
+    if IS_MASKED:
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
+    weights = tl.exp2(scores - shift[:, None])
+    shrink = tl.exp2(largest - shift)
+    total = total * shrink + tl.sum(weights, 1)
+    v = from_cache(v, q.dtype)
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+    return new_largest, total, mixed
+
+
+@triton.jit
+def blocks_of(block_row, first_key, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Returns the blocks of TILE keys: one number if they share a block, else one for each key."""
+    if BLOCK_SIZE % TILE == 0:
+        block = tl.load(block_row + first_key // BLOCK_SIZE, mask=first_key < end, other=0)
+    else:
+        keys = first_key + tl.arange(0, TILE)
+        block = tl.load(block_row + keys // BLOCK_SIZE, mask=keys < end, other=0)
+    return block
+
+
+@triton.jit
+def mix_keys(
+    q,  # this and the next arguments as of `mix_tile`
+    position,
+    largest,
+    total,
+    mixed,
+    key_cache,
+    value_cache,
     block_row,  # int32, the sequence's row of the block table
     begin,  # first key, a multiple of TILE
+    all_see,  # number of keys from the first on that all rows see
     end,
     block_stride,
     scale,
@@ -122,35 +191,31 @@ def mix_keys(
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Lets the rows attend to the keys from `begin` to `end`. Returns the new largest, total and mixed."""
-    dims = tl.arange(0, PADDED_DIM)
-    inside = dims < HEAD_DIM
-    for first_key in range(begin, end, TILE):
-        keys = first_key + tl.arange(0, TILE)
-        is_key = keys < end
-        block = tl.load(block_row + keys // BLOCK_SIZE, mask=is_key, other=0)
-        slot = block.to(tl.int64) * block_stride + (keys % BLOCK_SIZE) * HEAD_DIM
-        k = tl.load(key_cache + slot[None, :] + dims[:, None], mask=is_key[None, :] & inside[:, None], other=0.0)
-        scores = tl.dot(q, from_cache(k, q.dtype), input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
-        seen = is_key[None, :] & (keys[None, :] <= position[:, None])
-        if window > 0:
-            seen = seen & (keys[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
-        weights = tl.exp(scores - shift[:, None])
-        shrink = tl.exp(largest - shift)
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(value_cache + slot[:, None] + dims[None, :], mask=is_key[:, None] & inside[None, :], other=0.0)
-        v = from_cache(v, q.dtype)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        largest = new_largest
+    masked_from = begin
+    if window == 0:
+        masked_from = tl.maximum(begin, all_see // TILE * TILE)
+    columns = tl.arange(0, TILE)
+    # Each tile's blocks are looked up one tile ahead, so that keys and values can be loaded ahead too.
+    block = blocks_of(block_row, begin, end, BLOCK_SIZE, TILE)
+    for first_key in range(begin, masked_from, TILE):
+        slot = block.to(tl.int64) * block_stride + (first_key + columns) % BLOCK_SIZE * HEAD_DIM
+        block = blocks_of(block_row, first_key + TILE, end, BLOCK_SIZE, TILE)
+        largest, total, mixed = mix_tile(
+            q, position, largest, total, mixed, key_cache, value_cache, slot, first_key, end,
+            scale, softcap, window, HEAD_DIM, PADDED_DIM, TILE, HAS_SOFTCAP, IS_MASKED=False,
+        )  # fmt: skip
+    for first_key in range(masked_from, end, TILE):
+        slot = block.to(tl.int64) * block_stride + (first_key + columns) % BLOCK_SIZE * HEAD_DIM
+        block = blocks_of(block_row, first_key + TILE, end, BLOCK_SIZE, TILE)
+        largest, total, mixed = mix_tile(
+            q, position, largest, total, mixed, key_cache, value_cache, slot, first_key, end,
+            scale, softcap, window, HEAD_DIM, PADDED_DIM, TILE, HAS_SOFTCAP, IS_MASKED=True,
+        )  # fmt: skip
     return largest, total, mixed
 
 
 @triton.jit(
-    do_not_specialize=["num_sequences", "table_width"],
+    do_not_specialize=["num_sequences", "table_width", "window"],
     do_not_specialize_on_alignment=["block_table", "cu_seqlens", "num_context"],
 )
 def attend_chunks(
@@ -183,6 +248,7 @@ def attend_chunks(
 ):
     """Grid: [num_tokens // (BLOCK_M // GROUP) + num_sequences, num_kv_heads]. Programs beyond the last token, and those
     of sequences with one new token, end at once."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     program, kv_head = tl.program_id(0), tl.program_id(1)
     # Sequence s begins at program cu_seqlens[s] // TOKENS + s, which leaves room for each one's last, partial group.
@@ -213,7 +279,7 @@ def attend_chunks(
             other=0.0,
         )
         if HAS_SINKS:
-            largest = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
+            largest = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
             total = tl.full([BLOCK_M], 1.0, tl.float32)
         else:
             largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -231,6 +297,7 @@ def attend_chunks(
             value_cache + kv_head * head_stride,
             block_table + sequence * table_width,
             begin,
+            start + 1,
             tl.minimum(context_len, start + TOKENS),
             block_stride,
             scale,
@@ -251,7 +318,7 @@ def attend_chunks(
 
 
 @triton.jit(
-    do_not_specialize=["num_sequences", "table_width"],
+    do_not_specialize=["num_sequences", "table_width", "window"],
     do_not_specialize_on_alignment=["block_table", "cu_seqlens", "num_context", "split_starts"],
 )
 def attend_tokens(
@@ -259,7 +326,7 @@ def attend_tokens(
     key_cache,
     value_cache,
     partial,  # float32 [num_splits, num_heads, PADDED_DIM]: each split's weighted sum of values
-    statistics,  # float32 [num_splits, num_heads, 2]: each split's largest score and total weight
+    statistics,  # float32 [num_splits, num_heads, 2]: each split's largest score (times log2(e)) and total weight
     block_table,  # int32 [num_sequences, table_width]
     cu_seqlens,  # int32 [num_sequences + 1]
     num_context,  # int32 [num_sequences]
@@ -313,6 +380,7 @@ def attend_tokens(
             block_table + sequence * table_width,
             begin,
             end,
+            end,
             block_stride,
             scale,
             softcap,
@@ -354,7 +422,7 @@ def combine_splits(
         mixed = tl.zeros([PADDED_DIM], tl.float32)
         largest, total = float("-inf"), 0.0
         if HAS_SINKS:
-            largest, total = tl.load(sinks + head).to(tl.float32), 1.0
+            largest, total = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, 1.0  # log2(e)
         for first_slot in range(first, end, SPLITS_AT_ONCE):
             slots = first_slot + tl.arange(0, SPLITS_AT_ONCE)
             is_slot = slots < end
@@ -363,8 +431,8 @@ def combine_splits(
             total_of = tl.load(statistics + row * 2 + 1, mask=is_slot, other=0.0)
             new_largest = tl.maximum(largest, tl.max(largest_of, 0))
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights = tl.exp(largest_of - shift)
-            shrink = tl.exp(largest - shift)
+            weights = tl.exp2(largest_of - shift)
+            shrink = tl.exp2(largest - shift)
             values = tl.load(partial + row[:, None] * PADDED_DIM + dims[None, :], mask=is_slot[:, None], other=0.0)
             mixed = mixed * shrink + tl.sum(values * weights[:, None], 0)
             total = total * shrink + tl.sum(total_of * weights, 0)

@@ -54,7 +54,9 @@ def _padded_dim(head_dim: int) -> int:
 
 
 def constants(head_dim: int, group: int, block_size: int, *, for_chunks: bool) -> dict[str, int]:
-    """Returns the sizes of `attend_chunks` or `attend_tokens`. group: query heads of one KV head.
+    """Returns the sizes of `attend_chunks` or `attend_tokens`, and how they are launched.
+
+    group: query heads of one KV head.
 
     Chunks of prompts get more rows, so that each key is read for more queries. Tiles are smaller for large heads: keys
     and values of two tiles must fit into 99 KiB of shared memory, the least of the GPUs that are supported.
