@@ -35,7 +35,7 @@ def to_int4(model: Any) -> None:
                 shape = weight.shape[0], weight.shape[1] // GROUP_SIZE
                 values = torch.randint(0, 16, weight.shape, dtype=torch.uint8, device=weight.device)
                 scales = torch.full(shape, 2e-3, dtype=torch.float32, device=weight.device)
-                layer = Int4Linear(Int4Groups(values, scales, None, None), None, weight.dtype)
+                layer = Int4Linear.of(Int4Groups(values, scales, None, None), None, weight.dtype)
                 setattr(parent, name, layer.requires_grad_(False))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tandem.engine.attention.step_index import Int32, StepIndex
 
-SPLIT = 512
+SPLIT = 256
 """Keys of one program in attention of single tokens. Fixed, so that a sequence is cut the same way in every batch."""
 
 

@@ -31,7 +31,7 @@ _MIN_ROWS = 16
 _CHUNK_ROWS = 64
 _SPLITS_AT_ONCE = 16
 _TOKEN_PROGRAMS = 2048
-"""Programs of attention of single tokens: a few for each multiprocessor of the largest GPUs. Not measured."""
+"""Programs of attention of single tokens: a few for each multiprocessor of the largest GPUs."""
 
 
 def find_kernels() -> ModuleType | None:
@@ -59,7 +59,8 @@ def constants(head_dim: int, group: int, block_size: int, *, for_chunks: bool) -
     group: query heads of one KV head.
 
     Chunks of prompts get more rows, so that each key is read for more queries. Tiles are smaller for large heads: keys
-    and values of two tiles must fit into 99 KiB of shared memory, the least of the GPUs that are supported.
+    and values of two tiles must fit into 99 KiB of shared memory, the least of the GPUs that are supported. ADR 0024
+    has the times of other sizes.
     """
     padded_dim = _padded_dim(head_dim)
     rows = _CHUNK_ROWS if for_chunks else _MIN_ROWS
@@ -69,7 +70,9 @@ def constants(head_dim: int, group: int, block_size: int, *, for_chunks: bool) -
         "PADDED_DIM": padded_dim,
         "BLOCK_SIZE": block_size,
         "BLOCK_M": max(rows, next_power_of_2(group)),
-        "TILE": 64 if padded_dim <= 64 else 32 if padded_dim <= 128 else 16,
+        "TILE": 64 if padded_dim <= 128 else 32 if padded_dim <= 256 else 16,
+        "num_warps": 4,
+        "num_stages": 2,
     }
     return sizes if for_chunks else sizes | {"SPLIT": SPLIT}
 

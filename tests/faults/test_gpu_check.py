@@ -57,5 +57,8 @@ def test_longer_parts_pass_on_a_cpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     parts = json.loads(report.read_text())["figures"]["parts"]
-    assert parts["kills"]["figures"]["auto: compared blocks"] > 0 and parts["kills"]["figures"]["auto: corrupt blocks"] == 0
+    assert (
+        parts["kills"]["figures"]["auto: compared blocks"] > 0
+        and parts["kills"]["figures"]["auto: corrupt blocks"] == 0
+    )
     assert "decode of 1, ms" in done.stdout and "aim 0.7" in done.stdout

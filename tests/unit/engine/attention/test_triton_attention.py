@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,10 +105,11 @@ def compiled(name: str, capability: int, dtype: str, cache: str, sizes: dict[str
     types = POINTERS | dict.fromkeys(STATES, f"*{dtype}") | {"scale": "fp32", "softcap": "fp32"}
     types |= dict.fromkeys(("key_cache", "value_cache"), f"*{cache}")
     sizes = {"HAS_SOFTCAP": True, "HAS_SINKS": True, "SPLITS_AT_ONCE": 16} | sizes
+    options = {"enable_fp_fusion": True} | {name: sizes[name] for name in ("num_warps", "num_stages") if name in sizes}
     sizes = {size: value for size, value in sizes.items() if size in kernel.arg_names}
     signature = {each: "constexpr" if each in sizes else types.get(each, "i32") for each in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=sizes)
-    return triton.compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": True})
+    return triton.compile(source, GPUTarget("cuda", capability, 32), options)
 
 
 def compiles_and_fits(
@@ -133,6 +135,18 @@ OTHER_SIZES = [
 def test_the_kernels_compile_and_fit(capability: int, head_dim: int, group: int, dtype: str, block_size: int) -> None:
     for name in ("write_kv", "attend_chunks", "attend_tokens", "combine_splits"):
         compiles_and_fits(name, capability, dtype, dtype, head_dim, group, block_size)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("name", ["attend_chunks", "attend_tokens"])
+def test_keys_and_values_are_loaded_ahead(name: str, block_size: int, capability: int) -> None:
+    """Their addresses do not wait for a lookup in the block table. With three stages there is room for two tiles."""
+    sizes = constants(128, 4, block_size, for_chunks=name == "attend_chunks") | {"num_stages": 3}
+    program = compiled(name, capability, "bf16", "bf16", sizes).asm["ttgir"]
+    buffers = re.findall(r"local_alloc.*?memdesc<(\d+)x\d+x\d+xbf16", program)
+    assert len(buffers) >= 2 and min(map(int, buffers)) >= 2
+    assert max(int(num) for num in re.findall(r"async_wait.*?num = (\d+)", program)) > 0
 
 
 @pytest.mark.parametrize(
