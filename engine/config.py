@@ -26,7 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_cache_dtype: "auto" stores keys and values as the model computes them, "fp8" rounds them to float8_e4m3fn.
     kv_cache_bytes: KV pool size per rank; 0 chooses it, see `engine.kv_cache_size`. gpu_memory_fraction: of each GPU,
     for all ranks of the cluster that use it. ranks_per_gpu: how many those are. num_peers: ranks of other workers with
-    which one rank may exchange KV. max_num_batched_tokens: prompt tokens per step, which is the chunk size.
+    which one rank exchanges KV over NCCL. max_num_batched_tokens: prompt tokens per step, which is the chunk size.
     max_num_seqs: sequences per step, and prompts that compute concurrently.
     """
 

@@ -29,9 +29,11 @@ log = logging.getLogger(__name__)
 
 CPU_BYTES = 1 << 30
 CONTEXT_BYTES = 512 << 20
-"""Memory of a process that torch does not count: the CUDA context, libraries, modules of kernels, NCCL."""
-PEER_BYTES = 32 << 20
-"""Buffers of the `nccl` connector for one peer: a message in each direction."""
+"""Memory of a process that torch does not count: the CUDA context, libraries, modules of kernels, and NCCL between the
+ranks of a worker."""
+PEER_BYTES = (32 + 40) << 20
+"""Buffers of the `nccl` connector for one peer: a message in each direction, and 10 MiB of NCCL for each multiprocessor
+that its messages occupy. NCCL's share is an estimate: with 32 multiprocessors, a group takes 295 MiB over NVLink."""
 LENGTH_STEP = 1024
 """A lowered maximum length is a multiple of this, so that workers whose measurements differ a little agree."""
 _PROFILE_BLOCKS = 2  # the self-check of attention needs two

@@ -226,8 +226,15 @@ class ProcessConfigs:
         )
 
     def _num_peers(self, num_ranks: int) -> int:
-        """Ranks of other workers that share heads with one of the `num_ranks` ranks of a worker, at most."""
-        others = ((count, self._cluster.num_ranks(role)) for role, count in self._cluster.counts.items())
+        """Ranks of other workers to which one of the `num_ranks` ranks of a worker connects over NCCL, at most.
+
+        Those share heads with it. Workers of one host use `ipc`, unless another connector is named.
+        """
+        cluster = self._cluster
+        spans_hosts = bool(cluster.ray or cluster.cluster_host or cluster.join)
+        if cluster.kv_connector != "nccl" and not (cluster.kv_connector == "auto" and spans_hosts):
+            return 0
+        others = ((count, cluster.num_ranks(role)) for role, count in cluster.counts.items())
         return max(1, sum(count * num_sharing_ranks(num_ranks, size) for count, size in others) - 1)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from bench.ports import free_port
 from tandem.deploy.config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.deploy.processes.process_configs import Place, ProcessConfigs
 from tandem.deploy.sites.local import LocalSite, make_disk_folder
 from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.proxy.config import ProxyConfig
@@ -106,10 +108,25 @@ def test_workers_on_shared_gpus_divide_the_memory_and_none_joins_them(
 
     asyncio.run(main())
     assert {(each.ranks_per_gpu, each.gpu_memory_fraction, each.num_peers) for each in configs.values()} == {
-        (2, 0.8, 2)
-    }
+        (2, 0.8, 0)
+    }, "pairs of one host use CUDA IPC, which needs no buffers"
     assert {each.kv_cache_bytes for each in configs.values()} == {0}, "each measures its own"
     assert {each.max_num_seqs for each in configs.values()} == {256}
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_peers"),
+    [
+        ({"kv_connector": "nccl"}, 3),
+        ({"kv_connector": "ipc"}, 0),
+        ({}, 0),
+        ({"cluster_host": "10.0.0.1"}, 3),
+        ({"cluster_host": "10.0.0.1", "kv_connector": "nixl"}, 0),
+    ],
+)
+def test_memory_is_reserved_for_pairs_over_nccl_only(settings: dict[str, Any], num_peers: int) -> None:
+    cluster = ClusterConfig(model="m", device="cuda", prefill=2, decode=2, **settings)
+    assert ProcessConfigs(cluster).worker("decode", "decode-0", Place("ipc:///x")).engine.num_peers == num_peers
 
 
 def test_with_an_explicit_cache_size_any_number_of_workers_share_a_gpu(
