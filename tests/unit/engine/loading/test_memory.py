@@ -18,7 +18,7 @@ from tandem.engine.layers.fusing import fuse_layers
 from tandem.engine.loading import model_loader, model_probe
 from tests.support.caching_allocator import MIB, CachingAllocator, sized_gpu
 
-NUM_LAYERS = 6
+NUM_LAYERS = 4  # a larger file cannot be mapped everywhere
 LLAMA_8B = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=NUM_LAYERS, num_attention_heads=32,
     num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, tie_word_embeddings=False,
