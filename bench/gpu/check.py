@@ -51,15 +51,16 @@ class PartOfCheck:
 
 PARTS = (
     PartOfCheck("engine", 90, ("-m", "bench.gpu.engine")),
-    PartOfCheck("kernels", 45, ("-m", "bench.gpu.kernels")),
+    PartOfCheck("kernels", 60, ("-m", "bench.gpu.kernels")),
+    PartOfCheck("attention", 25, ("-m", "bench.gpu.attention")),
     PartOfCheck("kv_transfer", 50, ("-m", "bench.gpu.kv_transfer")),
     PartOfCheck("checkpoint", 45, ("-m", "bench.gpu.checkpoint")),
     PartOfCheck("quantised", 50, ("-m", "bench.gpu.quantised")),
     PartOfCheck("kills", 50, ("-m", "bench.gpu.kills")),
-    PartOfCheck("cluster", 90, ("-m", "bench.gpu.cluster")),
-    PartOfCheck("families", 55, ("-m", "bench.gpu.families")),
+    PartOfCheck("cluster", 75, ("-m", "bench.gpu.cluster")),
+    PartOfCheck("families", 45, ("-m", "bench.gpu.families")),
     PartOfCheck("prompt_lengths", 20, ("-m", "bench.gpu.prompt_lengths")),
-    PartOfCheck("tests", 35, ("-m", "bench.gpu.tests")),
+    PartOfCheck("tests", 25, ("-m", "bench.gpu.tests")),
 )
 _PR_SET_CHILD_SUBREAPER = 36
 
