@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.engine.batch import BatchItem, Sample
-from tandem.engine.lora.adapters import Adapter
+from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.generation import SamplingParams

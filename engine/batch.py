@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from tandem.engine.lora.adapters import Adapter
+from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.protocol.messages.generation import Pooling, SampledToken, SamplingParams, TokenLogprobs

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine.batch import BatchItem, Sample
-from tandem.engine.lora.adapters import Adapter
+from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill

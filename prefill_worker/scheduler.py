@@ -20,7 +20,7 @@ from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.decode_worker.sequence import ComputedPrompt
 from tandem.engine.batch import Batch, Encode, ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.engine.lora.adapters import Adapter
+from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia

@@ -12,7 +12,7 @@ from tandem.engine.kv_cache_size import fit_kv_cache
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.lora.adapters import Adapters, load_adapter
-from tandem.engine.sampling.grammar import Grammars
+from tandem.engine.sampling.grammars import Grammars
 from tandem.engine.tensor_parallel import TensorParallelGroup
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors.process_group import disable_nccl_watchdog

@@ -53,10 +53,12 @@ def _padded_dim(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
-def constants(head_dim: int, group: int, block_size: int, *, for_chunks: bool) -> dict[str, int]:
+def constants(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, *, for_chunks: bool
+) -> dict[str, int]:  # fmt: skip
     """Returns the sizes of `attend_chunks` or `attend_tokens`, and how they are launched.
 
-    group: query heads of one KV head.
+    group: query heads of one KV head. dtype: of the queries.
 
     Chunks of prompts get more rows, so that each key is read for more queries. Tiles are smaller for large heads: keys
     and values of two tiles must fit into 99 KiB of shared memory, the least of the GPUs that are supported. ADR 0024
@@ -70,7 +72,7 @@ def constants(head_dim: int, group: int, block_size: int, *, for_chunks: bool) -
         "PADDED_DIM": padded_dim,
         "BLOCK_SIZE": block_size,
         "BLOCK_M": max(rows, next_power_of_2(group)),
-        "TILE": 64 if padded_dim <= 128 else 32 if padded_dim <= 256 else 16,
+        "TILE": 64 if padded_dim * dtype.itemsize <= 256 else 32 if padded_dim <= 128 else 16,
         "num_warps": 4,
         "num_stages": 2,
     }
@@ -129,7 +131,7 @@ def _paged_attention(
     shape = num_sequences, table_width, query.stride(0), query.stride(1), cache.stride(0), cache.stride(2), num_heads
     any_sinks = output if sinks is None else sinks
     if has_chunks:
-        sizes = constants(head_dim, group, block_size, for_chunks=True)
+        sizes = constants(head_dim, group, block_size, query.dtype, for_chunks=True)
         num_programs = num_tokens // (sizes["BLOCK_M"] // group) + num_sequences
         kernels.attend_chunks[num_programs, num_kv_heads](
             query, key_cache, value_cache, output, any_sinks, block_table, cu_seqlens, num_context,
@@ -137,7 +139,7 @@ def _paged_attention(
             **sizes, HAS_SOFTCAP=bool(softcap), HAS_SINKS=sinks is not None, enable_fp_fusion=True,
         )  # fmt: skip
     if not has_chunks or max_splits:
-        sizes = constants(head_dim, group, block_size, for_chunks=False)
+        sizes = constants(head_dim, group, block_size, query.dtype, for_chunks=False)
         partial = torch.empty((max_splits, num_heads, sizes["PADDED_DIM"]), dtype=torch.float32, device=query.device)
         statistics = torch.empty((max_splits, num_heads, 2), dtype=torch.float32, device=query.device)
         num_programs = max(1, min(max_splits, _TOKEN_PROGRAMS // num_kv_heads))

@@ -9,55 +9,22 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors.torch import load
 
+from tandem.engine.lora.adapter import Adapter, AdapterWeights
 from tandem.protocol.lora_files import AdapterFiles, InvalidAdapter, Shape, read_adapter, tensor_names
 from tandem.protocol.messages.adapter import AdapterRef
-from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, first_line
+from tandem.runtime.errors import first_line
 from tandem.runtime.threads import show_thread_name
 
 log = logging.getLogger(__name__)
 
 MAX_CACHED_ADAPTERS = 32
 """Adapters in memory besides those that requests use."""
-
-
-@dataclass(frozen=True)
-class AdapterWeights:
-    """Matrices of one adapter, by the name of the layer: A [rank, inputs], B [outputs, rank] times the scaling."""
-
-    layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-
-
-class Adapter:
-    """An adapter that is loaded or being loaded; shared by all requests that use it."""
-
-    def __init__(self, loading: Future[AdapterWeights]) -> None:
-        self._loading = loading
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether loading has ended, with or without an `error`."""
-        return self._loading.done()
-
-    @property
-    def error(self) -> ErrorInfo | None:
-        """What clients are told if a ready adapter could not be loaded. The reason, which names files, is logged."""
-        error = self._loading.exception()
-        if error is None:
-            return None
-        kind = InvalidRequest if isinstance(error, InvalidAdapter) else InternalError
-        return ErrorInfo.of(kind("A worker cannot load this LoRA adapter; its log says why.", "model"))
-
-    @property
-    def weights(self) -> AdapterWeights:
-        """The weights of a ready adapter without an error."""
-        return self._loading.result()
 
 
 class Adapters:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tandem.engine.batch import BatchItem
-from tandem.engine.lora.adapters import AdapterWeights
+from tandem.engine.lora.adapter import AdapterWeights
 from tandem.protocol.lora_files import Shape
 
 

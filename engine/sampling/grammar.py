@@ -1,4 +1,4 @@
-"""Grammars on a worker: each is compiled in a process of its own, with one state per sequence.
+"""Grammars as schedulers and the sampler see them: compiled or being compiled, with one state per sequence.
 
 A state is a function of the generated tokens: its process gets new tokens just before each mask. A sequence that was
 migrated or preempted, or whose grammar's process had to be replaced, therefore needs nothing but its tokens.
@@ -9,37 +9,22 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
 
-from tandem.engine.sampling.compile_queue import CompileQueue
-from tandem.engine.sampling.grammar_process import CompileGrammar, FillMask, FillMasks, Mask, NewState
-from tandem.engine.sampling.grammar_server import GrammarServer
+from tandem.engine.sampling.grammar_messages import FillMask, Mask, NewState
 from tandem.protocol.messages.generation import Thinking
-from tandem.protocol.rank_channel import RankChannel
-from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, Overloaded, ProtocolError, TandemError
-from tandem.runtime.threads import show_thread_name
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
 
-COMPILE_TIMEOUT_S = 30.0
-"""Wait for a compilation, which may take `grammar_process.COMPILE_CPU_S` of a processor that others use too."""
 MASKS_TIMEOUT_S = 3.0
 """Wait of a step for the masks of all its sequences. It is for loaded machines; a slow grammar ends much earlier."""
-MAX_GRAMMARS = 128
-"""Grammars that a worker serves at the same time, each with a process of about 5 MiB."""
-MAX_CLIENT_GRAMMARS = MAX_GRAMMARS // 2
-"""Of one client, if the API has keys."""
-_NUM_CACHED_GRAMMARS = 32
-_NUM_LANES = 2
-"""Grammars that are compiled at the same time."""
-
-_TOO_SLOW = InvalidRequest(
+TOO_SLOW = InvalidRequest(
     "the grammar is too complex: finding the tokens that may follow took too long, or failed. Make it less ambiguous: "
     "write one repetition instead of many optional parts, and left recursion instead of right recursion"
 )
-_TOO_SLOW_TO_COMPILE = InvalidRequest("the grammar is too complex: compiling it took too long, or failed")
-_LOST = InternalError("the process that computed this grammar's masks was lost; try again")
+LOST = InternalError("the process that computed this grammar's masks was lost; try again")
 
 
 class MaskRequest(NamedTuple):
@@ -81,64 +66,27 @@ class GrammarState:
         return FillMask(self._id, new, tokens, list(request.banned_token_ids))
 
 
-class GrammarProcess:
-    """A grammar's process. It is replaced when it has ended. Of one thread at a time."""
-
-    def __init__(self, server: GrammarServer, text: str) -> None:
-        self._server = server
-        self._text = text
-        self._channel: RankChannel[Mask] | None = None
-        self.number = 0
+class MaskProcess(Protocol):
+    """Computes a grammar's masks (`grammars.GrammarProcess`)."""
 
     @property
     def mask_bytes(self) -> int:
-        return self._server.mask_bytes
-
-    def start(self, timeout_s: float = COMPILE_TIMEOUT_S) -> None:
-        """Starts the process and compiles. Raises InvalidRequest, InternalError."""
-        self.close()
-        deadline = time.monotonic() + timeout_s
-        channel = self._server.open(timeout_s)
-        channel.send(CompileGrammar(self._text))
-        self._channel = channel
-        answer = self.receive(deadline - time.monotonic())
-        if answer is None or answer.error is not None:
-            self.close()
-            raise _copy(_TOO_SLOW_TO_COMPILE) if answer is None else _error_of(answer)
-        self.number += 1
+        """Size of a mask."""
 
     def send(self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float) -> None:
-        """Asks for masks, of a new process if there is none. Raises InvalidRequest, InternalError."""
-        if self._channel is None:
-            self.start(timeout_s)
-        assert self._channel is not None
-        fills = [request.state.request(request, self.number) for request in requests]
-        try:
-            self._channel.send(FillMasks(fills, ended_state_ids))
-        except OSError as error:  # it ended since the last step
-            self.close()
-            raise _copy(_LOST) from error
+        """Asks for masks. Raises InvalidRequest, InternalError."""
 
     def receive(self, timeout_s: float) -> Mask | None:
         """Returns the next mask; None if the process has ended, or if the time is up."""
-        if self._channel is None or not self._channel.has_message(max(0.0, timeout_s)):
-            return None
-        try:
-            return self._channel.receive()
-        except ProtocolError:
-            return None
 
     def close(self) -> None:
-        """Lets the process end: at once, or when what it computes has used up its processor time."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        """Lets the process end."""
 
 
 class Grammar:
     """A grammar that is compiled or being compiled; shared by all sequences that use it. client: compiles for it."""
 
-    def __init__(self, compiled: Future[GrammarProcess], client: str = "") -> None:
+    def __init__(self, compiled: Future[MaskProcess], client: str = "") -> None:
         self._compiled = compiled
         self.client = client
         self.ended_state_ids: deque[int] = deque()
@@ -151,11 +99,11 @@ class Grammar:
     def new_state(self, stop_token_ids: Collection[int], thinking: Thinking | None = None) -> GrammarState:
         return GrammarState(self, stop_token_ids, thinking)
 
-    def process(self) -> GrammarProcess:
+    def process(self) -> MaskProcess:
         """Waits for the compilation. Raises InvalidRequest if it failed."""
         error = self._compiled.exception()
         if isinstance(error, TandemError):  # raise a copy, because the stored error would keep the raising frames
-            raise _copy(error)
+            raise copy_of(error)
         return self._compiled.result()
 
     def send(self, requests: Sequence[MaskRequest], deadline: float) -> None:
@@ -178,102 +126,23 @@ class Grammar:
                 masks.append(mask)
                 continue
             process.close()
-            masks.append(Mask(error=ErrorInfo.of(_TOO_SLOW)))
+            masks.append(Mask(error=ErrorInfo.of(TOO_SLOW)))
             rest = requests[len(masks) :]
             if rest:
-                error = _LOST if has_restarted else self._restart(process, rest, deadline)
+                error = LOST if has_restarted else self._restart(process, rest, deadline)
                 has_restarted = True
                 if error is not None:
                     masks += [Mask(error=ErrorInfo.of(error))] * len(rest)
         return masks
 
-    def _restart(self, process: GrammarProcess, requests: Sequence[MaskRequest], deadline: float) -> TandemError | None:
+    def _restart(self, process: MaskProcess, requests: Sequence[MaskRequest], deadline: float) -> TandemError | None:
         try:
             process.send(requests, [], deadline - time.monotonic())
         except (TandemError, OSError) as error:
-            return error if isinstance(error, InternalError) else _LOST
+            return error if isinstance(error, InternalError) else LOST
         return None
 
 
-class Grammars:
-    """Compiles grammars and caches the most recently used. Clients take turns.
-
-    model: a folder or a hub id; its tokeniser is loaded in the background. vocab_size: of the logits.
-    on_compiled: called on another thread after each compilation.
-    """
-
-    def __init__(self, model: str, vocab_size: int, on_compiled: Callable[[], object]) -> None:
-        self._on_compiled = on_compiled
-        self._cached: OrderedDict[str, Grammar] = OrderedDict()
-        self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
-        self._queue: CompileQueue[Callable[[], None]] = CompileQueue()
-        self._lanes = ThreadPoolExecutor(_NUM_LANES, "grammars", show_thread_name)
-        self._server = self._lanes.submit(GrammarServer.of_model, model, vocab_size)
-
-    def get(self, text: str | None, client: str = "") -> Grammar | None:
-        """Returns the grammar for `SamplingParams.grammar`. Call on the event loop. Raises Overloaded.
-
-        client: whose turn it is to compile; different for different API keys.
-        """
-        if text is None:
-            return None
-        grammar = self._cached.get(text)
-        if grammar is None:
-            self._make_room(client)
-            compiled: Future[GrammarProcess] = Future()
-            compiled.add_done_callback(lambda _: self._on_compiled())
-            grammar = self._cached[text] = Grammar(compiled, client)
-            self._live.add(grammar)
-            self._queue.push(client, lambda: self._compile(text, compiled))
-            self._lanes.submit(self._work)
-        self._cached.move_to_end(text)
-        return grammar
-
-    def _make_room(self, client: str) -> None:
-        """Forgets cached grammars, and refuses more that are in use. Raises Overloaded."""
-        while len(self._cached) >= _NUM_CACHED_GRAMMARS or (self._cached and len(self._live) >= MAX_GRAMMARS):
-            self._cached.popitem(last=False)
-        num_own = sum(grammar.client == client for grammar in self._live) if client else 0
-        if len(self._live) >= MAX_GRAMMARS or num_own >= MAX_CLIENT_GRAMMARS:
-            raise Overloaded(
-                f"this worker serves {len(self._live)} different grammars, {num_own} of them yours; at most "
-                f"{MAX_GRAMMARS} and {MAX_CLIENT_GRAMMARS} at the same time. Try again later, or use fewer grammars"
-            )
-
-    def _work(self) -> None:
-        """Compiles as long as it is some client's turn. Runs on a lane."""
-        while (turn := self._queue.pop()) is not None:
-            client, compile_next = turn
-            try:
-                compile_next()
-            finally:
-                self._queue.finish(client)
-
-    def _compile(self, text: str, compiled: Future[GrammarProcess]) -> None:
-        try:
-            process = GrammarProcess(self._server.result(), text)
-            process.start()
-        except TandemError as error:
-            compiled.set_exception(_copy(error))  # without the frames, which refer to the future
-        except Exception as error:
-            compiled.set_exception(InternalError(f"the grammar could not be compiled: {error}"))
-        else:
-            compiled.set_result(process)
-
-    def close(self) -> None:
-        self._lanes.shutdown(wait=False, cancel_futures=True)
-        self._server.add_done_callback(_close)
-
-
-def _close(loaded: Future[GrammarServer]) -> None:
-    if not loaded.cancelled() and loaded.exception() is None:
-        loaded.result().close()
-
-
-def _error_of(mask: Mask) -> TandemError:
-    assert mask.error is not None
-    return mask.error.to_error()
-
-
-def _copy(error: TandemError) -> TandemError:
+def copy_of(error: TandemError) -> TandemError:
+    """Returns an equal error without the frames through which `error` was raised."""
     return ErrorInfo.of(error).to_error()

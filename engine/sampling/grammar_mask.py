@@ -16,7 +16,7 @@ import torch
 from tandem.engine.batch import Sample
 from tandem.engine.cuda.streams import Array, upload
 from tandem.engine.sampling.grammar import MASKS_TIMEOUT_S, Grammar, MaskRequest
-from tandem.engine.sampling.grammar_process import Mask
+from tandem.engine.sampling.grammar_messages import Mask
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError
 from tandem.runtime.threads import show_thread_name
 

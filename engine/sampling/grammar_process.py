@@ -21,8 +21,8 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer, mask_bytes
+from tandem.engine.sampling.grammar_messages import CompileGrammar, FillMask, FillMasks, LoadTokenizer, Mask
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.generation import Thinking
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, first_line
@@ -42,51 +42,6 @@ TOKEN_CPU_S = 0.0005
 """Processor time that each token adds, for a new process that gets all tokens of a sequence at once."""
 MAX_MEMORY_BYTES = 256 << 20
 """Memory of a grammar's process, beside the tokeniser and the stack. A useful grammar's takes under 100 MiB."""
-
-
-class LoadTokenizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first message of a worker. vocab_size: of the logits."""
-
-    tokenizer_json: bytes
-    vocab_size: int
-    eos_token_id: int | None
-
-
-class CompileGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The first message to a grammar's process, which answers with `Mask`: empty, or an error."""
-
-    text: str
-
-
-class NewState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    stop_token_ids: list[int]
-    thinking: Thinking | None
-
-
-class FillMask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks for the next mask of a sequence."""
-
-    state_id: int
-    """Of the sequence, unique in the worker."""
-    new_state: NewState | None
-    """Set in the first request for a sequence."""
-    token_ids: list[int]
-    """Generated tokens since the last request."""
-    banned_token_ids: list[int]
-
-
-class FillMasks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The process answers with one `Mask` for each request, in their order."""
-
-    requests: list[FillMask]
-    ended_state_ids: list[int]
-    """Sequences that need no more masks."""
-
-
-class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    bits: bytes = b""
-    """One bit for each token; empty after an error."""
-    error: ErrorInfo | None = None
 
 
 class _Sequence:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.engine.sampling.grammar_process import LoadTokenizer, Mask
+from tandem.engine.sampling.grammar_messages import LoadTokenizer, Mask
 from tandem.protocol.codec import Codec
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import InternalError, InvalidRequest, first_line
@@ -29,6 +29,7 @@ class GrammarServer:
     def __init__(self, tokenizer: LoadTokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
+        self._is_closed = False
         self.mask_bytes = 0
         self._start(LOAD_TIMEOUT_S)
 
@@ -58,25 +59,28 @@ class GrammarServer:
                     raise TimeoutError(f"it has not loaded the tokeniser within {timeout_s:.1f} s")
                 answer = msgspec.msgpack.decode(connection.recv_bytes(), type=Mask)
             except (OSError, EOFError) as error:
-                self.close()
+                self._end()
                 raise InternalError(f"the process for grammars does not start: {first_line(error)}") from error
         if answer.error is not None:
-            self.close()
+            self._end()
             raise InvalidRequest(_unusable(answer.error.message))
         self.mask_bytes = len(answer.bits)
 
     def open(self, timeout_s: float) -> RankChannel[Mask]:
         """Returns a channel to a new process, of a new server if this one's process has died.
 
-        Raises InternalError, also if another server has not started within timeout_s.
+        Raises InternalError, also if another server has not started within timeout_s, or after `close`.
         """
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=max(0.0, timeout_s)):
             raise InternalError("the process for grammars is being started again; try again")
         try:
-            if self._process.poll() is not None:
+            if self._process.poll() is not None and not self._is_closed:
                 self._control.close()
                 self._start(max(0.0, deadline - time.monotonic()))
+            if self._is_closed:
+                self._end()
+                raise InternalError("grammars are no longer compiled, because the worker ends")
             channel, other = open_channel()
             with contextlib.closing(other):
                 try:
@@ -89,7 +93,15 @@ class GrammarServer:
             self._lock.release()
 
     def close(self) -> None:
-        """Ends the process, and with it those of all grammars."""
+        """Ends the process, and with it those of all grammars. One that is being started ends when it has started."""
+        self._is_closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._lock.release()
+
+    def _end(self) -> None:
         self._control.close()
         try:
             self._process.wait(1.0)

@@ -13,7 +13,8 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.sampling.grammar import MASKS_TIMEOUT_S, Grammars
+from tandem.engine.sampling.grammar import MASKS_TIMEOUT_S
+from tandem.engine.sampling.grammars import Grammars
 from tandem.protocol.messages.generation import SamplingParams
 from tests.support.hostile_grammars import ambiguous
 

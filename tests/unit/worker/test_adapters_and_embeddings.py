@@ -10,7 +10,7 @@ import pytest
 
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.engine.lora.adapters import Adapter, AdapterWeights
+from tandem.engine.lora.adapter import Adapter, AdapterWeights
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.checks import check_request
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill

@@ -116,7 +116,8 @@ def compiled(name: str, capability: int, dtype: str, cache: str, sizes: dict[str
 def compiles_and_fits(
     name: str, capability: int, dtype: str, cache: str, head_dim: int, group: int, block_size: int = 64
 ) -> None:
-    sizes = constants(head_dim, group, block_size, for_chunks=name == "attend_chunks")
+    of_queries = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    sizes = constants(head_dim, group, block_size, of_queries, for_chunks=name == "attend_chunks")
     result = compiled(name, capability, dtype, cache, sizes)
     assert result.asm["cubin"]
     assert result.metadata.shared <= MAX_SHARED_BYTES, name
@@ -124,7 +125,7 @@ def compiles_and_fits(
 
 OTHER_SIZES = [
     (64, 1, "bf16", 16), (256, 8, "fp16", 256), (80, 7, "bf16", 64), (96, 3, "fp16", 32), (192, 5, "bf16", 128),
-    (128, 48, "bf16", 64),
+    (128, 48, "bf16", 64), (128, 4, "fp32", 64),
 ]  # fmt: skip
 
 

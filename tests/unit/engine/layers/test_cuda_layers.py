@@ -186,8 +186,8 @@ SIZES = [
 @pytest.mark.parametrize("capability", [80, *(pytest.param(each, marks=EXTENDED) for each in (90, 100, 120))])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_kernels_compile_and_fit(sizes: Any, capability: int) -> None:
-    """With heads of 256 attention to chunks keeps a dozen registers in memory on 8.0 and 12.0."""
-    max_spilled_bytes = 64 if sizes.head_dim == 256 else 0
+    """On 8.0 and 12.0 attention to chunks keeps up to twenty registers in memory."""
+    max_spilled_bytes = 80 if capability in (80, 120) else 0
     for name, launch in variants(launches(sizes)).items():
         taken = resources(launch, capability)
         assert taken.shared_bytes <= MAX_SHARED_BYTES, name

@@ -26,7 +26,8 @@ from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel, load_model
-from tandem.engine.lora.adapters import MAX_CACHED_ADAPTERS, Adapter, Adapters, load_adapter
+from tandem.engine.lora.adapter import Adapter
+from tandem.engine.lora.adapters import MAX_CACHED_ADAPTERS, Adapters, load_adapter
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.lora_files import InvalidAdapter, read_adapter
 from tandem.protocol.messages.adapter import AdapterRef

@@ -19,11 +19,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tandem.engine.batch import ItemOutput, Sample
 from tandem.engine.model_runner import with_errors
-from tandem.engine.sampling.grammar import Grammar, GrammarProcess, Grammars, GrammarState
+from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask, compute_masks
 from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer
-from tandem.engine.sampling.grammar_process import LoadTokenizer
+from tandem.engine.sampling.grammar_messages import LoadTokenizer
 from tandem.engine.sampling.grammar_server import GrammarServer, read_tokenizer
+from tandem.engine.sampling.grammars import GrammarProcess, Grammars
 from tandem.engine.sampling.sampler import sample
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, Thinking
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, check_grammar

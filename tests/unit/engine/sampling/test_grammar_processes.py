@@ -15,14 +15,17 @@ import pytest
 from tandem.engine.batch import Sample
 from tandem.engine.sampling import grammar as grammar_module
 from tandem.engine.sampling import grammar_server
+from tandem.engine.sampling import grammars as grammars_module
 from tandem.engine.sampling.compile_queue import CompileQueue
-from tandem.engine.sampling.grammar import Grammar, GrammarProcess, Grammars, GrammarState
+from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.sampling.grammar_mask import StepMask, compute_masks
-from tandem.engine.sampling.grammar_process import MAX_MEMORY_BYTES, LoadTokenizer
+from tandem.engine.sampling.grammar_messages import LoadTokenizer
+from tandem.engine.sampling.grammar_process import MAX_MEMORY_BYTES
 from tandem.engine.sampling.grammar_server import GrammarServer
+from tandem.engine.sampling.grammars import GrammarProcess, Grammars
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
-from tandem.runtime.errors import InvalidRequest, Overloaded
+from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded
 from tests.support.garbage import frames_in, kept_garbage
 from tests.support.hostile_grammars import ambiguous
 from tests.unit.engine.sampling.test_grammar import BPE, END, VOCAB_SIZE
@@ -155,6 +158,14 @@ def test_a_process_ends_with_its_grammar(server: GrammarServer) -> None:
     wait_for_children(server, 0)
 
 
+def test_a_closed_server_starts_no_other_process(server: GrammarServer) -> None:
+    """Compilations that were still queued when a worker ended started it again, and left it behind."""
+    server.close()
+    with pytest.raises(InternalError, match="the worker ends"):
+        server.open(5.0)
+    assert server._process.poll() is not None
+
+
 def test_ended_sequences_are_forgotten(server: GrammarServer) -> None:
     grammar = grammar_of(server, 'start: "ab"')
     step((grammar.new_state({END}), []))
@@ -194,9 +205,9 @@ def test_a_grammar_that_compiles_for_too_long_is_refused_while_others_are_served
 
 
 def test_one_client_cannot_use_all_processes(noise_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "MAX_GRAMMARS", 4)
-    monkeypatch.setattr(grammar_module, "MAX_CLIENT_GRAMMARS", 2)
-    monkeypatch.setattr(grammar_module, "_NUM_CACHED_GRAMMARS", 3)
+    monkeypatch.setattr(grammars_module, "MAX_GRAMMARS", 4)
+    monkeypatch.setattr(grammars_module, "MAX_CLIENT_GRAMMARS", 2)
+    monkeypatch.setattr(grammars_module, "_NUM_CACHED_GRAMMARS", 3)
     grammars = Grammars(str(noise_model), 2048, lambda: None)
     try:
         held = [grammars.get(f'start: "{i}"', "a") for i in range(2)]

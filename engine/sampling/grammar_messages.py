@@ -1,0 +1,53 @@
+"""Messages between a worker and its grammars' processes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.protocol.messages.generation import Thinking
+from tandem.runtime.errors import ErrorInfo
+
+
+class LoadTokenizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first message of a worker. vocab_size: of the logits."""
+
+    tokenizer_json: bytes
+    vocab_size: int
+    eos_token_id: int | None
+
+
+class CompileGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The first message to a grammar's process, which answers with `Mask`: empty, or an error."""
+
+    text: str
+
+
+class NewState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    stop_token_ids: list[int]
+    thinking: Thinking | None
+
+
+class FillMask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks for the next mask of a sequence."""
+
+    state_id: int
+    """Of the sequence, unique in the worker."""
+    new_state: NewState | None
+    """Set in the first request for a sequence."""
+    token_ids: list[int]
+    """Generated tokens since the last request."""
+    banned_token_ids: list[int]
+
+
+class FillMasks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The process answers with one `Mask` for each request, in their order."""
+
+    requests: list[FillMask]
+    ended_state_ids: list[int]
+    """Sequences that need no more masks."""
+
+
+class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bits: bytes = b""
+    """One bit for each token; empty after an error."""
+    error: ErrorInfo | None = None
