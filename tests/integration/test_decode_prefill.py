@@ -72,12 +72,14 @@ def test_decode_prefill_gives_equal_answers_and_survives_the_last_prefill_worker
     with Cluster(*options, "--decode-prefill-threshold", "16") as cluster:
         ask(cluster, BODIES[1])
         cluster.wait_for(lambda: cluster.worker("decode-0").load.num_transferred_bytes > 0)  # longer prompts
-        os.kill(cluster.worker("prefill-0").worker.pid, signal.SIGKILL)
-        cluster.wait_for(lambda: all(r.worker.role == "decode" for r in cluster.status().workers))
-        assert cluster.is_healthy()
-        again = [ask(cluster, body) for body in BODIES]
-        assert all(r.worker.role == "decode" for r in cluster.status().workers), (
-            "the prefill worker came back before the requests ended"
-        )
+        os.kill(cluster.launcher_pid, signal.SIGSTOP)  # starts no other prefill worker
+        try:
+            os.kill(cluster.worker("prefill-0").worker.pid, signal.SIGKILL)
+            cluster.wait_for(lambda: all(r.worker.role == "decode" for r in cluster.status().workers))
+            assert cluster.is_healthy()
+            again = [ask(cluster, body) for body in BODIES]
+            assert all(r.worker.role == "decode" for r in cluster.status().workers)
+        finally:
+            os.kill(cluster.launcher_pid, signal.SIGCONT)
         assert [token_ids(choices) for choices in again] == [token_ids(choices) for choices in usual]
         cluster.wait_for(cluster.all_blocks_free)
