@@ -107,7 +107,7 @@ class Cluster:
             self._process.kill()
             self._process.wait()
             raise
-        assert not [pid for pid in pids if is_alive(pid)], "a process is still running"
+        assert not (left := [describe(pid) for pid in pids if is_alive(pid)]), f"still running: {left}"
         assert not runtime_dir(self.port).exists(), "the runtime folder still exists"
 
     # ---- state as an operator sees it
@@ -175,6 +175,15 @@ class Cluster:
 def children_of(pid: int) -> list[int]:
     """Process ids of the children that the main thread of `pid` started."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def describe(pid: int) -> str:
+    """Returns a process's name, state and command line."""
+    try:
+        stat, command = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("stat", "cmdline"))
+    except OSError:
+        return f"{pid}, which has just ended"
+    return f"{pid} {stat.decode().rpartition(')')[2].split()[0]} {command.replace(bytes(1), b' ').decode()[:200]}"
 
 
 def is_alive(pid: int) -> bool:
