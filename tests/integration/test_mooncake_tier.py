@@ -194,7 +194,8 @@ def test_a_master_that_is_not_there_is_named() -> None:
 
 
 def client_process() -> psutil.Process:
-    [client] = [each for each in psutil.Process().children() if "mooncake_process" in " ".join(each.cmdline())]
+    running = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    [client] = [each for each in running if "mooncake_process" in " ".join(each.cmdline())]
     return client
 
 

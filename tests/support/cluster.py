@@ -187,8 +187,9 @@ def describe(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
+    """Whether a process runs. One that has ended and that its new parent has not waited for yet does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
         return False
-    return True
+    return stat.rpartition(")")[2].split()[0] != "Z"
