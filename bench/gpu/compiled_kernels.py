@@ -128,11 +128,14 @@ def launches(sizes: LayerSizes, lengths: Sequence[int] = (2, 1)) -> list[Launch]
             torch.ops.tandem.add_rms_norm_quantized(rows, rows, norm, 1e-5, None, to)
             torch.ops.tandem.quantize_rows(rows, None, to)
             torch.ops.tandem.silu_mul_quantized(gate_up, None, to)
-        weight = torch.empty((sizes.intermediate_size, sizes.hidden_size), dtype=torch.int8)
-        scales = torch.empty(sizes.intermediate_size)
-        for num_rows in (16, 64, 512, 2048):
-            values = torch.empty((num_rows, sizes.hidden_size), dtype=torch.int8)
-            torch.ops.tandem.int8_product(values, scales[:num_rows, None], weight, scales, None, dtype)
+        fp8, int8 = torch.float8_e4m3fn, torch.int8
+        for num_rows, num_outputs, of in [
+            (64, 28672, fp8),
+            *((16, 4096, int8), (64, 4096, int8), (64, 28672, int8), (512, 4096, int8), (2048, 4096, int8)),
+        ]:
+            values = torch.empty((num_rows, sizes.hidden_size), dtype=of)
+            weight, scales = torch.empty((num_outputs, sizes.hidden_size), dtype=of), torch.empty(num_outputs)
+            torch.ops.tandem.scaled_product(values, scales[:num_rows, None], weight, scales, None, dtype)
         tile = next(tile for tile in (128, 64, 32) if sizes.hidden_size % tile == 0)
         num_tiles = sizes.hidden_size // tile
         packed = torch.empty((sizes.intermediate_size // 8, num_tiles, tile), dtype=torch.int32)
@@ -171,6 +174,11 @@ def resources(launch: Launch, capability: int) -> Resources:
     return Resources(compiled.metadata.shared, numbers["REG"], max(numbers["STACK"], numbers["LOCAL"]))
 
 
+def is_supported(launch: Launch, capability: int) -> bool:
+    """Whether the product launches it there. FP8 products need compute capability 8.9."""
+    return capability >= 89 or launch.name != "scaled_product" or launch.arguments[0].dtype == torch.int8
+
+
 def variants(found: Sequence[Launch]) -> dict[str, Launch]:
     """Returns one launch for each kernel and its variants."""
     return dict(zip(map(_variant, found), found, strict=True))
@@ -186,13 +194,16 @@ def _variant(launch: Launch) -> str:
     if launch.keywords.get("QUANTIZES") or name.startswith("quantize"):
         is_int8 = any(isinstance(each, torch.Tensor) and each.dtype == torch.int8 for each in launch.arguments)
         name += ", to INT8" if is_int8 else ", to FP8"
-    if launch.name == "int8_product":
-        name += " of up to {BLOCK_ROWS} x {BLOCK_OUTPUTS}".format(**launch.keywords)
+    if launch.name == "scaled_product":
+        of = "INT8" if launch.arguments[0].dtype == torch.int8 else "FP8"
+        name += " of {}, up to {BLOCK_ROWS} x {BLOCK_OUTPUTS}".format(of, **launch.keywords)
     return name
 
 
 def cell(launch: Launch, capability: int) -> str:
     """Returns bytes of shared memory, registers, and bytes of spilled registers if there are any."""
+    if not is_supported(launch, capability):
+        return "-"
     taken = resources(launch, capability)
     spills = f" / {taken.spilled_bytes} spilled" if taken.spilled_bytes else ""
     return f"{taken.shared_bytes:,} / {taken.registers}{spills}"

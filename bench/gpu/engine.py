@@ -47,8 +47,9 @@ SMALL = LLAMA_8B | {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_
 TINY = SMALL | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 16}
 GREEDY = Sample(SamplingParams(temperature=0.0))
 WITH_LOGPROBS = Sample(SamplingParams(temperature=0.0, logprobs=20))
-MAX_GAP = 0.15
-"""Between logarithms of probabilities that rounding may exchange. Logits from 4 to 8 are multiples of 0.03."""
+MAX_GAP = 0.5
+"""Between logarithms of probabilities that rounding in 32 layers may exchange; 0.22 was seen among 81 sequences. A
+token that is not among the twenty likeliest, as after wrong keys, is infinitely far."""
 CONTEXT = 1024
 COPIES, WAITS = 3, 2
 """Of a step with a graph. Copies: from pinned memory to the device, into the graph's buffer, tokens back. Waits: for

@@ -136,6 +136,16 @@ def check_case(case: Case) -> None:
             raise AssertionError(f"{what}: {error}") from error
 
 
+def cases_of(device: str, is_short: bool) -> list[Case]:
+    found = [
+        Case(*shape, shape[3], device, is_short or shape[3] == torch.float32)  # which compiles slowest
+        for shape in shapes(device, is_short)
+    ]
+    if device == "cpu":
+        return [*found, Case(16, 32, (1, 4), torch.float32, FP8, device, is_short)]
+    return found + [Case(64, head_dim, (8, 4), torch.bfloat16, FP8, device, is_short) for head_dim in (128, 80)]
+
+
 def why_not_interpreted() -> str | None:
     """Why the kernels cannot be tested on a CPU, or None."""
     triton_version, numpy_version = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
@@ -151,17 +161,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     if part.device == "cpu" and (problem := why_not_interpreted()):
         part.skip(problem)
-    is_short = part.device == "cpu" or part.quick
-    cases = [
-        Case(*shape, shape[3], part.device, is_short or shape[3] == torch.float32)  # which compiles slowest
-        for shape in shapes(part.device, is_short)
-    ]
-    if part.device == "cpu":
-        cases.append(Case(16, 32, (1, 4), torch.float32, FP8, part.device, is_short))
-    else:
-        cases += [
-            Case(64, head_dim, (8, 4), torch.bfloat16, FP8, part.device, is_short) for head_dim in (128, 80)
-        ]  # fmt: skip
+    cases = cases_of(part.device, part.device == "cpu" or part.quick)
     num_processes = min(os.cpu_count() or 1, len(cases))
     # Compiling takes most of the time, on one core for each case.
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 import traceback
@@ -23,6 +24,8 @@ class Part:
         parser.add_argument("--quick", action="store_true", help="short run that only shows that the part works")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file after each case")
         options = parser.parse_args()
+        logging.basicConfig(format="  %(message)s")
+        logging.getLogger("tandem").setLevel(logging.INFO)  # why a layer is not fused, and steps have no graph
         self.device: str = options.device
         self.quick: bool = options.quick
         self._file: Path | None = options.json

@@ -1,4 +1,4 @@
-"""Triton kernels of quantised weights: the product of INT8 matrices, and the conversion of packed INT4 weights."""
+"""Triton kernels of quantised weights: products of INT8 and FP8 matrices, and the conversion of packed INT4 weights."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import triton.language as tl
 
 
 @triton.jit
-def int8_product(
-    rows,  # int8 [num_rows, SIZE], contiguous
+def scaled_product(
+    rows,  # INT8 or FP8 [num_rows, SIZE], contiguous
     row_scales,  # [num_rows]
-    weight,  # int8 [NUM_OUTPUTS, SIZE], contiguous
+    weight,  # as `rows` [NUM_OUTPUTS, SIZE], contiguous
     weight_scales,  # [NUM_OUTPUTS]
     bias,  # [NUM_OUTPUTS], or anything if HAS_BIAS is False
     output,  # [num_rows, NUM_OUTPUTS], contiguous
@@ -23,17 +23,18 @@ def int8_product(
     BLOCK: tl.constexpr,
 ):
     """Grid: [ceil(num_rows / BLOCK_ROWS), ceil(NUM_OUTPUTS / BLOCK_OUTPUTS)]. Programs side by side share weights."""
+    sums_dtype: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     place = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     is_row, is_output = row < num_rows, place < NUM_OUTPUTS
     row_start, weight_start = rows + row.to(tl.int64) * SIZE, weight + place.to(tl.int64) * SIZE
-    sums = tl.zeros([BLOCK_ROWS, BLOCK_OUTPUTS], tl.int32)
+    sums = tl.zeros([BLOCK_ROWS, BLOCK_OUTPUTS], sums_dtype)
     for first in range(0, SIZE, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < SIZE
-        left = tl.load(row_start[:, None] + column[None, :], mask=is_row[:, None] & inside[None, :], other=0)
-        right = tl.load(weight_start[None, :] + column[:, None], mask=is_output[None, :] & inside[:, None], other=0)
-        sums = tl.dot(left, right, sums, out_dtype=tl.int32)
+        left = tl.load(row_start[:, None] + column[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
+        right = tl.load(weight_start[None, :] + column[:, None], mask=is_output[None, :] & inside[:, None], other=0.0)
+        sums = tl.dot(left, right, sums, out_dtype=sums_dtype)
     scale = tl.load(row_scales + row, mask=is_row, other=0.0)[:, None]
     result = sums.to(tl.float32) * scale * tl.load(weight_scales + place, mask=is_output, other=0.0)[None, :]
     result = result.to(output.dtype.element_ty)

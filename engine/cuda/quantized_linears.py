@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tandem.engine.cuda import quantized_operators  # noqa: F401 - registers torch.ops.tandem.int8_product and unpack_int4
+from tandem.engine.cuda import quantized_operators  # noqa: F401 - registers scaled_product and unpack_int4
 from tandem.engine.layers.linear import JoinedLinear
 from tandem.engine.loading.sharding import SummedLinear
 from tandem.engine.quantization.int4_linear import Int4Linear, nibbles_of_tile
@@ -18,6 +18,8 @@ from tandem.engine.quantization.merging import merged_quantized
 
 _MAX_INT4_ROWS = 16
 """Up to so many rows torch's kernel for INT4 weights is faster than a product of converted weights, on an H200."""
+_MAX_FP8_ROWS = 64
+"""Up to so many rows our product of FP8 is faster than torch's, on an H200."""
 
 
 class CUDAScaledLinear(nn.Module):
@@ -38,8 +40,8 @@ class CUDAScaledLinear(nn.Module):
 
     def _product(self, rows: QuantizedRows) -> torch.Tensor:
         linear = self._linear
-        if isinstance(linear, Int8Linear):
-            output: torch.Tensor = torch.ops.tandem.int8_product(
+        if isinstance(linear, Int8Linear) or len(rows.values) <= _MAX_FP8_ROWS:
+            output: torch.Tensor = torch.ops.tandem.scaled_product(
                 rows.values, rows.scale, linear.weight, linear.weight_scale, linear.bias, rows.dtype
             )
             return output

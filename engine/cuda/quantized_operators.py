@@ -16,7 +16,7 @@ def find_quantized_kernels() -> ModuleType:
 
 
 class _Tile(NamedTuple):
-    """What a program of `int8_product` computes. block: inputs at once."""
+    """What a program of `scaled_product` computes. block: inputs at once."""
 
     rows: int
     outputs: int
@@ -25,18 +25,21 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-_INT8_TILES = {16: _Tile(16, 32, 256, 4, 4), 64: _Tile(64, 32, 256, 4, 3), 512: _Tile(64, 64, 128, 4, 4)}
-"""By the largest number of rows. Guesses: in small steps many programs read weights, each 16 to 24 KiB ahead."""
-_LARGE_INT8_TILE = _Tile(128, 128, 128, 8, 3)
+_TILES = {16: _Tile(16, 32, 256, 4, 5), 64: _Tile(64, 32, 256, 4, 4), 512: _Tile(64, 64, 128, 4, 4)}
+"""By the largest number of rows. The fastest of 86 on an H200, up to 64 rows."""
+_LARGE_TILE = _Tile(128, 128, 128, 8, 3)
+_WIDE_TILE = _Tile(64, 128, 128, 4, 4)
+"""Of 17 to 64 rows and at least _MIN_WIDE outputs, for which narrower tiles would read the rows too often."""
+_MIN_WIDE = 16384
 _library: Any = torch.library.Library("tandem", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "int8_product(Tensor rows, Tensor row_scales, Tensor weight, Tensor weight_scales, Tensor? bias, ScalarType dtype) "
-    "-> Tensor"
+    "scaled_product(Tensor rows, Tensor row_scales, Tensor weight, Tensor weight_scales, Tensor? bias, "
+    "ScalarType dtype) -> Tensor"
 )
 _library.define("unpack_int4(Tensor packed, Tensor nibbles, Tensor scales_and_zeros) -> Tensor")
 
 
-def _int8_product(
+def _scaled_product(
     rows: torch.Tensor,
     row_scales: torch.Tensor,
     weight: torch.Tensor,
@@ -46,19 +49,25 @@ def _int8_product(
 ) -> torch.Tensor:
     """Returns `rows @ weight.T * row_scales * weight_scales + bias` in `dtype`: [num_rows, num_outputs].
 
-    rows: INT8 [num_rows, size], contiguous. row_scales: [num_rows, 1]. weight: INT8 [num_outputs, size], contiguous.
+    rows: INT8 or FP8 [num_rows, size], contiguous. row_scales: [num_rows, 1]. weight: as rows [num_outputs, size].
     weight_scales: [num_outputs].
     """
     (num_rows, size), num_outputs = rows.shape, len(weight)
     output = _product_of(rows, row_scales, weight, weight_scales, bias, dtype)
-    tile = next((tile for most, tile in _INT8_TILES.items() if num_rows <= most), _LARGE_INT8_TILE)
-    find_quantized_kernels().int8_product[-(-num_rows // tile.rows), -(-num_outputs // tile.outputs)](
+    tile = _tile_of(num_rows, num_outputs)
+    find_quantized_kernels().scaled_product[-(-num_rows // tile.rows), -(-num_outputs // tile.outputs)](
         rows, row_scales, weight, weight_scales, output if bias is None else bias, output, num_rows,
         SIZE=size, NUM_OUTPUTS=num_outputs, HAS_BIAS=bias is not None, BLOCK_ROWS=tile.rows,
         BLOCK_OUTPUTS=tile.outputs, BLOCK=tile.block, num_warps=tile.num_warps, num_stages=tile.num_stages,
         enable_fp_fusion=True,
     )  # fmt: skip
     return output
+
+
+def _tile_of(num_rows: int, num_outputs: int) -> _Tile:
+    if 16 < num_rows <= 64 and num_outputs >= _MIN_WIDE:
+        return _WIDE_TILE
+    return next((tile for most, tile in _TILES.items() if num_rows <= most), _LARGE_TILE)
 
 
 def _product_of(rows: torch.Tensor, _: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -87,8 +96,8 @@ def _unpacked(packed: torch.Tensor, _: torch.Tensor, scales_and_zeros: torch.Ten
 
 for _name, _function, _fake in (
     (
-        "int8_product",
-        _int8_product,
+        "scaled_product",
+        _scaled_product,
         lambda rows, _, weight, *others: rows.new_empty((len(rows), len(weight)), dtype=others[-1]),
     ),
     ("unpack_int4", _unpack_int4, _unpacked),

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import re
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from bench.gpu import kernels
 from bench.gpu.check import PARTS, PartOfCheck, result_table, run_all
+from bench.gpu.compiled_kernels import RecordedKernels, bound
 from bench.gpu.wheels import LEFT_OUT, locked, needed, pieces
+from tandem.engine.attention.interface import AttentionOptions
+from tandem.engine.cuda import attention_kernel, triton_attention
 from tandem.runtime import version
 
 ROOT = Path(__file__).parents[3]
@@ -97,6 +105,47 @@ def test_the_report_is_written_after_each_part_and_time_is_shared(
 def test_all_parts_together_fit_into_nine_minutes() -> None:
     assert sum(part.limit_s for part in PARTS) < 9 * 60
     assert [part.name for part in PARTS[:3]] == ["engine", "kernels", "attention"]
+
+
+COMPILING_S = {torch.bfloat16: 1.7, torch.float16: 1.7, torch.float32: 3.7}
+"""Of one variant of a kernel on one core, measured; 2.2 with a pool in FP8."""
+START_S = 8.0
+"""Of a process that compiles."""
+
+
+@pytest.mark.parametrize("num_cores", [8, 16])
+def test_all_variants_of_the_kernels_compile_within_the_part_s_limit(
+    num_cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_at_s = [START_S] * num_cores
+    for case in kernels.cases_of("cuda", is_short=False):
+        seconds = 2.2 if case.stored == kernels.FP8 else COMPILING_S[case.dtype]
+        num_variants = len(variants_of(case, monkeypatch))
+        assert 4 <= num_variants <= 12
+        heapq.heapreplace(free_at_s, free_at_s[0] + num_variants * seconds)
+    limit_s = {part.name: part.limit_s for part in PARTS}["kernels"]
+    assert max(free_at_s) < limit_s
+
+
+def variants_of(case: kernels.Case, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What Triton compiles for a case."""
+    found: set[str] = set()
+    recorded = RecordedKernels(attention_kernel, lambda launch: found.add(repr((launch.name, bound(launch, 90)))))
+
+    def attend(
+        pool: Any, items: Any, options: AttentionOptions, group: int, dtype: torch.dtype, make: Any
+    ) -> None:  # fmt: skip
+        num_kv_heads, num_tokens = pool.layout.num_kv_heads, sum(len(item.token_ids) for item in items)
+        query, key, value = (
+            torch.zeros((1, num_tokens, num_heads, pool.layout.head_dim), dtype=dtype).transpose(1, 2)
+            for num_heads in (num_kv_heads * group, num_kv_heads, num_kv_heads)
+        )
+        make(pool, items).attend(1, query, key, value, options)
+
+    monkeypatch.setattr(triton_attention, "find_kernels", lambda: recorded)
+    monkeypatch.setattr(kernels, "compare", attend)
+    kernels.check_case(replace(case, device="cpu"))
+    return found
 
 
 @pytest.mark.extended

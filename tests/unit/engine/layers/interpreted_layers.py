@@ -280,6 +280,28 @@ def test_a_kernel_that_is_wrong_or_fails_leaves_the_layers_as_they_are(
     assert is_fused(runner) == [False, False] and "layer 1 is not fused, which is slower: (5, 1)" in caplog.text
 
 
+def test_layers_are_fused_behind_large_hidden_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many models hidden values are thousands of times larger than what a layer adds, whose error is rounded up."""
+    runner = new_runner(save_model("llama", tmp_path))
+    with torch.inference_mode():
+        runner._model.get_input_embeddings().weight *= 1e6
+
+    class Inexact:
+        rms_norm = layer_kernels.rms_norm
+        rotate_and_write = layer_kernels.rotate_and_write
+
+        class silu_mul:
+            def __class_getitem__(cls, grid: Any) -> Any:
+                def launch(gate_up: torch.Tensor, output: torch.Tensor, **sizes: Any) -> None:
+                    layer_kernels.silu_mul[grid](gate_up, output, **sizes)
+                    output *= 1 + 2e-5
+
+                return launch
+
+    monkeypatch.setattr(layer_operators, "find_layer_kernels", lambda: Inexact)
+    assert is_fused(fuse(runner)) == [True, True]
+
+
 def test_merged_weights_take_the_place_of_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one layer's weights exist twice at a time."""
     runner = new_runner(save_model("llama", tmp_path))

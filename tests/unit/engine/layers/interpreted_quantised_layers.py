@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tandem.engine.cuda import layer_operators
+from tandem.engine.cuda import layer_operators, quantized_operators
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.layers.fusing import fuse_layers
@@ -48,9 +48,10 @@ SIZES = st.sampled_from([1, 3, 64, 1000, 1025, 2500])
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks() -> Iterator[None]:
-    """Rows take several blocks."""
+    """Rows take several blocks, and a hundred outputs are many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_operators, "_QUANTIZE_BLOCK", 1024)
+        patch.setattr(quantized_operators, "_MIN_WIDE", 100)
         yield
 
 
@@ -103,20 +104,22 @@ def test_norms_are_quantised_as_by_torch(
 
 @settings(max_examples=15, deadline=None)
 @given(
-    st.sampled_from([1, 17, 65, 513]), st.sampled_from([8, 40, 264]), st.sampled_from([8, 136]), DTYPES, st.booleans()
-)
-def test_int8_products_are_exact(
-    num_rows: int, size: int, num_outputs: int, dtype: torch.dtype, has_bias: bool
+    st.sampled_from([1, 17, 65, 513]), st.sampled_from([8, 40, 264]), st.sampled_from([8, 136]), EIGHT_BITS, DTYPES,
+    st.booleans(),
+)  # fmt: skip
+def test_scaled_products_are_exact(
+    num_rows: int, size: int, num_outputs: int, of: torch.dtype, dtype: torch.dtype, has_bias: bool
 ) -> None:
-    """With each tile, and sizes that no tile divides."""
+    """With each tile, and sizes that no tile divides. FP8 has all integers up to 16, and float32 their sums."""
     generator = torch.Generator().manual_seed(num_rows)
+    largest = 127 if of == torch.int8 else 16
     rows, weight = (
-        torch.randint(-127, 128, (number, size), generator=generator, dtype=torch.int8)
+        torch.randint(-largest, largest + 1, (number, size), generator=generator, dtype=torch.int8).to(of)
         for number in (num_rows, num_outputs)
     )
     row_scales, weight_scales = 1e-4 * noise(num_rows, 1, dtype=torch.float32), noise(num_outputs, dtype=torch.float32)
     bias = noise(num_outputs, dtype=dtype) if has_bias else None
-    got = torch.ops.tandem.int8_product(rows, row_scales, weight, weight_scales, bias, dtype)
+    got = torch.ops.tandem.scaled_product(rows, row_scales, weight, weight_scales, bias, dtype)
     sums = (rows.double() @ weight.double().T).float()
     wanted = (sums * row_scales * weight_scales).to(dtype)
     assert_alike(got, wanted if bias is None else wanted + bias)

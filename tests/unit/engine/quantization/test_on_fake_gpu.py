@@ -75,7 +75,7 @@ def test_ada_has_no_products_with_scales_of_rows_before_torch_2_12(
     assert scales == [1, 16, 16]
 
 
-def test_int8_products_have_as_many_rows_as_cublas_needs(gpu: ValuelessGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scaled_products_have_as_many_rows_as_cublas_needs(gpu: ValuelessGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     multiply, rows = torch._int_mm, []
 
     def spy(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
