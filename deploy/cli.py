@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import os
 import sys
 import typing
@@ -128,6 +129,12 @@ def _parser() -> CommandParser:
     role.add_argument("role", choices=typing.get_args(Role), help="phases that the worker gets new requests for")
     restart = add("restart", _restart, "restart processes one at a time, without losing requests")
     restart.add_argument("names", nargs="*", metavar="NAME", help="such as decode-1 or proxy-0; default: all processes")
+    simulation = add("simulate", _simulate, "run workers and proxies in simulated time, with faults, and check them")
+    which = simulation.add_mutually_exclusive_group()
+    which.add_argument("--seed", type=int, metavar="N", help="run one seed, which decides everything")
+    which.add_argument("--seeds", default="", metavar="A-B", help="run these seeds (default: all, until --time-s)")
+    simulation.add_argument("--time-s", type=float, default=60.0, metavar="X", help="begin no seed later (default: 60)")
+    simulation.add_argument("--log", type=Path, metavar="FILE", help="write what happened in the last run")
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
     for command in (status, scale, drain, role, restart, *caches):
         help_text = "HTTP port of the cluster (default: 8000)"
@@ -288,6 +295,13 @@ def _restart(arguments: argparse.Namespace) -> None:
 
 def _scale(arguments: argparse.Namespace) -> None:
     asyncio.run(scale(ClusterClient(arguments.port), arguments.counts, arguments.timeout_s))
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.commands.simulate import simulate
+
+    limit_s = math.inf if arguments.seeds else arguments.time_s
+    return simulate(arguments.seed, arguments.seeds, limit_s, arguments.log)
 
 
 def _cache_show(arguments: argparse.Namespace) -> None:

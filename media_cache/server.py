@@ -67,7 +67,7 @@ class MediaCacheServer:
 
     def _bind(self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None]) -> RouterSocket[M]:
         try:
-            bound = RouterSocket(self._context, endpoint, codec, on_message)
+            bound = self._context.router(endpoint, codec, on_message)
         except Exception as error:  # zmq's error class is not imported here
             self._close_sockets()  # uvloop aborts if a watched descriptor is closed
             self._context.destroy(linger=0)

@@ -18,7 +18,7 @@ from tandem.engine.vision.media_tensors import view_tensor
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.media_cache import HEADER_BYTES, MediaKey
-from tandem.protocol.network import Context
+from tandem.protocol.messaging import Network
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
 from tandem.runtime.tasks import start
 
@@ -51,8 +51,8 @@ class RemoteMedia:
     total since the start.
     """
 
-    def __init__(self, context: Context, max_held_bytes: int, timeout_s: float = FETCH_TIMEOUT_S) -> None:
-        self._context = context
+    def __init__(self, network: Network, max_held_bytes: int, timeout_s: float = FETCH_TIMEOUT_S) -> None:
+        self._network = network
         self._max_held_bytes = max_held_bytes
         self._timeout_s = timeout_s
         self._caches: OrderedDict[str, MediaCacheClient] = OrderedDict()
@@ -119,7 +119,7 @@ class RemoteMedia:
     def _cache(self, endpoint: str) -> MediaCacheClient:
         cache = self._caches.get(endpoint)
         if cache is None:
-            cache = self._caches[endpoint] = MediaCacheClient(self._context, endpoint, peer="proxy")
+            cache = self._caches[endpoint] = MediaCacheClient(self._network, endpoint, peer="proxy")
             if len(self._caches) > _MAX_HOSTS:
                 self._caches.popitem(last=False)[1].close()
         self._caches.move_to_end(endpoint)

@@ -35,9 +35,8 @@ from tandem.protocol.messages.media_cache import (
     ReleaseMedia,
     WantedMedia,
 )
-from tandem.protocol.network import Context
+from tandem.protocol.messaging import Network
 from tandem.protocol.network_keys import Part
-from tandem.protocol.sockets import DealerSocket
 from tandem.runtime.errors import InternalError, Overloaded, WorkerLost
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -55,12 +54,10 @@ class MediaCacheClient:
     for tcp endpoints, which answer only `read`.
     """
 
-    def __init__(self, context: Context, endpoint: str, client_pid: int | None = None, peer: Part = "worker") -> None:
+    def __init__(self, network: Network, endpoint: str, client_pid: int | None = None, peer: Part = "worker") -> None:
         self._client_pid = os.getpid() if client_pid is None else client_pid
         codec: Codec[FromMediaCache] = Codec(FromMediaCache)
-        self._socket: DealerSocket[FromMediaCache] = DealerSocket(
-            context, endpoint, codec, self._on_message, peer=peer, on_broken=self._on_broken
-        )
+        self._socket = network.dealer(endpoint, codec, self._on_message, peer=peer, on_broken=self._on_broken)
         self._calls: dict[str, asyncio.Future[FromMediaCache]] = {}
         self._prefix = secrets.token_hex(8)
         self._numbers = itertools.count()

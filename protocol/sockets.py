@@ -220,6 +220,26 @@ class DealerSocket(_MessageSocket[M]):
         return self._send_frames([self._codec.encode(message)])
 
 
+class SocketContext(Context):
+    """Implements `protocol.messaging.Network`."""
+
+    def router(
+        self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None], tcp_endpoint: str = ""
+    ) -> RouterSocket[M]:
+        return RouterSocket(self, endpoint, codec, on_message, tcp_endpoint)
+
+    def dealer(
+        self,
+        endpoint: str,
+        codec: Codec[M],
+        on_message: Callable[[M], None],
+        identity: bytes | None = None,
+        peer: Part = "worker",
+        on_broken: Callable[[], None] | None = None,
+    ) -> DealerSocket[M]:
+        return DealerSocket(self, endpoint, codec, on_message, identity, peer, on_broken)
+
+
 def listen_on_free_port(host: str) -> tuple[int, int]:
     """Returns (file descriptor, port) of a listening TCP socket on `host`. The caller closes the descriptor."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -232,12 +252,12 @@ def new_context(
     part: Part = "operator",
     network: NetworkConfig = NetworkConfig(),  # noqa: B008  # frozen
     on_refused: Callable[[RefusalReason], object] | None = None,
-) -> Context:
+) -> SocketContext:
     """Returns the process's context. Raises ConfigError.
 
     part: role of this process, which selects its key. on_refused: called for each refused connection or message.
     """
-    context = Context(io_threads=1)
+    context = SocketContext(io_threads=1)
     try:
         context.protect(part, network, on_refused)
     except BaseException:

@@ -35,8 +35,7 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.messages.plausible import plausible_status
-from tandem.protocol.network import Context
-from tandem.protocol.sockets import RouterSocket
+from tandem.protocol.messaging import Network
 from tandem.proxy.cluster.worker_table import CHECK_INTERVAL_S, MembershipChange
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
@@ -50,12 +49,12 @@ log = logging.getLogger(__name__)
 
 class Control:
     def __init__(
-        self, context: Context, config: ProxyConfig, proxy_id: str, state: AppState, connections: WorkerConnections
+        self, network: Network, config: ProxyConfig, proxy_id: str, state: AppState, connections: WorkerConnections
     ) -> None:
         """Raises ConfigError when an endpoint cannot be bound."""
         self._loop = asyncio.get_running_loop()
         self._proxy_id = proxy_id
-        self._refusals = context.refusals
+        self._refusals = network.refusals
         self._model = config.served_model_name
         self._generation_config = config.generation_config
         self._state = state
@@ -64,9 +63,8 @@ class Control:
         self._num_changes_seen = 0
         self._identities: dict[str, bytes] = {}  # socket identities of registered workers, by epoch
         try:
-            self._socket: RouterSocket[ToProxyControl] = RouterSocket(
-                context, config.control_endpoint, Codec(ToProxyControl), self._on_message, config.control_tcp_endpoint
-            )
+            codec: Codec[ToProxyControl] = Codec(ToProxyControl)
+            self._socket = network.router(config.control_endpoint, codec, self._on_message, config.control_tcp_endpoint)
         except ConfigError:
             raise
         except Exception as error:  # zmq's own error class, which only `protocol` may name

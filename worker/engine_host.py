@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_thread import EngineThread
@@ -21,6 +21,8 @@ from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.lora_files import InvalidAdapter
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.exits import WatchExit, watch_exit
+from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.worker.config import WorkerConfig
 from tandem.worker.follower import run_follower
 
@@ -32,7 +34,7 @@ STOP_TIMEOUT_S = 1.5
 class EngineHost:
     """The engine of one worker. Create it by `load`, release it by `close`.
 
-    block_bytes: size of one block, summed over all ranks.
+    block_bytes: size of one block, summed over all ranks. watch_exit: reports the exits of peers' processes.
     """
 
     _ranks: TensorParallelGroup
@@ -43,6 +45,7 @@ class EngineHost:
     pools: WorkerPools
     grammars: Grammars
     adapters: Adapters
+    watch_exit: WatchExit = field(default=watch_exit)
 
     @classmethod
     async def load(cls, config: WorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
@@ -81,6 +84,7 @@ class EngineHost:
         own_pool = RankPool(0, loaded.layout, pool.as_blocks(), network)
         pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections, keys, config.tiers)
         await loop.run_in_executor(None, pools.wait_until_ready)
+        freeze_loaded_objects()
         return cls(
             ranks,
             loaded,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -29,7 +28,7 @@ from tandem.protocol.messages.transfer import (
     ShipKV,
     ToDecodePeer,
 )
-from tandem.protocol.network import Context
+from tandem.protocol.messaging import Network
 from tandem.protocol.worker_actions import Action, Receive, SendToPeer, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from tandem.runtime.host import host_id
@@ -58,10 +57,11 @@ class KVTraffic:
         info: WorkerInfo,
         host: EngineHost,
         scheduler: WorkerScheduler,
-        context: Context,
+        network: Network,
         metrics: WorkerMetrics,
         send: Callable[[str, msgspec.Struct], None],
         perform: Callable[[list[Action]], None],
+        clock: Callable[[], float],
     ) -> None:
         self._worker_id = config.worker_id
         self._host = host
@@ -70,6 +70,7 @@ class KVTraffic:
         self._metrics = metrics
         self._send_back = send
         self._perform = perform
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._num_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
         connectors = offered_connectors(config.kv_connector, host.device, host.pools.has_keys)
@@ -91,7 +92,7 @@ class KVTraffic:
             checksums=config.kv_checksums,
         )
         self._outgoing = OutgoingPairs(
-            context=context,
+            network=network,
             table=self._outgoing_table,
             pools=host.pools,
             on_message=self._on_answer,
@@ -101,6 +102,7 @@ class KVTraffic:
             epoch=info.epoch,
             table=self._incoming_table,
             pools=host.pools,
+            watch_exit=host.watch_exit,
             send=send,
             on_pair_lost=lambda pair_id, reason, peer_stopped: perform(
                 scheduler.decode.on_pair_lost(pair_id, reason, peer_stopped)
@@ -231,11 +233,11 @@ class KVTraffic:
         one_sided = load_connector(pair.connector).one_sided
         if not one_sided:
             self._outgoing.send(action.pair_id, announcement)
-        started_at = time.perf_counter()
+        started_at = self._clock()
 
         def done(error: KVTransferFailed | None) -> None:
             late = announcement if one_sided else None
-            self._loop.call_soon_threadsafe(self._on_shipped, action, late, error, time.perf_counter() - started_at)
+            self._loop.call_soon_threadsafe(self._on_shipped, action, late, error, self._clock() - started_at)
 
         sender.send(action.src_block_ids, action.dst_block_ids, done)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +20,9 @@ from tandem.protocol.messages.membership import (
     WorkerLoad,
     WorkerStatus,
 )
-from tandem.protocol.network import Context
+from tandem.protocol.messaging import Network
 from tandem.protocol.worker_actions import Action
 from tandem.runtime.drain import Drain, Retired
-from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.host import host_id
 from tandem.runtime.threads import show_thread_name
 from tandem.runtime.whole_file import write_whole
@@ -40,16 +38,16 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 
 
-def new_worker_info(config: WorkerConfig, endpoint: str, metrics: WorkerMetrics) -> WorkerInfo:
+def new_worker_info(config: WorkerConfig, endpoint: str, pid: int, metrics: WorkerMetrics) -> WorkerInfo:
     """Returns this worker's identity under a new epoch. Raises ConfigError if the /metrics address is not available."""
     return WorkerInfo(
         worker_id=config.worker_id,
         epoch=secrets.token_hex(8),
         role=_role(config),
         endpoint=endpoint,
-        pid=os.getpid(),
+        pid=pid,
         num_ranks=config.engine.tensor_parallel_size,
-        metrics_address=metrics.serve(config.metrics_host),
+        metrics_address=metrics.serve(config.metrics_host) if config.metrics_host else "",
         host_id=host_id(),
     )
 
@@ -116,14 +114,13 @@ class Presence:
         self._num_role_changes = 0
         self._role_file = RoleFile(Path(config.role_file)) if config.role_file else None
 
-    async def serve(self, context: Context, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
+    async def serve(self, network: Network, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
         """Serves until `stopping` is set or a drain is over.
 
         Raises ConfigError if no proxy accepts this worker, Retired if it was drained for good.
         """
-        freeze_loaded_objects()
         registration = self._registration = Registration(
-            context,
+            network,
             self._config.proxy_endpoints,
             self._register(),
             self._status,

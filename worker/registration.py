@@ -31,9 +31,8 @@ from tandem.protocol.messages.membership import (
     WorkerOrdered,
     WorkerStatus,
 )
-from tandem.protocol.network import Context
+from tandem.protocol.messaging import MessageDealer, Network
 from tandem.protocol.proxy_endpoints import EndpointsFile
-from tandem.protocol.sockets import DealerSocket
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.silence import SilenceTimers
 from tandem.runtime.tasks import start
@@ -54,7 +53,7 @@ _REFUSAL_LOG_INTERVAL_S = 10.0
 class _ProxyLink:
     """One proxy's control endpoint and the state of the connection to it."""
 
-    def __init__(self, socket: DealerSocket[FromProxyControl]) -> None:
+    def __init__(self, socket: MessageDealer) -> None:
         self.endpoint = socket.endpoint
         self.socket = socket
         self.proxy_id: str | None = None
@@ -81,7 +80,7 @@ class Registration:
 
     def __init__(
         self,
-        context: Context,
+        network: Network,
         proxy_endpoints: list[str],
         register: RegisterWorker,
         status: Callable[[], WorkerStatus],
@@ -94,7 +93,7 @@ class Registration:
         on_clear_cache: Callable[[], object],
         proxies_file: str = "",
     ) -> None:
-        self._context = context
+        self._network = network
         self._links: list[_ProxyLink] = []
         self._timers = SilenceTimers(HEARTBEAT_INTERVAL_S)  # of the proxies, by endpoint
         self._register = register
@@ -118,8 +117,7 @@ class Registration:
     def _connect(self, endpoint: str) -> None:
         worker = self._register.worker
         identity = f"{worker.worker_id}:{worker.epoch}".encode()
-        socket: DealerSocket[FromProxyControl] = DealerSocket(
-            self._context,
+        socket = self._network.dealer(
             endpoint,
             self._codec,
             lambda message: self._on_message(link, message),

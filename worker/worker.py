@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -34,7 +35,8 @@ from tandem.protocol.messages.dispatch import (
 )
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import ToDecodePeer
-from tandem.protocol.sockets import RouterSocket, new_context
+from tandem.protocol.messaging import MessageRouter, Network
+from tandem.protocol.sockets import new_context
 from tandem.protocol.worker_actions import (
     Action,
     FindBlocks,
@@ -57,12 +59,27 @@ from tandem.worker.tier_traffic import TierTraffic
 
 log = logging.getLogger(__name__)
 
+LoadHost = Callable[[WorkerConfig, Callable[[], None]], Awaitable[EngineHost]]
+
 
 class Worker:
-    """The worker of this process. `run` serves until `stop` is called."""
+    """A worker. `run` serves until `stop` is called.
 
-    def __init__(self, config: WorkerConfig) -> None:
+    load_host: loads what it computes with; its second argument is called when a grammar or adapter is ready.
+    clock: measures durations of transfers; event loops' clocks may be coarser.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        load_host: LoadHost = EngineHost.load,
+        new_network: Callable[[WorkerConfig], Network] = lambda config: new_context("worker", config.network),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
+        self._load_host = load_host
+        self._new_network = new_network
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._presence: Presence | None = None
@@ -77,7 +94,7 @@ class Worker:
 
     async def run(self) -> None:
         config = self._config
-        host = self._host = await EngineHost.load(config, self._start_step)
+        host = self._host = await self._load_host(config, self._start_step)
         model_id = host.loaded.layout.model_id
         scheduler = self._scheduler = WorkerScheduler(
             host.blocks,
@@ -89,10 +106,10 @@ class Worker:
             host.block_bytes,
             [TierState(name, knows_all=name != "store") for name in host.pools.tiers.names],
         )
-        context = new_context("worker", config.network)
-        self._refusals = context.refusals
+        network = self._new_network(config)
+        self._refusals = network.refusals
         endpoint = config.media_cache_endpoint
-        shared = SharedEmbeddings(MediaCacheClient(context, endpoint), model_id) if endpoint else None
+        shared = SharedEmbeddings(MediaCacheClient(network, endpoint), model_id) if endpoint else None
         takes_media = host.loaded.vision is not None
         self._media = MediaIntake(
             host.loaded.vision,
@@ -100,16 +117,24 @@ class Worker:
             config.engine.max_num_batched_tokens // 2,  # the share of a step that its first prompt gets
             shared,
             self._start_step,
-            RemoteMedia(context, config.max_fetched_media_bytes) if takes_media else None,
+            RemoteMedia(network, config.max_fetched_media_bytes) if takes_media else None,
         )
         self._steps = StepLoop(
             scheduler, host.engine, self._metrics, self._loop.time, self._perform, self._media.share_encoded
         )
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
-        self._router = RouterSocket(context, config.endpoint, codec, self._on_message)
-        info = new_worker_info(config, self._router.endpoint, self._metrics)
+        self._router = network.router(config.endpoint, codec, self._on_message)
+        info = new_worker_info(config, self._router.endpoint, host.pids[0], self._metrics)
         self._traffic = KVTraffic(
-            config, info, host, scheduler, context, self._metrics, self._send_to_peer, self._perform
+            config,
+            info,
+            host,
+            scheduler,
+            network,
+            self._metrics,
+            self._send_to_peer,
+            self._perform,
+            self._clock,
         )
         self._tiers = TierTraffic(host.pools.tiers, scheduler.tiers, self._perform)
         self._presence = Presence(
@@ -117,7 +142,7 @@ class Worker:
         )
         try:
             await self._tiers.open()
-            await self._presence.serve(context, self._stopping, self._on_tick)
+            await self._presence.serve(network, self._stopping, self._on_tick)
         finally:
             self._metrics.close()
             self._traffic.close()
@@ -126,7 +151,7 @@ class Worker:
             self._media.close()
             if shared is not None:
                 shared.close()
-            context.term()
+            network.term()
             host.close()
 
     def _on_tick(self, now: float) -> None:
@@ -237,7 +262,7 @@ class Worker:
         self._steps.start()
 
 
-def send_to_proxy(router: RouterSocket[Any], proxy_id: str, message: ToProxy) -> None:
+def send_to_proxy(router: MessageRouter, proxy_id: str, message: ToProxy) -> None:
     """Sends a message, or drops it if the proxy is gone. A first token over the size limit fails its attempt."""
     identity = f"{proxy_id}:0".encode()
     try:

@@ -21,9 +21,10 @@ from tandem.protocol.messages.operations import (
     ScaleRefused,
     ToLauncher,
 )
+from tandem.protocol.messaging import MessageDealer
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.proxy_endpoints import EndpointsFile
-from tandem.protocol.sockets import DealerSocket, new_context
+from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError, Overloaded
 
 PROXY_TIMEOUT_S = 3.0
@@ -112,11 +113,11 @@ async def _ask(
     """Asks every endpoint and returns the answers of `kinds` that arrive in time, at most one for each."""
     context = new_context("operator", network)
     received: asyncio.Queue[Any] = asyncio.Queue()
-    sockets: list[DealerSocket[Any]] = []
+    sockets: list[MessageDealer] = []
     answers: list[Any] = []
     try:
         for endpoint in endpoints:
-            sockets.append(DealerSocket(context, endpoint, codec, received.put_nowait, peer="proxy"))
+            sockets.append(context.dealer(endpoint, codec, received.put_nowait, peer="proxy"))
             sockets[-1].send(question)
         async with asyncio.timeout(timeout_s):
             while len(answers) < len(sockets):

@@ -21,8 +21,7 @@ from tandem.protocol.messages.operations import (
     ScaleRefused,
     ToLauncher,
 )
-from tandem.protocol.network import Context
-from tandem.protocol.sockets import RouterSocket
+from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError
 
 SOCKET_NAME = "launcher.sock"
@@ -42,12 +41,10 @@ class ManagedCluster(Scalable, Protocol):
 class AdminSocket:
     """Binds SOCKET_NAME in `folder` when it is made; `close` closes it."""
 
-    def __init__(self, context: Context, folder: Path, cluster: ManagedCluster, autoscaler: Autoscaler) -> None:
+    def __init__(self, network: Network, folder: Path, cluster: ManagedCluster, autoscaler: Autoscaler) -> None:
         self._cluster = cluster
         self._autoscaler = autoscaler
-        self._socket: RouterSocket[ToLauncher] = RouterSocket(
-            context, f"ipc://{folder / SOCKET_NAME}", Codec(ToLauncher), self._on_message
-        )
+        self._socket = network.router(f"ipc://{folder / SOCKET_NAME}", Codec(ToLauncher), self._on_message)
 
     def _on_message(self, identity: bytes, message: ToLauncher) -> None:
         match message:

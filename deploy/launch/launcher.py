@@ -39,8 +39,7 @@ from tandem.protocol.messages.membership import (
     WorkerOrdered,
 )
 from tandem.protocol.messages.operations import LaunchedProcess
-from tandem.protocol.network import Context
-from tandem.protocol.sockets import DealerSocket
+from tandem.protocol.messaging import MessageDealer, Network
 from tandem.runtime.errors import ConfigError, InternalError, TandemError
 from tandem.runtime.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 from tandem.runtime.tasks import keep_running, start_job
@@ -59,13 +58,13 @@ OnProgress = Callable[[str, float | None], None]
 class Launcher:
     """Runs the processes of one cluster at `site`. `run` returns when it has been stopped by `stop`.
 
-    context: for sockets to the proxies. folder: where the admin socket is bound.
+    network: for sockets to the proxies. folder: where the admin socket is bound.
     """
 
-    def __init__(self, config: ClusterConfig, site: Site, context: Context, folder: Path) -> None:
+    def __init__(self, config: ClusterConfig, site: Site, network: Network, folder: Path) -> None:
         self._config = config
         self._site = site
-        self._context = context
+        self._network = network
         self._folder = folder
         self._children: dict[str, Supervised] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -75,7 +74,7 @@ class Launcher:
         self._fatal: Exception | None = None
         self._ready = False
         self._watchdog = Watchdog()
-        self._controls: dict[str, DealerSocket[FromProxyControl]] = {}  # by proxy
+        self._controls: dict[str, MessageDealer] = {}  # by proxy
         self._reports: dict[str, StatusReport] = {}
 
     def stop(self) -> None:
@@ -110,7 +109,7 @@ class Launcher:
         with ExitStack() as cleanup:
             if not config.join:  # else the cluster's own launcher does this
                 autoscaler = Autoscaler(config, self, boot_s)
-                admin_socket = AdminSocket(self._context, self._folder, self, autoscaler)
+                admin_socket = AdminSocket(self._network, self._folder, self, autoscaler)
                 cleanup.callback(admin_socket.close)
                 if config.prefill or config.workers:  # decode workers alone report no prefill speed to plan with
                     watches["the autoscaler"] = autoscaler.run
@@ -151,7 +150,7 @@ class Launcher:
                 before.close()
             codec: Codec[FromProxyControl] = Codec(FromProxyControl)
             on_answer = partial(self._on_answer, name)
-            self._controls[name] = DealerSocket(self._context, endpoint, codec, on_answer, peer="proxy")
+            self._controls[name] = self._network.dealer(endpoint, codec, on_answer, peer="proxy")
             self._site.set_proxy_endpoints([control.endpoint for control in self._controls.values()])
 
     @property
@@ -292,7 +291,7 @@ class Launcher:
                 self._children[name].replace()
 
     async def _ask_media_cache(self) -> None:
-        cache = MediaCacheClient(self._context, self._site.media_cache_endpoint)
+        cache = MediaCacheClient(self._network, self._site.media_cache_endpoint)
         loop = asyncio.get_running_loop()
         try:
             while True:

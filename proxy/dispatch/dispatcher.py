@@ -64,7 +64,7 @@ class Dispatcher:
     """The sequences of one proxy, and the table of their attempts.
 
     worker_wait_s: how long a prompt waits while no worker of a role is ready. media_cache: tcp endpoint of this host's
-    media cache, for prefill workers on other hosts.
+    media cache, for prefill workers on other hosts. clock: of the stages' times; event loops' clocks may be coarser.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class Dispatcher:
         metrics: ProxyMetrics,
         worker_wait_s: float = 0.0,
         media_cache: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._proxy_id = proxy_id
         self._router = router
         self._connections = connections
@@ -140,7 +142,7 @@ class Dispatcher:
         if delta is not None:
             attempt = sequence.attempt
             assert attempt is not None
-            is_new = attempt.prefill.end(time.monotonic())
+            is_new = attempt.prefill.end(self._clock())
             if is_new and delta.is_first:
                 self._metrics.cached_prompt_tokens.inc(delta.num_cached_tokens)
             if self._trials.is_running:
@@ -290,7 +292,7 @@ class Dispatcher:
         self, sequences: list[DispatchedSequence], route: Route, refused_at: Mapping[str, int] | None = None
     ) -> None:
         """Sends the prompt and what was generated so far to the workers of the route."""
-        shared = SharedPrefill(self._router, route, time.monotonic())
+        shared = SharedPrefill(self._router, route, self._clock())
         attempts: list[Attempt] = []
         for sequence in sequences:
             attempt = Attempt(f"{self._prefix}-{next(self._numbers)}", shared, sequence.notify, refused_at)
@@ -314,7 +316,7 @@ class Dispatcher:
             return
         del self._running[attempt.attempt_id]
         self._trials.on_aborted(asyncio.get_running_loop().time(), attempt)
-        attempt.times.lost_at = time.monotonic()
+        attempt.times.lost_at = self._clock()
         attempt.prefill.end(None)
         self._router.sequence_ended(attempt.route)
         for worker in attempt.busy_workers:
@@ -334,7 +336,7 @@ class Dispatcher:
 
     def on_message(self, worker: WorkerInfo, message: ToProxy) -> None:
         """Passes a message to its attempt. A message about an attempt that is over is ignored."""
-        now = time.monotonic()
+        now = self._clock()
         if isinstance(message, TokenBatch):
             for token in message.tokens:
                 if (attempt := self._find(worker, token.attempt_id)) is not None:

@@ -6,22 +6,21 @@ All messages to a worker take the same socket, so an AbortAttempt cannot overtak
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import ToProxy
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.sockets import DealerSocket
+from tandem.protocol.messaging import MessageDealer, Network
 
 
 class WorkerConnections:
-    def __init__(self, context: Any, proxy_id: str) -> None:
-        self._context = context
+    def __init__(self, network: Network, proxy_id: str) -> None:
+        self._network = network
         self._identity = f"{proxy_id}:0".encode()
         self._codec: Codec[ToProxy] = Codec(ToProxy)
-        self._sockets: dict[str, DealerSocket[ToProxy]] = {}  # by epoch
+        self._sockets: dict[str, MessageDealer] = {}  # by epoch
 
     def open(
         self,
@@ -32,8 +31,7 @@ class WorkerConnections:
         """Connects to a worker. on_message: called on the loop for each message. on_broken: called when the connection
         breaks, and with it messages in flight are lost."""
         assert worker.epoch not in self._sockets
-        self._sockets[worker.epoch] = DealerSocket(
-            self._context,
+        self._sockets[worker.epoch] = self._network.dealer(
             worker.endpoint,
             self._codec,
             lambda message: on_message(worker, message),

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import msgspec
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import FromProxyControl, GetTimeline, TimelineReport
-from tandem.protocol.sockets import DealerSocket
+from tandem.protocol.messaging import MessageDealer, Network
 from tandem.telemetry.request_log import RequestLog
 
 log = logging.getLogger(__name__)
@@ -24,11 +23,11 @@ ANSWER_TIMEOUT_S = 1.0
 class Timelines:
     """peer_endpoints: the other proxies' control sockets, connected at the first lookup."""
 
-    def __init__(self, context: Any, requests: RequestLog, peer_endpoints: list[str]) -> None:
-        self._context = context
+    def __init__(self, network: Network, requests: RequestLog, peer_endpoints: list[str]) -> None:
+        self._network = network
         self._requests = requests
         self._peer_endpoints = peer_endpoints
-        self._peers: list[DealerSocket[FromProxyControl]] = []
+        self._peers: list[MessageDealer] = []
         self._lookups: list[tuple[str, asyncio.Queue[bytes]]] = []  # (request_id, the peers' answers)
 
     def own(self, request_id: str) -> bytes:
@@ -43,7 +42,7 @@ class Timelines:
         if not self._peers:
             codec: Codec[FromProxyControl] = Codec(FromProxyControl)
             self._peers = [
-                DealerSocket(self._context, endpoint, codec, self._on_answer, peer="proxy")
+                self._network.dealer(endpoint, codec, self._on_answer, peer="proxy")
                 for endpoint in self._peer_endpoints
             ]
         lookup = request_id, asyncio.Queue[bytes]()

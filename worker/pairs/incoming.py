@@ -1,4 +1,4 @@
-"""Executes the actions of `worker.pairs.incoming_table`: receivers of data paths, and pidfds that report peers' exits.
+"""Executes the actions of `worker.pairs.incoming_table`: receivers of data paths, and watches for the exits of peers.
 
 Lives on the loop. Callbacks of receivers come on other threads and are posted to it.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from torch._C._distributed_c10d import Store
@@ -20,6 +20,7 @@ from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed, first_line
+from tandem.runtime.exits import WatchExit
 from tandem.worker.pairs.incoming_table import (
     AcceptPair,
     IncomingPairAction,
@@ -46,6 +47,7 @@ class IncomingPairs:
         epoch: str,
         table: IncomingPairTable,
         pools: WorkerPools,
+        watch_exit: WatchExit,
         send: Callable[[str, PairAccepted | PairRefused | ClosePair], None],
         on_pair_lost: Callable[[str, str, bool], None],
         on_prefill_lost: Callable[[str], None],
@@ -57,7 +59,8 @@ class IncomingPairs:
         self._on_pair_lost = on_pair_lost
         self._on_prefill_lost = on_prefill_lost
         self._receivers: dict[str, KVReceiver] = {}
-        self._pidfds: dict[str, set[int]] = {}
+        self._watch_exit = watch_exit
+        self._watches: dict[str, list[Callable[[], None]]] = {}  # each ends a watch
         self._loop = asyncio.get_running_loop()
         self._store_server: StoreServer | None = None
 
@@ -87,8 +90,7 @@ class IncomingPairs:
         """Ends a pair whose data path broke or whose peer violates the protocol."""
         self._perform(self._table.fail(pair_id, reason))
 
-    def _on_exit(self, pair_id: str, pid: int, pidfd: int) -> None:
-        self._unwatch(pair_id, pidfd)
+    def _on_exit(self, pair_id: str, pid: int) -> None:
         self._perform(self._table.on_exit(pair_id, pid))
 
     def close(self) -> None:
@@ -118,7 +120,7 @@ class IncomingPairs:
 
     def _accept(self, action: AcceptPair) -> None:
         pair_id, connector = action.pair_id, load_connector(action.connector)
-        self._pidfds[pair_id] = set()
+        self._watches[pair_id] = []
         try:
             store = self._store_params() if connector.meets_in_store else ConnectorParams()
             receiver = self._pools.open_receiver(
@@ -158,25 +160,20 @@ class IncomingPairs:
 
     def _watch(self, pair_id: str, pids: list[int]) -> None:
         for pid in pids:
+            if pair_id not in self._watches:
+                return  # the exit of one rank has closed the pair
             try:
-                pidfd = os.pidfd_open(pid)
-            except OSError as error:
-                if not isinstance(error, ProcessLookupError):  # it may still live and write
-                    self.fail(pair_id, f"cannot watch process {pid}: {error}")
-                    return
+                end = self._watch_exit(pid, partial(self._on_exit, pair_id, pid))
+            except ProcessLookupError:
                 self._perform(self._table.on_exit(pair_id, pid))
-                continue
-            self._loop.add_reader(pidfd, self._on_exit, pair_id, pid, pidfd)
-            self._pidfds[pair_id].add(pidfd)
-
-    def _unwatch(self, pair_id: str, pidfd: int) -> None:
-        self._pidfds[pair_id].discard(pidfd)
-        self._loop.remove_reader(pidfd)
-        os.close(pidfd)
+            except OSError as error:  # it may still live and write
+                self.fail(pair_id, f"cannot watch process {pid}: {error}")
+                return
+            else:
+                self._watches[pair_id].append(end)
 
     def _close_receiver(self, pair_id: str) -> None:
         if (receiver := self._receivers.pop(pair_id, None)) is not None:  # None if it could not be opened
             receiver.close()
-        for pidfd in list(self._pidfds[pair_id]):
-            self._unwatch(pair_id, pidfd)
-        del self._pidfds[pair_id]
+        for end in self._watches.pop(pair_id):
+            end()

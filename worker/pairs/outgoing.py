@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -18,7 +17,7 @@ from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
-from tandem.protocol.sockets import DealerSocket
+from tandem.protocol.messaging import MessageDealer, Network
 from tandem.runtime.errors import KVTransferFailed
 from tandem.worker.pairs.outgoing_table import (
     Connect,
@@ -39,19 +38,19 @@ class OutgoingPairs:
 
     def __init__(
         self,
-        context: Any,
+        network: Network,
         table: OutgoingPairTable,
         pools: WorkerPools,
         on_message: Callable[[KVReserved | KVRefused | RenewLeases], None],
         on_pair_lost: Callable[[str, str], None],
     ) -> None:
-        self._context = context
+        self._network = network
         self._table = table
         self._pools = pools
         self._on_message = on_message
         self._on_pair_lost = on_pair_lost
         self._codec: Codec[ToPrefillPeer] = Codec(ToPrefillPeer)
-        self._sockets: dict[str, DealerSocket[ToPrefillPeer]] = {}
+        self._sockets: dict[str, MessageDealer] = {}
         self._senders: dict[str, KVSender] = {}
         self._loop = asyncio.get_running_loop()
 
@@ -131,8 +130,7 @@ class OutgoingPairs:
 
     def _connect(self, action: Connect) -> None:
         try:
-            socket: DealerSocket[ToPrefillPeer] = DealerSocket(
-                self._context,
+            socket = self._network.dealer(
                 action.endpoint,
                 self._codec,
                 partial(self._receive, action.pair_id),

@@ -22,6 +22,7 @@ from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, KVLayout, OpenPair
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch
+from tandem.runtime.exits import watch_exit
 from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import IncomingPairTable
 from tests.support.fake_connector import FakeReceiver, FakeSender
@@ -131,6 +132,7 @@ def test_a_path_that_cannot_be_opened_closes_the_pair(install: Install) -> None:
             "epoch",
             table,
             WorkerPools(RankPool(0, layout, blocks, DataNetwork("127.0.0.1")), ConnectorParams()),
+            watch_exit,
             lambda pair_id, message: sent.append(message),
             lambda *loss: lost.append(loss),
             lambda epoch: None,

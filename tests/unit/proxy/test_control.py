@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +24,6 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.refusals import Refusals
-from tandem.proxy import control
 from tandem.proxy.cluster.router import PromptShape
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.control import Control
@@ -64,10 +62,8 @@ class Proxy:
             metrics=cluster.metrics,
             readiness=SimpleNamespace(on_cluster_changed=lambda: None),
         )
-        context: Any = SimpleNamespace(refusals=Refusals(self.refused.append))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(control, "RouterSocket", FakeSocket)
-            self.control = Control(context, ProxyConfig("proxy-0", "", "m", "m"), "proxy", state, cluster.pool)
+        network: Any = SimpleNamespace(refusals=Refusals(self.refused.append), router=FakeSocket)
+        self.control = Control(network, ProxyConfig("proxy-0", "", "m", "m"), "proxy", state, cluster.pool)
         self.socket: Any = self.control._socket
 
     def receive(self, message: msgspec.Struct) -> FromProxyControl | None:

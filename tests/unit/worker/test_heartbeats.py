@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -67,7 +68,6 @@ class FakeSocket:
 
     def __init__(
         self,
-        _: Any,
         endpoint: str,
         codec: Any,
         on_message: Callable[[FromProxyControl], None],
@@ -83,8 +83,8 @@ class FakeSocket:
         pass
 
 
-def test_a_worker_that_was_late_itself_gives_up_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tandem.worker.registration, "DealerSocket", FakeSocket)
+def test_a_worker_that_was_late_itself_gives_up_no_proxy() -> None:
+    network: Any = SimpleNamespace(dealer=FakeSocket)
     loop, lost = ClockedLoop(), list[str]()
 
     async def pass_time(seconds: float, steps: int) -> None:
@@ -97,7 +97,7 @@ def test_a_worker_that_was_late_itself_gives_up_no_proxy(monkeypatch: pytest.Mon
         register = RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64)
         status = WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
         registration = Registration(
-            None,  # type: ignore[arg-type]
+            network,
             ["ipc://proxy"],
             register,
             lambda: status,

@@ -13,6 +13,7 @@ from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, KVLayout, OpenPair
+from tandem.runtime.exits import watch_exit
 from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
 
@@ -73,8 +74,8 @@ def test_a_pair_without_a_store_is_closed_and_leaves_nothing() -> None:
         table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False)
         pool = RankPool(0, LAYOUT, torch.zeros(4, 16384, dtype=torch.uint8), DataNetwork("192.0.2.1"))
         pairs = IncomingPairs(
-            "epoch", table, WorkerPools(pool, ConnectorParams()), lambda pair_id, message: sent.append(message),
-            lambda *loss: None, lambda epoch: None,
+            "epoch", table, WorkerPools(pool, ConnectorParams()), watch_exit,
+            lambda pair_id, message: sent.append(message), lambda *loss: None, lambda epoch: None,
         )  # fmt: skip
         pairs.on_open(FIRST)
         [answer] = sent

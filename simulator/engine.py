@@ -1,0 +1,123 @@
+"""The engine in simulated time. Its tokens are hashes of the tokens before them, which it reads from KV blocks.
+
+So the only right answer to each prompt is known (`answer`), and a block that was lost, mixed up or overwritten shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.engine.batch import Batch, BatchItem, ItemOutput
+from tandem.engine.engine_thread import OnDone, OnReady, StepTiming
+from tandem.protocol.messages.generation import SampledToken
+from tandem.simulator.timeline import ProcessLoop
+
+VOCAB_SIZE = 50_000
+_START = 0x243F6A8885A308D3
+
+
+def _after(state: int, token_id: int) -> int:
+    """Returns the state of a sequence behind one more token."""
+    mixed = (state ^ (token_id + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+    return mixed ^ mixed >> 31
+
+
+def _next_token(state: int) -> int:
+    return 1 + (state >> 20) % (VOCAB_SIZE - 1)
+
+
+def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Returns the tokens that follow the prompt."""
+    state = _START
+    for token_id in prompt:
+        state = _after(state, token_id)
+    generated: list[int] = []
+    for _ in range(num_tokens):
+        generated.append(_next_token(state))
+        state = _after(state, generated[-1])
+    return generated
+
+
+@dataclass
+class Pool:
+    """KV blocks. A slot holds the states before and after its token, or None."""
+
+    num_blocks: int
+    block_size: int
+    blocks: list[list[tuple[int, int] | None]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blocks = [[None] * self.block_size for _ in range(self.num_blocks)]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step: `fixed_s`, and more for each token of a prompt and each sequence."""
+
+    fixed_s: float = 0.004
+    per_prompt_token_s: float = 0.0001
+    per_sequence_s: float = 0.0005
+
+    def of(self, batch: Batch) -> float:
+        num_tokens = sum(len(item.token_ids) for item in batch.items)
+        return self.fixed_s + num_tokens * self.per_prompt_token_s + len(batch.items) * self.per_sequence_s
+
+
+class SimulatedEngine:
+    """Takes the place of `engine.engine_thread.EngineThread`. on_corrupt: called with what is wrong in a sequence."""
+
+    overlaps = False
+
+    def __init__(self, loop: ProcessLoop, pool: Pool, times: StepTimes, on_corrupt: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._pool = pool
+        self._times = times
+        self._on_corrupt = on_corrupt
+        self._is_running = False
+        self.is_stopped = False
+
+    def start(self, on_ready: OnReady) -> None:
+        self._loop.call_soon(on_ready, None)
+
+    def submit(self, batch: Batch | None, on_done: OnDone) -> None:
+        assert batch is not None and not self._is_running, "one step at a time"
+        self._is_running = True
+        step_s = self._times.of(batch)
+        self._loop.call_later(step_s, self._end, batch, on_done, step_s)
+
+    def _end(self, batch: Batch, on_done: OnDone, step_s: float) -> None:
+        self._is_running = False
+        if self.is_stopped:
+            return
+        blocks = self._pool.blocks
+        for source, destination in batch.block_copies:
+            blocks[destination] = list(blocks[source])
+        on_done([self._run(item) for item in batch.items], None, StepTiming(step_s, 0.0))
+
+    def _run(self, item: BatchItem) -> ItemOutput:
+        state = self._read(item)
+        for position, token_id in enumerate(item.token_ids, item.start):
+            following = _after(state, token_id)
+            block, slot = divmod(position, self._pool.block_size)
+            self._pool.blocks[item.block_table[block]][slot] = state, following
+            state = following
+        return ItemOutput([SampledToken(_next_token(state)) for _ in item.samples])
+
+    def _read(self, item: BatchItem) -> int:
+        """Returns the state behind the item's context, as all of its blocks have it."""
+        state = _START
+        for position in range(item.start):
+            block, slot = divmod(position, self._pool.block_size)
+            kept = self._pool.blocks[item.block_table[block]][slot]
+            if kept is None or kept[0] != state:
+                self._on_corrupt(f"position {position} of {item.start}, block {item.block_table[block]}")
+                return 0
+            state = kept[1]
+        return state
+
+    def check(self, now: float) -> None:
+        pass
+
+    def stop(self, timeout_s: float) -> None:
+        self.is_stopped = True

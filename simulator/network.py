@@ -1,0 +1,302 @@
+"""The network in simulated time: connections that delay, fill up and break, but neither lose nor reorder.
+
+`SimulatedNetwork` implements `protocol.messaging.Network` as `protocol.sockets` does: a dealer connects again and
+again, and queues what it sends until then; a router knows its peers by their identities; messages in flight on a
+connection that breaks are lost; a full queue refuses messages. Messages are encoded and decoded as on the wire.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from tandem.protocol.codec import Codec
+from tandem.protocol.network_keys import Part
+from tandem.protocol.refusals import Refusals
+from tandem.runtime.errors import InvalidMessage, ProtocolError
+from tandem.simulator.timeline import ProcessLoop, Timeline
+
+M = TypeVar("M")
+RECONNECT_S = 0.05
+MAX_LATENCY_S = 0.002
+
+
+class Switch:
+    """Joins the networks of all processes. max_queued: messages on one connection that have not been read.
+
+    partitions: pairs of hosts that cannot reach each other.
+    """
+
+    def __init__(self, timeline: Timeline, max_queued: int) -> None:
+        self.timeline = timeline
+        self.max_queued = max_queued
+        self.routers: dict[str, _Router] = {}
+        self.connections: list[_Connection] = []
+        self.partitions: set[frozenset[str]] = set()
+        self.numbers = itertools.count()
+
+    def latency_s(self) -> float:
+        return self.timeline.rng.uniform(0.00002, MAX_LATENCY_S)
+
+    def can_reach(self, one: str, other: str) -> bool:
+        return frozenset((one, other)) not in self.partitions
+
+    def break_connections(self, is_broken: Callable[[str, str], bool]) -> None:
+        """is_broken: called with the names of both processes."""
+        for connection in list(self.connections):
+            if is_broken(connection.dealer.loop.name, connection.router.loop.name):
+                connection.end()
+
+    def partition(self, one: str, other: str) -> None:
+        """Cuts two processes off from each other."""
+        self.partitions.add(frozenset((one, other)))
+        self.break_connections(lambda dealer, router: {dealer, router} == {one, other})
+
+    def heal(self) -> None:
+        self.partitions.clear()
+
+    def on_killed(self, name: str) -> None:
+        """The kernel closes the sockets of a process that has ended."""
+        for endpoint in [endpoint for endpoint, router in self.routers.items() if router.loop.name == name]:
+            if self.routers[endpoint].loop.is_dead:
+                del self.routers[endpoint]
+        for connection in list(self.connections):
+            if connection.dealer.loop.is_dead or connection.router.loop.is_dead:
+                connection.end()
+
+
+class SimulatedNetwork:
+    """The network of one process. `names` of its sockets are those of the process's loop."""
+
+    def __init__(self, switch: Switch, loop: ProcessLoop) -> None:
+        self._switch = switch
+        self._loop = loop
+        self._sockets: list[_Router | _Dealer] = []
+        self.refusals = Refusals(None, loop.time)
+
+    def router(
+        self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None], tcp_endpoint: str = ""
+    ) -> _Router:
+        socket = _Router(self._switch, self._loop, self.refusals, endpoint, codec, on_message)
+        self._sockets.append(socket)
+        return socket
+
+    def dealer(
+        self,
+        endpoint: str,
+        codec: Codec[M],
+        on_message: Callable[[M], None],
+        identity: bytes | None = None,
+        peer: Part = "worker",
+        on_broken: Callable[[], None] | None = None,
+    ) -> _Dealer:
+        socket = _Dealer(self._switch, self._loop, self.refusals, endpoint, codec, on_message, identity, on_broken)
+        self._sockets.append(socket)
+        return socket
+
+    @property
+    def num_dealers(self) -> int:
+        """Dealers that are not closed."""
+        return sum(isinstance(socket, _Dealer) and not socket.is_closed for socket in self._sockets)
+
+    def term(self) -> None:
+        self.destroy()
+
+    def destroy(self, linger: int | None = None) -> None:
+        for socket in self._sockets:
+            socket.close()
+
+
+class _Connection:
+    """One connection: two directions, each of which keeps the order."""
+
+    def __init__(self, switch: Switch, dealer: _Dealer, router: _Router) -> None:
+        self.dealer, self.router = dealer, router
+        self.is_open = True
+        self._switch = switch
+        self._num_queued = {True: 0, False: 0}
+        self._last_at = {True: 0.0, False: 0.0}
+        switch.connections.append(self)
+
+    def has_room(self, *, to_router: bool) -> bool:
+        return self._num_queued[to_router] < self._switch.max_queued
+
+    def send(self, encoded: bytes, *, to_router: bool) -> bool:
+        if not self.has_room(to_router=to_router):
+            return False
+        timeline = self._switch.timeline
+        at = max(timeline.now + self._switch.latency_s(), self._last_at[to_router])
+        self._last_at[to_router] = at
+        self._num_queued[to_router] += 1
+        loop = self.router.loop if to_router else self.dealer.loop
+        loop.call_at(at, self._deliver, encoded, to_router)
+        return True
+
+    def _deliver(self, encoded: bytes, to_router: bool) -> None:
+        self._num_queued[to_router] -= 1
+        if not self.is_open:
+            return
+        if to_router:
+            self.router.receive(self, encoded)
+        else:
+            self.dealer.receive(encoded)
+
+    def end_after_delivery(self) -> None:
+        """Ends the connection once the router has got what was sent to it."""
+        at = max(self._switch.timeline.now + self._switch.latency_s(), self._last_at[True])
+        self.router.loop.call_at(at, self.end)
+
+    def end(self) -> None:
+        """Breaks the connection. Both ends learn of it after what was sent before, as far as they live."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._switch.connections.remove(self)
+        self.router.on_ended(self)
+        self.dealer.on_ended(self)
+
+
+class _Socket:
+    def __init__(self, switch: Switch, loop: ProcessLoop, refusals: Refusals, endpoint: str, codec: Codec[Any]) -> None:
+        self.loop = loop
+        self.endpoint = endpoint
+        self._switch = switch
+        self._codec = codec
+        self._refusals = refusals
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def _is_over(self) -> bool:
+        """Also of a killed process, whose coroutines still run their `finally` blocks when they are collected."""
+        return self._is_closed or self.loop.is_dead
+
+    def _handle(self, handle: Callable[[Any], None], encoded: bytes) -> None:
+        if self._is_over:
+            return
+        try:
+            handle(self._codec.decode(encoded))
+        except ProtocolError as error:
+            reason: Any = "not_possible" if isinstance(error, InvalidMessage) else "not_a_message"
+            self._refusals.count(reason, error.message)
+
+
+class _Router(_Socket):
+    """See `protocol.sockets.RouterSocket`."""
+
+    def __init__(
+        self,
+        switch: Switch,
+        loop: ProcessLoop,
+        refusals: Refusals,
+        endpoint: str,
+        codec: Codec[Any],
+        on_message: Callable[[bytes, Any], None],
+    ) -> None:
+        super().__init__(switch, loop, refusals, endpoint, codec)
+        assert endpoint not in switch.routers, f"{endpoint} is bound"
+        switch.routers[endpoint] = self
+        self._on_message = on_message
+        self._peers: dict[bytes, _Connection] = {}
+
+    def accept(self, connection: _Connection) -> None:
+        identity = connection.dealer.identity
+        before, self._peers[identity] = self._peers.get(identity), connection
+        if before is not None:  # a restarted peer takes over its identity
+            before.end()
+
+    def on_ended(self, connection: _Connection) -> None:
+        if self._peers.get(connection.dealer.identity) is connection:
+            del self._peers[connection.dealer.identity]
+
+    def receive(self, connection: _Connection, encoded: bytes) -> None:
+        self._handle(lambda message: self._on_message(connection.dealer.identity, message), encoded)
+
+    def send(self, identity: bytes, message: msgspec.Struct) -> bool:
+        encoded, connection = self._codec.encode(message), self._peers.get(identity)
+        return not self._is_over and connection is not None and connection.send(encoded, to_router=False)
+
+    def close(self) -> None:
+        if not self._is_over:
+            self._is_closed = True
+            del self._switch.routers[self.endpoint]
+            for connection in list(self._peers.values()):
+                connection.end()
+
+
+class _Dealer(_Socket):
+    """See `protocol.sockets.DealerSocket`."""
+
+    def __init__(
+        self,
+        switch: Switch,
+        loop: ProcessLoop,
+        refusals: Refusals,
+        endpoint: str,
+        codec: Codec[Any],
+        on_message: Callable[[Any], None],
+        identity: bytes | None,
+        on_broken: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(switch, loop, refusals, endpoint, codec)
+        self.identity = identity if identity is not None else f"dealer-{next(switch.numbers)}".encode()
+        self._on_message = on_message
+        self._on_broken = on_broken
+        self._connection: _Connection | None = None
+        self._unsent: deque[bytes] = deque()
+        self.loop.call_later(switch.latency_s(), self._connect)
+
+    def _connect(self) -> None:
+        if self._is_closed and not self._unsent:
+            return
+        router = self._switch.routers.get(self.endpoint)
+        if router is None or not self._switch.can_reach(self.loop.name, router.loop.name):
+            if not self._is_closed:
+                self.loop.call_later(RECONNECT_S, self._connect)
+            return
+        self._connection = _Connection(self._switch, self, router)
+        router.accept(self._connection)
+        while self._unsent and self._connection.has_room(to_router=True):
+            self._connection.send(self._unsent.popleft(), to_router=True)
+
+    def send(self, message: msgspec.Struct) -> bool:
+        encoded = self._codec.encode(message)
+        if self._is_over:
+            return False
+        if self._connection is not None and not self._unsent:
+            return self._connection.send(encoded, to_router=True)
+        if len(self._unsent) >= self._switch.max_queued:
+            return False
+        self._unsent.append(encoded)
+        return True
+
+    def receive(self, encoded: bytes) -> None:
+        self._handle(self._on_message, encoded)
+
+    def on_ended(self, connection: _Connection) -> None:
+        if self._connection is connection:
+            self._connection = None
+            self.loop.call_soon(self._broke)
+
+    def _broke(self) -> None:
+        if self._is_closed:
+            return
+        if self._on_broken is not None:
+            self._on_broken()
+        self.loop.call_later(RECONNECT_S, self._connect)
+
+    def close(self) -> None:
+        """What was sent is delivered, then the router forgets this socket."""
+        if self._is_over:
+            return
+        self._is_closed = True
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.end_after_delivery()

@@ -1,0 +1,112 @@
+"""What one seed runs: the cluster, its load, and the faults that happen to it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.protocol.messages.membership import Role
+
+FaultKind = Literal["kill", "freeze", "leave", "break connections", "partition", "kill proxy", "freeze proxy"]
+FAULT_KINDS: tuple[FaultKind, ...] = (
+    "kill", "freeze", "leave", "break connections", "partition", "kill proxy", "freeze proxy",
+)  # fmt: skip
+LOAD_S = 20.0
+"""Requests and faults begin within this time."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a client. stops_after: tokens after which the client goes away, or None."""
+
+    number: int
+    at: float
+    proxy: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    num_sequences: int
+    priority: int
+    timeout_s: float
+    stops_after: int | None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """duration_s: of a freeze or a partition. target, other: numbers of processes."""
+
+    at: float
+    kind: FaultKind
+    target: int
+    other: int
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """failure_share: of the blocks after which a path breaks. block_s: mean time to write one block."""
+
+    seed: int
+    roles: tuple[Role, ...]
+    num_proxies: int
+    num_blocks: int
+    max_queued: int
+    lease_s: float
+    block_s: float
+    failure_share: float
+    requests: tuple[Request, ...]
+    faults: tuple[Fault, ...]
+
+
+def draw(seed: int) -> Scenario:
+    """Returns the scenario of a seed."""
+    rng = random.Random(f"scenario {seed}")
+    roles: list[Role] = []
+    if rng.random() < 0.4:
+        roles += ["any"] * rng.randint(1, 4)
+    else:
+        roles += ["prefill"] * rng.randint(1, 4)
+        roles += ["decode"] * rng.randint(1, 4)
+    num_proxies = rng.randint(1, 3)
+    chats = [_tokens(rng, rng.randint(1, 120)) for _ in range(rng.randint(1, 6))]
+    requests = [
+        Request(
+            number,
+            at=rng.uniform(2.0, LOAD_S),
+            proxy=rng.randrange(num_proxies),
+            prompt=(rng.choice(chats) if rng.random() < 0.5 else ()) + _tokens(rng, rng.randint(1, 60)),
+            max_tokens=rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, 60)]),
+            num_sequences=rng.choice([1, 1, 1, 2, 4]),
+            priority=rng.choice([0, 0, 0, 1, -1]),
+            timeout_s=rng.choice([600.0, 600.0, 600.0, rng.uniform(0.1, 10.0)]),
+            stops_after=rng.randint(0, 10) if rng.random() < 0.2 else None,
+        )
+        for number in range(rng.choice([5, 20, 60]))
+    ]
+    kinds = rng.sample(FAULT_KINDS, rng.randint(1, len(FAULT_KINDS)))
+    faults = [
+        Fault(
+            at=rng.uniform(2.0, LOAD_S),
+            kind=rng.choice(kinds),
+            target=rng.randrange(16),
+            other=rng.randrange(16),
+            duration_s=rng.choice([rng.uniform(0.01, 1.0), rng.uniform(1.0, 8.0)]),
+        )
+        for _ in range(rng.choice([0, 1, 3, 8]))
+    ]
+    return Scenario(
+        seed=seed,
+        roles=tuple(roles),
+        num_proxies=num_proxies,
+        num_blocks=rng.choice([40, 100, 400]),
+        max_queued=rng.choice([20, 200, 10_000]),
+        lease_s=rng.choice([0.5, 2.0, 10.0]),
+        block_s=rng.choice([0.0001, 0.002, 0.02]),
+        failure_share=rng.choice([0.0, 0.0, 0.01]),
+        requests=tuple(sorted(requests, key=lambda each: each.at)),
+        faults=tuple(sorted(faults, key=lambda each: each.at)),
+    )
+
+
+def _tokens(rng: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(1, 50_000) for _ in range(length))

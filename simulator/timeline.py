@@ -1,0 +1,212 @@
+"""Virtual time: an event loop for each process, and one order of all their events, which a seed decides."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from contextvars import Context, copy_context
+from typing import Any
+
+
+class _Handle:
+    """One callback. Has what asyncio uses of `asyncio.TimerHandle`."""
+
+    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None, when: float):
+        self._run = callback, args, context if context is not None else copy_context()
+        self._when = when
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+    def cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def when(self) -> float:
+        return self._when
+
+    def run(self) -> None:
+        callback, args, context = self._run
+        context.run(callback, *args)
+
+
+class Timeline:
+    """Runs the callbacks of all loops, one at a time. Time passes only when no callback is ready.
+
+    Within a loop, callbacks keep their order; which loop is next is random. on_error(loop name, exception): called
+    when a callback or a task raises.
+    """
+
+    def __init__(self, rng: random.Random, on_error: Callable[[str, BaseException], None]) -> None:
+        self.now = 0.0
+        self.rng = rng
+        self.on_error = on_error
+        self.num_events = 0
+        self.loops: list[ProcessLoop] = []
+        self._ready: list[ProcessLoop] = []  # with callbacks, in the order in which they got their first one
+        self._timers: list[tuple[float, int, ProcessLoop, _Handle]] = []
+        self._numbers = itertools.count()
+
+    def new_loop(self, name: str) -> ProcessLoop:
+        loop = ProcessLoop(self, name)  # type: ignore[abstract]  # what is missing raises NotImplementedError
+        self.loops.append(loop)
+        return loop
+
+    def add_ready(self, loop: ProcessLoop) -> None:
+        self._ready.append(loop)
+
+    def add_timer(self, loop: ProcessLoop, handle: _Handle) -> None:
+        heapq.heappush(self._timers, (handle.when(), next(self._numbers), loop, handle))
+
+    def run(self, until: Callable[[], bool], deadline: float) -> bool:
+        """Runs until the condition holds. Returns False if it does not before virtual time `deadline`."""
+        while not until():
+            if self._ready:
+                number = self.rng.randrange(len(self._ready)) if len(self._ready) > 1 else 0
+                loop = self._ready[number]
+                if not loop.run_once():
+                    self._ready.remove(loop)
+                self.num_events += 1
+                continue
+            if not self._timers or self._timers[0][0] > deadline:
+                self.now = max(self.now, deadline)
+                return False
+            when, _, loop, handle = heapq.heappop(self._timers)
+            if not handle.cancelled():
+                self.now = max(self.now, when)
+                loop.add(handle)
+        return True
+
+
+class ProcessLoop(asyncio.AbstractEventLoop):
+    """The event loop of one simulated process. A frozen one keeps its callbacks; a killed one drops them."""
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self.name = name
+        self._timeline = timeline
+        self._callbacks: deque[_Handle] = deque()
+        self._is_frozen = False
+        self._is_dead = False
+        self._is_queued = False
+        self._tasks: list[asyncio.Task[Any]] = []  # kept: what is collected runs its `finally` blocks
+
+    # ---- the process's fate
+
+    def freeze(self) -> None:
+        self._is_frozen = True
+
+    def wake(self) -> None:
+        self._is_frozen = False
+        self._queue()
+
+    def kill(self) -> None:
+        self._is_dead = True
+        self._callbacks.clear()
+
+    def discard(self) -> None:
+        """Kills the process and ends its coroutines now, so that none runs its `finally` blocks during another run."""
+        self.kill()
+        asyncio._set_running_loop(self)
+        try:
+            for task in self._tasks:
+                with suppress(BaseException):
+                    task.get_coro().close()
+        finally:
+            asyncio._set_running_loop(None)
+
+    @property
+    def is_dead(self) -> bool:
+        return self._is_dead
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._is_frozen
+
+    # ---- used by the timeline
+
+    def add(self, handle: _Handle) -> None:
+        if not self._is_dead:
+            self._callbacks.append(handle)
+            self._queue()
+
+    def _queue(self) -> None:
+        if self._callbacks and not self._is_queued and not self._is_frozen:
+            self._is_queued = True
+            self._timeline.add_ready(self)
+
+    def run_once(self) -> bool:
+        """Runs the oldest callback. Returns whether there are more to run."""
+        if self._callbacks and not self._is_frozen:
+            handle = self._callbacks.popleft()
+            if not handle.cancelled():
+                self._run(handle)
+        self._is_queued = bool(self._callbacks) and not self._is_frozen
+        return self._is_queued
+
+    def _run(self, handle: _Handle) -> None:
+        asyncio._set_running_loop(self)
+        try:
+            handle.run()
+        except Exception as error:
+            self._timeline.on_error(self.name, error)
+        finally:
+            asyncio._set_running_loop(None)
+
+    # ---- asyncio's interface
+
+    def time(self) -> float:
+        return self._timeline.now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> _Handle:
+        handle = _Handle(callback, args, context, self._timeline.now)
+        self.add(handle)
+        return handle
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> _Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> _Handle:
+        return self.call_at(self._timeline.now + max(0.0, delay), callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> _Handle:
+        handle = _Handle(callback, args, context, when)
+        if not self._is_dead:
+            self._timeline.add_timer(self, handle)
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
+    ) -> Any:
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        self._tasks.append(task)
+        return task
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self._is_dead:  # the tasks of a killed process are pending for ever
+            error = context.get("exception") or RuntimeError(context["message"])
+            self._timeline.on_error(self.name, error)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return self._is_dead

@@ -1,0 +1,473 @@
+"""Faults that are put into the product one at a time, to see whether the simulated cluster shows them.
+
+    python -m tests.simulation.cluster_mutations [--seeds 500] [--only NAME,...] [--json FILE]
+
+Each replaces one text of one file, which must occur there exactly once, so the list follows the code. A process is
+forked for each; it imports the product with the changed text, and runs seeds until one breaks a rule. A fault that no
+seed shows means that the draw or the checks are too weak, or that the code is not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+IMPORTED_ONCE = (
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils",
+    "prometheus_client",
+)
+"""Third-party packages that the product imports, which take seconds."""
+
+
+class Mutation(NamedTuple):
+    """what: the fault, in words. file: relative to the root."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+TRAFFIC, OUTGOING, INCOMING = "worker/kv_traffic.py", "worker/pairs/outgoing.py", "worker/pairs/incoming.py"
+OUTGOING_TABLE, INCOMING_TABLE = "worker/pairs/outgoing_table.py", "worker/pairs/incoming_table.py"
+REGISTRATION, PRESENCE, WORKER = "worker/registration.py", "worker/presence.py", "worker/worker.py"
+CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py", "proxy/dispatch/attempt.py"
+DECODE, TRANSFER, PREFILL = "decode_worker/scheduler.py", "decode_worker/transfer.py", "prefill_worker/scheduler.py"
+TABLE = "proxy/cluster/worker_table.py"
+
+SHELL = (
+    Mutation(
+        "the end of a shipment is not reported",
+        TRAFFIC,
+        "self._perform(self._prefill.on_shipped(action.transfer_id, error))",
+        "pass",
+    ),
+    Mutation("leases are not renewed", TRAFFIC, "self._incoming_table.due_for_renewal(now)", "()"),
+    Mutation(
+        "blocks are reserved through a closed pair",
+        TRAFFIC,
+        "if self._incoming_table.is_open(message.pair_id):",
+        "if True:",
+    ),
+    Mutation(
+        "the end of a receive is not reported",
+        TRAFFIC,
+        "self._perform(self._decode.on_received(action.transfer_id, error))",
+        "pass",
+    ),
+    Mutation(
+        "messages to the sender of a pair are lost",
+        TRAFFIC,
+        "            self._send_back(action.pair_id, action.message)\n\n    def ship",
+        "            pass\n\n    def ship",
+    ),
+    Mutation(
+        "a shipment is announced before it is written",
+        TRAFFIC,
+        "        if not one_sided:\n",
+        "        if True:\n",
+    ),
+    Mutation(
+        "a broken control connection is not noticed",
+        OUTGOING,
+        'on_broken=partial(self.fail, action.pair_id, "its control connection broke")',
+        "on_broken=None",
+    ),
+    Mutation(
+        "a sender's end is not reported",
+        OUTGOING,
+        "sender.close(lambda: self._post(self._on_closed, pair_id))",
+        "sender.close(lambda: None)",
+    ),
+    Mutation(
+        "a sender counts as closed while it writes",
+        OUTGOING,
+        "sender.close(lambda: self._post(self._on_closed, pair_id))",
+        "sender.close(lambda: None)\n            self._on_closed(pair_id)",
+    ),
+    Mutation(
+        "a pair's socket is not closed",
+        OUTGOING,
+        "if (socket := self._sockets.pop(action.pair_id, None)) is not None:\n                        socket.close()",
+        "self._sockets.pop(action.pair_id, None)",
+    ),
+    Mutation(
+        "the exit of a prefill worker is not noticed",
+        INCOMING,
+        "partial(self._on_exit, pair_id, pid)",
+        "partial(str)",
+    ),
+    Mutation(
+        "pairs are accepted under the old epoch",
+        INCOMING,
+        "self._epoch = worker.epoch",
+        "pass",
+    ),
+    Mutation(
+        "a silent proxy is not lost",
+        REGISTRATION,
+        "                    self._lose(link)\n\n    def send_to_all",
+        "                    pass\n\n    def send_to_all",
+    ),
+    Mutation(
+        "a worker that was declared lost keeps its requests",
+        REGISTRATION,
+        "self._on_declared_lost(link, message.proxy_id)",
+        "link.socket.send(self._register)",
+    ),
+    Mutation(
+        "requests of a lost proxy are not aborted",
+        REGISTRATION,
+        "# its view stays until a proxy is back\n        self._on_proxy_lost(proxy_id)",
+        "# its view stays until a proxy is back",
+    ),
+    Mutation(
+        "a worker does not register again",
+        REGISTRATION,
+        "                else:\n                    link.socket.send(self._register)",
+        "                else:\n                    pass",
+    ),
+    Mutation("a new epoch keeps the old requests", PRESENCE, "self._perform(self._scheduler.abort_all())", "pass"),
+    Mutation("a new epoch keeps the old pairs", PRESENCE, "self._traffic.begin_epoch(self.info)", "pass"),
+    Mutation("a worker has no clock ticks", PRESENCE, "                on_tick(now)\n", ""),
+    Mutation("a drain has no end", PRESENCE, "if self._drain.is_over(now, self._scheduler.is_idle):", "if False:"),
+    Mutation(
+        "aborts are ignored",
+        WORKER,
+        "self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))",
+        "pass",
+    ),
+    Mutation(
+        "a refused prompt is not answered",
+        WORKER,
+        "for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:",
+        "for attempt_id in ():",
+    ),
+    Mutation(
+        "actions of an event do not start a step",
+        WORKER,
+        "                    self._tiers.find(action)\n        self._start_step()",
+        "                    self._tiers.find(action)",
+    ),
+    Mutation("the end of a step is not counted", "worker/step_loop.py", "self._num_in_flight -= 1", "pass"),
+    Mutation(
+        "the dispatcher is not told of a lost worker",
+        CONTROL,
+        "self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed)",
+        "pass",
+    ),
+    Mutation(
+        "the connection to a lost worker stays open",
+        CONTROL,
+        "self._connections.close(gone.worker)",
+        "pass",
+    ),
+    Mutation("silent workers are not looked for", CONTROL, "self._apply(self._table.check(self._loop.time()))", "pass"),
+    Mutation(
+        "an unknown worker is not told so", CONTROL, "self._view(known, self._table", "self._view(True, self._table"
+    ),
+    Mutation(
+        "a new worker is not shown to the others",
+        CONTROL,
+        "        for identity in self._identities.values():\n            self._socket.send(identity, view)",
+        "        for identity in ():\n            self._socket.send(identity, view)",
+    ),
+    Mutation(
+        "a broken connection to a worker is not noticed",
+        "proxy/dispatch/worker_connections.py",
+        "on_broken=lambda: on_broken(worker)",
+        "on_broken=None",
+    ),
+)
+
+PURE = (
+    Mutation("an ended attempt is not aborted", DISPATCHER, "for worker in attempt.busy_workers:", "for worker in ():"),
+    Mutation(
+        "an ended sequence still counts on its worker", DISPATCHER, "self._router.sequence_ended(attempt.route)", "pass"
+    ),
+    Mutation("an ended attempt stays in the table", DISPATCHER, "del self._running[attempt.attempt_id]", "pass"),
+    Mutation(
+        "a lost attempt is not followed by another",
+        DISPATCHER,
+        "            self._start_over(sequence)\n        return delta",
+        "            pass\n        return delta",
+    ),
+    Mutation(
+        "waiting prompts are not tried again",
+        DISPATCHER,
+        "        self._retry_timer = None\n        self.on_cluster_changed()",
+        "        self._retry_timer = None",
+    ),
+    Mutation("a lost prefill worker costs no attempt", ATTEMPT, "self._first_released and self.has_decoded:", "True:"),
+    Mutation(
+        "the first token is released without its blocks",
+        ATTEMPT,
+        "if first.finish_reason is None and not self._decode_reserved:",
+        "if False:",
+    ),
+    Mutation(
+        "a preempted attempt is over before its tokens are taken",
+        "proxy/dispatch/sequence.py",
+        "and attempt.is_over and not attempt.has_tokens",
+        "and attempt.is_over",
+    ),
+    Mutation(
+        "another process may answer for a decode worker",
+        OUTGOING_TABLE,
+        "if message.decode_epoch != pair.peer.epoch:",
+        "if False:",
+    ),
+    Mutation(
+        "a failed pair is opened again while its sender writes",
+        OUTGOING_TABLE,
+        'pair.state == "failed" and pair.closed and',
+        'pair.state == "failed" and',
+    ),
+    Mutation("a failed pair is not opened again", OUTGOING_TABLE, "now - pair.failed_at > RETRY_INTERVAL_S", "False"),
+    Mutation(
+        "pairs with workers that left stay",
+        OUTGOING_TABLE,
+        "gone = [pair for epoch, pair in self._by_epoch.items() if epoch not in self._view]",
+        "gone = []",
+    ),
+    Mutation(
+        "a closed pair is not forgotten",
+        OUTGOING_TABLE,
+        "if not pair.dropped or not (pair.closed or",
+        "if True or not (pair.closed or",
+    ),
+    Mutation(
+        "the exit of a peer is ignored",
+        INCOMING_TABLE,
+        "        pair.live_pids.discard(pid)\n        if pair.live_pids:",
+        "        if True:",
+    ),
+    Mutation(
+        "silence is proof that a peer has stopped",
+        INCOMING_TABLE,
+        'left the cluster", False))',
+        'left the cluster", True))',
+    ),
+    Mutation(
+        "a broken pair is proof that its peer has stopped",
+        INCOMING_TABLE,
+        "return [close, IncomingPairLost(pair_id, reason, False)]",
+        "return [close, IncomingPairLost(pair_id, reason, True)]",
+    ),
+    Mutation(
+        "a closed pair does not stop its receiver",
+        INCOMING_TABLE,
+        "return [StopReceiver(pair.pair_id), IncomingPairLost(pair.pair_id, reason, True)]",
+        "return [IncomingPairLost(pair.pair_id, reason, True)]",
+    ),
+    Mutation(
+        "blocks of an ended request are reused at once",
+        TRANSFER,
+        "return bool(self.receives) or not (self.peer_stopped or all_here)",
+        "return bool(self.receives)",
+    ),
+    Mutation(
+        "decoding begins before all blocks have arrived",
+        TRANSFER,
+        "            and self.num_received_blocks == len(self.written_block_ids)\n",
+        "",
+    ),
+    Mutation(
+        "a transfer that was closed early may still begin",
+        DECODE,
+        "            self._transfers.close(transfer_id)\n            return []\n        transfer.peer_stopped = True",
+        "            return []\n        transfer.peer_stopped = True",
+    ),
+    Mutation(
+        "decode ignores aborts", DECODE, "return self._end(sequence) if sequence is not None else []", "return []"
+    ),
+    Mutation(
+        "decode has no deadlines",
+        DECODE,
+        "late = [s for s in self._by_request.values() if now >=",
+        "late = [s for s in () if now >=",
+    ),
+    Mutation(
+        "prefill is not told that a request has ended",
+        DECODE,
+        "        if not transfer.peer_stopped:",
+        "        if False:",
+    ),
+    Mutation("unclaimed reservations stay", DECODE, "now >= transfer.arrived_at + UNCLAIMED_TIMEOUT_S", "False"),
+    Mutation(
+        "a lost prefill worker does not end the prompts that wait for it",
+        DECODE,
+        "if p.prefill_epoch == prefill_epoch]",
+        "if False]",
+    ),
+    Mutation(
+        "a block is published under the next one's hash",
+        DECODE,
+        "(sequence.num_tokens - 2) //",
+        "(sequence.num_tokens - 2 - self.blocks.block_size) //",
+    ),
+    Mutation(
+        "kept blocks are published one too far",
+        TRANSFER,
+        "return self.written_block_ids[: self.num_kept_blocks]",
+        "return self.written_block_ids[1 : 1 + self.num_kept_blocks]",
+    ),
+    Mutation(
+        "leases do not expire", PREFILL, "for transfer_id in self._leases.expired(now):", "for transfer_id in ():"
+    ),
+    Mutation(
+        "blocks are released while they are shipped",
+        PREFILL,
+        "prompt.in_step or prompt.num_ships_in_flight or",
+        "prompt.in_step or",
+    ),
+    Mutation(
+        "blocks are released during their step",
+        PREFILL,
+        "if prompt.in_step or prompt.num_ships_in_flight",
+        "if prompt.num_ships_in_flight",
+    ),
+    Mutation(
+        "the decode worker is not told of a given up transfer",
+        PREFILL,
+        "if prompt.reserve_sent and prompt.pair_id is not None:",
+        "if False:",
+    ),
+    Mutation("prompts of a lost pair go on", PREFILL, "if prompt.pair_id == pair_id]", "if False]"),
+    Mutation("two full workers wait for each other", PREFILL, "        if not late:\n", "        if True:\n"),
+    Mutation("a reservation is counted twice", PREFILL, "or prompt.dst_block_ids is not None:", "or False:"),
+    Mutation(
+        "a new process is taken for the one that exited",
+        TABLE,
+        "for each in gone if each.pid == pid]",
+        "for each in gone]",
+    ),
+    Mutation("silence is never noticed", TABLE, "self._timers.silent(now, self._worker_silence_s)]", "()]"),
+    Mutation(
+        "a restarted worker does not replace itself",
+        TABLE,
+        "        for old in namesakes:\n            self._delete(old.epoch)\n",
+        "",
+    ),
+    Mutation(
+        "a worker that leaves is not removed",
+        TABLE,
+        'LostWorker(record.worker, "it has left")] if record is not None else []',
+        "] if False else []",
+    ),
+    Mutation(
+        "prefixes with other beginnings are shared",
+        "protocol/prefix_hash.py",
+        "digest = blake2b(parent, digest_size=_DIGEST_BYTES)",
+        "digest = blake2b(digest_size=_DIGEST_BYTES)",
+    ),
+    Mutation(
+        "a shared block is freed with its first holder",
+        "engine/block_manager.py",
+        "            if self._num_holders[block_id]:\n                continue\n",
+        "",
+    ),
+)
+
+MUTATIONS = SHELL + PURE
+
+
+class _MutatedLoader(importlib.machinery.SourceFileLoader):
+    """Loads a module from its changed source."""
+
+    def __init__(self, name: str, path: str, mutation: Mutation) -> None:
+        super().__init__(name, path)
+        self._mutation = mutation
+
+    def get_code(self, fullname: str) -> Any:
+        source = mutated(self._mutation)
+        return compile(source, self.path, "exec", dont_inherit=True)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+        self._name = "tandem." + mutation.file.removesuffix(".py").replace("/", ".")
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
+        if name != self._name:
+            return None
+        loader = _MutatedLoader(name, str(ROOT / self._mutation.file), self._mutation)
+        return importlib.util.spec_from_loader(name, loader)
+
+
+def mutated(mutation: Mutation) -> str:
+    """Returns the changed source. Raises AssertionError unless the text occurs once."""
+    source = (ROOT / mutation.file).read_text()
+    num = source.count(mutation.old)
+    assert num == 1, f"{mutation.file} has {num} times: {mutation.old}"
+    return source.replace(mutation.old, mutation.new)
+
+
+def _first_violation(mutation: Mutation, seeds: Sequence[int], answers: Any) -> None:
+    """Runs in a process of its own. Puts the first seed that shows the fault, and the rule that it breaks."""
+    sys.meta_path.insert(0, _Finder(mutation))
+    from tandem.simulator.run import run
+    from tandem.simulator.scenario import draw
+
+    for seed in seeds:
+        if violations := run(draw(seed)).violations:
+            answers.put((seed, str(violations[0])))
+            return
+    answers.put((None, ""))
+
+
+def find(mutation: Mutation, seeds: Sequence[int], timeout_s: float = 900.0) -> tuple[int | None, str]:
+    """Returns the first seed that shows the fault and the rule that it breaks, or (None, "")."""
+    assert not any(name.startswith("tandem.worker") for name in sys.modules), "the product is imported already"
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
+    context = multiprocessing.get_context("fork")
+    answers: Any = context.Queue()
+    process = context.Process(target=_first_violation, args=(mutation, seeds, answers))
+    process.start()
+    try:
+        found: tuple[int | None, str] = answers.get(timeout=timeout_s)
+    finally:
+        process.kill()
+        process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=500)
+    parser.add_argument("--only", default="", help="mutations that contain this text")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    report: list[dict[str, Any]] = []
+    for mutation in MUTATIONS:
+        if options.only not in mutation.what:
+            continue
+        began = time.monotonic()
+        seed, rule = find(mutation, range(1, options.seeds + 1))
+        where = "shell" if mutation in SHELL else "pure"
+        report.append({"fault": mutation.what, "file": mutation.file, "part": where, "seed": seed, "rule": rule})
+        shown, took_s = "-" if seed is None else seed, time.monotonic() - began
+        print(f"{shown:>4}  {mutation.what} ({mutation.file}), {took_s:.0f} s: {rule[:160]}", flush=True)
+    num_found = sum(each["seed"] is not None for each in report)
+    print(f"{num_found} of {len(report)} found within {options.seeds} seeds")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

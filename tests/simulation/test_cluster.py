@@ -1,0 +1,224 @@
+"""The real cluster in simulated time (`simulator`): seeds break no rule, decide everything, and show broken rules."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tandem.simulator.run
+from tandem.deploy.commands.simulate import simulate
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.membership import GetStatus, ToProxyControl
+from tandem.simulator.engine import answer
+from tandem.simulator.network import SimulatedNetwork, Switch
+from tandem.simulator.run import run
+from tandem.simulator.scenario import draw
+from tandem.simulator.timeline import Timeline
+from tests.simulation.cluster_mutations import MUTATIONS, ROOT, mutated
+
+CODEC: Codec[ToProxyControl] = Codec(ToProxyControl)
+
+
+def check_seeds(first: int, last: int) -> None:
+    for seed in range(first, last + 1):
+        assert run(draw(seed)).violations == [], f"seed {seed}; see `tandem simulate --seed {seed}`"
+
+
+@pytest.mark.parametrize("first", [1, 11, 21])
+def test_seeds_break_no_rule(first: int) -> None:
+    check_seeds(first, first + 9)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(1001, 1300, 100))
+def test_many_seeds_break_no_rule(first: int) -> None:
+    check_seeds(first, first + 99)
+
+
+def test_a_seed_decides_everything() -> None:
+    """Also in processes in which sets have another order."""
+    code = """
+import hashlib
+from tandem.simulator.run import run
+from tandem.simulator.scenario import draw
+for seed in range(3, 9):
+    result = run(draw(seed))
+    print(result.num_events, hashlib.sha256(repr(result.log).encode()).hexdigest())
+"""
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True, text=True, timeout=200, check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }  # fmt: skip
+    here = ""
+    for seed in range(3, 9):
+        result = run(draw(seed))
+        here += f"{result.num_events} {hashlib.sha256(repr(result.log).encode()).hexdigest()}\n"
+    assert outputs == {here}
+
+
+def test_a_violation_is_told_and_made_smaller(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert simulate(1, "", 0.0, tmp_path / "log") == 0
+    assert "no violation; 60 requests" in capsys.readouterr().out
+    monkeypatch.setattr(
+        tandem.simulator.run, "answer", lambda prompt, num_tokens: [*answer(prompt, num_tokens)[:-1], 7]
+    )
+    assert simulate(1, "", 0.0, tmp_path / "log") == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("seed 1: ") and ": wrong tokens: request " in printed
+    assert " 1 of 60 requests, 0 of 1 faults" in printed
+    assert "VIOLATION: wrong tokens" in printed and "VIOLATION" in (tmp_path / "log").read_text()
+
+
+def test_each_mutation_changes_the_product() -> None:
+    """All are run by `python -m tests.simulation.cluster_mutations`, see `bench/results/simulator_mutations.json`."""
+    assert len({mutation.what for mutation in MUTATIONS}) == len(MUTATIONS) >= 40
+    for mutation in MUTATIONS:
+        compile(mutated(mutation), mutation.file, "exec")
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_broken_rules_are_found() -> None:
+    """Of the parts of a worker and of a proxy, one fault each."""
+    for name in ("a sender counts as closed", "aborts are ignored", "an unknown worker is not told", "released during"):
+        command = [sys.executable, "-m", "tests.simulation.cluster_mutations", "--seeds", "100", "--only", name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert "1 of 1 found" in done.stdout, done.stdout + done.stderr
+
+
+# ---- time and network
+
+
+class World:
+    def __init__(self, max_queued: int = 10) -> None:
+        self.errors: list[str] = []
+        self.timeline = Timeline(random.Random(0), lambda name, error: self.errors.append(f"{name}: {error!r}"))
+        self.switch = Switch(self.timeline, max_queued)
+        self.received: list[tuple[bytes, str]] = []
+        self.broken: list[float] = []
+        self.server, self.client = self.timeline.new_loop("server"), self.timeline.new_loop("client")
+
+    def bind(self) -> Any:
+        network = SimulatedNetwork(self.switch, self.server)
+        return network.router("ipc:///x", CODEC, lambda identity, _: self.received.append((identity, "status")))
+
+    def connect(self) -> Any:
+        network = SimulatedNetwork(self.switch, self.client)
+        return network.dealer(
+            "ipc:///x", CODEC, lambda message: None, b"me", on_broken=lambda: self.broken.append(self.timeline.now)
+        )
+
+    def pass_time(self, seconds: float) -> None:
+        self.timeline.run(lambda: False, self.timeline.now + seconds)
+
+
+def test_time_passes_when_nothing_is_ready_and_callbacks_keep_their_order() -> None:
+    world, seen = World(), list[Any]()
+
+    async def work() -> None:
+        for number in range(3):
+            seen.append((asyncio.get_running_loop().time(), number))
+            await asyncio.sleep(10)
+        raise ValueError("on purpose")
+
+    world.client.call_soon(lambda: asyncio.ensure_future(work(), loop=world.client))
+    for number in range(5):
+        world.client.call_soon(seen.append, number)
+    world.pass_time(100)
+    assert seen == [0, 1, 2, 3, 4, (0.0, 0), (10.0, 1), (20.0, 2)]
+
+
+def test_a_frozen_process_goes_on_later_and_a_killed_one_does_not() -> None:
+    world, seen = World(), list[float]()
+    world.client.call_later(1.0, lambda: seen.append(world.timeline.now))
+    world.client.call_later(2.0, lambda: seen.append(world.timeline.now))
+    world.client.freeze()
+    world.server.call_later(5.0, world.client.wake)
+    world.pass_time(10)
+    assert seen == [5.0, 5.0]
+    world.client.call_later(1.0, lambda: seen.append(world.timeline.now))
+    world.client.kill()
+    world.pass_time(10)
+    assert seen == [5.0, 5.0] and not world.errors
+
+
+def test_an_error_of_a_callback_is_reported() -> None:
+    world = World()
+    world.client.call_soon(lambda: 1 / 0)
+    world.pass_time(1)
+    assert world.errors == ["client: ZeroDivisionError('division by zero')"]
+
+
+def test_a_dealer_queues_until_its_router_is_there() -> None:
+    world = World(max_queued=3)
+    dealer = world.connect()
+    assert [dealer.send(GetStatus()) for _ in range(4)] == [True, True, True, False]
+    world.pass_time(1)
+    assert world.received == []
+    world.bind()
+    world.pass_time(1)
+    assert world.received == [(b"me", "status")] * 3
+
+
+def test_a_frozen_router_fills_the_queue() -> None:
+    world = World(max_queued=3)
+    world.bind()
+    dealer = world.connect()
+    world.pass_time(1)
+    world.server.freeze()
+    assert [dealer.send(GetStatus()) for _ in range(4)] == [True, True, True, False]
+    world.pass_time(1)
+    world.server.wake()
+    world.pass_time(1)
+    assert len(world.received) == 3 and dealer.send(GetStatus())
+
+
+def test_a_broken_connection_loses_what_was_in_flight_and_comes_back() -> None:
+    world = World()
+    router, dealer = world.bind(), world.connect()
+    world.pass_time(1)
+    assert dealer.send(GetStatus())
+    world.switch.break_connections(lambda one, two: True)
+    assert not router.send(b"me", GetStatus()), "the peer is unknown"
+    world.pass_time(1)
+    assert world.received == [] and world.broken == [1.0]
+    assert dealer.send(GetStatus()) and router.send(b"me", GetStatus())
+    world.pass_time(1)
+    assert len(world.received) == 1
+
+
+def test_processes_that_are_cut_off_do_not_connect() -> None:
+    world = World()
+    world.bind()
+    world.switch.partition("client", "server")
+    dealer = world.connect()
+    dealer.send(GetStatus())
+    world.pass_time(1)
+    assert world.received == []
+    world.switch.heal()
+    world.pass_time(1)
+    assert len(world.received) == 1
+
+
+def test_a_closing_dealer_delivers_and_is_forgotten() -> None:
+    world = World()
+    router, dealer = world.bind(), world.connect()
+    world.pass_time(1)
+    dealer.send(GetStatus())
+    dealer.close()
+    world.pass_time(1)
+    assert len(world.received) == 1 and not router.send(b"me", GetStatus()) and world.broken == []
