@@ -66,12 +66,12 @@ def test_host_memory_that_is_never_opened_ends_the_worker(monkeypatch: pytest.Mo
 
 def test_a_worker_registers_when_its_host_memory_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("WorkerScheduler", "MediaIntake", "MediaCacheClient", "SharedEmbeddings", "RemoteMedia", "StepLoop")
-    for name in (*parts, "RouterSocket", "new_context", "new_worker_info", "KVTraffic", "Codec", "EmbeddingCache"):
+    for name in (*parts, "new_worker_info", "KVTraffic", "Codec", "EmbeddingCache"):
         monkeypatch.setattr(worker, name, MagicMock())
     tiers, events = Tiers("host"), list[str]()
     host = MagicMock(pools=MagicMock(tiers=tiers))
     tiers.close = lambda: None  # type: ignore[attr-defined]
-    monkeypatch.setattr(worker, "EngineHost", MagicMock(load=AsyncMock(return_value=host)))
+    load = AsyncMock(return_value=host)
 
     async def serve(*arguments: Any) -> None:
         events.append("registers")
@@ -80,7 +80,7 @@ def test_a_worker_registers_when_its_host_memory_is_open(monkeypatch: pytest.Mon
 
     async def run() -> None:
         config = MagicMock(itl_slo_ms=0, embedding_cache_bytes=0)
-        running = asyncio.create_task(Worker(config).run())
+        running = asyncio.create_task(Worker(config, load, MagicMock()).run())
         asked = asyncio.create_task(tiers.is_asked.wait())
         await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
         assert tiers.refreshing.keys() == {"host"}
