@@ -31,7 +31,7 @@ from tandem.runtime.tasks import start
 from tandem.simulator.engine import answer
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.processes import BLOCK_SIZE, Machine, SimulatedProxy, SimulatedWorker
-from tandem.simulator.scenario import LOAD_S, Fault, Request, Scenario
+from tandem.simulator.scenario import LOAD_S, START_S, Fault, Request, Scenario
 from tandem.simulator.timeline import Timeline
 
 RESTART_S = 0.8
@@ -139,7 +139,7 @@ class _Run:
         self._launcher.call_soon(self._begin)
 
     def run(self) -> Result:
-        last = LOAD_S + max((fault.duration_s for fault in self._scenario.faults), default=0.0)
+        last = START_S + LOAD_S + max((fault.duration_s for fault in self._scenario.faults), default=0.0)
         self._timeline.run(self._is_broken, last)
         self._has_faults = False
         self._expect("a request does not end", self._unfinished, last + RECOVERY_S)

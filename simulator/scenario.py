@@ -12,8 +12,8 @@ FaultKind = Literal["kill", "freeze", "leave", "break connections", "partition",
 FAULT_KINDS: tuple[FaultKind, ...] = (
     "kill", "freeze", "leave", "break connections", "partition", "kill proxy", "freeze proxy",
 )  # fmt: skip
-LOAD_S = 20.0
-"""Requests and faults begin within this time."""
+START_S, LOAD_S = 2.0, 18.0
+"""Requests and faults begin after `START_S`, and within at most `LOAD_S`."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,12 @@ def draw(seed: int) -> Scenario:
         roles += ["prefill"] * rng.randint(1, 4)
         roles += ["decode"] * rng.randint(1, 4)
     num_proxies = rng.randint(1, 3)
+    end = START_S + rng.choice([1.0, 5.0, LOAD_S])
     chats = [_tokens(rng, rng.randint(1, 120)) for _ in range(rng.randint(1, 6))]
     requests = [
         Request(
             number,
-            at=rng.uniform(2.0, LOAD_S),
+            at=rng.uniform(START_S, end),
             proxy=rng.randrange(num_proxies),
             prompt=(rng.choice(chats) if rng.random() < 0.5 else ()) + _tokens(rng, rng.randint(1, 60)),
             max_tokens=rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, 60)]),
@@ -86,7 +87,7 @@ def draw(seed: int) -> Scenario:
     kinds = rng.sample(FAULT_KINDS, rng.randint(1, len(FAULT_KINDS)))
     faults = [
         Fault(
-            at=rng.uniform(2.0, LOAD_S),
+            at=rng.uniform(START_S, end),
             kind=rng.choice(kinds),
             target=rng.randrange(16),
             other=rng.randrange(16),
@@ -99,9 +100,9 @@ def draw(seed: int) -> Scenario:
         roles=tuple(roles),
         num_proxies=num_proxies,
         num_blocks=rng.choice([40, 100, 400]),
-        max_queued=rng.choice([20, 200, 10_000]),
+        max_queued=rng.choice([3_000, 10_000]),  # more than a worker sends to a silent proxy before it is lost
         lease_s=rng.choice([0.5, 2.0, 10.0]),
-        block_s=rng.choice([0.0001, 0.002, 0.02]),
+        block_s=rng.choice([0.0001, 0.002, 0.02, 0.1]),
         failure_share=rng.choice([0.0, 0.0, 0.01]),
         requests=tuple(sorted(requests, key=lambda each: each.at)),
         faults=tuple(sorted(faults, key=lambda each: each.at)),

@@ -23,6 +23,7 @@ from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import (
+    AbortAllAttempts,
     AbortAttempt,
     AttemptFailed,
     FirstToken,
@@ -184,6 +185,8 @@ class Worker:
                 self._take(message)
             case AbortAttempt():
                 self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))
+            case AbortAllAttempts():
+                self._perform(self._scheduler.on_proxy_lost(message.proxy_id))
             case _:
                 self._traffic.on_message(message, self._host.loaded.vocab_size)
 

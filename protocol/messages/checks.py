@@ -34,6 +34,8 @@ MAX_TIERS = 16
 """Tiers of one worker's KV cache."""
 MAX_PAIRS = 4096
 """Pairs of one worker, i.e. workers of the other role."""
+MAX_CLOSED_PAIRS = 1000
+"""Pairs with one worker that were closed before and are named in `OpenPair`; the newest."""
 _MAX_FEW_LOGPROBS = 256
 """Top tokens that may be asked for even if the vocabulary is smaller: a beam search of width 128 needs 256."""
 MAX_LORA_MODULES = 100_000
@@ -119,6 +121,8 @@ def check_open_pair(message: OpenPair) -> None:
     _require(len(pids) <= MAX_RANKS and all(0 < pid <= _MAX_PID for pid in pids), kind, "prefill_pids", "out of range")
     _require(math.isfinite(message.lease_s) and message.lease_s >= 0.1, kind, "lease_s", "out of range")
     _require(len(message.connectors) <= 64, kind, "connectors", "too many")
+    _require(len(message.closed_pair_ids) <= MAX_CLOSED_PAIRS, kind, "closed_pair_ids", "too many")
+    _check_names(kind, message.closed_pair_ids)
     _check_names(kind, (message.pair_id, message.prefill_worker_id, message.prefill_epoch))
 
 

@@ -82,6 +82,15 @@ class AbortAttempt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     attempt_id: str
 
 
+class AbortAllAttempts(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to worker: the proxy has given the worker up, or their connection broke and messages may be lost.
+
+    All of the proxy's attempts end, also those that the proxy has aborted by a lost message. No answer.
+    """
+
+    proxy_id: str
+
+
 class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Worker to proxy: the prompt is computed. Terminal if `finish_reason` is set.
 
@@ -149,5 +158,5 @@ class AttemptFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     error: ErrorInfo
 
 
-ToWorker = StartPrefill | PrepareDecode | AbortAttempt
+ToWorker = StartPrefill | PrepareDecode | AbortAttempt | AbortAllAttempts
 ToProxy = FirstToken | DecodeReserved | TokenBatch | AttemptPreempted | AttemptFailed

@@ -76,7 +76,8 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
     prefill_pids: processes of all ranks, each of which may write to the decode worker's pools. checksums: whether this
     side wants all blocks verified. lease_s: how long it keeps a transfer's blocks after each RenewLeases. number:
-    counts this epoch's pairs; a later one replaces earlier ones.
+    counts this epoch's pairs; a later one replaces earlier ones. closed_pair_ids: this process's earlier pairs with the
+    decode worker that have stopped; their ClosePair may have been lost with its connection.
     """
 
     version: int
@@ -91,6 +92,7 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     checksums: bool = False
     lease_s: float = 10.0
     number: int = 0
+    closed_pair_ids: list[str] = []
 
 
 class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -30,6 +30,7 @@ import msgspec
 
 from tandem.protocol.codec import MessageTooLarge
 from tandem.protocol.messages.dispatch import (
+    AbortAllAttempts,
     AbortAttempt,
     AttemptFailed,
     AttemptPreempted,
@@ -380,10 +381,11 @@ class Dispatcher:
                     self._refused.add(asyncio.get_running_loop().time(), sequence.prompt, sequence.sampling)
                     sequence.fail(RequestCrashesWorkers())
         error = WorkerLost(f"{worker.role} worker {worker.worker_id} was lost while it held the request: {reason}")
+        # A worker that was only frozen must not finish sequences when it wakes up, and a connection that broke may have
+        # lost aborts.
+        self._connections.send(worker, AbortAllAttempts(self._proxy_id))
         for attempt in self._running.values():
             if attempt.runs_on(worker):
-                # A worker that was only frozen must not finish the sequence when it wakes up.
-                self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
                 attempt.on_worker_lost(worker, error)
 
     def fail_all(self, error: TandemError) -> None:

@@ -113,6 +113,14 @@ class IncomingPairTable:
     def on_open(self, message: OpenPair) -> list[IncomingPairAction]:
         if message.pair_id in self._by_id or message.pair_id in self._gone:
             return []
+        actions: list[IncomingPairAction] = []
+        for pair_id in message.closed_pair_ids:
+            pair = self._by_id.get(pair_id)
+            if pair is None or pair.prefill_worker_id == message.prefill_worker_id:
+                actions += self.on_close(pair_id, "its peer has closed it")
+        return actions + self._open(message)
+
+    def _open(self, message: OpenPair) -> list[IncomingPairAction]:
         try:
             connector = agree(message, self.layout, self.host_id, self.device, self.connectors)
         except KVLayoutMismatch as mismatch:

@@ -10,12 +10,14 @@ as proof that nothing more will be written.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
+from tandem.protocol.messages.checks import MAX_CLOSED_PAIRS, MAX_PAIRS
 from tandem.protocol.messages.membership import (
     DECODE_ROLES,
     PREFILL_ROLES,
@@ -102,6 +104,15 @@ class OutgoingPair:
     failed_at: float = 0.0
     closed: bool = False  # the sender has stopped and ClosePair was sent
     dropped: bool = False
+    closed_pair_ids: list[str] = field(default_factory=list)  # see OpenPair
+
+
+_Process = tuple[str, int]
+"""A worker's id and process id: one process may have several epochs."""
+
+
+def _process(worker: WorkerInfo) -> _Process:
+    return worker.worker_id, worker.pid
 
 
 @dataclass(eq=False)
@@ -123,6 +134,7 @@ class OutgoingPairTable:
     _num_opened: int = 0
     _view: dict[str, WorkerInfo] = field(default_factory=dict)  # all workers, by epoch
     _by_epoch: dict[str, OutgoingPair] = field(default_factory=dict)  # by the decode worker's epoch
+    _closed: OrderedDict[_Process, list[str]] = field(default_factory=OrderedDict)  # see OpenPair
     _by_id: dict[str, OutgoingPair] = field(default_factory=dict)  # including dropped pairs until they are closed
 
     def pairs(self) -> Iterable[OutgoingPair]:
@@ -166,10 +178,14 @@ class OutgoingPairTable:
     def _open_missing(self, now: float) -> list[OutgoingPairAction]:
         if self.worker.role not in PREFILL_ROLES:
             return []
+        stopping = {_process(pair.peer) for pair in self._by_id.values() if not pair.closed}
         return [
             self._open(now, worker, self.connectors)
             for epoch, worker in self._view.items()
-            if worker.role in DECODE_ROLES and epoch not in self._by_epoch and epoch != self.worker.epoch
+            if worker.role in DECODE_ROLES
+            and epoch not in self._by_epoch
+            and epoch != self.worker.epoch
+            and _process(worker) not in stopping  # OpenPair must be able to say that the earlier pair has stopped
         ]
 
     def on_tick(self, now: float) -> list[OutgoingPairAction]:
@@ -180,14 +196,16 @@ class OutgoingPairTable:
                 actions += self.fail(now, pair.pair_id, f"no answer within {OPEN_TIMEOUT_S:.0f} s")
             elif pair.state == "failed" and pair.closed and now - pair.failed_at > RETRY_INTERVAL_S:
                 actions += [*self._drop(now, pair, "it is opened again"), self._open(now, pair.peer, pair.connectors)]
-        return actions
+        return actions + self._open_missing(now)
 
     def _open(self, now: float, peer: WorkerInfo, connectors: list[str]) -> Connect:
         # The epoch makes the id unique among processes, the number among this process's pairs.
         number = self._num_opened
         pair_id = f"{self.worker.worker_id}-{peer.worker_id}-{self.worker.epoch}-{number}"
         self._num_opened += 1
-        self._by_epoch[peer.epoch] = self._by_id[pair_id] = OutgoingPair(pair_id, peer, now, connectors)
+        closed_pair_ids = self._closed.get(_process(peer), [])
+        pair = OutgoingPair(pair_id, peer, now, connectors, closed_pair_ids=closed_pair_ids)
+        self._by_epoch[peer.epoch] = self._by_id[pair_id] = pair
         message = OpenPair(
             version=PROTOCOL_VERSION,
             prefill_worker_id=self.worker.worker_id,
@@ -201,6 +219,7 @@ class OutgoingPairTable:
             checksums=self.checksums,
             lease_s=self.lease_s,
             number=number,
+            closed_pair_ids=closed_pair_ids,
         )
         return Connect(pair_id, peer.endpoint, message)
 
@@ -225,6 +244,10 @@ class OutgoingPairTable:
             return []
         if message.decode_epoch != pair.peer.epoch:
             return self.fail(now, pair.pair_id, "another process answered at its address")
+        process = _process(pair.peer)
+        unknown = [each for each in self._closed.pop(process, []) if each not in pair.closed_pair_ids]
+        if unknown:
+            self._closed[process] = unknown
         pair.connector, pair.checksums = message.connector, message.checksums
         return [StartSender(pair.pair_id, message.connector, message.params)]
 
@@ -256,6 +279,10 @@ class OutgoingPairTable:
         """Handles the end of a sender. Only now may decode reuse the pair's blocks."""
         pair = self._by_id[pair_id]
         pair.closed = True
+        process = _process(pair.peer)
+        self._closed[process] = [*self._closed.get(process, [])[1 - MAX_CLOSED_PAIRS :], pair_id]
+        if len(self._closed) > MAX_PAIRS:
+            self._closed.popitem(last=False)
         return [SendCloseToReceiver(ClosePair(pair_id, pair.reason)), *self._forget_if_closed(pair)]
 
     def announcement(

@@ -59,6 +59,20 @@ def test_other_epochs_and_one_sided_peers_replace_no_pair() -> None:
     assert table.is_open("pair-0") and len(list(table.pairs())) == 2
 
 
+def test_a_new_pair_names_those_that_have_stopped() -> None:
+    """Their ClosePair was lost with its connection. Only the worker that opened a pair can close it so."""
+    table = open_first(peer_writes=True)
+    other = msgspec.structs.replace(
+        SECOND, prefill_worker_id="prefill-1", prefill_epoch="f", closed_pair_ids=["pair-0"]
+    )
+    assert [type(action) for action in table.on_open(other)] == [AcceptPair]
+    later = msgspec.structs.replace(SECOND, pair_id="pair-2", prefill_epoch="e2", closed_pair_ids=["pair-0", "pair-9"])
+    closed, lost, accepted = table.on_open(later)
+    assert closed == StopReceiver("pair-0")
+    assert isinstance(lost, IncomingPairLost) and lost.peer_stopped and isinstance(accepted, AcceptPair)
+    assert table.on_open(msgspec.structs.replace(FIRST, pair_id="pair-9")) == [], "closed before it was opened"
+
+
 @pytest.mark.parametrize("number", [-1, 2**40])
 def test_pair_numbers_of_any_size_are_only_compared(number: int) -> None:
     table = open_first(peer_writes=False)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.membership import Role, WorkerInfo
-from tandem.protocol.messages.transfer import KVLayout, PairAccepted
+from tandem.protocol.messages.transfer import KVLayout, OpenPair, PairAccepted
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tandem.worker.pairs.outgoing_table import Connect, OutgoingPairAction, OutgoingPairTable, StopSender
 
@@ -81,3 +81,44 @@ def test_a_connector_that_the_driver_refuses_is_not_offered_to_that_peer_again()
     table.on_sender_closed(pair_id)
     assert offers(table.on_tick(0.3)) == {}, "other errors are not met at once again"
     assert offers(table.on_tick(10.0)) == {"f": ["nccl"]}
+
+
+def connect(actions: list[OutgoingPairAction]) -> OpenPair:
+    [message] = [action.message for action in actions if isinstance(action, Connect)]
+    return message
+
+
+def test_the_next_pair_names_the_closed_ones_until_the_peer_has_answered() -> None:
+    """Their ClosePair may have been lost, and the peer would keep their blocks for ever. Found by `tandem simulate`."""
+    me, peer = worker("me", "prefill"), worker("peer", "decode")
+    table = table_of(me)
+    first = connect(table.on_view(0.0, [me, peer]))
+    assert first.closed_pair_ids == []
+    assert StopSender(first.pair_id) in table.fail(1.0, first.pair_id, "its control connection broke")
+    table.on_sender_closed(first.pair_id)
+    again = msgspec.structs.replace(peer, epoch="peer/2")  # the same process, which was declared lost
+    table.on_view(2.0, [me])
+    second = connect(table.on_view(3.0, [me, again]))
+    assert second.closed_pair_ids == [first.pair_id]
+    table.fail(4.0, second.pair_id, "its control connection broke, before an answer")
+    table.on_sender_closed(second.pair_id)
+    third = connect(table.on_tick(9.0))
+    assert third.closed_pair_ids == [first.pair_id, second.pair_id]
+    table.on_message(10.0, PairAccepted(third.pair_id, again.epoch, "ipc", []))
+    table.fail(11.0, third.pair_id, "broken")
+    table.on_sender_closed(third.pair_id)
+    assert connect(table.on_tick(19.0)).closed_pair_ids == [third.pair_id], "the peer knows of the others"
+
+
+def test_a_process_gets_no_pair_while_the_sender_of_an_earlier_one_runs() -> None:
+    """Its end could be reported by a message that is lost, and by no later one."""
+    me, peer = worker("me", "prefill"), worker("peer", "decode")
+    table = table_of(me)
+    first = connect(table.on_view(0.0, [me, peer]))
+    me = msgspec.structs.replace(me, epoch="me/2")
+    assert StopSender(first.pair_id) in table.begin_epoch(1.0, me)
+    assert opened(table.on_view(2.0, [me, peer])) == opened(table.on_tick(3.0)) == []
+    restarted = msgspec.structs.replace(peer, epoch="peer/2", pid=peer.pid + 1)
+    assert connect(table.on_view(4.0, [me, peer, restarted])).closed_pair_ids == [], "another process"
+    table.on_sender_closed(first.pair_id)
+    assert connect(table.on_tick(5.0)).closed_pair_ids == [first.pair_id]

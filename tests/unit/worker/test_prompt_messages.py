@@ -6,11 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.config import EngineConfig
-from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import AbortAllAttempts, AttemptFailed, PrepareDecode, StartPrefill
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.worker.config import WorkerConfig
@@ -27,6 +28,36 @@ PROMPTS = [
 ]
 
 
+def new_worker(grammars: Any) -> Any:
+    """Returns a worker without an engine and without sockets."""
+    worker: Any = Worker(WorkerConfig("w", "any", "ipc:///unused", [], EngineConfig("model")))
+    worker._presence = SimpleNamespace(info=SimpleNamespace(epoch="e"), drain=None)
+    worker._host = SimpleNamespace(
+        loaded=SimpleNamespace(vocab_size=100, max_model_len=100),
+        grammars=grammars,
+        adapters=SimpleNamespace(get=lambda adapter: None),
+    )
+    worker._scheduler = WorkerScheduler(BlockManager(8, 4), "m", 16, 4, lease_s=10.0)
+    worker._steps = SimpleNamespace(start=lambda: None)
+    return worker
+
+
+def test_all_attempts_of_one_proxy_end_together() -> None:
+    async def run() -> None:
+        worker = new_worker(SimpleNamespace(get=lambda *_: None))
+        for number, proxy_id in enumerate(("p", "p", "q")):
+            changes = {"proxy_id": proxy_id, "attempt_ids": [f"{number}"], "seeds": [0], "transfer_id": f"t{number}"}
+            worker._on_message(b"", msgspec.structs.replace(PROMPTS[1], **changes))
+        assert worker._scheduler.num_waiting == 3
+        worker._on_message(b"", AbortAllAttempts("p"))
+        assert worker._scheduler.num_waiting == 1 and not worker._scheduler.is_idle
+        worker._on_message(b"", AbortAllAttempts("q"))
+        assert worker._scheduler.is_idle
+        worker._metrics.close()
+
+    asyncio.run(run())
+
+
 class BrokenGrammars:
     def get(self, text: str | None, client: str) -> None:
         raise RuntimeError("can't start new thread")
@@ -37,14 +68,8 @@ def test_an_unexpected_error_fails_the_attempts(message: StartPrefill | PrepareD
     sent: list[tuple[bytes, Any]] = []
 
     async def run() -> None:
-        worker: Any = Worker(WorkerConfig("w", "any", "ipc:///unused", [], EngineConfig("model")))
-        worker._presence = SimpleNamespace(info=SimpleNamespace(epoch="e"), drain=None)
-        worker._host = SimpleNamespace(
-            loaded=SimpleNamespace(vocab_size=100, max_model_len=100), grammars=BrokenGrammars()
-        )
-        worker._scheduler = WorkerScheduler(BlockManager(8, 4), "m", 16, 4, lease_s=10.0)
+        worker = new_worker(BrokenGrammars())
         worker._router = SimpleNamespace(send=lambda identity, message: not sent.append((identity, message)))
-        worker._steps = SimpleNamespace(start=lambda: None)
         worker._on_message(b"p:0", message)
         worker._metrics.close()
         assert worker._scheduler.is_idle
