@@ -36,9 +36,9 @@ from tandem.simulator.timeline import Timeline
 
 RESTART_S = 0.8
 """From the exit of a process to its successor's start."""
-RECOVERY_S = 240.0
-"""Within this time after the load, all requests end and the cluster is whole. The longest wait of a request is for a
-worker (`proxy.config.ProxyConfig.worker_wait_s`)."""
+RECOVERY_S = 100.0
+"""Within this time after the last fault all requests end, and within a minute more the cluster is whole. The longest
+wait is that for a worker, 60 s (`proxy.config.ProxyConfig.worker_wait_s`); a pair is opened again within 27 s."""
 EXPECTED_ERRORS = {"deadline_exceeded", "overloaded", "no_worker_ready", "request_crashes_workers", "worker_lost"}
 
 

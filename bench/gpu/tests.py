@@ -19,7 +19,7 @@ def main() -> None:
     part = Part("tests", __doc__)
     with part.case("tests/gpu"):
         # The machine's own plugins may not fit the pytest of our wheels.
-        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
         command = [sys.executable, "-m", "pytest", "-v", "-p", "pytest_timeout", "--timeout", "60",
                    "-p", "no:cacheprovider", "tests/gpu"]  # fmt: skip
         status = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment).returncode
