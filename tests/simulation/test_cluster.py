@@ -71,15 +71,16 @@ for seed in range(3, 9):
 def test_a_violation_is_told_and_made_smaller(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    scenario = draw(1)
     assert simulate(1, "", 0.0, tmp_path / "log") == 0
-    assert "no violation; 60 requests" in capsys.readouterr().out
+    assert f"no violation; {len(scenario.requests)} requests" in capsys.readouterr().out
     monkeypatch.setattr(
         tandem.simulator.run, "answer", lambda prompt, num_tokens: [*answer(prompt, num_tokens)[:-1], 7]
     )
     assert simulate(1, "", 0.0, tmp_path / "log") == 1
     printed = capsys.readouterr().out
     assert printed.startswith("seed 1: ") and ": wrong tokens: request " in printed
-    assert " 1 of 60 requests, 0 of 1 faults" in printed
+    assert f" 1 of {len(scenario.requests)} requests, 0 of {len(scenario.faults)} faults" in printed
     assert "VIOLATION: wrong tokens" in printed and "VIOLATION" in (tmp_path / "log").read_text()
 
 
