@@ -62,18 +62,23 @@ class _ForkedLauncher(ForkedChild):
 
 _server: ForkServer | None = None
 _environment: dict[str, str] = {}
+_network = ""
 
 
 def start_launcher(arguments: Sequence[str]) -> Process | None:
-    """Forks a launcher. Returns None if it must start cold, because the environment has changed since the first one."""
-    global _server, _environment
+    """Forks a launcher.
+
+    Returns None if it must start cold, because the environment or this thread's network is another than at first.
+    """
+    global _server, _environment, _network
+    network = str(Path("/proc/thread-self/ns/net").readlink())
     now = {name: value for name, value in os.environ.items() if name not in _IGNORED}
     if _server is None:
-        _environment = now
+        _environment, _network = now, network
         added = {name: value for name, value in process_environment(1).items() if name not in now}
         _server = ForkServer.spawn("tests.support.preload", {**now, **added}, arguments=[SPACE, *added])
         atexit.register(_server.close)
-    if now != _environment:
+    if (now, network) != (_environment, _network):
         return None
     read_fd, write_fd = os.pipe()
     try:
