@@ -342,7 +342,8 @@ class _Run:
                 if record.use._num_own or record.use._num_promised or not record.use.prompts.is_empty:
                     return f"{proxy.name} counts sequences or prompts on {record.worker.worker_id} that have ended"
             for name, worker in self._workers.items():
-                if known.get(name) != self._epoch(worker):
+                epoch = self._epoch(worker)
+                if epoch is None or known.get(name) != epoch:
                     return f"{proxy.name} does not know {name}"
         for name, worker in self._workers.items():
             scheduler = worker.worker._scheduler
