@@ -12,6 +12,8 @@ FaultKind = Literal["kill", "freeze", "leave", "break connections", "partition",
 FAULT_KINDS: tuple[FaultKind, ...] = (
     "kill", "freeze", "leave", "break connections", "partition", "kill proxy", "freeze proxy",
 )  # fmt: skip
+NO_TIMEOUT_S = 600.0
+"""Longer than any run."""
 START_S, LOAD_S = 2.0, 18.0
 """Requests and faults begin after `START_S`, and within at most `LOAD_S`."""
 
@@ -79,7 +81,7 @@ def draw(seed: int) -> Scenario:
             max_tokens=rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, 60)]),
             num_sequences=rng.choice([1, 1, 1, 2, 4]),
             priority=rng.choice([0, 0, 0, 1, -1]),
-            timeout_s=rng.choice([600.0, 600.0, 600.0, rng.uniform(0.1, 10.0)]),
+            timeout_s=rng.choice([*[NO_TIMEOUT_S] * 3, rng.uniform(0.1, 10.0)]),
             stops_after=rng.randint(0, 10) if rng.random() < 0.2 else None,
         )
         for number in range(rng.choice([5, 20, 60]))

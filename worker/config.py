@@ -19,7 +19,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     empty if they never change.
 
     kv_checksums: verify every transferred block (debugging). drain_timeout_s: time that requests in flight get when the
-    worker is told to leave. metrics_host: address of /metrics, on any free port.
+    worker is told to leave. metrics_host: address of /metrics, on any free port; "" serves none.
     kv_lease_s: how long a prompt's blocks are kept for a decode worker that does not renew its lease.
     embedding_cache_bytes: embeddings kept for later prompts with the same image. max_fetched_media_bytes: limit on
     processed media from other hosts, for all prompts together. media_cache_endpoint: of this host's media cache; "" if

@@ -113,7 +113,8 @@ def run_part(part: PartOfCheck, options: Sequence[str], folder: Path, limit_s: f
     problem = "" if status == 0 else f"not finished within {limit_s:.0f} s" if status is None else f"status {status}"
     output = log.read_bytes().decode(errors="replace")[-6000:]
     seconds = round(time.monotonic() - began, 1)
-    return {"problem": problem, "seconds": seconds, **result, "output": output, "memory_after": memory_in_use()}
+    ended = {"output": output} if problem else {}  # else the archive has it
+    return {"problem": problem, "seconds": seconds, **result, **ended, "memory_after": memory_in_use()}
 
 
 def _copy_output(output: BinaryIO, kept: BinaryIO) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.checks import (
+    MAX_CLOSED_PAIRS,
     check_finish_transfer,
     check_open_pair,
     check_register,
@@ -108,6 +109,8 @@ def test_requests_with_invalid_values_are_refused(
         {"lease_s": 0.0},
         {"lease_s": math.nan},
         {"pair_id": ""},
+        {"closed_pair_ids": [""]},
+        pytest.param({"closed_pair_ids": ["pair"] * (MAX_CLOSED_PAIRS + 1)}, id="too many closed pairs"),
         {"layout": replace(OPEN.layout, num_kv_heads=-2, tensor_parallel_size=-1)},
         {"layout": replace(OPEN.layout, block_size=0)},
     ],
