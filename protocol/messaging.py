@@ -34,7 +34,9 @@ class MessageDealer(Protocol):
 
     def send(self, message: msgspec.Struct) -> bool: ...
 
-    def close(self) -> None: ...
+    def close(self, *, discard: bool = False) -> None:
+        """Closes the socket. Queued messages are still delivered, for a while, unless `discard` is set."""
+        ...
 
 
 class Network(Protocol):

@@ -219,6 +219,12 @@ class DealerSocket(_MessageSocket[M]):
         """Queues a message. Returns False if the queue is full, because the peer has not read for long."""
         return self._send_frames([self._codec.encode(message)])
 
+    def close(self, *, discard: bool = False) -> None:
+        """See `protocol.messaging.MessageDealer`."""
+        if discard and not self._closed:
+            self._socket.setsockopt(zmq.LINGER, 0)
+        super().close()
+
 
 class SocketContext(Context):
     """Implements `protocol.messaging.Network`."""

@@ -292,11 +292,15 @@ class _Dealer(_Socket):
             self._on_broken()
         self.loop.call_later(RECONNECT_S, self._connect)
 
-    def close(self) -> None:
-        """What was sent is delivered, then the router forgets this socket."""
+    def close(self, *, discard: bool = False) -> None:
+        """What was sent is delivered unless `discard` is set, then the router forgets this socket."""
         if self._is_over:
             return
         self._is_closed = True
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
+        connection, self._connection = self._connection, None
+        if discard:
+            self._unsent.clear()
+            if connection is not None:
+                connection.end()
+        elif connection is not None:
             connection.end_after_delivery()

@@ -89,11 +89,15 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class LostWorker:
-    """has_crashed: the launcher saw its process end by a signal or an error. Silence proves no crash."""
+    """has_crashed: the launcher saw its process end by a signal or an error. Silence proves no crash.
+
+    is_gone: nothing listens under this epoch any more; another process may soon listen at its address.
+    """
 
     worker: WorkerInfo
     reason: str
     has_crashed: bool = False
+    is_gone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +232,17 @@ class WorkerTable:
         if stalled_s > _GIVEN_UP_S:
             # The workers register again, and this proxy's sequences are dispatched again.
             reason = f"this proxy was stopped for {stalled_s:.1f} s, so workers may have dropped its requests"
-            return self._remove([LostWorker(record.worker, reason) for record in self._by_epoch.values()])
+            lost = [LostWorker(record.worker, reason, is_gone=False) for record in self._by_epoch.values()]
+            return self._remove(lost)
         silent = [self._by_epoch[epoch].worker for epoch in self._timers.silent(now, self._worker_silence_s)]
         self._silent.update((worker.worker_id, worker) for worker in silent)
         while len(self._silent) > MAX_WORKERS:
             del self._silent[next(iter(self._silent))]
         return self._remove(
             [
-                LostWorker(worker, f"it has been silent for {self._timers.silence_s(now, worker.epoch):.1f} s")
+                LostWorker(
+                    worker, f"it has been silent for {self._timers.silence_s(now, worker.epoch):.1f} s", is_gone=False
+                )
                 for worker in silent
             ]
         )

@@ -39,9 +39,11 @@ class WorkerConnections:
             on_broken=lambda: on_broken(worker),
         )
 
-    def close(self, worker: WorkerInfo) -> None:
+    def close(self, worker: WorkerInfo, *, is_gone: bool = False) -> None:
+        """is_gone: nobody waits for what is queued. Its successor at the same address must not get it: connections from
+        this proxy have one identity, and the later one would take over the replies of the other."""
         if (socket := self._sockets.pop(worker.epoch, None)) is not None:
-            socket.close()
+            socket.close(discard=is_gone)
 
     def send(self, worker: WorkerInfo, message: msgspec.Struct) -> bool:
         """Returns False when the worker is lost, or has not read for so long that its queue is full."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import GetTimeline
@@ -55,5 +56,37 @@ def test_a_broken_connection_loses_messages_in_flight_and_is_reported() -> None:
             router.close()
             context.destroy(linger=0)
         assert num_breaks == 1, "its own close is not reported"
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_what_a_socket_has_queued_for_a_dead_peer_does_not_reach_its_successor(tmp_path: Path) -> None:
+    """It would arrive by a connection of the same identity, which takes over the replies of the new one."""
+
+    async def main() -> None:
+        context, endpoint = new_context(), f"ipc://{tmp_path}/worker"
+        received: list[tuple[str, bool]] = []
+
+        def on_message(_identity: bytes, message: GetTimeline) -> None:
+            received.append((message.request_id, router.send(b"proxy", message)))
+
+        answers: list[str] = []
+        for discard in (True, False):
+            old = DealerSocket(context, endpoint, CODEC, lambda message: None, b"proxy")
+            old.send(GetTimeline("for the dead"))
+            old.close(discard=discard)
+            router = RouterSocket(context, endpoint, CODEC, on_message)
+            if not discard:
+                await until(lambda: ("for the dead", True) in received)
+                router.close()
+                break
+            new = DealerSocket(context, endpoint, CODEC, lambda message: answers.append(message.request_id), b"proxy")
+            new.send(GetTimeline("for the living"))
+            await until(lambda: answers == ["for the living"])
+            await asyncio.sleep(0.4)  # longer than a closing socket delivers
+            assert received == [("for the living", True)]
+            new.close()
+            router.close()
+        context.destroy(linger=0)
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))

@@ -172,7 +172,7 @@ SHELL = (
     Mutation(
         "the connection to a lost worker stays open",
         CONTROL,
-        "self._connections.close(gone.worker)",
+        "self._connections.close(gone.worker, is_gone=gone.is_gone)",
         "pass",
     ),
     Mutation("silent workers are not looked for", CONTROL, "self._apply(self._table.check(self._loop.time()))", "pass"),
