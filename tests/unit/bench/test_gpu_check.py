@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import re
 import subprocess
 import sys
@@ -146,6 +147,14 @@ def variants_of(case: kernels.Case, monkeypatch: pytest.MonkeyPatch) -> set[str]
     monkeypatch.setattr(kernels, "compare", attend)
     kernels.check_case(replace(case, device="cpu"))
     return found
+
+
+def test_a_machine_without_a_c_compiler_is_refused() -> None:
+    """Without one only plain attention would run, and all figures would be of that."""
+    environment = {name: value for name, value in os.environ.items() if name != "CC"} | {"PATH": "/nowhere"}
+    command = [sys.executable, "-m", "bench.gpu.check"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "Triton needs a C compiler: install gcc" in done.stderr
 
 
 @pytest.mark.extended
