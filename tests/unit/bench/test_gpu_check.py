@@ -42,7 +42,8 @@ def test_a_part_that_fails_or_hangs_costs_only_itself(tmp_path: Path, capfd: pyt
     assert list(found["parts"]) == ["hangs", "crashes", "passes"]
     assert [part["problem"] for part in found["parts"].values()] == ["not finished within 15 s", "status -6", ""]
     assert found["parts"]["hangs"]["passed"] == 1, "what it had found is kept"
-    assert "on its way" in found["parts"]["crashes"]["output"] and "a line" in found["parts"]["passes"]["output"]
+    assert "on its way" in found["parts"]["crashes"]["output"] and "a line" in found["parts"]["hangs"]["output"]
+    assert "output" not in found["parts"]["passes"], "the archive has it"
     with tarfile.open(tmp_path / "check.tar.gz") as archive:
         kept = archive.extractfile("check/passes.log")
         assert kept is not None and kept.read() == b"a line\n"
