@@ -45,17 +45,28 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """failure_share: of the blocks after which a path breaks. block_s: mean time to write one block."""
+class ClusterShape:
+    """What a simulated cluster consists of."""
 
-    seed: int
     roles: tuple[Role, ...]
     num_proxies: int
     num_blocks: int
+    """KV blocks of each worker."""
     max_queued: int
+    """Messages on one connection that have not been read."""
     lease_s: float
     block_s: float
+    """Mean seconds to write one block to another worker."""
     failure_share: float
+    """Share of the blocks after which a path breaks."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What one seed runs."""
+
+    seed: int
+    cluster: ClusterShape
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
 
@@ -97,8 +108,7 @@ def draw(seed: int) -> Scenario:
         )
         for _ in range(rng.choice([0, 1, 3, 8]))
     ]
-    return Scenario(
-        seed=seed,
+    cluster = ClusterShape(
         roles=tuple(roles),
         num_proxies=num_proxies,
         num_blocks=rng.choice([40, 100, 400]),
@@ -106,6 +116,10 @@ def draw(seed: int) -> Scenario:
         lease_s=rng.choice([0.5, 2.0, 10.0]),
         block_s=rng.choice([0.0001, 0.002, 0.02, 0.1]),
         failure_share=rng.choice([0.0, 0.0, 0.01]),
+    )
+    return Scenario(
+        seed=seed,
+        cluster=cluster,
         requests=tuple(sorted(requests, key=lambda each: each.at)),
         faults=tuple(sorted(faults, key=lambda each: each.at)),
     )

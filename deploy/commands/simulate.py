@@ -50,7 +50,7 @@ def simulate(seed: int | None, seeds: str, limit_s: float, log: Path | None) -> 
             print(f"seed {number}: {result.violations[0]}")
             smaller, result = shrink(scenario, result)
             print(
-                f"smallest run found: {len(smaller.roles)} workers, {smaller.num_proxies} proxies, "
+                f"smallest run found: {len(smaller.cluster.roles)} workers, {smaller.cluster.num_proxies} proxies, "
                 f"{len(smaller.requests)} of {len(scenario.requests)} requests, "
                 f"{len(smaller.faults)} of {len(scenario.faults)} faults"
             )

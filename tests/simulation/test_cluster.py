@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import tandem.simulator.run
+import tandem.simulator.clients
 from tandem.deploy.commands.simulate import simulate
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import GetStatus, ToProxyControl
@@ -75,7 +75,7 @@ def test_a_violation_is_told_and_made_smaller(
     assert simulate(1, "", 0.0, tmp_path / "log") == 0
     assert f"no violation; {len(scenario.requests)} requests" in capsys.readouterr().out
     monkeypatch.setattr(
-        tandem.simulator.run, "answer", lambda prompt, num_tokens: [*answer(prompt, num_tokens)[:-1], 7]
+        tandem.simulator.clients, "answer", lambda prompt, num_tokens: [*answer(prompt, num_tokens)[:-1], 7]
     )
     assert simulate(1, "", 0.0, tmp_path / "log") == 1
     printed = capsys.readouterr().out

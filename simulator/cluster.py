@@ -1,0 +1,167 @@
+"""The simulated cluster: its launcher starts its processes, and starts them again when they end; faults strike them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.membership import FromProxyControl, WorkerExited
+from tandem.simulator.network import SimulatedNetwork, Switch
+from tandem.simulator.processes import Machine, SimulatedProxy, SimulatedWorker
+from tandem.simulator.scenario import ClusterShape, Fault
+from tandem.simulator.timeline import Timeline
+
+RESTART_S = 0.8
+"""From the exit of a process to its successor's start."""
+
+
+class SimulatedCluster:
+    """All processes of one run. report(rule, details): called when a rule is broken. note: gets a line of the log.
+
+    on_proxy_killed: called with a proxy's name, when its clients' connections break.
+    """
+
+    def __init__(
+        self,
+        shape: ClusterShape,
+        timeline: Timeline,
+        rng: random.Random,
+        report: Callable[[str, str], None],
+        note: Callable[[str], None],
+        on_proxy_killed: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.shape = shape
+        self.launcher = timeline.new_loop("launcher")
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.proxies: dict[str, SimulatedProxy] = {}
+        self.has_faults = True
+        self._switch = Switch(timeline, shape.max_queued)
+        self._machine = Machine(
+            timeline, self._switch, {}, {}, report, lambda: rng.uniform(0.5, 1.5) * shape.block_s,
+            lambda: self.has_faults and rng.random() < shape.failure_share,
+        )  # fmt: skip
+        self._note = note
+        self._on_proxy_killed = on_proxy_killed
+        self._pids = itertools.count(1000)
+        self._proxy_numbers = itertools.count()
+        self._roles = {f"{role}-{number}": role for number, role in enumerate(shape.roles)}
+        self.launcher.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        """Runs on the launcher's loop, as its timers do."""
+        for number in range(self.shape.num_proxies):
+            self._start_proxy(f"proxy-{number}")
+        for name in self._roles:
+            self._start_worker(name)
+        network = SimulatedNetwork(self._switch, self.launcher)
+        codec: Codec[FromProxyControl] = Codec(FromProxyControl)
+        self._controls = [
+            network.dealer(f"ipc:///simulated/proxy-{number}", codec, lambda message: None, peer="proxy")
+            for number in range(self.shape.num_proxies)
+        ]
+
+    def _start_proxy(self, name: str) -> None:
+        self._note(f"{name} starts")
+        self.proxies[name] = SimulatedProxy(self._machine, name, next(self._proxy_numbers), self.shape.num_proxies)
+
+    def _start_worker(self, name: str) -> None:
+        pid, shape = next(self._pids), self.shape
+        self._note(f"{name} starts as {pid}")
+        endpoints = [f"ipc:///simulated/proxy-{number}" for number in range(shape.num_proxies)]
+        worker = SimulatedWorker(
+            self._machine, pid, name, self._roles[name], endpoints, shape.num_blocks, shape.lease_s
+        )  # fmt: skip
+        self.workers[name] = worker
+        self._machine.watch_exit(self.launcher, pid, partial(self._on_exit, worker))
+
+    def _on_exit(self, worker: SimulatedWorker) -> None:
+        self._note(f"{worker.worker_id} ({worker.pid}) has exited")
+        for control in self._controls:
+            control.send(WorkerExited(worker.worker_id, worker.pid, has_crashed=False))
+        self.launcher.call_later(RESTART_S, self._start_worker, worker.worker_id)
+
+    def strike(self, fault: Fault) -> None:
+        """Lets a fault happen. Called on the launcher's loop."""
+        workers, proxies = list(self.workers.values()), list(self.proxies.values())
+        worker, proxy = workers[fault.target % len(workers)], proxies[fault.target % len(proxies)]
+        other = workers[fault.other % len(workers)]
+        struck = proxy.name if "proxy" in fault.kind else worker.worker_id
+        self._note(f"fault: {fault.kind}, {struck}, {fault.duration_s:.3f} s")
+        match fault.kind:
+            case "kill":
+                worker.exit()
+            case "leave":
+                if not worker.loop.is_dead and hasattr(worker, "worker"):
+                    worker.loop.call_soon(worker.worker.drain)
+            case "freeze":
+                worker.loop.freeze()
+                self.launcher.call_later(fault.duration_s, worker.loop.wake)
+            case "break connections":
+                self._switch.break_connections(lambda one, two: worker.worker_id in (one, two))
+            case "partition":
+                peer = proxy.name if fault.other % 2 else other.worker_id
+                self._switch.partition(worker.worker_id, peer)
+                self.launcher.call_later(fault.duration_s, self._switch.heal)
+            case "kill proxy":
+                if not proxy.loop.is_dead:
+                    proxy.exit()
+                    self._on_proxy_killed(proxy.name)
+                    self.launcher.call_later(RESTART_S, self._start_proxy, proxy.name)
+            case "freeze proxy":
+                proxy.loop.freeze()
+                self.launcher.call_later(fault.duration_s, proxy.loop.wake)
+
+    def not_whole(self) -> str | None:
+        """Returns what is missing for a cluster at rest, or None."""
+        for proxy in self.proxies.values():
+            if (problem := self._missing_in_proxy(proxy)) is not None:
+                return f"{proxy.name} {problem}"
+        for name, worker in self.workers.items():
+            if (problem := self._missing_in_worker(worker)) is not None:
+                return f"{name} {problem}"
+        return None
+
+    def _missing_in_proxy(self, proxy: SimulatedProxy) -> str | None:
+        if proxy.loop.is_dead:
+            return "is dead"
+        if proxy.dispatcher.num_running:
+            return f"holds {proxy.dispatcher.num_running} sequences"
+        if proxy.dispatcher._running:
+            return f"holds attempts {list(proxy.dispatcher._running)}"
+        if (problem := proxy.table.why_not_ready()) is not None:
+            return f"is not ready: {problem}"
+        if (trouble := proxy.table.pair_trouble()) is not None:
+            return f"has lost a pair: {trouble}"
+        known = {worker.worker_id: worker.epoch for worker in proxy.table.workers()}
+        if proxy.network.num_dealers != len(known):
+            return f"has {proxy.network.num_dealers} connections to {len(known)} workers"
+        for record in proxy.table.prefill_workers + proxy.table.decode_workers:
+            if record.use._num_own or record.use._num_promised or not record.use.prompts.is_empty:
+                return f"counts sequences or prompts on {record.worker.worker_id} that have ended"
+        for name, worker in self.workers.items():
+            epoch = self._epoch(worker)
+            if epoch is None or known.get(name) != epoch:
+                return f"does not know {name}"
+        return None
+
+    def _missing_in_worker(self, worker: SimulatedWorker) -> str | None:
+        scheduler = worker.worker._scheduler
+        if not scheduler.is_idle:
+            return f"holds {scheduler.num_running} running and {scheduler.num_waiting} waiting requests"
+        num_pairs = len(worker.worker._traffic.status())
+        if worker.network.num_dealers != self.shape.num_proxies + num_pairs:
+            return f"has {worker.network.num_dealers} connections for {num_pairs} pairs"
+        blocks = scheduler.blocks
+        if blocks.num_quarantined or blocks.num_free != blocks.num_blocks:
+            num_held = blocks.num_blocks - blocks.num_free
+            return f"holds {num_held} blocks, {blocks.num_quarantined} of them in quarantine"
+        blocks.check()
+        return None
+
+    def _epoch(self, worker: SimulatedWorker) -> str | None:
+        presence: Any = getattr(getattr(worker, "worker", None), "_presence", None)
+        return presence.info.epoch if presence is not None and not worker.loop.is_dead else None
