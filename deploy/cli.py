@@ -31,6 +31,11 @@ from tandem.runtime.version import own_version
 WORKER_ONLY = ("join", "name")
 """Settings that `tandem worker` takes and `tandem up` does not."""
 NOT_OF_WORKERS = ("workers", "prefill", "decode", "proxies", "ray")
+SIMULATED = (
+    "workers", "prefill", "decode", "proxies", "max_num_seqs", "max_num_batched_tokens", "decode_prefill_threshold",
+    "device", "ttft_slo_ms", "itl_slo_ms",
+)  # fmt: skip
+"""Settings that `tandem simulate --trace` takes."""
 
 
 def main() -> None:
@@ -129,12 +134,30 @@ def _parser() -> CommandParser:
     role.add_argument("role", choices=typing.get_args(Role), help="phases that the worker gets new requests for")
     restart = add("restart", _restart, "restart processes one at a time, without losing requests")
     restart.add_argument("names", nargs="*", metavar="NAME", help="such as decode-1 or proxy-0; default: all processes")
-    simulation = add("simulate", _simulate, "run workers and proxies in simulated time, with faults, and check them")
+    simulation = add(
+        "simulate",
+        _simulate,
+        "run workers and proxies in simulated time, with faults, or with a recorded trace",
+        usage="tandem simulate [--seed N | --seeds A-B] [--time-s X] [--log FILE]\n"
+        "       tandem simulate --trace FILE --step-times FILE [--json FILE] [--plot FILE] [FLAGS]",
+        description="Run real workers and proxies in simulated time. Without --trace, seeds decide clusters, loads and "
+        "faults, and what must always hold is checked. With --trace, print the latencies of a cluster that you plan.",
+    )
     which = simulation.add_mutually_exclusive_group()
     which.add_argument("--seed", type=int, metavar="N", help="run one seed, which decides everything")
     which.add_argument("--seeds", default="", metavar="A-B", help="run these seeds (default: all, until --time-s)")
     simulation.add_argument("--time-s", type=float, default=60.0, metavar="X", help="begin no seed later (default: 60)")
     simulation.add_argument("--log", type=Path, metavar="FILE", help="write what happened in the last run")
+    trace_help = (
+        "play these requests: the log of a proxy with --log-format json, JSON lines with timestamp, input_length and "
+        "output_length (Mooncake), or CSV with TIMESTAMP, ContextTokens and GeneratedTokens (Azure)"
+    )
+    simulation.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
+    help_text = "what `tandem status --json` prints on a cluster under load, or the figures of a worker as JSON"
+    simulation.add_argument("--step-times", type=Path, metavar="FILE", help=help_text)
+    simulation.add_argument("--json", type=Path, metavar="FILE", help="write the figures of a trace")
+    simulation.add_argument("--plot", type=Path, metavar="FILE", help="draw the latencies of a trace, as .svg or .png")
+    _add_settings(simulation, left_out=[setting.key for setting in settings() if setting.key not in SIMULATED])
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
     for command in (status, scale, drain, role, restart, *caches):
         help_text = "HTTP port of the cluster (default: 8000)"
@@ -193,6 +216,11 @@ def _add_settings(parser: CommandParser, left_out: Sequence[str]) -> None:
         group.add_argument(flag_name(setting.key), **options)
 
 
+def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings that were given as flags."""
+    return {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
+
+
 def _worker(arguments: argparse.Namespace) -> int:
     if arguments.count < 1:
         raise ConfigError(f"--count {arguments.count}: give 1 or more")
@@ -220,8 +248,7 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from tandem.deploy.demo_model import DEMO_MODEL
     from tandem.deploy.launch.run_cluster import run_cluster
 
-    overrides = {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
-    config = load_config(arguments.config, overrides)
+    config = load_config(arguments.config, _overrides(arguments))
     if must_join and not config.join:
         raise ConfigError("--join is missing: give the proxies' endpoints, which `tandem up --cluster-host` prints")
     logging.basicConfig(level=config.log_level.upper(), format="%(message)s", stream=sys.stderr)
@@ -300,6 +327,12 @@ def _scale(arguments: argparse.Namespace) -> None:
 def _simulate(arguments: argparse.Namespace) -> int:
     from tandem.deploy.commands.simulate import simulate
 
+    if arguments.trace is not None:
+        from tandem.deploy.commands.simulate_trace import simulate_trace
+
+        config = load_config(arguments.config, _overrides(arguments))
+        simulate_trace(config, arguments.trace, arguments.step_times, arguments.json, arguments.plot)
+        return 0
     limit_s = math.inf if arguments.seeds else arguments.time_s
     return simulate(arguments.seed, arguments.seeds, limit_s, arguments.log)
 

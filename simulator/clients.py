@@ -14,7 +14,7 @@ from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.engine import answer
-from tandem.simulator.processes import BLOCK_SIZE, SimulatedProxy
+from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.scenario import NO_TIMEOUT_S, Request
 
 EXPECTED_ERRORS = {"deadline_exceeded", "no_worker_ready"}
@@ -49,7 +49,7 @@ class Clients:
     async def _serve(self, request: Request, proxy: SimulatedProxy) -> None:
         """Does what `proxy.dispatch.generation` does: reads the sequences of one prompt to their ends."""
         token_ids, dispatcher = pack_token_ids(list(request.prompt)), proxy.dispatcher
-        hashes = pack_short_hashes(BlockHasher(BLOCK_SIZE, "simulated").prompt_hashes(token_ids))
+        hashes = pack_short_hashes(BlockHasher(proxy.block_size, "simulated").prompt_hashes(token_ids))
         prompt = Prompt(token_ids, len(request.prompt), priority=request.priority, prefix_hashes=hashes)
         ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
         tokens: dict[DispatchedSequence, list[int]] = {}

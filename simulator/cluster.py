@@ -39,7 +39,7 @@ class SimulatedCluster:
         self.workers: dict[str, SimulatedWorker] = {}
         self.proxies: dict[str, SimulatedProxy] = {}
         self.has_faults = True
-        self._switch = Switch(timeline, shape.max_queued)
+        self._switch = Switch(timeline, shape.max_queued, shape.max_latency_s)
         self._machine = Machine(
             timeline, self._switch, {}, {}, report, lambda: rng.uniform(0.5, 1.5) * shape.block_s,
             lambda: self.has_faults and rng.random() < shape.failure_share,
@@ -66,15 +66,13 @@ class SimulatedCluster:
 
     def _start_proxy(self, name: str) -> None:
         self._note(f"{name} starts")
-        self.proxies[name] = SimulatedProxy(self._machine, name, next(self._proxy_numbers), self.shape.num_proxies)
+        self.proxies[name] = SimulatedProxy(self._machine, name, next(self._proxy_numbers), self.shape)
 
     def _start_worker(self, name: str) -> None:
         pid, shape = next(self._pids), self.shape
         self._note(f"{name} starts as {pid}")
         endpoints = [f"ipc:///simulated/proxy-{number}" for number in range(shape.num_proxies)]
-        worker = SimulatedWorker(
-            self._machine, pid, name, self._roles[name], endpoints, shape.num_blocks, shape.lease_s
-        )  # fmt: skip
+        worker = SimulatedWorker(self._machine, pid, name, self._roles[name], endpoints, shape)
         self.workers[name] = worker
         self._machine.watch_exit(self.launcher, pid, partial(self._on_exit, worker))
 

@@ -53,11 +53,12 @@ class Pool:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step: `fixed_s`, and more for each token of a prompt and each sequence."""
+    """Seconds of a step: `fixed_s`, and more for each token of a prompt and each sequence. gap_s: between steps."""
 
     fixed_s: float = 0.004
     per_prompt_token_s: float = 0.0001
     per_sequence_s: float = 0.0005
+    gap_s: float = 0.0
 
     def of(self, batch: Batch) -> float:
         num_tokens = sum(len(item.token_ids) for item in batch.items)
@@ -84,7 +85,7 @@ class SimulatedEngine:
         assert batch is not None and not self._is_running, "one step at a time"
         self._is_running = True
         step_s = self._times.of(batch)
-        self._loop.call_later(step_s, self._end, batch, on_done, step_s)
+        self._loop.call_later(self._times.gap_s + step_s, self._end, batch, on_done, step_s)
 
     def _end(self, batch: Batch, on_done: OnDone, step_s: float) -> None:
         self._is_running = False
@@ -121,3 +122,16 @@ class SimulatedEngine:
 
     def stop(self, timeout_s: float) -> None:
         self.is_stopped = True
+
+
+class TimedEngine(SimulatedEngine):
+    """Keeps no KV: a token follows from the one before it and its position. Only the time of a step counts."""
+
+    def _run(self, item: BatchItem) -> ItemOutput:
+        token_id = next_timed_token(item.start + len(item.token_ids), item.token_ids[-1])
+        return ItemOutput([SampledToken(token_id) for _ in item.samples])
+
+
+def next_timed_token(position: int, last_token_id: int) -> int:
+    """Returns the token at a position, behind this one."""
+    return _next_token(_after(position, last_token_id))

@@ -22,7 +22,6 @@ from tandem.simulator.timeline import ProcessLoop, Timeline
 
 M = TypeVar("M")
 RECONNECT_S = 0.05
-MAX_LATENCY_S = 0.002
 
 
 class Switch:
@@ -31,8 +30,9 @@ class Switch:
     partitions: pairs of hosts that cannot reach each other.
     """
 
-    def __init__(self, timeline: Timeline, max_queued: int) -> None:
+    def __init__(self, timeline: Timeline, max_queued: int, max_latency_s: float = 0.002) -> None:
         self.timeline = timeline
+        self._max_latency_s = max_latency_s
         self.max_queued = max_queued
         self.routers: dict[str, _Router] = {}
         self.connections: list[_Connection] = []
@@ -40,7 +40,7 @@ class Switch:
         self.numbers = itertools.count()
 
     def latency_s(self) -> float:
-        return self.timeline.rng.uniform(0.00002, MAX_LATENCY_S)
+        return self.timeline.rng.uniform(0.00002, self._max_latency_s)
 
     def can_reach(self, one: str, other: str) -> bool:
         return frozenset((one, other)) not in self.partitions

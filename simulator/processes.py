@@ -24,16 +24,14 @@ from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import SimulatedPools
-from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, StepTimes
+from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
+from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.timeline import ProcessLoop, Timeline
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.worker import Worker
-
-BLOCK_SIZE = 8
-MAX_MODEL_LEN = 512
 
 
 @dataclass(frozen=True)
@@ -73,19 +71,21 @@ class SimulatedWorker:
         worker_id: str,
         role: Role,
         proxies: list[str],
-        num_blocks: int,
-        lease_s: float,
+        shape: ClusterShape,
     ) -> None:
         self.pid, self.worker_id, self.role = pid, worker_id, role
         self.loop = machine.timeline.new_loop(worker_id)
         self.watches: list[tuple[ProcessLoop, Callable[[], None]]] = []
         self._machine = machine
-        self._num_blocks = num_blocks
+        self._shape = shape
         machine.processes[pid] = self
         self._config = WorkerConfig(
             worker_id, role, f"ipc:///simulated/{worker_id}", proxies,
-            EngineConfig("simulated", device="cpu", max_num_batched_tokens=64, max_num_seqs=8, block_size=BLOCK_SIZE),
-            metrics_host="", kv_lease_s=lease_s, drain_timeout_s=20.0,
+            EngineConfig(
+                "simulated", device="cpu", max_num_batched_tokens=shape.max_num_batched_tokens,
+                max_num_seqs=shape.max_num_seqs, block_size=shape.block_size,
+            ),
+            metrics_host="", kv_lease_s=shape.lease_s, drain_timeout_s=20.0, itl_slo_ms=shape.itl_slo_ms,
         )  # fmt: skip
         self.loop.call_soon(self._start)
 
@@ -101,17 +101,19 @@ class SimulatedWorker:
         self.exit()
 
     async def _load(self, config: WorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
-        machine, layout = self._machine, KVLayout("simulated", "float32", 1, 1, 16, BLOCK_SIZE)
-        pool = machine.pools[self.pid] = Pool(self._num_blocks, BLOCK_SIZE)
-        loaded = LoadedModel(None, MAX_MODEL_LEN, VOCAB_SIZE, torch.float32, torch.device("cpu"), layout)
+        machine, shape = self._machine, self._shape
+        layout = KVLayout("simulated", "float32", 1, 1, 16, shape.block_size)
+        pool = machine.pools[self.pid] = Pool(shape.num_blocks, shape.block_size if shape.keeps_kv else 0)
+        loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, torch.float32, torch.device("cpu"), layout)
         nothing: Any = SimpleNamespace(get=lambda *_: None, close=lambda: None)
         ranks: Any = SimpleNamespace(pids=[self.pid], close=lambda: None)
-        engine: Any = SimulatedEngine(self.loop, pool, StepTimes(), self._on_corrupt)
+        new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
+        engine: Any = new_engine(self.loop, pool, shape.step_times, self._on_corrupt)
         pools: Any = SimulatedPools(
             self.loop, layout, self.pid, machine.pools, machine.block_s, machine.path_fails
         )  # fmt: skip
         return EngineHost(
-            ranks, loaded, BlockManager(self._num_blocks, BLOCK_SIZE), 1024, engine, pools, nothing, nothing,
+            ranks, loaded, BlockManager(shape.num_blocks, shape.block_size), 1024, engine, pools, nothing, nothing,
             lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit),
         )  # fmt: skip
 
@@ -131,22 +133,24 @@ class SimulatedWorker:
 class SimulatedProxy:
     """One process of a proxy, from its control socket to its dispatcher."""
 
-    def __init__(self, machine: Machine, name: str, number: int, num_proxies: int) -> None:
+    def __init__(self, machine: Machine, name: str, number: int, shape: ClusterShape) -> None:
         self.name = name
         self.endpoint = f"ipc:///simulated/{name}"
         self.loop = machine.timeline.new_loop(name)
         self._machine = machine
         self._proxy_id = f"{name}-{number}"
-        self._num_proxies = num_proxies
+        self.block_size = shape.block_size
+        self._shape = shape
         self.loop.call_soon(self._start)
 
     def _start(self) -> None:
         network = self.network = SimulatedNetwork(self._machine.switch, self.loop)
-        config = ProxyConfig(self.name, self.endpoint, "simulated", "simulated", num_proxies=self._num_proxies)
-        self.table = WorkerTable(config.worker_silence_s)
+        config = ProxyConfig(self.name, self.endpoint, "simulated", "simulated", num_proxies=self._shape.num_proxies)
+        threshold = self._shape.decode_prefill_threshold
+        self.table = WorkerTable(config.worker_silence_s, decode_may_prefill=threshold > 0)
         connections = WorkerConnections(network, self._proxy_id)
         metrics = self.metrics = ProxyMetrics()
-        self.router = Router(self.table, 0, self._num_proxies, rng=self._machine.timeline.rng)
+        self.router = Router(self.table, threshold, config.num_proxies, rng=self._machine.timeline.rng)
         self.dispatcher = Dispatcher(
             self._proxy_id, self.router, connections, metrics, config.worker_wait_s, clock=self.loop.time
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.protocol.messages.membership import Role
+from tandem.simulator.engine import StepTimes
 
 FaultKind = Literal["kill", "freeze", "leave", "break connections", "partition", "kill proxy", "freeze proxy"]
 FAULT_KINDS: tuple[FaultKind, ...] = (
@@ -59,6 +60,17 @@ class ClusterShape:
     """Mean seconds to write one block to another worker."""
     failure_share: float
     """Share of the blocks after which a path breaks."""
+    step_times: StepTimes = field(default_factory=StepTimes)
+    block_size: int = 8
+    max_model_len: int = 512
+    max_num_batched_tokens: int = 64
+    max_num_seqs: int = 8
+    itl_slo_ms: int = 0
+    decode_prefill_threshold: int = 0
+    max_latency_s: float = 0.002
+    """Of a message."""
+    keeps_kv: bool = True
+    """Whether engines keep and check the content of KV blocks, which costs time with each token of a context."""
 
 
 @dataclass(frozen=True)
