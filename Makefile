@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup serve test test-all test-extended test-exhaustive lint check audit bench gpu-check gpu-wheels format lock clean
+.PHONY: setup serve test test-all test-extended test-exhaustive soak lint check audit bench gpu-check gpu-wheels format lock clean
 
 setup: $(VENV)/.installed
 
@@ -48,6 +48,10 @@ test-extended: setup
 
 test-exhaustive: setup
 	$(PYTEST) -m exhaustive --hypothesis-profile new $(ARGS)
+
+# Simulated clusters, seed after seed, until one breaks a rule. ARGS="--time-s 600" for ten minutes, "--seeds 1-500" for those.
+soak: setup
+	$(BIN)/tandem simulate --time-s inf $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -124,8 +124,8 @@ class SimulatedCluster:
         return None
 
     def _missing_in_proxy(self, proxy: SimulatedProxy) -> str | None:
-        if proxy.loop.is_dead:
-            return "is dead"
+        if proxy.loop.is_dead or not hasattr(proxy, "control"):
+            return "is dead, or has not begun"
         if proxy.dispatcher.num_running:
             return f"holds {proxy.dispatcher.num_running} sequences"
         if proxy.dispatcher._running:

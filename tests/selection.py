@@ -30,7 +30,6 @@ REPRESENTATIVE = (
     "integration/test_serving.py",
     "integration/test_tensor_parallel.py",
     "integration/test_wheel.py",
-    "faults/test_cancel.py",
     "faults/test_migration.py",
 )
 """Modules below tests/."""
@@ -39,7 +38,6 @@ EXHAUSTIVE = (
     "integration/clients/test_load_generators.py",
     "integration/test_scale.py",
     "faults/test_device_errors.py",
-    "faults/test_exam.py",
     "faults/test_gpu_check.py",
     "faults/test_killed_rank.py",
 )

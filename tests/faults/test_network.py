@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from bench.noise_model import ensure_noise_model
@@ -21,7 +20,7 @@ from tandem.protocol.network_keys import make_keys
 from tests.support.cluster import MODEL, Cluster, tandem
 from tests.support.faulty_network import FaultyNetwork, unavailable_reason
 from tests.support.faulty_switch import Fault
-from tests.support.steady_load import PROMPTS, TIMEOUT_S, SteadyLoad
+from tests.support.steady_load import TIMEOUT_S, SteadyLoad
 
 PROXY, PREFILL_A, PREFILL_B, DECODE_A, DECODE_B = range(5)
 ROLES = {PREFILL_A: "prefill", PREFILL_B: "prefill", DECODE_A: "decode", DECODE_B: "decode"}
@@ -109,25 +108,20 @@ def recovers(site: Site) -> Iterator[None]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("path", ["control", "data"])
-@pytest.mark.parametrize("fault", ["delay", "loss"])
-def test_delay_and_loss_only_slow_requests_down(site: Site, path: str, fault: str) -> None:
+def test_loss_only_slows_requests_down(site: Site) -> None:
     """Every link is bad. No worker and no pair is given up."""
     epochs = {report.worker.epoch for report in site.cluster.status().workers}
-    on = {"ports": site.control_ports} if path == "control" else {"other_ports": site.control_ports}
-    bad = {"delay_s": 0.05} if fault == "delay" else {"loss": 0.05}
     with site.load.running():
-        site.network.set_faults(*(Fault(host, **on, **bad) for host in ROLES))  # type: ignore[arg-type]
+        site.network.set_faults(*(Fault(host, loss=0.05) for host in ROLES))
         site.load.serve(16)
-        num_dropped = site.network.set_faults()
-    assert (num_dropped > 0) == (fault == "loss")
+        assert site.network.set_faults() > 0
     assert {report.worker.epoch for report in site.cluster.status().workers} == epochs
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("host", [PREFILL_A, DECODE_A], ids=["prefill", "decode"])
-def test_worker_rejoins_after_its_host_was_cut_off(site: Site, host: int) -> None:
+def test_worker_rejoins_after_its_host_was_cut_off(site: Site) -> None:
     """Its requests migrate to the other worker of its role; it rejoins with a new epoch."""
+    host = DECODE_A
     before = site.worker(host)
     assert before is not None
     with site.load.running():
@@ -144,14 +138,12 @@ def test_worker_rejoins_after_its_host_was_cut_off(site: Site, host: int) -> Non
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("path", ["control", "data"])
-def test_pair_is_lost_while_its_link_is_cut(site: Site, path: str) -> None:
+def test_pair_is_lost_while_its_data_path_is_cut(site: Site) -> None:
     """The pair is used again when the link is back. All workers and the other pairs stay."""
     epochs = {report.worker.epoch for report in site.cluster.status().workers}
-    on = {"ports": site.control_ports} if path == "control" else {"other_ports": site.control_ports}
     with site.load.running():
         site.load.serve(4)
-        site.network.set_faults(Fault(PREFILL_A, DECODE_A, loss=1, **on))  # type: ignore[arg-type]
+        site.network.set_faults(Fault(PREFILL_A, DECODE_A, loss=1, other_ports=site.control_ports))
         site.cluster.wait_for(lambda: site.pair_state(PREFILL_A, DECODE_A) != "ready", TIMEOUT_S)
         for prefill, decode in ((PREFILL_A, DECODE_B), (PREFILL_B, DECODE_A), (PREFILL_B, DECODE_B)):
             assert site.pair_state(prefill, decode) == "ready"
@@ -160,36 +152,3 @@ def test_pair_is_lost_while_its_link_is_cut(site: Site, path: str) -> None:
         site.cluster.wait_for(site.has_all_pairs, TIMEOUT_S)
         site.load.serve(8)
     assert {report.worker.epoch for report in site.cluster.status().workers} == epochs
-
-
-@pytest.mark.timeout(400)
-def test_second_worker_with_the_same_name_is_refused(site: Site, tmp_path: Path) -> None:
-    """It starts on another host, where no lock shows the first one. The first one keeps running."""
-    before = {report.worker.worker_id: report.worker.epoch for report in site.cluster.status().workers}
-    env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}  # each host has its own runtime folder
-    command = site.network.command(DECODE_B, worker_command(site.network, DECODE_B, DECODE_A, site.keys))
-    with site.load.running():
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
-    name = f"decode-0-{os.getpid()}-{DECODE_A}"
-    assert ended.returncode == 2 and f"is already called {name}; start this worker with another --name" in ended.stderr
-    assert {report.worker.worker_id: report.worker.epoch for report in site.cluster.status().workers} == before
-
-
-@pytest.mark.timeout(400)
-def test_proxy_recovers_after_it_was_cut_off_from_every_worker(site: Site) -> None:
-    with site.load.running():
-        site.load.serve(4)
-        site.network.set_faults(Fault(PROXY, loss=1))
-        site.cluster.wait_for(lambda: not site.cluster.status().workers, TIMEOUT_S)
-        num_correct = site.load.num_correct
-        site.network.set_faults()
-        site.cluster.wait_for(lambda: site.load.num_correct > num_correct + 4 or bool(site.load.wrong), TIMEOUT_S)
-
-
-@pytest.mark.timeout(400)
-def test_request_without_workers_fails_at_its_deadline(site: Site) -> None:
-    """No worker is reachable until the deadline: the client gets one clear error, and no state is left."""
-    site.network.set_faults(Fault(PROXY, loss=1))
-    body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 4, "timeout": 4}
-    response = httpx.post(f"{site.cluster.url}/v1/completions", json=body, timeout=TIMEOUT_S)
-    assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"

@@ -6,9 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -216,32 +214,6 @@ def test_a_frozen_store_delays_and_fails_nothing(in_store: TieredCluster, store:
     in_store.check_answers()
     in_store.cluster.wait_for(lambda: bool(in_store.tier().error))
     store.master.send_signal(signal.SIGCONT)
-    in_store.wait_until_loading()
-
-
-@contextmanager
-def slowed(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """The process runs a tenth of the time."""
-    is_over = threading.Event()
-
-    def stop_and_continue() -> None:
-        while not is_over.wait(0.05):
-            freeze(process)
-            is_over.wait(0.45)
-            process.send_signal(signal.SIGCONT)
-
-    thread = threading.Thread(target=stop_and_continue)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def test_a_slow_store_delays_and_fails_nothing(in_store: TieredCluster, store: MooncakeStore) -> None:
-    with slowed(store.memory):
-        in_store.check_answers(PROMPTS[:4])
     in_store.wait_until_loading()
 
 
