@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Processes that run unit tests beside each other. Tests that start clusters always run one at a time.
+# Processes that run tests beside each other. Each file's tests run in one of them.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest --progress -o console_output_style=classic -n $(JOBS)
 
@@ -41,8 +41,8 @@ test: setup
 test-all: setup
 	$(PYTEST) $(ARGS)
 
-# What `make test` leaves out, about 40 minutes, and its property tests with new random examples. More schedules,
-# connectors and larger clusters, another quarter of an hour: make test-exhaustive.
+# What `make test` leaves out, and its property tests with new random examples. More schedules, connectors and larger
+# clusters: make test-exhaustive.
 test-extended: setup
 	$(PYTEST) -m "extended and not exhaustive" --hypothesis-profile new $(ARGS)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
-import random
+import secrets
 import socket
 
 
 def free_port(num_free: int = 2) -> int:
     """Returns the first of `num_free` consecutive unused ports; `tandem up` uses the second for its admin address.
 
-    Chooses from below the kernel's ephemeral range, so that no outgoing connection takes the port meanwhile.
+    Chooses from below the kernel's ephemeral range, so that no outgoing connection takes the port meanwhile, and not by
+    the shared generator: processes that have the same seed would choose the same port.
     """
     while True:
-        port = random.randrange(12_000, 32_000 - num_free)
+        port = 12_000 + secrets.randbelow(20_000 - num_free)
         if all(_is_free(port + each) for each in range(num_free)):
             return port
 

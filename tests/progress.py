@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.selection import PARALLEL_STAGES, STAGES, stage_of
+from tests.selection import STAGES, stage_of
 
 TERMINAL_INTERVAL_S = 1.0
 LOG_INTERVAL_S = 20.0
@@ -55,9 +55,8 @@ class Progress:
         for stage in STAGES:
             num_left = self._num_tests[stage] - self._num_done[stage]
             known_s = PRIOR_WEIGHT * TYPICAL_S[stage] + self._spent_s[stage]
-            stage_s = num_left * known_s / (PRIOR_WEIGHT + self._num_done[stage])
-            total_s += stage_s / self._num_workers if stage in PARALLEL_STAGES else stage_s
-        return total_s
+            total_s += num_left * known_s / (PRIOR_WEIGHT + self._num_done[stage])
+        return total_s / self._num_workers
 
     def line(self, now_s: float) -> str:
         num_tests, num_done = self._num_tests.total(), self._num_done.total()

@@ -4,7 +4,7 @@ Unit, simulation and security tests all run. Of the tests that start clusters, t
 others are marked `extended` and run with `make test-extended`. A single test or parameter of a named module, or a
 security test that starts a cluster, is left out by `pytest.mark.extended`.
 
-Property tests run in both: with fixed examples in `make test`, and with new random ones in `make test-extended`.
+Property tests have the same examples each time in `make test`, and new random ones in `make test-extended`.
 
 Modules in EXHAUSTIVE, and tests marked so, run with `make test-exhaustive` only: many more random schedules, the same
 faults over further connectors and layouts, larger clusters. `make test-all` runs everything.
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import pytest
 
-STAGES = ("unit", "simulation", "security", "integration", "faults")
-PARALLEL_STAGES = ("unit", "simulation")
-"""Stages whose tests may run beside each other; clusters run one at a time."""
+STAGES = ("unit", "simulation", "faults", "integration", "security")
+"""In the order in which they run. The last one has small modules, so that all processes end at about the same time."""
+RAY = "test_ray"
+"""Begins the names of modules that start a Ray cluster, of which this machine runs one at a time."""
 CLUSTER_STAGES = ("integration", "faults")
 """Stages whose tests start clusters."""
 
@@ -36,6 +37,9 @@ REPRESENTATIVE = (
 
 EXHAUSTIVE = (
     "integration/clients/test_load_generators.py",
+    "integration/test_overlap.py",
+    "integration/test_ray_host_memory.py",
+    "integration/test_ray_preloaded.py",
     "integration/test_scale.py",
     "faults/test_device_errors.py",
     "faults/test_gpu_check.py",
@@ -89,8 +93,8 @@ def select(items: list[pytest.Item], new_examples: bool) -> None:
 
 
 def group_of(node_id: str) -> str:
-    """Tests of one group run in one process, one after the other: a file, a simulation, or all that start processes."""
-    stage = stage_of(node_id)
-    if stage == "simulation":
+    """Tests of one group run in one process, one after the other: a file, a simulation, or all that use Ray."""
+    if stage_of(node_id) == "simulation":
         return node_id
-    return node_id.partition("::")[0] if stage in PARALLEL_STAGES else "clusters"
+    module = node_id.partition("::")[0]
+    return RAY if module.rpartition("/")[2].startswith(RAY) else module

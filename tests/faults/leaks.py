@@ -54,7 +54,14 @@ class Footprint:
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in _SHM.iterdir()}
+    """Returns the files of shared memory that no process has mapped: those of running programs are not leaked."""
+    names = {path.name for path in _SHM.iterdir()}
+    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+        try:
+            names -= {line.rpartition("/dev/shm/")[2] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+        except OSError:  # it has ended meanwhile
+            continue
+    return names
 
 
 def _named_threads(pid: int) -> Counter[str] | None:

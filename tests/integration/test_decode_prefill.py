@@ -69,9 +69,6 @@ def test_decode_prefill_gives_equal_answers_and_survives_the_last_prefill_worker
             lambda: cluster.worker("decode-0").load.num_cached_tokens >= 640
         )  # prefixes that it computed itself
         cluster.wait_for(cluster.all_blocks_free)
-    with Cluster(*options, "--decode-prefill-threshold", "16") as cluster:
-        ask(cluster, BODIES[1])
-        cluster.wait_for(lambda: cluster.worker("decode-0").load.num_transferred_bytes > 0)  # longer prompts
         os.kill(cluster.launcher_pid, signal.SIGSTOP)  # starts no other prefill worker
         try:
             os.kill(cluster.worker("prefill-0").worker.pid, signal.SIGKILL)

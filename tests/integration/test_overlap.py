@@ -56,12 +56,11 @@ def answers(cluster: Cluster) -> list[list[tuple[str, str]]]:
         return list(pool.map(ask, range(3, 21)))
 
 
-@pytest.mark.extended
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(("--workers", "2"), marks=pytest.mark.exhaustive),
+        ("--workers", "2"),
         ("--prefill", "1", "--decode", "1", "--decode-tensor-parallel-size", "2", "--threads-per-worker", "1"),
     ],
     ids=["elastic", "ranks"],

@@ -27,11 +27,8 @@ from tandem.protocol.messages.membership import ClearWorkerCache, WorkerOrdered
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.proxy.batches.line_journal import LineJournal
-from tandem.proxy.config import ProxyConfig
 from tests.support.cluster import NOW
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
-
-SILENCE_S = ProxyConfig("proxy", "", "model", "model").worker_silence_s
 
 
 @pytest.fixture(scope="module")
@@ -176,33 +173,6 @@ def test_a_disconnect_aborts_on_both_workers(proxy: Proxy, workers: FakeWorkers,
     left_at = time.monotonic()
     wait_until(lambda: workers.aborted == {"prefill": set(workers.seen), "decode": set(workers.seen)})
     assert time.monotonic() - left_at < 2
-
-
-def test_requests_of_a_silent_worker_fail_soon(proxy: Proxy, workers: FakeWorkers) -> None:
-    answers: list[httpx.Response] = []
-    threads = [
-        threading.Thread(
-            target=lambda s=stream, p=prompt: answers.append(post(proxy, prompt=p, max_tokens=9, stream=s))
-        )
-        for prompt, stream in (("hold", False), ("hold", True), ("stall", True))
-    ]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: len(workers.seen) == 3)
-    silent_at = time.monotonic()
-    workers.silence("decode-0")
-    for thread in threads:
-        thread.join(10)
-    assert time.monotonic() - silent_at < SILENCE_S + 2
-    assert sorted(answer.status_code for answer in answers) == [200, 503, 503]
-    for answer in answers:
-        if answer.status_code == 503:
-            assert answer.json()["error"]["code"] == "no_worker_ready" and answer.headers["retry-after"] == "5"
-        else:
-            *_, last = events(answer)
-            assert last["error"]["code"] == "no_worker_ready"
-    refused = post(proxy, prompt="a")
-    assert refused.status_code == 503 and "no decode worker" in refused.json()["error"]["message"]
 
 
 def test_metrics(proxy: Proxy, workers: FakeWorkers) -> None:
@@ -355,31 +325,6 @@ def test_low_priorities_may_use_only_their_share_of_the_queue(tmp_path: Path) ->
         workers.stop()
         proxy.process.kill()
         proxy.process.wait()
-
-
-def test_a_worker_declared_lost_registers_under_a_new_epoch(proxy: Proxy, workers: FakeWorkers) -> None:
-    """The worker is silent, as if frozen, and then reports again; its old epoch is no longer known."""
-    before = workers.epoch("decode-0")
-    workers.stop_responding("decode-0")
-    proxy.wait_for(503)
-    assert workers.epoch("decode-0") == before
-    workers.resume("decode-0")
-    proxy.wait_for(200)
-    assert workers.epoch("decode-0") != before
-    assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
-
-
-def test_draining_workers_get_no_new_work_and_leaving_workers_are_removed_at_once(
-    proxy: Proxy, workers: FakeWorkers
-) -> None:
-    workers.tell("decode-0", draining=True)
-    proxy.wait_for(503)
-    workers.tell("decode-0", draining=False)
-    proxy.wait_for(200)
-    left_at = time.monotonic()
-    workers.leave("decode-0")
-    proxy.wait_for(503)
-    assert time.monotonic() - left_at < SILENCE_S, "the loss is detected before the silence limit"
 
 
 def test_prompts_go_where_a_tier_has_their_prefix_until_it_is_cleared(proxy: Proxy, folder: Path) -> None:

@@ -81,14 +81,3 @@ def test_two_workers_exchange_their_roles_while_they_serve() -> None:
         changed_by_http = httpx.put(f"{cluster.admin_url}/workers/prefill-0/role", json={"role": "any"}, timeout=10)
         assert (changed_by_http.status_code, changed_by_http.json()["role"]) == (200, "any")
         cluster.wait_for(lambda: roles(cluster)["prefill-0"] == "any")
-
-
-def test_elastic_workers_serve_and_are_scaled() -> None:
-    with Cluster("--workers", "2", "--threads-per-worker", "1", "--kv-cache-gib", "0.05", env=OLDER_CPU) as cluster:
-        assert roles(cluster) == {"worker-0": "any", "worker-1": "any"}
-        text = complete(cluster, 0)
-        scale = tandem("scale", "--port", str(cluster.port), "any=1")
-        scaled = subprocess.run(scale, capture_output=True, text=True, timeout=120)
-        assert (scaled.returncode, scaled.stdout) == (0, "prefill=0 decode=0 any=1\n"), scaled.stderr
-        assert roles(cluster) == {"worker-0": "any"}
-        assert complete(cluster, 0) == text

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import httpx
-import pytest
 
 from tandem.protocol.messages.membership import WorkerReport
 from tests.support.cluster import MODEL, Cluster
@@ -40,23 +39,19 @@ def num_computed(cluster: Cluster) -> int:
     return sum(load.num_prompt_tokens - load.num_cached_tokens - load.num_received_tokens for load in loads)
 
 
-@pytest.mark.parametrize("workers", [("--prefill", "1", "--decode", "1"), ("--workers", "2")], ids=["1P1D", "elastic"])
-def test_the_second_turn_computes_only_its_new_tokens(workers: tuple[str, ...]) -> None:
-    """The first turn is computed on one worker and generated on the other. Elastic workers have fixed roles until it
-    ends, and may both compute the second turn."""
+def test_the_second_turn_computes_only_its_new_tokens() -> None:
+    """The first turn is computed on one worker and generated on the other, because they have fixed roles until it ends.
+    Both may compute the second turn."""
     options = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-gib", "0.1")
-    with Cluster(*workers, *options, "--decode-prefill-threshold", "64") as cluster:
-        is_elastic = "--workers" in workers
-        if is_elastic:
-            assert not cluster.give_role("worker-0", "prefill") and not cluster.give_role("worker-1", "decode")
+    with Cluster("--workers", "2", *options, "--decode-prefill-threshold", "64") as cluster:
+        assert not cluster.give_role("worker-0", "prefill") and not cluster.give_role("worker-1", "decode")
         before = num_computed(cluster)
         first = answer_of(cluster, FIRST, 200)
         turn = FIRST + first + NEW
         computed_before = num_computed(cluster)
         assert computed_before - before == len(FIRST)
         assert sum(report.load.num_received_tokens for report in cluster.status().workers) == len(FIRST)
-        if is_elastic:
-            assert not cluster.give_role("worker-0", "any") and not cluster.give_role("worker-1", "any")
+        assert not cluster.give_role("worker-0", "any") and not cluster.give_role("worker-1", "any")
         second = answer_of(cluster, turn, 8)
         computed = num_computed(cluster) - computed_before
         # The answer's last token has no KV yet, and only whole blocks are shared.

@@ -50,7 +50,7 @@ def test_a_seed_decides_everything() -> None:
 import hashlib
 from tandem.simulator.run import run
 from tandem.simulator.scenario import draw
-for seed in range(3, 9):
+for seed in range(3, 6):
     result = run(draw(seed))
     print(result.num_events, hashlib.sha256(repr(result.log).encode()).hexdigest())
 """
@@ -62,7 +62,7 @@ for seed in range(3, 9):
         for hash_seed in ("1", "2")
     }  # fmt: skip
     here = ""
-    for seed in range(3, 9):
+    for seed in range(3, 6):
         result = run(draw(seed))
         here += f"{result.num_events} {hashlib.sha256(repr(result.log).encode()).hexdigest()}\n"
     assert outputs == {here}

@@ -44,7 +44,6 @@ from tandem.protocol.messages.membership import (
     Role,
     TierFigures,
     WorkerInfo,
-    WorkerLeft,
     WorkerLoad,
     WorkerStatus,
 )
@@ -112,7 +111,7 @@ class FakeWorkers:
             for name, info in infos.items()
         }
         self._registrations: dict[str, Registration] = {}
-        self._infos, self._draining = infos, dict.fromkeys(infos, False)
+        self._infos = infos
         for name in infos:
             self._registrations[name] = Registration(
                 context,
@@ -145,7 +144,6 @@ class FakeWorkers:
             info.role,
             WorkerLoad(tiers=[TierFigures("host", num_blocks=len(log.cached))] if log is not None else []),
             pairs if info.role == "prefill" else [],
-            draining=self._draining[name],
             tier_prefixes=log.take() if log is not None else None,
         )
 
@@ -231,32 +229,6 @@ class FakeWorkers:
         sender = self.computed_by[attempt_id] if where == "prefill" else "decode-0"
         self._routers[sender].send(f"{start.proxy_id}:0".encode(), failed)
         return True
-
-    def silence(self, name: str) -> None:
-        self._loop.call_soon_threadsafe(self._registrations[name].close)
-
-    def epoch(self, name: str) -> str:
-        return self._infos[name].epoch
-
-    def stop_responding(self, name: str) -> None:
-        """Stops sending and receiving until it is resumed."""
-        registration = self._registrations[name]
-        self._loop.call_soon_threadsafe(lambda: setattr(registration, "send_to_all", lambda message: None))
-
-    def resume(self, name: str) -> None:
-        self._loop.call_soon_threadsafe(lambda: delattr(self._registrations[name], "send_to_all"))
-
-    def tell(self, name: str, draining: bool) -> None:
-        self._draining[name] = draining
-
-    def leave(self, name: str) -> None:
-        registration, info = self._registrations[name], self._infos[name]
-
-        def go() -> None:
-            registration.send_to_all(WorkerLeft(name, info.epoch))
-            registration.close()
-
-        self._loop.call_soon_threadsafe(go)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopped.set)

@@ -158,7 +158,7 @@ def test_a_machine_without_a_c_compiler_is_refused() -> None:
     assert done.returncode == 2 and "Triton needs a C compiler: install gcc" in done.stderr
 
 
-@pytest.mark.extended
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_parts_pass_on_a_cpu(tmp_path: Path) -> None:
     """`tests/faults/test_gpu_check.py` runs the others."""

@@ -17,10 +17,10 @@ def finish(progress: Progress, node_ids: list[str], seconds: float) -> None:
         progress.on_end(node_id)
 
 
-def test_parallel_stages_share_the_workers() -> None:
+def test_tests_share_the_workers() -> None:
     progress = Progress(num_workers=2, started_s=0.0)
     progress.set_tests(UNITS + FAULTS)
-    assert progress.remaining_s() == pytest.approx(100 * TYPICAL_S["unit"] / 2 + 10 * TYPICAL_S["faults"])
+    assert progress.remaining_s() == pytest.approx((100 * TYPICAL_S["unit"] + 10 * TYPICAL_S["faults"]) / 2)
 
 
 def test_estimate_follows_the_measured_times() -> None:

@@ -33,15 +33,11 @@ def test_all_tests_of_a_selected_module_are_selected() -> None:
     assert is_exhaustive("tests/integration/test_scale.py::test_any")
 
 
-def test_cluster_tests_form_one_group() -> None:
-    clusters = [
-        "tests/integration/test_a.py::test_b",
-        "tests/faults/test_c.py::test_d",
-        "tests/security/test_e.py::test_f",  # may start processes
-    ]
-    assert len({group_of(node_id) for node_id in clusters}) == 1
-    units = ["tests/unit/a/test_b.py::test_c[d]", "tests/unit/a/test_b.py::test_e", "tests/unit/a/test_f.py::test_g"]
-    assert len({group_of(node_id) for node_id in units}) == 2
+def test_modules_run_beside_each_other_unless_they_use_ray() -> None:
+    of_ray = ["tests/integration/test_ray.py::test_a", "tests/integration/test_ray_gpus.py::test_b"]
+    assert len({group_of(node_id) for node_id in of_ray}) == 1
+    others = ["tests/unit/a/test_b.py::test_c[d]", "tests/unit/a/test_b.py::test_e", "tests/faults/test_f.py::test_g"]
+    assert len({group_of(node_id) for node_id in others}) == 2
     assert stage_of("tests/security/test_x.py::test_y") == "security"
     assert stage_of("tests/simulation/test_x.py::test_y") == "simulation"
 
