@@ -29,15 +29,13 @@ REPRESENTATIVE = (
     "integration/test_parity.py",
     "integration/test_sampling.py",
     "integration/test_serving.py",
-    "integration/test_tensor_parallel.py",
-    "integration/test_wheel.py",
-    "faults/test_migration.py",
 )
 """Modules below tests/."""
 
 EXHAUSTIVE = (
     "integration/clients/test_load_generators.py",
     "integration/test_overlap.py",
+    "integration/test_ray_gpus.py",
     "integration/test_ray_host_memory.py",
     "integration/test_ray_preloaded.py",
     "integration/test_scale.py",

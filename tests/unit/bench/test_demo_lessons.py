@@ -100,6 +100,7 @@ def encoder() -> ChatEncoder:
     return ChatEncoder(train_tokenizer(1))
 
 
+@pytest.mark.extended
 def test_the_encoder_agrees_with_the_chat_template(encoder: ChatEncoder) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 from packaging.utils import canonicalize_name
 
 from bench.gpu.wheels import ONLY_WITHOUT_GPU, needed
@@ -81,6 +82,7 @@ def test_all_that_is_imported_is_collected() -> None:
     assert not missing
 
 
+@pytest.mark.extended
 def test_a_gpu_needs_no_wheel_of_the_last_folders(tmp_path: Path) -> None:
     """What is imported within functions for CPUs, and the process that decodes images and videos, is left out."""
     missing = [

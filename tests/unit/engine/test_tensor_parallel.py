@@ -36,7 +36,7 @@ PROMPT_LENGTHS = (1, 9, 31, 64, 100)
 NUM_NEW_TOKENS = 12
 
 
-@pytest.fixture(params=["llama", "qwen3"])
+@pytest.fixture(params=["llama", pytest.param("qwen3", marks=pytest.mark.extended)])
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
     model_class, config_class, extra = MODELS[request.param]
     torch.manual_seed(1)

@@ -14,6 +14,7 @@ from tandem.runtime.errors import ConfigError
 from tests.support.nixl import nixl_environment
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(270)
 @pytest.mark.parametrize(("module", "env"), [("nixl_paths", {}), ("nixl_frozen_peer", {"UCX_TLS": "tcp"})])
 def test_in_a_process_with_nixl(module: str, env: dict[str, str]) -> None:

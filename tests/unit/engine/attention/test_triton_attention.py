@@ -31,6 +31,7 @@ EXTENDED = pytest.mark.extended
 INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
 
 
+@EXTENDED
 def test_the_kernels_compute_what_plain_attention_does() -> None:
     run_interpreted(
         INTERPRETED, "what_plain_attention_does", "same_result_in_every_batch", "splits_are_of",
@@ -46,6 +47,7 @@ def test_models_run_with_the_kernels_from_recorded_graphs() -> None:
     )  # fmt: skip
 
 
+@EXTENDED
 def test_a_step_takes_tokens_from_the_device() -> None:
     run_interpreted(INTERPRETED, "host_has_not_seen")
 

@@ -28,6 +28,7 @@ INTERPRETED = Path(__file__).with_name("interpreted_layers.py")
 QUANTISED_LAYERS = Path(__file__).with_name("interpreted_quantised_layers.py")
 
 
+@EXTENDED
 def test_the_kernels_compute_what_transformers_does() -> None:
     run_interpreted(
         INTERPRETED, "norms_equal", "silu_mul_equals", "rotated_and_written", "wrong_or_fails", "large_hidden",
@@ -46,6 +47,7 @@ def test_adapters_shards_and_memory() -> None:
     run_interpreted(INTERPRETED, "change_fused", "change_merged", "sharded_layers", "take_the_place")
 
 
+@EXTENDED
 def test_kernels_quantise_as_torch_does() -> None:
     run_interpreted(QUANTISED_LAYERS, "rows_are_quantised", "norms_are_quantised", "scaled_products", "int4_weights")
 
