@@ -3,39 +3,37 @@
     python -m bench.simulation.autoscale [--trace FILE] [--quick] [--json FILE]
 
 The traces `bursty`, `diurnal` and `shifting` (long prompts with short outputs, then the reverse) are synthetic and
-seeded. --trace reads a recorded one: CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure LLM
-inference traces), or JSON lines with timestamp (ms), input_length and output_length (Mooncake).
+seeded. --trace reads a recorded one (`simulator.trace`). Prefixes that its prompts share are ignored.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import random
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
-from bench.simulation.cluster import ClusterSimulation, Request, Speeds
+from bench.simulation.cluster import ClusterSimulation, Speeds
 from bench.simulation.foresight import Foresight
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.deploy.autoscale.demand import Demand, DemandMeter
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, Proposal
 from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
+from tandem.simulator.trace import TraceRequest, read_trace
 
 TTFT_S = 1.0
 ITL_S = 0.05
+MAX_TOKENS = 1 << 20
+"""Of a request of a recorded trace."""
 MIN_GOODPUT = 0.95
 """Aim for goodput relative to the best fixed numbers of workers."""
 
 
 def bursty(
     rng: random.Random, duration_s: float = 3600.0, base_per_s: float = 4.0, burst_per_s: float = 20.0
-) -> list[Request]:
+) -> list[TraceRequest]:
     """Low load with bursts of 2 to 5 minutes."""
     bursts = []
     at = rng.uniform(200, 400)
@@ -53,7 +51,7 @@ def bursty(
 
 def diurnal(
     rng: random.Random, duration_s: float = 3600.0, least_per_s: float = 2.0, most_per_s: float = 20.0
-) -> list[Request]:
+) -> list[TraceRequest]:
     """A sine with a period of one hour, like a compressed day."""
 
     def rate(now: float) -> float:
@@ -62,7 +60,7 @@ def diurnal(
     return _poisson(rng, duration_s, most_per_s, rate, lambda now: (1500.0, 200.0))
 
 
-def shifting(rng: random.Random, duration_s: float = 3600.0, per_s: float = 10.0) -> list[Request]:
+def shifting(rng: random.Random, duration_s: float = 3600.0, per_s: float = 10.0) -> list[TraceRequest]:
     """4,000 prompt and 60 output tokens for half of the time, then 400 and 600, which reverses the best ratio."""
     return _poisson(
         rng,
@@ -73,59 +71,19 @@ def shifting(rng: random.Random, duration_s: float = 3600.0, per_s: float = 10.0
     )
 
 
-def _poisson(rng: random.Random, duration_s: float, most_per_s: float, rate: Any, sizes: Any) -> list[Request]:
+def _poisson(rng: random.Random, duration_s: float, most_per_s: float, rate: Any, sizes: Any) -> list[TraceRequest]:
     """Draws arrivals by thinning (Lewis and Shedler, 1979) and log-normal sizes."""
     found = []
     now = 0.0
     while (now := now + rng.expovariate(most_per_s)) < duration_s:
         if rng.random() * most_per_s < rate(now):
             prompt, output = sizes(now)
-            found.append(Request(now, _size(rng, prompt), _size(rng, output)))
+            found.append(TraceRequest(now, _size(rng, prompt), _size(rng, output)))
     return found
 
 
 def _size(rng: random.Random, mean: float, sigma: float = 0.5) -> int:
     return max(1, int(rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)))
-
-
-def read_trace(file: Path) -> list[Request]:
-    """Reads a recorded trace. Raises ValueError for an unknown format."""
-    if file.suffix == ".jsonl":
-        return _read_mooncake(file)
-    with file.open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    if not rows or not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(rows[0]):
-        raise ValueError(f"{file}: expected the columns TIMESTAMP, ContextTokens and GeneratedTokens")
-    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
-    return sorted(
-        (
-            Request(at - times[0], max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])))
-            for at, row in zip(times, rows, strict=True)
-        ),
-        key=lambda request: request.at,
-    )
-
-
-class _MooncakeLine(msgspec.Struct):
-    """One request; `timestamp` in ms. Prefix hashes are ignored: the simulation has no prefix cache."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-
-
-def _read_mooncake(file: Path) -> list[Request]:
-    try:
-        rows = [msgspec.json.decode(line, type=_MooncakeLine) for line in file.read_bytes().splitlines() if line]
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{file}: expected JSON lines with timestamp, input_length and output_length") from error
-    if not rows:
-        raise ValueError(f"{file} has no requests")
-    first = min(row.timestamp for row in rows)
-    found = [
-        Request((row.timestamp - first) / 1e3, max(1, row.input_length), max(1, row.output_length)) for row in rows
-    ]
-    return sorted(found, key=lambda request: request.at)
 
 
 class Proposes(Protocol):
@@ -135,7 +93,7 @@ class Proposes(Protocol):
 
 
 def play(
-    trace: list[Request],
+    trace: list[TraceRequest],
     speeds: Speeds,
     num_prefill: int,
     num_decode: int,
@@ -218,7 +176,7 @@ def main() -> None:
     arguments = parser.parse_args()
     speeds = Speeds()
     if arguments.trace is not None:
-        traces = {arguments.trace.stem: read_trace(arguments.trace)}
+        traces = {arguments.trace.stem: read_trace(arguments.trace, MAX_TOKENS)}
     else:
         makers = (shifting,) if arguments.quick else (bursty, diurnal, shifting)
         traces = {make.__name__: make(random.Random(arguments.seed)) for make in makers}

@@ -19,17 +19,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
+from tandem.simulator.trace import TraceRequest
 
 BLOCK_SIZE = 64
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request that arrives `at` seconds after the start of the trace."""
-
-    at: float
-    num_prompt_tokens: int
-    num_output_tokens: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class SimulatedPrefill:
     """has_moved: the worker has another role now. beside: the other half of an elastic worker."""
 
     info: WorkerInfo
-    queue: deque[Request] = field(default_factory=deque)
+    queue: deque[TraceRequest] = field(default_factory=deque)
     is_computing: bool = False
     is_stopping: bool = False
     has_moved: bool = False
@@ -77,8 +69,8 @@ class SimulatedDecode:
     """`steps` counts executed steps: a sequence that joins at step n with m tokens left ends at step n + m."""
 
     info: WorkerInfo
-    running: list[tuple[float, int, Request, float, float]] = field(default_factory=list)  # heap by final step
-    waiting: deque[tuple[Request, float]] = field(default_factory=deque)
+    running: list[tuple[float, int, TraceRequest, float, float]] = field(default_factory=list)  # heap by final step
+    waiting: deque[tuple[TraceRequest, float]] = field(default_factory=deque)
     is_stopping: bool = False
     has_moved: bool = False
     beside: SimulatedPrefill | None = None
@@ -89,7 +81,7 @@ class SimulatedDecode:
     num_finished: int = 0
 
 
-def _num_blocks(request: Request) -> int:
+def _num_blocks(request: TraceRequest) -> int:
     return -(-(request.num_prompt_tokens + request.num_output_tokens) // BLOCK_SIZE)
 
 
@@ -117,7 +109,7 @@ class ClusterSimulation:
         self._decodes: list[SimulatedDecode] = []
         self._booting: dict[Role, int] = dict(self.counts)
         self._unwanted: dict[Role, int] = dict(self.counts)  # booting workers that will not be used
-        self._handed_over: deque[tuple[Request, float]] = deque()
+        self._handed_over: deque[tuple[TraceRequest, float]] = deque()
         started: dict[Role, int] = {"prefill": num_prefill, "decode": num_decode, "any": num_any}
         for role, count in started.items():
             self.counts[role] = count
@@ -125,7 +117,7 @@ class ClusterSimulation:
                 self._add(self._info(role))
 
     def run(
-        self, trace: Sequence[Request], on_tick: Callable[[float, list[tuple[WorkerInfo, WorkerLoad]]], None]
+        self, trace: Sequence[TraceRequest], on_tick: Callable[[float, list[tuple[WorkerInfo, WorkerLoad]]], None]
     ) -> None:
         """Plays the trace to the end of its last request; `worker_s` counts until the last arrival."""
         end = trace[-1].at
@@ -269,7 +261,7 @@ class ClusterSimulation:
     def _at(self, at: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._numbers), act))
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: TraceRequest) -> None:
         worker = min((w for w in self._prefills if not w.is_stopping), key=lambda w: w.num_waiting_tokens)
         num_tokens = worker.num_waiting_tokens + request.num_prompt_tokens
         if num_tokens / self.speeds.prompt_tokens_per_s > self._ttft_slo_s:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from bench.simulation.cluster import Request, Speeds
+from bench.simulation.cluster import Speeds
 from tandem.deploy.autoscale.demand import Demand
 from tandem.deploy.autoscale.planner import Need, PlannerConfig, Proposal, decode_needed, prefill_needed
+from tandem.simulator.trace import TraceRequest
 
 MEAN_OVER_S = 10.0
 
@@ -15,7 +16,7 @@ MEAN_OVER_S = 10.0
 class Foresight:
     """Applies the planner's sizing rules to future arrivals, and starts workers their boot time in advance."""
 
-    def __init__(self, trace: Sequence[Request], speeds: Speeds, config: PlannerConfig) -> None:
+    def __init__(self, trace: Sequence[TraceRequest], speeds: Speeds, config: PlannerConfig) -> None:
         self.config = config
         self._boot_s = speeds.boot_s
         times = [request.at for request in trace]
@@ -25,7 +26,7 @@ class Foresight:
             arrivals = trace[bisect.bisect_left(times, begin) : bisect.bisect_left(times, begin + MEAN_OVER_S)]
             self._needs.append(self._needed(arrivals, speeds))
 
-    def _needed(self, arrivals: Sequence[Request], speeds: Speeds) -> tuple[int, int]:
+    def _needed(self, arrivals: Sequence[TraceRequest], speeds: Speeds) -> tuple[int, int]:
         if not arrivals:
             return 1, 1
         demand = Demand(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,81 @@ def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
         with pytest.raises(SystemExit) as ended:
             main()
     assert ended.value.code == 2 and "--step-times is missing" in capsys.readouterr().err
+
+
+# ---- what placement is worth
+
+
+@pytest.mark.parametrize("roles", LAYOUTS)
+def test_reports_count_each_prompt_and_each_sequence_once(roles: list[Role]) -> None:
+    """Workers tell what they received from what they computed, and what they shipped from what ended on them."""
+    trace = [TraceRequest(0.04 * number, 256, 30) for number in range(60)]
+    loads = [worker.worker._scheduler.load() for worker in play(trace, roles).cluster.workers.values()]
+    num_tokens = sum(load.num_prompt_tokens - load.num_cached_tokens - load.num_received_tokens for load in loads)
+    assert num_tokens == sum(request.num_prompt_tokens for request in trace)
+    assert sum(load.num_finished - load.num_shipped for load in loads) == len(trace)
+    assert sum(load.num_shipped for load in loads) == sum(load.num_received for load in loads)
+    assert len(roles) == 1 or sum(load.num_shipped for load in loads)
+
+
+def test_preempted_requests_still_get_their_tokens() -> None:
+    figures = msgspec.structs.replace(FIGURES, num_blocks=48)
+    shape = planned_shape(figures, ["any", "any"], max_num_batched_tokens=512, max_num_seqs=64)
+    played = Player([TraceRequest(0.01 * number, 100, 300) for number in range(12)], shape).play()
+    assert sum(worker.worker._scheduler.load().num_preempted for worker in played.cluster.workers.values())
+    assert [served.num_tokens for served in played.served] == [300] * 12
+
+
+EIGHT: list[Role] = [*["prefill"] * 8, *["decode"] * 8]
+
+
+def chats(rng: random.Random, num_chats: int, turns_per_s: float) -> list[TraceRequest]:
+    """Chats of five turns after one of four system prompts of 512 tokens, ten seconds apart."""
+    trace: list[tuple[float, int, int, int]] = []
+    for chat in range(num_chats):
+        at = rng.uniform(0, 5 * num_chats / turns_per_s)
+        for turn in range(5):
+            trace.append((at + 10 * turn, chat, turn, rng.randrange(4)))
+    trace.sort()
+    last: dict[int, int] = {}
+    found: list[TraceRequest] = []
+    for at, chat, turn, system in trace:
+        parent = last.get(chat)
+        length = found[parent].num_prompt_tokens + 140 if parent is not None else 612
+        found.append(TraceRequest(at, length, 40, (system,) if turn == 0 else (), parent))
+        last[chat] = len(found) - 1
+    return found
+
+
+def test_chats_are_routed_to_their_prefixes() -> None:
+    """Of a chat's later turns only the new message must be computed: at most 100 tokens and a block of 16."""
+    trace = chats(random.Random(1), 60, 20.0)
+    played = play(trace, EIGHT, num_proxies=2)
+    loads = [worker.worker._scheduler.load() for worker in played.cluster.workers.values() if worker.role == "prefill"]
+    num_tokens = sum(load.num_prompt_tokens for load in loads)
+    must_compute = sum(116 if request.follows is not None else 612 for request in trace)
+    assert num_tokens == sum(request.num_prompt_tokens for request in trace)
+    assert num_tokens - sum(load.num_cached_tokens for load in loads) < 1.2 * must_compute
+
+
+def test_load_is_balanced_between_proxies_with_the_same_stale_reports() -> None:
+    """Four proxies send some 16 prompts in the time between two reports of a worker."""
+    rng = random.Random(2)
+    trace = [TraceRequest(number / 60, rng.randint(50, 350), 20) for number in range(900)]
+    played = play(trace, EIGHT, num_proxies=4)
+    computed = [
+        load.num_prompt_tokens for worker in played.cluster.workers.values()
+        if worker.role == "prefill" and (load := worker.worker._scheduler.load())
+    ]  # fmt: skip
+    assert max(computed) < 1.3 * sum(computed) / len(computed)
+    assert played.summary()["ttft_ms"]["mean"] < 400, "a prompt alone takes 100 ms"
+
+
+def test_early_rejection_keeps_goodput_past_saturation() -> None:
+    """Two workers compute four prompts of 1,000 tokens per second; six arrive."""
+    trace = [TraceRequest(number / 6, 1000, 2) for number in range(180)]
+    late = play(trace, ["any", "any"]).summary(ttft_s=1.0)
+    refusing = play(trace, ["any", "any"], slo_s=1.0).summary(ttft_s=1.0)
+    assert late["goodput"] < 0.25 < 0.5 < refusing["goodput"]
+    slow = [TraceRequest(number / 2, 1000, 2) for number in range(40)]
+    assert play(slow, ["any", "any"], slo_s=1.0).summary(ttft_s=1.0)["goodput"] > 0.95

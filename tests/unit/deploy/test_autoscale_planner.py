@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.simulation.autoscale import bursty, diurnal, planner_for, play, read_trace, shifting
-from bench.simulation.cluster import Request, Speeds
+from bench.simulation.autoscale import bursty, diurnal, planner_for, play, shifting
+from bench.simulation.cluster import Speeds
 from bench.simulation.foresight import Foresight
 from tandem.deploy.autoscale.demand import Demand, DemandMeter, StepTime
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, decode_needed, elastic_needed, prefill_needed
@@ -321,25 +321,6 @@ def test_no_planner_beats_one_that_knows_the_trace() -> None:
     planned = play(trace, SPEEDS, 1, 1, planner)
     assert foreseen["goodput"] > planned["goodput"]
     assert foreseen["worker_hours"] < planned["worker_hours"]
-
-
-def test_traces_are_read_in_both_public_formats(tmp_path: Path) -> None:
-    azure, mooncake, odd = (tmp_path / name for name in ("azure.csv", "mooncake.jsonl", "odd.jsonl"))
-    azure.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
-    )
-    mooncake.write_text(
-        '{"timestamp": 2000, "input_length": 396, "output_length": 109, "hash_ids": [1, 2]}\n'
-        '{"timestamp": 500, "input_length": 374, "output_length": 44, "hash_ids": []}\n'
-    )
-    first, second = read_trace(azure)
-    assert (first, second.num_prompt_tokens) == (Request(0.0, 374, 44), 396)
-    assert second.at == pytest.approx(4.3145, abs=1e-3)
-    assert read_trace(mooncake) == [Request(0.0, 374, 44), Request(1.5, 396, 109)]
-    odd.write_text('{"timestamp": 1}\n')
-    with pytest.raises(ValueError, match=r"odd\.jsonl: .*input_length"):
-        read_trace(odd)
 
 
 # ---- early detection

@@ -1,6 +1,6 @@
 """Time of one routing decision with 64 prefill and 64 decode workers and prompts of up to 2,048 blocks.
 
-    python -m bench.simulation.router_decisions [--quick] [--json FILE]
+    python -m bench.router_decisions [--quick] [--json FILE]
 
 Hashing a prompt is measured apart: it happens once, where the prompt is tokenised.
 """
@@ -98,7 +98,7 @@ def measure(num_tokens: int, spread: Spread, num_decisions: int) -> dict[str, ob
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.simulation.router_decisions", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.router_decisions", description=__doc__)
     add_common_options(parser)
     arguments = parser.parse_args()
     rows = [
@@ -112,7 +112,7 @@ def main() -> None:
     for spread in typing.get_args(Spread):
         worst = max(float(str(row["decision_us_median"])) for row in rows if row["prefixes"] == spread)
         aims.append(Aim.of(f"median decision in us, prefixes cached by: {spread}", worst, AIM_US, "lower"))
-    finish(Report.of("simulation.router_decisions", {"rows": rows}, aims), arguments.json)
+    finish(Report.of("router_decisions", {"rows": rows}, aims), arguments.json)
 
 
 if __name__ == "__main__":

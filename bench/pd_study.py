@@ -1,13 +1,12 @@
 """Four elastic workers against every fixed ratio of four prefill and decode workers, by shape and load.
 
-    python -m bench.simulation.pd_study [--quick] [--json FILE]
+    python -m bench.pd_study [--quick] [--json FILE]
 
-The router, the worker table and the schedulers are the real ones, in simulated time (`bench.simulation.workers`); steps
-take the times of `bench.simulation.cluster.Speeds`. Load 1 is what four engines that do both phases would complete with
-sixteen sequences each. A request is good if its TTFT is at most 5 times and its TPOT at most 3 times that of an idle
-engine; for shapes of several sizes, of the largest prompt. All workers run with the TPOT limit as `--itl-slo-ms`; other
-settings are the defaults. Goodput counts good requests per second of arrivals
-(Zhong et al., DistServe, OSDI 2024).
+Workers and proxies are the real ones, in simulated time (`simulator.planning`); steps take the times of `WORKER`. Load
+1 is what four engines that do both phases would complete with sixteen sequences each. A request is good if its TTFT is
+at most 5 times and its TPOT at most 3 times that of an idle engine; for shapes of several sizes, of the largest prompt.
+All workers run with the TPOT limit as `--itl-slo-ms`; other settings are the defaults. Goodput counts good requests per
+second of arrivals (Zhong et al., DistServe, OSDI 2024).
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from bench.simulation.cluster import Request, Speeds
-from bench.simulation.workers import WorkerSimulation, cost_of_step
-from bench.support.latency import SLO, Distribution
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.protocol.messages.membership import Role
+from tandem.simulator.planning import Player, WorkerFigures, planned_shape
+from tandem.simulator.trace import TraceRequest
 
 NUM_WORKERS = 4
 ELASTIC = "elastic"
@@ -41,6 +40,18 @@ TTFT_LIMIT, TPOT_LIMIT = 5.0, 3.0
 BATCH = 16
 """Sequences of the engine that load 1 is calculated from."""
 MIN_GOODPUT = 0.98
+WORKER = WorkerFigures(
+    prompt_tokens_per_s=8000.0, fixed_step_s=0.012, step_s_per_sequence=0.0006, num_blocks=4096, block_size=64,
+    max_model_len=8192, kv_s_per_token=0.0008 / 64,
+)  # fmt: skip
+"""8 MiB of KV at 10 GB/s for a block."""
+SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "decode_prefill_threshold": 64}
+"""The defaults of `tandem up`."""
+
+
+def decode_s(num_sequences: int) -> float:
+    """Returns the seconds of a step of so many sequences."""
+    return WORKER.fixed_step_s + WORKER.step_s_per_sequence * num_sequences
 
 
 @dataclass(frozen=True)
@@ -51,24 +62,25 @@ class TrafficShape:
     sizes: tuple[tuple[int, int], ...]
     is_shift: bool = False
 
-    def requests(self, rng: random.Random, per_s: float, seconds: float) -> list[Request]:
+    def requests(self, rng: random.Random, per_s: float, seconds: float) -> list[TraceRequest]:
         found = []
         at = rng.expovariate(per_s)
         while at < seconds:
             number = int(at / seconds * len(self.sizes)) if self.is_shift else rng.randrange(len(self.sizes))
-            found.append(Request(at, *self.sizes[number]))
+            found.append(TraceRequest(at, *self.sizes[number]))
             at += rng.expovariate(per_s)
         return found
 
-    def capacity_per_s(self, speeds: Speeds) -> float:
+    def capacity_per_s(self) -> float:
         """Requests per second of load 1."""
-        token_s = cost_of_step(speeds, BATCH, 0) / BATCH
-        costs = [prompt / speeds.prompt_tokens_per_s + output * token_s for prompt, output in self.sizes]
+        token_s = decode_s(BATCH) / BATCH
+        costs = [prompt / WORKER.prompt_tokens_per_s + output * token_s for prompt, output in self.sizes]
         return NUM_WORKERS / (max(costs) if self.is_shift else sum(costs) / len(costs))
 
-    def slo(self, speeds: Speeds) -> SLO:
+    def limits_s(self) -> tuple[float, float]:
+        """Returns the limits on TTFT and TPOT."""
         longest = max(prompt for prompt, _ in self.sizes)
-        return SLO(TTFT_LIMIT * longest / speeds.prompt_tokens_per_s, TPOT_LIMIT * cost_of_step(speeds, 1, 0))
+        return TTFT_LIMIT * longest / WORKER.prompt_tokens_per_s, TPOT_LIMIT * decode_s(1)
 
 
 SHAPES = (
@@ -82,26 +94,23 @@ SHAPES = (
 """chat: short and long turns in equal parts. shift: long prompts, then long answers, at one rate."""
 
 
-def measure(shape: TrafficShape, load: float, layout: str, speeds: Speeds, seconds: float) -> dict[str, Any]:
+def measure(shape: TrafficShape, load: float, layout: str, seconds: float) -> dict[str, Any]:
     """Plays the same requests for every layout."""
-    requests = shape.requests(random.Random(f"{shape.name} {load}"), load * shape.capacity_per_s(speeds), seconds)
-    slo = shape.slo(speeds)
-    traces = WorkerSimulation(speeds, LAYOUTS[layout], itl_slo_s=slo.tpot_s).run(requests)
-    num_good = sum(slo.is_met(trace) for trace in traces)
-    ttft = Distribution.of_seconds([trace.ttft_s for trace in traces])
-    tpot = Distribution.of_seconds([trace.tpot_s for trace in traces if trace.tpot_s is not None])
-    assert ttft is not None and tpot is not None
+    requests = shape.requests(random.Random(f"{shape.name} {load}"), load * shape.capacity_per_s(), seconds)
+    ttft_s, tpot_s = shape.limits_s()
+    planned = planned_shape(WORKER, LAYOUTS[layout], itl_slo_ms=round(1000 * tpot_s), **SETTINGS)
+    figures = Player(requests, planned).play().summary(ttft_s, tpot_s)
     return {
         "shape": shape.name,
         "load": load,
         "layout": layout,
         "requests": len(requests),
-        "ttft_ms_mean": round(ttft.mean, 1),
-        "ttft_ms_p99": round(ttft.p99, 1),
-        "tpot_ms_mean": round(tpot.mean, 2),
-        "tpot_ms_p99": round(tpot.p99, 2),
-        "good": round(num_good / len(requests), 4),
-        "goodput_per_s": round(num_good / seconds, 2),
+        "ttft_ms_mean": figures["ttft_ms"]["mean"],
+        "ttft_ms_p99": figures["ttft_ms"]["p99"],
+        "tpot_ms_mean": figures["tpot_ms"]["mean"],
+        "tpot_ms_p99": figures["tpot_ms"]["p99"],
+        "good": figures["goodput"],
+        "goodput_per_s": round(figures["goodput"] * len(requests) / seconds, 2),
     }
 
 
@@ -121,20 +130,19 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.simulation.pd_study",
+        prog="python -m bench.pd_study",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", choices=[shape.name for shape in SHAPES], help="only this shape")
     add_common_options(parser)
     options = parser.parse_args()
-    seconds = 10.0 if options.quick else 60.0  # simulated time
-    speeds = Speeds()
+    seconds = 5.0 if options.quick else 20.0  # simulated time
     rows = []
     for shape in SHAPES:
         for load in LOADS if options.shape in (None, shape.name) else ():
             for layout in LAYOUTS:
-                rows.append(measure(shape, load, layout, speeds, seconds))
+                rows.append(measure(shape, load, layout, seconds))
                 print(json.dumps(rows[-1]), flush=True)
     cells = summary(rows)
     table = Table(*cells[0])
@@ -145,8 +153,8 @@ def main() -> None:
         Aim.of(f"{c['shape']}, load {c['load']}: elastic / best fixed", c["elastic / best"], MIN_GOODPUT, "higher")
         for c in cells
     ]
-    figures = {"speeds": vars(speeds), "cells": cells, "rows": rows}
-    finish(Report.of("simulation.pd_study", figures, aims), options.json)
+    figures = {"worker": msgspec.to_builtins(WORKER), "cells": cells, "rows": rows}
+    finish(Report.of("pd_study", figures, aims), options.json)
 
 
 if __name__ == "__main__":

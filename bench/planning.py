@@ -1,0 +1,202 @@
+"""Latencies and throughput that `tandem simulate --trace` predicts, beside those of the real cluster.
+
+    python -m bench.planning --models FOLDER [--cases 256/64@2,chat] [--layouts elastic-2] [--quick] [--json FILE]
+
+The loads and the models are those of `bench.never_worse`; one prefill and one decode worker, and two elastic ones. Each
+cluster first gets a load that is not measured, and then tells its step times (`tandem status --json`). They are taken
+once for each cluster and model, so the simulator does not know the loads whose latencies it predicts. Each case is then
+played on the real cluster. What was sent, and when, is the trace of the simulated one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from bench.never_worse import (
+    CASES,
+    QUICK_SHARE,
+    SERVERS,
+    TANDEM_FLAGS,
+    TIMEOUT_S,
+    ChatTurn,
+    Conversation,
+    LoadCase,
+    LoadClient,
+    chosen,
+    log,
+    poisson,
+)
+from bench.ports import free_port
+from bench.support.latency import RequestTrace, summarise
+from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.servers import server, tandem
+from tandem.deploy.config import ClusterConfig
+from tandem.deploy.device_defaults import with_device_defaults
+from tandem.protocol.messages.membership import Role
+from tandem.simulator.planning import Player, WorkerFigures, planned_shape, read_figures
+from tandem.simulator.trace import read_trace
+
+LAYOUTS: dict[str, list[Role]] = {"1P1D": ["prefill", "decode"], "elastic-2": ["any", "any"]}
+CALIBRATION = {
+    "llama100m": poisson(16, 3.0, ChatTurn(400, 48)),
+    "tiny": poisson(200, 100.0, ChatTurn(300, 48)),
+}
+"""Loads from which the workers learn their step times: sequences in several numbers, prompts in between."""
+MAX_ERROR = 0.15
+FIGURES = ("ttft_ms", "tpot_ms", "output_tokens_per_s")
+MIN_CASES = 6
+"""Cases of eight, in each layout, of which all figures must be right."""
+
+
+async def send(conversations: list[Conversation], port: int, seed: str) -> list[RequestTrace]:
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        return await LoadClient(session, port, seed).run(conversations)
+
+
+def lines_of(conversations: list[Conversation], traces: list[RequestTrace]) -> list[dict[str, Any]]:
+    """Returns the lines of a trace in the form that `simulator.trace` reads."""
+    lines: list[dict[str, Any]] = []
+    for conversation in conversations:
+        for turn in range(len(conversation.turns)):
+            sent = traces[len(lines)]
+            lines.append(
+                {
+                    "timestamp": 1000 * sent.sent_at,
+                    "input_length": sent.num_prompt_tokens,
+                    "output_length": sent.num_output_tokens,
+                    "chat_id": len(lines),
+                    "parent_chat_id": len(lines) - 1 if turn else -1,
+                }
+            )
+    return lines
+
+
+def figures_of(port: int, folder: Path) -> WorkerFigures:
+    """Returns the step times that the cluster on this port has measured."""
+    command = [sys.executable, "-m", "tandem.deploy.cli", "status", "--json", "--port", str(port)]
+    file = folder / "status.json"
+    file.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=60).stdout)
+    return read_figures(file)
+
+
+def predicted(figures: WorkerFigures, layout: str, trace: Path) -> dict[str, float]:
+    config = with_device_defaults(ClusterConfig(), on_gpus=False)
+    shape = planned_shape(
+        figures,
+        LAYOUTS[layout],
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        decode_prefill_threshold=config.decode_prefill_threshold,
+    )
+    summary = Player(read_trace(trace, figures.max_model_len), shape).play().summary()
+    if summary["errors"]:
+        raise SystemExit(f"error: simulated requests failed: {summary['errors']}")
+    return {
+        "ttft_ms": summary["ttft_ms"]["mean"],
+        "tpot_ms": summary["tpot_ms"]["mean"],
+        "output_tokens_per_s": summary["output_tokens_per_s"],
+    }
+
+
+def measured(traces: list[RequestTrace]) -> dict[str, float]:
+    figures = summarise(traces)
+    if figures.errors or figures.ttft_ms is None or figures.tpot_ms is None:
+        raise SystemExit(f"error: requests failed: {figures.errors}")
+    means = {"ttft_ms": figures.ttft_ms.mean, "tpot_ms": figures.tpot_ms.mean}
+    return {name: round(value, 2) for name, value in means.items()} | {
+        "output_tokens_per_s": round(figures.output_tokens_per_s, 2)
+    }
+
+
+def run_layout(layout: str, model: Path, cases: list[LoadCase], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a row for each case of one model."""
+    port, share, rows = free_port(), QUICK_SHARE if options.quick else 1.0, []
+    log(f"{model.name}: starting {layout}")
+    command = tandem(model, port, *SERVERS[layout], *TANDEM_FLAGS, "--dtype", options.dtype)
+    with tempfile.TemporaryDirectory() as name, server(command, port):
+        folder = Path(name)
+        uvloop.run(send(CALIBRATION[model.name](random.Random(0), 1.0), port, "calibration"))
+        figures = figures_of(port, folder)
+        log(f"  {figures}")
+        for case in cases:
+            real: list[dict[str, float]] = []
+            simulated: list[dict[str, float]] = []
+            for repeat in range(case.num_repeats):
+                conversations = case.draw(random.Random(f"{case.name} {repeat}"), share)
+                traces = uvloop.run(send(conversations, port, f"{case.name} {repeat}"))
+                real.append(measured(traces))
+                trace = folder / "trace.jsonl"
+                trace.write_text("\n".join(json.dumps(line) for line in lines_of(conversations, traces)))
+                simulated.append(predicted(figures, layout, trace))
+                log(f"  {case.name}: {real[-1]}, simulated {simulated[-1]}")
+            row: dict[str, Any] = {"layout": layout, "case": case.name, "requests": len(traces) * case.num_repeats}
+            for figure in FIGURES:
+                of_real, of_simulated = (sum(each[figure] for each in runs) / len(runs) for runs in (real, simulated))
+                row |= {figure: round(of_real, 2), f"{figure} simulated": round(of_simulated, 2)}
+                row[f"{figure} ratio"] = round(of_simulated / of_real, 3)
+            row["error"] = round(max(abs(row[f"{figure} ratio"] - 1) for figure in FIGURES), 3)
+            rows.append(row | {"worker": msgspec.to_builtins(figures)})
+            log(f"  {row}")
+    return rows
+
+
+def aims(rows: list[dict[str, Any]]) -> list[Aim]:
+    found = []
+    for layout in dict.fromkeys(row["layout"] for row in rows):
+        of_layout = [row for row in rows if row["layout"] == layout]
+        num_right = sum(row["error"] <= MAX_ERROR for row in of_layout)
+        wanted = MIN_CASES * len(of_layout) / len(CASES)
+        found.append(Aim.of(f"{layout}: cases with all errors within {MAX_ERROR:.0%}", num_right, wanted, "higher"))
+        found += [
+            Aim.of(f"{layout}, {row['case']}: largest error", row["error"], MAX_ERROR, "lower") for row in of_layout
+        ]
+    return found
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    table = Table("layout", "case", *(f"{figure}, real / simulated" for figure in FIGURES), "largest error")
+    for row in rows:
+        cells = [f"{row[figure]:.1f} / {row[f'{figure} simulated']:.1f}" for figure in FIGURES]
+        table.add_row(row["layout"], row["case"], *cells, f"{row['error']:.0%}")
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.planning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=Path, required=True, help="folder with the models llama100m and tiny")
+    parser.add_argument("--cases", default="", help="comma-separated; all by default")
+    parser.add_argument("--layouts", default="", help=f"comma-separated, of {', '.join(LAYOUTS)}; all by default")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_common_options(parser)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that stops the server
+    names = chosen(parser, options.cases, [case.name for case in CASES])
+    cases = [case for case in CASES if case.name in names]
+    rows = []
+    for layout in chosen(parser, options.layouts, list(LAYOUTS)):
+        for model in dict.fromkeys(case.model for case in cases):
+            of_model = [case for case in cases if case.model == model]
+            rows += run_layout(layout, options.models / model, of_model, options)
+    print_table(rows)
+    finish(Report.of("planning", {"dtype": options.dtype, "rows": rows}, aims(rows)), options.json)
+
+
+if __name__ == "__main__":
+    main()
