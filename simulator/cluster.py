@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import FromProxyControl, WorkerExited
+from tandem.simulator.data_paths import PathFaults, Wires
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.processes import Machine, SimulatedProxy, SimulatedWorker
 from tandem.simulator.scenario import ClusterShape, Fault
@@ -40,10 +41,12 @@ class SimulatedCluster:
         self.proxies: dict[str, SimulatedProxy] = {}
         self.has_faults = True
         self._switch = Switch(timeline, shape.max_queued, shape.max_latency_s)
-        self._machine = Machine(
-            timeline, self._switch, {}, {}, report, lambda: rng.uniform(0.5, 1.5) * shape.block_s,
-            lambda: self.has_faults and rng.random() < shape.failure_share,
-        )  # fmt: skip
+        faults = PathFaults(
+            block_s=lambda: rng.uniform(0.5, 1.5) * shape.block_s,
+            breaks=lambda: self.has_faults and rng.random() < shape.failure_share,
+            corrupts=lambda: self.has_faults and rng.random() < shape.corrupt_share,
+        )
+        self._machine = Machine(timeline, self._switch, shape, Wires(faults), report)
         self._note = note
         self._on_proxy_killed = on_proxy_killed
         self._pids = itertools.count(1000)
@@ -66,20 +69,20 @@ class SimulatedCluster:
 
     def _start_proxy(self, name: str) -> None:
         self._note(f"{name} starts")
-        self.proxies[name] = SimulatedProxy(self._machine, name, next(self._proxy_numbers), self.shape)
+        self.proxies[name] = SimulatedProxy(self._machine, name, next(self._proxy_numbers))
 
     def _start_worker(self, name: str) -> None:
-        pid, shape = next(self._pids), self.shape
-        self._note(f"{name} starts as {pid}")
+        shape = self.shape
+        pids = [next(self._pids) for _ in range(shape.num_ranks)]
+        self._note(f"{name} starts as {pids[0]}")
         endpoints = [f"ipc:///simulated/proxy-{number}" for number in range(shape.num_proxies)]
-        worker = SimulatedWorker(self._machine, pid, name, self._roles[name], endpoints, shape)
-        self.workers[name] = worker
-        self._machine.watch_exit(self.launcher, pid, partial(self._on_exit, worker))
+        worker = self.workers[name] = SimulatedWorker(self._machine, pids, name, self._roles[name], endpoints)
+        self._machine.watch_exit(self.launcher, pids[0], partial(self._on_exit, worker))
 
     def _on_exit(self, worker: SimulatedWorker) -> None:
-        self._note(f"{worker.worker_id} ({worker.pid}) has exited")
+        self._note(f"{worker.worker_id} ({worker.pids[0]}) has exited")
         for control in self._controls:
-            control.send(WorkerExited(worker.worker_id, worker.pid, has_crashed=False))
+            control.send(WorkerExited(worker.worker_id, worker.pids[0], has_crashed=False))
         self.launcher.call_later(RESTART_S, self._start_worker, worker.worker_id)
 
     def strike(self, fault: Fault) -> None:
@@ -96,8 +99,9 @@ class SimulatedCluster:
                 if not worker.loop.is_dead and hasattr(worker, "worker"):
                     worker.loop.call_soon(worker.worker.drain)
             case "freeze":
-                worker.loop.freeze()
-                self.launcher.call_later(fault.duration_s, worker.loop.wake)
+                for loop in worker.loops:
+                    loop.freeze()
+                    self.launcher.call_later(fault.duration_s, loop.wake)
             case "break connections":
                 self._switch.break_connections(lambda one, two: worker.worker_id in (one, two))
             case "partition":

@@ -1,74 +1,115 @@
-"""Pools of workers that reach each other, and data paths between them that are slow, fail, and write late.
+"""Pools of workers that reach each other, and data paths between them that are slow, break, and write late.
 
-A path is one-sided, as mapped memory: the sender's thread writes block by block, also after the receiver has given up.
+A one-sided path is as mapped memory: the sender's thread writes block by block, also after the receiver has given up.
+A two-sided one is as a connection: blocks flow while both ends run and both have asked for them.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.kv_transfer.connector import OnDone
+from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, when_all
+from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
+from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import KVTransferFailed
 from tandem.simulator.engine import Pool
 from tandem.simulator.timeline import ProcessLoop
 
+TRANSFER_TIMEOUT_S = 5.0
+"""A two-sided path whose other end takes no part for so long breaks, as those of `kv_transfer.connectors` do."""
+
+
+@dataclass(frozen=True)
+class PathFaults:
+    """block_s: returns the seconds to write a block. breaks: whether a path breaks now. corrupts: changes a block."""
+
+    block_s: Callable[[], float]
+    breaks: Callable[[], bool]
+    corrupts: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What joins the pools of all processes. pools: by process id; they outlive their process while others map them."""
+
+    faults: PathFaults
+    pools: dict[int, Pool] = field(default_factory=dict)
+    paths: dict[str, _Connection] = field(default_factory=dict)
+
+    def on_killed(self, loop: ProcessLoop) -> None:
+        """The kernel closes the connections of a process that has ended."""
+        for path in list(self.paths.values()):
+            if loop in path.loops:
+                path.fail("the peer is gone")
+
+    def copy(self, source: Pool, src: int, target: Pool, dst: int) -> None:
+        target.blocks[dst] = list(source.blocks[src])
+        if self.faults.corrupts():
+            target.blocks[dst][0] = (7, 7)
+
 
 class SimulatedPools:
-    """Takes the place of `kv_transfer.ranks.worker_pools.WorkerPools`. pools: of all processes, by process id.
-
-    block_s: seconds to write one block. failure_share: of the paths that cannot be opened.
-    """
+    """Takes the place of `kv_transfer.ranks.worker_pools.WorkerPools`. loops: of the ranks, as `pids`."""
 
     host = "127.0.0.1"
     has_keys = False
 
-    def __init__(
-        self,
-        loop: ProcessLoop,
-        layout: KVLayout,
-        pid: int,
-        pools: dict[int, Pool],
-        block_s: Callable[[], float],
-        fails: Callable[[], bool],
-    ) -> None:
+    def __init__(self, loops: list[ProcessLoop], pids: list[int], layout: KVLayout, wires: Wires, tiers: Any) -> None:
         self.layout = layout
-        self.params = [ConnectorParams(pid=pid)]
-        self.tiers: Any = SimpleNamespace(names=[], close=lambda: None)
-        self._loop = loop
-        self._own = pools[pid]
-        self._pools = pools
-        self._block_s = block_s
-        self._fails = fails
+        self.params = [ConnectorParams(pid=pid) for pid in pids]
+        self.tiers = tiers
+        self._loops = loops
+        self._own = [wires.pools[pid] for pid in pids]
+        self._wires = wires
+        self._checksums_at = 0.0
 
-    def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> Sender:
-        error = KVTransferFailed("the path cannot be opened") if self._fails() else None
-        self._loop.call_later(self._block_s(), on_ready, error)
-        return Sender(self._loop, self._own, self._pools[peers[0].pid], self._block_s, self._fails)
+    def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
+        ready, senders = when_all(len(self._loops), on_ready), list[KVSender]()
+        for rank, (loop, own, peer) in enumerate(zip(self._loops, self._own, peers, strict=True)):
+            if load_connector(connector).one_sided:
+                error = KVTransferFailed("the path cannot be opened") if self._wires.faults.breaks() else None
+                loop.call_later(self._wires.faults.block_s(), ready, error)
+                senders.append(_OneSidedSender(loop, own, self._wires.pools[peer.pid], self._wires))
+            else:
+                path = self._wires.paths.get(f"{pair_id}/{rank}")
+                if path is None:
+                    raise KVTransferFailed("the peer has closed the path")
+                path.connect(loop, own, ready)
+                senders.append(path.sender)
+        return combine_senders(senders)
 
     def open_receiver(
-        self, connector: str, pair_id: str, num_senders: int, open_store: Any, store: ConnectorParams, on_ready: OnDone
-    ) -> Receiver:
-        self._loop.call_soon(on_ready, None)
-        return Receiver(self._loop)
+        self, connector: str, pair_id: str, num_senders: int, on_ready: OnDone
+    ) -> tuple[KVReceiver, list[ConnectorParams]]:
+        ready, receivers = when_all(len(self._loops), on_ready), list[KVReceiver]()
+        for rank, (loop, own) in enumerate(zip(self._loops, self._own, strict=True)):
+            if load_connector(connector).one_sided:
+                loop.call_soon(ready, None)
+                receivers.append(_OneSidedReceiver(loop))
+            else:
+                path = self._wires.paths[f"{pair_id}/{rank}"] = _Connection(loop, own, self._wires, ready)
+                receivers.append(path.receiver)
+        return combine_receivers(receivers), self.params
 
-    def checksums(self, block_ids: Sequence[int], on_done: Any) -> None:
-        raise NotImplementedError("checksums are not simulated")
+    def checksums(self, block_ids: Sequence[int], on_done: Callable[[list[int]], None]) -> None:
+        found = [zlib.crc32(repr([pool.blocks[block] for pool in self._own]).encode()) for block in block_ids]
+        loop = self._loops[0]  # results arrive in the order of the calls
+        self._checksums_at = max(loop.time() + self._wires.faults.block_s(), self._checksums_at)
+        loop.call_at(self._checksums_at, on_done, found)
 
 
-class Sender:
+class _OneSidedSender:
     """Implements `kv_transfer.connector.KVSender`."""
 
-    def __init__(
-        self, loop: ProcessLoop, source: Pool, target: Pool, block_s: Callable[[], float], fails: Callable[[], bool]
-    ) -> None:
+    def __init__(self, loop: ProcessLoop, source: Pool, target: Pool, wires: Wires) -> None:
         self._loop = loop
         self._source, self._target = source, target
-        self._block_s = block_s
-        self._fails = fails
+        self._wires = wires
         self._jobs: deque[tuple[Sequence[int], Sequence[int], OnDone]] = deque()
         self._is_busy = False
         self._on_closed: Callable[[], None] | None = None
@@ -93,14 +134,14 @@ class Sender:
             self._loop.call_soon(self._on_closed)
         elif self._jobs:
             self._is_busy = True
-            self._loop.call_later(self._block_s(), self._write, *self._jobs.popleft(), 0)
+            self._loop.call_later(self._wires.faults.block_s(), self._write, *self._jobs.popleft(), 0)
 
     def _write(self, src: Sequence[int], dst: Sequence[int], on_done: OnDone, number: int) -> None:
-        self._target.blocks[dst[number]] = list(self._source.blocks[src[number]])
-        if self._fails():
+        self._wires.copy(self._source, src[number], self._target, dst[number])
+        if self._wires.faults.breaks():
             self._end(on_done, KVTransferFailed("the path broke"))
         elif number + 1 < len(src):
-            self._loop.call_later(self._block_s(), self._write, src, dst, on_done, number + 1)
+            self._loop.call_later(self._wires.faults.block_s(), self._write, src, dst, on_done, number + 1)
         else:
             self._end(on_done, None)
 
@@ -110,7 +151,7 @@ class Sender:
         self._next()
 
 
-class Receiver:
+class _OneSidedReceiver:
     """Implements `kv_transfer.connector.KVReceiver`. What is announced has been written."""
 
     def __init__(self, loop: ProcessLoop) -> None:
@@ -121,3 +162,111 @@ class Receiver:
 
     def close(self) -> None:
         pass
+
+
+class _Connection:
+    """A two-sided path. The sender's jobs meet the receiver's in order."""
+
+    def __init__(self, loop: ProcessLoop, target: Pool, wires: Wires, on_ready: OnDone) -> None:
+        self.receiver, self.sender = _End(self, loop, target, on_ready), _End(self, None, None, None)
+        self._wires = wires
+        self._error: KVTransferFailed | None = None
+        self._is_busy = False
+
+    @property
+    def loops(self) -> list[ProcessLoop | None]:
+        return [self.receiver.loop, self.sender.loop]
+
+    def connect(self, loop: ProcessLoop, source: Pool, on_ready: OnDone) -> None:
+        """Connects the sender. Both ends learn of it once the receiver's process runs."""
+        self.sender.loop, self.sender.pool, self.sender.on_ready = loop, source, on_ready
+        if self._error is not None:
+            loop.call_soon(on_ready, self._error)
+        self.receiver.call(self._wires.faults.block_s(), self._accept)
+
+    def _accept(self) -> None:
+        for end in (self.receiver, self.sender):
+            if self._error is None:
+                end.be_ready(None)
+
+    def advance(self) -> None:
+        if self._is_busy or self._error is not None:
+            return
+        if self.sender.jobs and self.receiver.jobs:
+            self._is_busy = True
+            self.sender.call(self._wires.faults.block_s(), self._send, 0)
+            return
+        for end in (self.sender, self.receiver):
+            if end.jobs:
+                end.call(TRANSFER_TIMEOUT_S, self._check, end.jobs[0])
+
+    def _check(self, job: Any) -> None:
+        if not self._is_busy and any(end.jobs and end.jobs[0] is job for end in (self.sender, self.receiver)):
+            self.fail("the peer takes no part")
+
+    def _send(self, number: int) -> None:
+        self.receiver.call(0.0, self._arrive, number)
+
+    def _arrive(self, number: int) -> None:
+        if self._error is not None:
+            return
+        src, dst = self.sender.jobs[0][0], self.receiver.jobs[0][0]
+        assert len(src) == len(dst) and self.sender.pool is not None and self.receiver.pool is not None
+        self._wires.copy(self.sender.pool, src[number], self.receiver.pool, dst[number])
+        if self._wires.faults.breaks():
+            self.fail("the path broke")
+        elif number + 1 < len(src):
+            self.sender.call(self._wires.faults.block_s(), self._send, number + 1)
+        else:
+            self._is_busy = False
+            for end in (self.sender, self.receiver):
+                end.call(0.0, end.jobs.popleft()[1], None)
+            self.advance()
+
+    def fail(self, reason: str) -> None:
+        """Breaks the path. All jobs of both ends fail, and no block is written any more."""
+        if self._error is not None:
+            return
+        self._error = KVTransferFailed(reason)
+        for end in (self.sender, self.receiver):
+            end.be_ready(self._error)
+            while end.jobs:
+                end.call(0.0, end.jobs.popleft()[1], self._error)
+
+    def add(self, end: _End, block_ids: Sequence[int], on_done: OnDone) -> None:
+        if self._error is not None:
+            end.call(0.0, on_done, self._error)
+        else:
+            end.jobs.append((block_ids, on_done))
+            self.advance()
+
+
+class _End:
+    """One end of a two-sided path: a `KVSender` and a `KVReceiver`."""
+
+    def __init__(self, path: _Connection, loop: ProcessLoop | None, pool: Pool | None, on_ready: OnDone | None) -> None:
+        self.loop, self.pool, self.on_ready = loop, pool, on_ready
+        self.jobs: deque[tuple[Sequence[int], OnDone]] = deque()
+        self._path = path
+
+    def call(self, seconds: float, callback: Callable[..., object], *args: Any) -> None:
+        if self.loop is not None:
+            self.loop.call_later(seconds, callback, *args)
+
+    def be_ready(self, error: KVTransferFailed | None) -> None:
+        on_ready, self.on_ready = self.on_ready, None
+        if on_ready is not None:
+            self.call(0.0, on_ready, error)
+
+    def prepare(self, dst_block_ids: Sequence[int]) -> None:
+        pass
+
+    def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
+        self._path.add(self, src_block_ids, on_done)
+
+    def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
+        self._path.add(self, block_ids, on_done)
+
+    def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
+        self._path.fail("the path is closed")
+        self.call(0.0, on_closed)

@@ -5,6 +5,7 @@ So the only right answer to each prompt is known (`answer`), and a block that wa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -66,56 +67,92 @@ class StepTimes:
 
 
 class SimulatedEngine:
-    """Takes the place of `engine.engine_thread.EngineThread`. on_corrupt: called with what is wrong in a sequence."""
+    """Takes the place of `engine.engine_thread.EngineThread`. on_corrupt: called with what is wrong in a sequence.
 
-    overlaps = False
+    pools: of the ranks, which hold the same, because a slot stands for the heads of its rank.
+    """
 
-    def __init__(self, loop: ProcessLoop, pool: Pool, times: StepTimes, on_corrupt: Callable[[str], None]) -> None:
+    def __init__(
+        self, loop: ProcessLoop, pools: list[Pool], times: StepTimes, overlaps: bool, on_corrupt: Callable[[str], None]
+    ) -> None:
+        self.overlaps = overlaps
         self._loop = loop
-        self._pool = pool
+        self._pools = pools
         self._times = times
         self._on_corrupt = on_corrupt
-        self._is_running = False
+        self._steps: deque[tuple[Batch | None, OnDone]] = deque()
+        self._is_running = self._has_ended = False
+        self._samples: list[SampledToken] = []  # of the step before
         self.is_stopped = False
 
     def start(self, on_ready: OnReady) -> None:
         self._loop.call_soon(on_ready, None)
 
     def submit(self, batch: Batch | None, on_done: OnDone) -> None:
-        assert batch is not None and not self._is_running, "one step at a time"
+        self._steps.append((batch, on_done))
+        assert len(self._steps) <= 1 + self.overlaps, "too many steps at once"
+        if self._has_ended:
+            self._post()
+        elif not self._is_running:
+            self._begin()
+
+    def _begin(self) -> None:
+        batch = self._steps[0][0]
+        assert batch is not None
         self._is_running = True
         step_s = self._times.of(batch)
-        self._loop.call_later(self._times.gap_s + step_s, self._end, batch, on_done, step_s)
+        self._loop.call_later(self._times.gap_s + step_s, self._end, step_s)
 
-    def _end(self, batch: Batch, on_done: OnDone, step_s: float) -> None:
-        self._is_running = False
+    def _end(self, step_s: float) -> None:
+        self._is_running, self._has_ended, self._step_s = False, True, step_s
+        if not self.overlaps or len(self._steps) > 1:
+            self._post()
+
+    def _post(self) -> None:
+        """Computes the step that has ended, and begins the one behind it."""
+        self._has_ended = False
         if self.is_stopped:
             return
-        blocks = self._pool.blocks
-        for source, destination in batch.block_copies:
-            blocks[destination] = list(blocks[source])
-        on_done([self._run(item) for item in batch.items], None, StepTiming(step_s, 0.0))
+        batch, on_done = self._steps.popleft()
+        assert batch is not None
+        for pool in self._pools:
+            for source, destination in batch.block_copies:
+                pool.blocks[destination] = list(pool.blocks[source])
+        outputs = [self._run(item) for item in batch.items]
+        self._samples = [token for output in outputs for token in output.tokens]
+        if self._steps and self._steps[0][0] is None:
+            self._steps.popleft()
+        if self._steps:
+            self._begin()
+        self._loop.call_soon(on_done, outputs, None, StepTiming(self._step_s, 0.0))
 
     def _run(self, item: BatchItem) -> ItemOutput:
         state = self._read(item)
-        for position, token_id in enumerate(item.token_ids, item.start):
+        for position, token_id in enumerate(self._tokens_of(item), item.start):
             following = _after(state, token_id)
-            block, slot = divmod(position, self._pool.block_size)
-            self._pool.blocks[item.block_table[block]][slot] = state, following
+            block, slot = divmod(position, self._pools[0].block_size)
+            for pool in self._pools:
+                pool.blocks[item.block_table[block]][slot] = state, following
             state = following
         return ItemOutput([SampledToken(_next_token(state)) for _ in item.samples])
+
+    def _tokens_of(self, item: BatchItem) -> Sequence[int]:
+        return item.token_ids if item.follows is None else [self._samples[item.follows].token_id]
 
     def _read(self, item: BatchItem) -> int:
         """Returns the state behind the item's context, as all of its blocks have it."""
         state = _START
         for position in range(item.start):
-            block, slot = divmod(position, self._pool.block_size)
-            kept = self._pool.blocks[item.block_table[block]][slot]
-            if kept is None or kept[0] != state:
+            block, slot = divmod(position, self._pools[0].block_size)
+            kept = self._pools[0].blocks[item.block_table[block]][slot]
+            if kept is None or kept[0] != state or not self._ranks_agree(item.block_table[block], slot):
                 self._on_corrupt(f"position {position} of {item.start}, block {item.block_table[block]}")
                 return 0
             state = kept[1]
         return state
+
+    def _ranks_agree(self, block: int, slot: int) -> bool:
+        return all(pool.blocks[block][slot] == self._pools[0].blocks[block][slot] for pool in self._pools[1:])
 
     def check(self, now: float) -> None:
         pass
@@ -128,7 +165,8 @@ class TimedEngine(SimulatedEngine):
     """Keeps no KV: a token follows from the one before it and its position. Only the time of a step counts."""
 
     def _run(self, item: BatchItem) -> ItemOutput:
-        token_id = next_timed_token(item.start + len(item.token_ids), item.token_ids[-1])
+        token_ids = self._tokens_of(item)
+        token_id = next_timed_token(item.start + len(token_ids), token_ids[-1])
         return ItemOutput([SampledToken(token_id) for _ in item.samples])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +23,11 @@ from tandem.proxy.control import Control
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.runtime.tasks import start
-from tandem.simulator.data_paths import SimulatedPools
+from tandem.simulator.data_paths import SimulatedPools, Wires
 from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.scenario import ClusterShape
+from tandem.simulator.tiers import SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.worker.config import WorkerConfig
@@ -34,24 +35,29 @@ from tandem.worker.engine_host import EngineHost
 from tandem.worker.worker import Worker
 
 
+FOLLOWER_EXIT_S = 0.3
+"""Time in which the ranks of a worker end after the first one, at most."""
+
+
 @dataclass(frozen=True)
 class Machine:
-    """What all processes share. pools: KV pools by process id; they outlive their process while others map them."""
+    """What all processes share. processes: workers by the process ids of their ranks."""
 
     timeline: Timeline
     switch: Switch
-    pools: dict[int, Pool]
-    processes: dict[int, SimulatedWorker]
+    shape: ClusterShape
+    wires: Wires
     report: Callable[[str, str], None]
-    block_s: Callable[[], float]
-    path_fails: Callable[[], bool]
+    processes: dict[int, SimulatedWorker] = field(default_factory=dict)
+    stored: dict[str, Stored] = field(default_factory=dict)
+    """Blocks in tiers, by tier; host memory belongs to one worker, and outlives its process."""
 
     def watch_exit(self, loop: ProcessLoop, pid: int, on_exit: Callable[[], None]) -> Callable[[], None]:
         """Implements `runtime.exits.WatchExit` for the process of this loop."""
         process = self.processes[pid]
-        if process.loop.is_dead:
+        if process.loop_of(pid).is_dead:
             raise ProcessLookupError(pid)
-        watch = loop, on_exit
+        watch = loop, pid, on_exit
         process.watches.append(watch)
 
         def end() -> None:
@@ -62,32 +68,33 @@ class Machine:
 
 
 class SimulatedWorker:
-    """One process of a worker."""
+    """One worker: the process that talks, and those of its other ranks. pids: rank 0's first."""
 
     def __init__(
-        self,
-        machine: Machine,
-        pid: int,
-        worker_id: str,
-        role: Role,
-        proxies: list[str],
-        shape: ClusterShape,
-    ) -> None:
-        self.pid, self.worker_id, self.role = pid, worker_id, role
-        self.loop = machine.timeline.new_loop(worker_id)
-        self.watches: list[tuple[ProcessLoop, Callable[[], None]]] = []
+        self, machine: Machine, pids: list[int], worker_id: str, role: Role, proxies: list[str]
+    ) -> None:  # fmt: skip
+        shape = machine.shape
+        self.pids, self.worker_id, self.role = pids, worker_id, role
+        self.loops = [
+            machine.timeline.new_loop(f"{worker_id} rank {rank}" if rank else worker_id) for rank in range(len(pids))
+        ]
+        self.loop = self.loops[0]
+        self.watches: list[tuple[ProcessLoop, int, Callable[[], None]]] = []
         self._machine = machine
-        self._shape = shape
-        machine.processes[pid] = self
+        machine.processes.update(dict.fromkeys(pids, self))
         self._config = WorkerConfig(
             worker_id, role, f"ipc:///simulated/{worker_id}", proxies,
             EngineConfig(
                 "simulated", device="cpu", max_num_batched_tokens=shape.max_num_batched_tokens,
                 max_num_seqs=shape.max_num_seqs, block_size=shape.block_size,
             ),
-            metrics_host="", kv_lease_s=shape.lease_s, drain_timeout_s=20.0, itl_slo_ms=shape.itl_slo_ms,
+            metrics_host="", kv_lease_s=shape.lease_s, drain_timeout_s=20.0, itl_slo_ms=shape.itl_slo_ms, kv_connector=shape.connector,
+            kv_checksums=shape.checksums,
         )  # fmt: skip
         self.loop.call_soon(self._start)
+
+    def loop_of(self, pid: int) -> ProcessLoop:
+        return self.loops[self.pids.index(pid)]
 
     def _start(self) -> None:
         self.network = SimulatedNetwork(self._machine.switch, self.loop)
@@ -101,46 +108,63 @@ class SimulatedWorker:
         self.exit()
 
     async def _load(self, config: WorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
-        machine, shape = self._machine, self._shape
-        layout = KVLayout("simulated", "float32", 1, 1, 16, shape.block_size)
-        pool = machine.pools[self.pid] = Pool(shape.num_blocks, shape.block_size if shape.keeps_kv else 0)
+        machine, shape = self._machine, self._machine.shape
+        layout = KVLayout("simulated", "float32", 1, 1, 16, shape.block_size, tensor_parallel_size=len(self.pids))
+        own = [Pool(shape.num_blocks, shape.block_size if shape.keeps_kv else 0) for _ in self.pids]
+        machine.wires.pools.update(zip(self.pids, own, strict=True))
         loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, torch.float32, torch.device("cpu"), layout)
         nothing: Any = SimpleNamespace(get=lambda *_: None, close=lambda: None)
-        ranks: Any = SimpleNamespace(pids=[self.pid], close=lambda: None)
+        ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
-        engine: Any = new_engine(self.loop, pool, shape.step_times, self._on_corrupt)
-        pools: Any = SimulatedPools(
-            self.loop, layout, self.pid, machine.pools, machine.block_s, machine.path_fails
-        )  # fmt: skip
+        engine: Any = new_engine(self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt)
+        pools: Any = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
         return EngineHost(
             ranks, loaded, BlockManager(shape.num_blocks, shape.block_size), 1024, engine, pools, nothing, nothing,
             lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit),
+        )  # fmt: skip
+
+    def _tiers(self, pools: list[Pool]) -> SimulatedTiers:
+        machine, rng = self._machine, self._machine.timeline.rng
+        keys = {name: f"host of {self.worker_id}" if name == "host" else name for name in machine.shape.tiers}
+        stored = {name: machine.stored.setdefault(key, {}) for name, key in keys.items()}
+        faults = machine.wires.faults
+        return SimulatedTiers(
+            self.loop, pools, stored, rng, lambda: 10 ** rng.uniform(-4, 1 if rng.random() < 0.02 else -2),
+            faults.breaks,
         )  # fmt: skip
 
     def _on_corrupt(self, where: str) -> None:
         self._machine.report("corrupt KV", f"{self.worker_id}: {where}")
 
     def exit(self) -> None:
-        """Ends the process at once, as SIGKILL does. Its peers learn of it from the kernel."""
+        """Ends the process at once, as SIGKILL does. Its peers learn of it from the kernel, and its other ranks end."""
         if self.loop.is_dead:
             return
-        self.loop.kill()
+        self._end_rank(0)
         self._machine.switch.on_killed(self.worker_id)
-        for loop, on_exit in self.watches:
-            loop.call_later(self._machine.switch.latency_s(), on_exit)
+        for rank in range(1, len(self.pids)):
+            delay_s = self._machine.timeline.rng.uniform(0.0, FOLLOWER_EXIT_S)
+            self.loops[rank].call_later(delay_s, self._end_rank, rank)
+
+    def _end_rank(self, rank: int) -> None:
+        self.loops[rank].kill()
+        self._machine.wires.on_killed(self.loops[rank])
+        for loop, pid, on_exit in self.watches:
+            if pid == self.pids[rank]:
+                loop.call_later(self._machine.switch.latency_s(), on_exit)
 
 
 class SimulatedProxy:
     """One process of a proxy, from its control socket to its dispatcher."""
 
-    def __init__(self, machine: Machine, name: str, number: int, shape: ClusterShape) -> None:
+    def __init__(self, machine: Machine, name: str, number: int) -> None:
         self.name = name
         self.endpoint = f"ipc:///simulated/{name}"
         self.loop = machine.timeline.new_loop(name)
         self._machine = machine
         self._proxy_id = f"{name}-{number}"
-        self.block_size = shape.block_size
-        self._shape = shape
+        self.block_size = machine.shape.block_size
+        self._shape = machine.shape
         self.loop.call_soon(self._start)
 
     def _start(self) -> None:

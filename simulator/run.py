@@ -119,7 +119,8 @@ class _Run:
         self._cluster.has_faults = False
         self._expect("a request does not end", self._unfinished, last + RECOVERY_S)
         self._expect("the cluster does not recover", self._cluster.not_whole, last + RECOVERY_S + 60)
-        if not self._scenario.faults and not self._scenario.cluster.failure_share:
+        shape = self._scenario.cluster
+        if not self._scenario.faults and not shape.failure_share and not shape.corrupt_share:
             self._check_undisturbed()
         result = self._result
         result.num_events, result.virtual_s = self._timeline.num_events, self._timeline.now

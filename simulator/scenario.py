@@ -71,6 +71,16 @@ class ClusterShape:
     """Of a message."""
     keeps_kv: bool = True
     """Whether engines keep and check the content of KV blocks, which costs time with each token of a context."""
+    corrupt_share: float = 0.0
+    """Share of the blocks that a path changes on the way. More than none only with checksums."""
+    num_ranks: int = 1
+    """Processes of each worker."""
+    connector: str = "auto"
+    """`auto` for one-sided paths, `gloo` for two-sided ones."""
+    checksums: bool = False
+    tiers: tuple[str, ...] = ()
+    overlaps: bool = False
+    """Whether steps are submitted while the ones before run."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,13 @@ def draw(seed: int) -> Scenario:
         max_queued=rng.choice([3_000, 10_000]),  # more than a worker sends to a silent proxy before it is lost
         lease_s=rng.choice([0.5, 2.0, 10.0]),
         block_s=rng.choice([0.0001, 0.002, 0.02, 0.1]),
-        failure_share=rng.choice([0.0, 0.0, 0.01]),
+        failure_share=rng.choice([0.0, 0.0, 0.003]),
+        corrupt_share=rng.choice([0.0, 0.003]) if (checksums := rng.random() < 0.25) else 0.0,
+        num_ranks=rng.choice([1, 1, 1, 2]),
+        connector=rng.choice(["auto", "auto", "gloo"]),
+        checksums=checksums,
+        tiers=rng.choice([(), (), ("host",), ("disk",), ("host", "disk"), ("disk", "store")]),
+        overlaps=rng.random() < 0.3,
     )
     return Scenario(
         seed=seed,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+import msgspec
 from torch._C._distributed_c10d import Store
 
 from tandem.kv_transfer.checksums import OnChecksums, combine
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, when_all
 from tandem.kv_transfer.connectors.job_thread import JobThread
+from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks import orders
 from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
+from tandem.kv_transfer.registry import load_connector
 from tandem.kv_transfer.tiers.rank_tiers import RankTiers
 from tandem.kv_transfer.tiers.registry import make_tiers
 from tandem.kv_transfer.tiers.tier import TiersConfig
@@ -52,6 +55,7 @@ class WorkerPools:
         self.has_keys = own.network.tls is not None
         self.params = [own.located(params)]
         """How each rank's pool is reached; complete after `wait_until_ready`."""
+        self._store_server: StoreServer | None = None
 
     def wait_until_ready(self) -> None:
         """Blocks until every follower has allocated its pool. Raises InternalError on time-out."""
@@ -70,22 +74,31 @@ class WorkerPools:
         return combine_senders([own, *others])
 
     def open_receiver(
-        self,
-        connector: str,
-        pair_id: str,
-        num_senders: int,
-        open_store: Callable[[str], Store],
-        store: ConnectorParams,
-        on_ready: OnDone,
-    ) -> KVReceiver:
-        """Opens all paths from a prefill worker of `num_senders` ranks. Raises KVTransferFailed.
+        self, connector: str, pair_id: str, num_senders: int, on_ready: OnDone
+    ) -> tuple[KVReceiver, list[ConnectorParams]]:
+        """Opens all paths from a prefill worker of `num_senders` ranks. Raises KVTransferFailed or OSError.
 
-        open_store: rank 0's access to the store. store: the address at which followers reach it.
+        Returns the receiver, and how the sender reaches each rank.
         """
+        store = self._store_params() if load_connector(connector).meets_in_store else ConnectorParams()
         ready = when_all(self._num_ranks, on_ready)
-        own = self._own.open_receiver(connector, pair_id, num_senders, open_store, ready)
+        own = self._own.open_receiver(connector, pair_id, num_senders, self._open_store, ready)
         others = [follower.open_receiver(connector, pair_id, num_senders, store, ready) for follower in self._followers]
-        return combine_receivers([own, *others])
+        params = [
+            msgspec.structs.replace(each, store_host=store.store_host, store_port=store.store_port)
+            for each in self.params
+        ]
+        return combine_receivers([own, *others]), params
+
+    def _store_params(self) -> ConnectorParams:
+        """Returns the address of the store, which is started for the first pair that needs it. Raises OSError."""
+        if self._store_server is None:
+            self._store_server = StoreServer(self.host)
+        return ConnectorParams(store_host=self.host, store_port=self._store_server.port)
+
+    def _open_store(self, path_id: str) -> Store:
+        assert self._store_server is not None
+        return self._store_server.store(path_id)
 
     def checksums(self, block_ids: Sequence[int], on_done: OnChecksums) -> None:
         """Hashes whole blocks, over all ranks' heads. Results arrive in the order of the calls."""

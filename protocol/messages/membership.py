@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0

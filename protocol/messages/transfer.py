@@ -74,7 +74,8 @@ class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Prefill to decode. connectors: in order of preference. host_id: see `runtime.host`.
 
-    prefill_pids: processes of all ranks, each of which may write to the decode worker's pools. checksums: whether this
+    prefill_pids: processes of all ranks, each of which may write to the decode worker's pools. decode_epoch: of the
+    worker that the pair is meant for; after a restart, another process may answer at its address. checksums: whether this
     side wants all blocks verified. lease_s: how long it keeps a transfer's blocks after each RenewLeases. number:
     counts this epoch's pairs; a later one replaces earlier ones. closed_pair_ids: this process's earlier pairs with the
     decode worker that have stopped; their ClosePair may have been lost with its connection.
@@ -84,6 +85,7 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     prefill_worker_id: str
     prefill_epoch: str
     prefill_pids: list[int]
+    decode_epoch: str
     pair_id: str
     layout: KVLayout
     host_id: str
@@ -103,7 +105,6 @@ class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """
 
     pair_id: str
-    decode_epoch: str
     connector: str
     params: list[ConnectorParams]
     checksums: bool = False

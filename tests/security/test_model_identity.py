@@ -66,7 +66,7 @@ def test_workers_do_not_pair_after_the_weights_were_updated_in_place(model: Path
     of_decode = layout_of(model)
     update_in_place(model)
     of_prefill = layout_of(model)
-    offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", [1], "pair", of_prefill, "host", "cpu", ["ipc"])
+    offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", [1], "d", "pair", of_prefill, "host", "cpu", ["ipc"])
     with pytest.raises(KVLayoutMismatch, match="model_id"):
         agree(offer, of_decode, "host", "cpu", ["ipc"])
 

@@ -226,8 +226,8 @@ PURE = (
     ),
     Mutation(
         "another process may answer for a decode worker",
-        OUTGOING_TABLE,
-        "if message.decode_epoch != pair.peer.epoch:",
+        INCOMING,
+        "if message.decode_epoch != self._epoch:",
         "if False:",
     ),
     Mutation(

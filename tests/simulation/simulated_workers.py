@@ -154,6 +154,8 @@ class Worker:
                 self.perform_pairs(self.outgoing.on_message(now, message))
             case ClosePair():
                 self.perform_pairs(self.incoming.on_close(message.pair_id, message.reason))
+            case OpenPair() if message.decode_epoch != self.epoch:
+                self.send(message.pair_id, ClosePair(message.pair_id, "another process answers at its address"))
             case OpenPair():
                 self.perform_pairs(self.incoming.on_open(message))
             case ReserveKV() if self.incoming.is_open(message.pair_id):
@@ -339,7 +341,7 @@ class Worker:
         self.receivers[pair_id] = receiver
         self.incoming.on_opened(pair_id, self.world.one_sided)
         params = [ConnectorParams(pid=self.pid)]
-        self.send(pair_id, PairAccepted(pair_id, self.epoch, action.connector, params, action.checksums))
+        self.send(pair_id, PairAccepted(pair_id, action.connector, params, action.checksums))
         for pid in action.pids:
             if not self.world.is_running(pid):
                 self.perform_pairs(self.incoming.on_exit(pair_id, pid))

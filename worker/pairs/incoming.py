@@ -10,15 +10,11 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
-from torch._C._distributed_c10d import Store
-
 from tandem.kv_transfer.connector import KVReceiver, OnDone
-from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused
+from tandem.protocol.messages.transfer import ClosePair, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed, first_line
 from tandem.runtime.exits import WatchExit
 from tandem.worker.pairs.incoming_table import (
@@ -62,7 +58,6 @@ class IncomingPairs:
         self._watch_exit = watch_exit
         self._watches: dict[str, list[Callable[[], None]]] = {}  # each ends a watch
         self._loop = asyncio.get_running_loop()
-        self._store_server: StoreServer | None = None
 
     def receive(self, pair_id: str, block_ids: Sequence[int], on_done: OnDone) -> None:
         receiver = self._receivers.get(pair_id)
@@ -74,6 +69,9 @@ class IncomingPairs:
     # ---- events
 
     def on_open(self, message: OpenPair) -> None:
+        if message.decode_epoch != self._epoch:  # its peer's view is old, and must not replace a pair with this process
+            self._send(message.pair_id, ClosePair(message.pair_id, "another process answers at its address"))
+            return
         self._perform(self._table.on_open(message))
 
     def on_close(self, pair_id: str, reason: str) -> None:
@@ -119,40 +117,20 @@ class IncomingPairs:
                     self._on_prefill_lost(action.prefill_epoch)
 
     def _accept(self, action: AcceptPair) -> None:
-        pair_id, connector = action.pair_id, load_connector(action.connector)
+        pair_id = action.pair_id
         self._watches[pair_id] = []
         try:
-            store = self._store_params() if connector.meets_in_store else ConnectorParams()
-            receiver = self._pools.open_receiver(
-                action.connector,
-                pair_id,
-                action.num_senders,
-                self._open_store,
-                store,
-                lambda error: self._on_ready(pair_id, error),
+            receiver, params = self._pools.open_receiver(
+                action.connector, pair_id, action.num_senders, lambda error: self._on_ready(pair_id, error)
             )
         except Exception as error:  # KVTransferFailed, OSError or torch's; the peer waits for an answer in any case
             self._table.on_opened(pair_id, peer_writes=False)
             self.fail(pair_id, first_line(error))
             return
-        params = [
-            msgspec.structs.replace(each, store_host=store.store_host, store_port=store.store_port)
-            for each in self._pools.params
-        ]
         self._receivers[pair_id] = receiver
-        self._table.on_opened(pair_id, connector.one_sided)
-        self._send(pair_id, PairAccepted(pair_id, self._epoch, action.connector, params, action.checksums))
+        self._table.on_opened(pair_id, load_connector(action.connector).one_sided)
+        self._send(pair_id, PairAccepted(pair_id, action.connector, params, action.checksums))
         self._watch(pair_id, action.pids)
-
-    def _store_params(self) -> ConnectorParams:
-        """Returns the address of the store, which is started for the first pair that needs it. May raise OSError."""
-        if self._store_server is None:
-            self._store_server = StoreServer(self._pools.host)
-        return ConnectorParams(store_host=self._pools.host, store_port=self._store_server.port)
-
-    def _open_store(self, path_id: str) -> Store:
-        assert self._store_server is not None
-        return self._store_server.store(path_id)
 
     def _on_ready(self, pair_id: str, error: KVTransferFailed | None) -> None:
         if error is not None and not self._loop.is_closed():

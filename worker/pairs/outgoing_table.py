@@ -211,6 +211,7 @@ class OutgoingPairTable:
             prefill_worker_id=self.worker.worker_id,
             prefill_epoch=self.worker.epoch,
             prefill_pids=self.pids,
+            decode_epoch=peer.epoch,
             pair_id=pair_id,
             layout=self.layout,
             host_id=self.host_id,
@@ -231,7 +232,7 @@ class OutgoingPairTable:
             return []
         match message:
             case PairAccepted():
-                return self._on_accepted(now, pair, message)
+                return self._on_accepted(pair, message)
             case PairRefused():
                 if pair.state == "opening":
                     pair.state, pair.reason = "refused", message.reason
@@ -239,11 +240,9 @@ class OutgoingPairTable:
             case ClosePair():
                 return self.fail(now, pair.pair_id, message.reason)
 
-    def _on_accepted(self, now: float, pair: OutgoingPair, message: PairAccepted) -> list[OutgoingPairAction]:
+    def _on_accepted(self, pair: OutgoingPair, message: PairAccepted) -> list[OutgoingPairAction]:
         if pair.state != "opening" or pair.connector:
             return []
-        if message.decode_epoch != pair.peer.epoch:
-            return self.fail(now, pair.pair_id, "another process answered at its address")
         process = _process(pair.peer)
         unknown = [each for each in self._closed.pop(process, []) if each not in pair.closed_pair_ids]
         if unknown:

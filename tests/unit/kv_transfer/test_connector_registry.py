@@ -81,7 +81,7 @@ def test_an_installed_connector_moves_blocks(install: Install) -> None:
 def test_the_handshake_respects_a_connectors_reach(install: Install) -> None:
     install(MEMORY)
     layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
-    offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", 1, "pair", layout, "here", "cpu", ["memory"])
+    offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", 1, "d", "pair", layout, "here", "cpu", ["memory"])
     assert agree(offer, layout, "here", "cpu", ["memory"]) == "memory"
     with pytest.raises(KVLayoutMismatch, match="different hosts"):
         agree(offer, layout, "there", "cpu", ["memory"])
@@ -129,7 +129,7 @@ def test_a_path_that_cannot_be_opened_closes_the_pair(install: Install) -> None:
     async def run() -> IncomingPairs:
         table = IncomingPairTable(layout, "here", "cpu", ["memory"], False)
         pairs = IncomingPairs(
-            "epoch",
+            "d",
             table,
             WorkerPools(RankPool(0, layout, blocks, DataNetwork("127.0.0.1")), ConnectorParams()),
             watch_exit,
@@ -138,7 +138,7 @@ def test_a_path_that_cannot_be_opened_closes_the_pair(install: Install) -> None:
             lambda epoch: None,
         )
         theirs = msgspec.structs.replace(layout, tensor_parallel_size=2, num_kv_heads=1)
-        offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1, 2], "pair", theirs, "here", "cpu", ["memory"])
+        offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1, 2], "d", "pair", theirs, "here", "cpu", ["memory"])
         pairs.on_open(offer)
         assert not table.is_open("pair")
         pairs.close()

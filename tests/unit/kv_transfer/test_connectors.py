@@ -183,7 +183,7 @@ def test_mapping_refuses_a_pool_that_is_too_small(pool_file: tuple[int, torch.Te
 
 
 def offer(**changes: Any) -> OpenPair:
-    base = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "pair", LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+    base = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "d", "pair", LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
     return msgspec.structs.replace(base, **changes)
 
 

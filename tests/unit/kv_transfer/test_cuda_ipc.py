@@ -39,7 +39,7 @@ GPUS = ["ipc", "nccl"]
 
 
 def offer(**changes: Any) -> OpenPair:
-    base = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "pair", LAYOUT, "here", "cuda", GPUS)
+    base = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "d", "pair", LAYOUT, "here", "cuda", GPUS)
     return msgspec.structs.replace(base, **changes)
 
 
@@ -66,7 +66,7 @@ def test_the_ipc_handle_survives_encoding(handle: bytes, size: int) -> None:
     pool = CudaPoolHandle(handle, size, 512, b"/counter", 7)
     params = ConnectorParams(1, 0, size, 3, pool)
     codec: Codec[ToPrefillPeer] = Codec(ToPrefillPeer)
-    message = PairAccepted("pair", "epoch", "ipc", [params, ConnectorParams()])
+    message = PairAccepted("pair", "ipc", [params, ConnectorParams()])
     assert codec.decode(codec.encode(message)) == message
 
 

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from tandem.deploy.processes.process_configs import num_sharing_ranks
 from tandem.kv_transfer.connector import DataNetwork, when_all
-from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.ranks.orders import Order, PoolReady, PrepareBlocks
 from tandem.kv_transfer.ranks.rank_pool import RankPool
@@ -142,10 +141,7 @@ def test_blocks_of_all_ranks_arrive(connector: str, sizes: tuple[int, int]) -> N
     with ExitStack() as stack:
         prefill, decode = (stack.enter_context(worker_of(size)) for size in sizes)
         ready = Outcomes()
-        server = StoreServer(HOST)
-        store = ConnectorParams(store_host=server.host, store_port=server.port)
-        peers = decode.pools.params if connector == "ipc" else [store] * sizes[1]
-        receiver = decode.pools.open_receiver(connector, "pair", sizes[0], server.store, store, ready)
+        receiver, peers = decode.pools.open_receiver(connector, "pair", sizes[0], ready)
         sender = prefill.pools.open_sender(connector, "pair", peers, ready)
         assert ready.next() is None and ready.next() is None
         rng = random.Random(0)

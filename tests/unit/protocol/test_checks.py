@@ -52,7 +52,9 @@ PREPARE = PrepareDecode(
     prefill_worker_id="x",
     prefill_epoch="x",
 )
-OPEN = OpenPair(PROTOCOL_VERSION, "p", "e", [1], "pair", KVLayout("m", "float32", 2, 2, 16, 64), "h", "cpu", ["ipc"])
+OPEN = OpenPair(
+    PROTOCOL_VERSION, "p", "e", [1], "d", "pair", KVLayout("m", "float32", 2, 2, 16, 64), "h", "cpu", ["ipc"]
+)
 REGISTER = RegisterWorker(
     PROTOCOL_VERSION, WorkerInfo("w", "e", "prefill", "ipc:///run/x/w.sock", 7), MAX_MODEL_LEN, VOCAB_SIZE, "m", 64
 )

@@ -18,7 +18,7 @@ from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 16, 64)
-FIRST = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "pair-0", LAYOUT, "there", "cpu", ["gloo"], number=0)
+FIRST = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "d", "pair-0", LAYOUT, "there", "cpu", ["gloo"], number=0)
 SECOND = msgspec.structs.replace(FIRST, pair_id="pair-1", number=1)
 
 
@@ -80,6 +80,23 @@ def test_pair_numbers_of_any_size_are_only_compared(number: int) -> None:
     assert bool(actions) == (number > 0)
 
 
+def test_a_pair_that_is_meant_for_an_earlier_process_replaces_none() -> None:
+    """Its peer has been shown the worker that was at this address before, by a proxy that does not know the new one."""
+    sent: list[object] = []
+
+    async def run() -> None:
+        table = open_first(peer_writes=False)
+        pairs = IncomingPairs(
+            "d", table, None, watch_exit, lambda pair_id, message: sent.append(message), lambda *loss: None,
+            lambda epoch: None,
+        )  # type: ignore[arg-type]  # fmt: skip
+        pairs.on_open(msgspec.structs.replace(SECOND, decode_epoch="before"))
+        assert sent == [ClosePair("pair-1", "another process answers at its address")]
+        assert [pair.pair_id for pair in table.pairs()] == ["pair-0"]
+
+    asyncio.run(run())
+
+
 def test_a_pair_without_a_store_is_closed_and_leaves_nothing() -> None:
     """No process of this host can listen at the address that the worker was given."""
     sent: list[object] = []
@@ -88,7 +105,7 @@ def test_a_pair_without_a_store_is_closed_and_leaves_nothing() -> None:
         table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False)
         pool = RankPool(0, LAYOUT, torch.zeros(4, 16384, dtype=torch.uint8), DataNetwork("192.0.2.1"))
         pairs = IncomingPairs(
-            "epoch", table, WorkerPools(pool, ConnectorParams()), watch_exit,
+            "d", table, WorkerPools(pool, ConnectorParams()), watch_exit,
             lambda pair_id, message: sent.append(message), lambda *loss: None, lambda epoch: None,
         )  # fmt: skip
         pairs.on_open(FIRST)

@@ -64,7 +64,7 @@ def test_a_connector_that_the_driver_refuses_is_not_offered_to_that_peer_again()
         (pair_id,) = [
             action.pair_id for action in actions if isinstance(action, Connect) and action.endpoint.endswith(name)
         ]
-        table.on_message(0.0, PairAccepted(pair_id, f"{name}/1", "ipc", []))
+        table.on_message(0.0, PairAccepted(pair_id, "ipc", []))
         assert (StopSender(pair_id) in table.on_sender_ready(0.0, pair_id, error)) == (error is not None)
         return pair_id
 
@@ -104,7 +104,7 @@ def test_the_next_pair_names_the_closed_ones_until_the_peer_has_answered() -> No
     table.on_sender_closed(second.pair_id)
     third = connect(table.on_tick(9.0))
     assert third.closed_pair_ids == [first.pair_id, second.pair_id]
-    table.on_message(10.0, PairAccepted(third.pair_id, again.epoch, "ipc", []))
+    table.on_message(10.0, PairAccepted(third.pair_id, "ipc", []))
     table.fail(11.0, third.pair_id, "broken")
     table.on_sender_closed(third.pair_id)
     assert connect(table.on_tick(19.0)).closed_pair_ids == [third.pair_id], "the peer knows of the others"
