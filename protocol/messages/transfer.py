@@ -75,8 +75,8 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """Prefill to decode. connectors: in order of preference. host_id: see `runtime.host`.
 
     prefill_pids: processes of all ranks, each of which may write to the decode worker's pools. decode_epoch: of the
-    worker that the pair is meant for; after a restart, another process may answer at its address. checksums: whether this
-    side wants all blocks verified. lease_s: how long it keeps a transfer's blocks after each RenewLeases. number:
+    worker that the pair is meant for; after a restart, another process may answer at its address. checksums: whether
+    this side wants all blocks verified. lease_s: how long it keeps a transfer's blocks after each RenewLeases. number:
     counts this epoch's pairs; a later one replaces earlier ones. closed_pair_ids: this process's earlier pairs with the
     decode worker that have stopped; their ClosePair may have been lost with its connection.
     """
