@@ -34,7 +34,6 @@ from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.worker import Worker
 
-
 FOLLOWER_EXIT_S = 0.3
 """Time in which the ranks of a worker end after the first one, at most."""
 
@@ -88,7 +87,8 @@ class SimulatedWorker:
                 "simulated", device="cpu", max_num_batched_tokens=shape.max_num_batched_tokens,
                 max_num_seqs=shape.max_num_seqs, block_size=shape.block_size,
             ),
-            metrics_host="", kv_lease_s=shape.lease_s, drain_timeout_s=20.0, itl_slo_ms=shape.itl_slo_ms, kv_connector=shape.connector,
+            metrics_host="", kv_lease_s=shape.lease_s, drain_timeout_s=20.0, itl_slo_ms=shape.itl_slo_ms,
+            kv_connector=shape.connector,
             kv_checksums=shape.checksums,
         )  # fmt: skip
         self.loop.call_soon(self._start)
