@@ -79,12 +79,13 @@ def test_a_worker_fails_at_each_moment_and_its_request_finishes(fault: str, side
         assert site.timeline.now - began_at < limit_s
         if fault in ("stall", "drain"):
             assert site.num_migrated() == 0
-        if fault != "stall":
+        if fault in ("kill", "drain"):
             site.until(partial(is_replaced, site, name, epochs[name]))
         site.finish()
         others = {each: epoch for each, epoch in epochs.items() if each != name}
         assert others.items() <= site.epochs().items(), "the others stay"
-        assert (site.epochs()[name] == epochs[name]) == (fault == "stall")
+        if fault != "freeze":  # after which it may notice first that it has lost the proxies, or that they have lost it
+            assert (site.epochs()[name] == epochs[name]) == (fault == "stall")
 
     phases = moments(shape, act)
     assert phases["prefilling"] and phases["decoding"], phases
@@ -191,7 +192,7 @@ def test_a_slow_network_costs_no_worker_and_no_pair(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["prefill-0", "decode-2"])
 def test_a_worker_rejoins_after_it_was_cut_off(name: str) -> None:
     with simulated_site() as site:
-        before, pid = site.epochs(), site.cluster.workers[name].pid
+        before, pid = site.epochs(), site.cluster.workers[name].pids[0]
         for number in range(8):
             site.ask(proxy=number % 2)
         site.pass_time(0.1)
@@ -202,7 +203,7 @@ def test_a_worker_rejoins_after_it_was_cut_off(name: str) -> None:
         site.until(site.has_ended, 10.0)
         site.heal()
         assert set(site.finish()) == {"finished"}
-        assert site.epochs()[name] != before[name] and site.cluster.workers[name].pid == pid
+        assert site.epochs()[name] != before[name] and site.cluster.workers[name].pids[0] == pid
         assert {each for each in before if site.epochs()[each] == before[each]} == before.keys() - {name}
 
 
