@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.support.report import Aim, Report, add_common_options, finish
+from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape
 from tandem.protocol.messages.membership import Role
-from tandem.simulator.planning import Player, WorkerFigures, planned_shape
-from tandem.simulator.trace import TraceRequest
+from tandem.simulator.planning import Player, TraceRequest
 
 NUM_WORKERS = 4
 ELASTIC = "elastic"

@@ -46,9 +46,10 @@ from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import server, tandem
 from tandem.deploy.config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
+from tandem.deploy.planning.trace import read_trace
+from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
 from tandem.protocol.messages.membership import Role
-from tandem.simulator.planning import Player, WorkerFigures, planned_shape, read_figures
-from tandem.simulator.trace import read_trace
+from tandem.simulator.planning import Player
 
 LAYOUTS: dict[str, list[Role]] = {"1P1D": ["prefill", "decode"], "elastic-2": ["any", "any"]}
 CALIBRATION = {
@@ -69,7 +70,7 @@ async def send(conversations: list[Conversation], port: int, seed: str) -> list[
 
 
 def lines_of(conversations: list[Conversation], traces: list[RequestTrace]) -> list[dict[str, Any]]:
-    """Returns the lines of a trace in the form that `simulator.trace` reads."""
+    """Returns the lines of a trace in the form that `deploy.planning.trace` reads."""
     lines: list[dict[str, Any]] = []
     for conversation in conversations:
         for turn in range(len(conversation.turns)):

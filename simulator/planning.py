@@ -13,15 +13,10 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from tandem.engine.batch import Batch
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
-from tandem.protocol.messages.membership import Role, StatusReport
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.dispatch.sequence import DispatchedSequence
@@ -34,63 +29,22 @@ from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.run import hidden_logs, seeded_ids
 from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape
 from tandem.simulator.timeline import Timeline
-from tandem.simulator.trace import HASHED_TOKENS, TraceRequest
 
 START_S = 60
 """Limit on the time until all workers and pairs are ready."""
-_Seconds = Annotated[float, Meta(ge=0, le=3600)]
-_Count = Annotated[int, Meta(ge=1, le=100_000_000)]
+HASHED_TOKENS = 512
+"""Tokens of a block that `hash_ids` names."""
 
 
-class WorkerFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker computes with, as `protocol.messages.membership.WorkerLoad` reports it.
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request. at: seconds after the first one. follows: number of the turn before it in its chat, or None."""
 
-    kv_s_per_token: to transfer the KV of one token to another worker. step_gap_s: between two steps.
-    """
-
-    prompt_tokens_per_s: Annotated[float, Meta(gt=0, le=1e9)]
-    fixed_step_s: _Seconds
-    step_s_per_sequence: _Seconds
-    num_blocks: _Count
-    block_size: _Count
-    max_model_len: _Count
-    kv_s_per_token: _Seconds = 0.0
-    step_gap_s: _Seconds = 0.0
-
-    @classmethod
-    def of_reports(cls, reports: Sequence[StatusReport]) -> WorkerFigures:
-        """Means of the workers that have measured a figure. Raises ConfigError if none has."""
-        workers = [worker for report in reports[:1] for worker in report.workers]
-        means: dict[str, float] = {}
-        for name in ("prompt_tokens_per_s", "fixed_step_s", "step_s_per_sequence"):
-            measured = [value for worker in workers if (value := getattr(worker.load, name)) > 0]
-            means[name] = sum(measured) / len(measured) if measured else 0.0
-        if not means["prompt_tokens_per_s"] or not means["fixed_step_s"] + means["step_s_per_sequence"]:
-            raise ConfigError("the workers have not measured their steps yet: send the cluster some load first")
-        num_received = sum(worker.load.num_received_tokens for worker in workers)
-        shipping_s = sum(pair.shipping_s for worker in workers for pair in worker.load.traffic)
-        return cls(
-            **means,
-            num_blocks=min(worker.load.num_blocks for worker in workers),
-            block_size=workers[0].block_size,
-            max_model_len=min(worker.max_model_len for worker in workers),
-            kv_s_per_token=shipping_s / num_received if num_received else 0.0,
-        )
-
-
-def read_figures(file: Path) -> WorkerFigures:
-    """Reads the output of `tandem status --json`, or the figures themselves. Raises ConfigError."""
-    try:
-        content = file.read_bytes()
-        if content.lstrip().startswith(b"["):
-            return WorkerFigures.of_reports(msgspec.json.decode(content, type=list[StatusReport]))
-        return msgspec.json.decode(content, type=WorkerFigures)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(
-            f"{file} is neither what `tandem status --json` prints nor figures of a worker: {error}"
-        ) from error
+    at: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    follows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,27 +56,6 @@ class MeasuredStepTimes(StepTimes):
         num_sequences = lengths.count(1)
         decode_s = self.fixed_s + num_sequences * self.per_sequence_s if num_sequences else 0.0
         return max(self.fixed_s, decode_s + (sum(lengths) - num_sequences) * self.per_prompt_token_s)
-
-
-def planned_shape(figures: WorkerFigures, roles: Sequence[Role], num_proxies: int = 1, **settings: Any) -> ClusterShape:
-    """Returns the shape of a cluster without faults. settings: of `ClusterShape`."""
-    return ClusterShape(
-        roles=tuple(roles),
-        num_proxies=num_proxies,
-        num_blocks=figures.num_blocks,
-        max_queued=1_000_000,
-        lease_s=settings.pop("lease_s", 10.0),
-        block_s=figures.kv_s_per_token * figures.block_size,
-        failure_share=0.0,
-        step_times=MeasuredStepTimes(
-            figures.fixed_step_s, 1 / figures.prompt_tokens_per_s, figures.step_s_per_sequence, figures.step_gap_s
-        ),
-        block_size=figures.block_size,
-        max_model_len=figures.max_model_len,
-        max_latency_s=0.0003,
-        keeps_kv=False,
-        **settings,
-    )
 
 
 @dataclass

@@ -3,7 +3,7 @@
     python -m bench.simulation.autoscale [--trace FILE] [--quick] [--json FILE]
 
 The traces `bursty`, `diurnal` and `shifting` (long prompts with short outputs, then the reverse) are synthetic and
-seeded. --trace reads a recorded one (`simulator.trace`). Prefixes that its prompts share are ignored.
+seeded. --trace reads a recorded one (`deploy.planning.trace`). Prefixes that its prompts share are ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from bench.simulation.foresight import Foresight
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.deploy.autoscale.demand import Demand, DemandMeter
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, Proposal
+from tandem.deploy.planning.trace import read_trace
 from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
-from tandem.simulator.trace import TraceRequest, read_trace
+from tandem.simulator.planning import TraceRequest
 
 TTFT_S = 1.0
 ITL_S = 0.05

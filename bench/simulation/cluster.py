@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
-from tandem.simulator.trace import TraceRequest
+from tandem.simulator.planning import TraceRequest
 
 BLOCK_SIZE = 64
 

@@ -27,8 +27,9 @@ def simulate_trace(
 
     step_times: what `tandem status --json` printed, or figures of a worker. report: gets JSON. plot: an image.
     """
-    from tandem.simulator.planning import Player, planned_shape, read_figures
-    from tandem.simulator.trace import read_trace
+    from tandem.deploy.planning.trace import read_trace
+    from tandem.deploy.planning.worker_figures import planned_shape, read_figures
+    from tandem.simulator.planning import Player
 
     if step_times is None:
         raise ConfigError("--step-times is missing: give a file with what `tandem status --json` prints on a cluster")

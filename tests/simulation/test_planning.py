@@ -12,11 +12,12 @@ import msgspec
 import pytest
 
 from tandem.deploy.cli import main
+from tandem.deploy.planning.trace import MAX_REQUESTS, read_trace
+from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
 from tandem.engine.step_times import StepTimes
 from tandem.protocol.messages.membership import PairTraffic, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.runtime.errors import ConfigError
-from tandem.simulator.planning import Played, Player, WorkerFigures, planned_shape, prompt_of, read_figures, spread_ms
-from tandem.simulator.trace import MAX_REQUESTS, TraceRequest, read_trace
+from tandem.simulator.planning import Played, Player, TraceRequest, prompt_of, spread_ms
 
 FIGURES = WorkerFigures(
     prompt_tokens_per_s=2000.0, fixed_step_s=0.02, step_s_per_sequence=0.002, num_blocks=400, block_size=16,

@@ -22,23 +22,11 @@ import msgspec
 from msgspec import Meta
 
 from tandem.runtime.errors import ConfigError
+from tandem.simulator.planning import TraceRequest
 
 MAX_REQUESTS = 100_000
 MAX_LINE_BYTES = 1 << 20
-HASHED_TOKENS = 512
-"""Tokens of a block that `hash_ids` names."""
 _CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """One request. at: seconds after the first one. follows: number of the turn before it in its chat, or None."""
-
-    at: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    hash_ids: tuple[int, ...] = ()
-    follows: int | None = None
 
 
 class _Line(msgspec.Struct, frozen=True):
