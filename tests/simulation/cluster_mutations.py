@@ -382,7 +382,43 @@ PURE = (
     ),
 )
 
-MUTATIONS = SHELL + PURE
+TRANSFERS = (
+    Mutation(
+        "blocks are reused while the receiver still writes them",
+        TRANSFER,
+        "return bool(self.receives) or not (self.peer_stopped or all_here)",
+        "return not (self.peer_stopped or all_here)",
+    ),
+    Mutation("announced blocks count as arrived", TRANSFER, "            and not self.receives\n", ""),
+    Mutation(
+        "announced blocks are kept",
+        TRANSFER,
+        "min(self.num_arrived_blocks, num_full",
+        "min(self.num_received_blocks, num_full",
+    ),
+    Mutation("blocks behind corrupt ones are kept", TRANSFER, "        elif not self.has_gap:\n", "        if True:\n"),
+    Mutation(
+        "kept blocks still count as written",
+        TRANSFER,
+        "return self.written_block_ids[self.num_kept_blocks :]",
+        "return self.written_block_ids",
+    ),
+    Mutation(
+        "corrupt blocks are used",
+        DECODE,
+        "        transfer.on_received(is_whole=False)\n        return self._give_up(transfer, error)",
+        "        return self.on_received(transfer_id, None)",
+    ),
+    Mutation(
+        "the pair ids of a restarted process begin anew",
+        OUTGOING_TABLE,
+        "-{self.worker.epoch}-{number}",
+        "-{number}",
+    ),
+)
+"""Rules of blocks that two workers write. Most need two-sided paths or corrupt blocks."""
+
+MUTATIONS = SHELL + PURE + TRANSFERS
 
 
 class _MutatedLoader(importlib.machinery.SourceFileLoader):

@@ -5,21 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore
 
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import combine, corrupt_blocks, rank_checksums
-from tandem.kv_transfer.connector import Peer
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, KVRefused, ReserveKV, ShipKV
+from tandem.protocol.messages.transfer import KVLayout, KVRefused, ReserveKV, ShipKV
 from tandem.protocol.worker_actions import Receive, SendToPeer, SendToProxy
 from tandem.runtime.errors import KVTransferFailed
-from tests.support.fake_connector import FakeNetwork, Faults
 
 NUM_BLOCKS, NUM_HEADS, HEAD_BYTES = 6, 6, 16
 LAYOUT = KVLayout("model", "bfloat16", 2, NUM_HEADS, 2, 4)
@@ -56,22 +53,17 @@ def test_swapped_heads_change_the_checksum() -> None:
     assert all(a != b for a, b in zip(checksums(BLOCKS, [0, 1]), checksums(swapped, [0, 1]), strict=True))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10_000), st.booleans(), st.permutations(range(NUM_BLOCKS)), st.permutations(range(NUM_BLOCKS)))
-def test_exactly_the_corrupted_blocks_are_detected(seed: int, one_sided: bool, src: list[int], dst: list[int]) -> None:
-    network = FakeNetwork(lambda: 0.0, seed, one_sided, Faults(corruption=0.3))
+BLOCK_IDS = range(NUM_BLOCKS)
+
+
+@given(st.permutations(BLOCK_IDS), st.permutations(BLOCK_IDS), st.sets(st.sampled_from(BLOCK_IDS)))
+def test_exactly_the_corrupt_blocks_are_detected(src: list[int], dst: list[int], corrupt: set[int]) -> None:
     target = torch.zeros_like(BLOCKS)
-    outcomes: list[object] = []
-    receiver = network.open_receiver("path", HashStore, target, "", outcomes.append)
-    sender = network.open_sender(Peer("path", ConnectorParams()), BLOCKS, "", outcomes.append)
-    if not one_sided:
-        receiver.receive(dst, outcomes.append)
-    sender.send(src, dst, outcomes.append)
-    network.run_due()
-    assert not any(outcomes), "the connector reports no corruption"
-    corrupt = corrupt_blocks(dst, checksums(BLOCKS, src), checksums(target, dst))
-    assert corrupt == [d for s, d in zip(src, dst, strict=True) if not torch.equal(BLOCKS[s], target[d])]
-    assert len(corrupt) == network.num_corrupted_blocks
+    target[dst] = BLOCKS[src]
+    for block_id in corrupt:
+        target[block_id].view(-1)[7] ^= 1
+    found = corrupt_blocks(dst, checksums(BLOCKS, src), checksums(target, dst))
+    assert found == [block_id for block_id in dst if block_id in corrupt]
 
 
 def reserved(scheduler: DecodeScheduler) -> None:

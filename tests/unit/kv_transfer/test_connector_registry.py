@@ -25,13 +25,13 @@ from tandem.runtime.errors import ConfigError, KVLayoutMismatch
 from tandem.runtime.exits import watch_exit
 from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import IncomingPairTable
-from tests.support.fake_connector import FakeReceiver, FakeSender
+from tests.support.memory_connector import MemoryReceiver, MemorySender
 
 Install = Callable[[str], None]
 
 MEMORY = """
-    from tests.support.fake_connector import FakeNetwork
-    network = FakeNetwork(lambda: 0.0)
+    from tests.support.memory_connector import MemoryConnector
+    network = MemoryConnector()
 """
 
 
@@ -71,9 +71,8 @@ def test_an_installed_connector_moves_blocks(install: Install) -> None:
     memory = load_connector("memory")
     receiver = memory.open_receiver("pair", HashStore, target, DataNetwork("127.0.0.1"), outcomes.append)
     sender = memory.open_sender(Peer("pair", ConnectorParams()), source, DataNetwork("127.0.0.1"), outcomes.append)
-    assert isinstance(receiver, FakeReceiver) and isinstance(sender, FakeSender)
+    assert isinstance(receiver, MemoryReceiver) and isinstance(sender, MemorySender)
     sender.send([1, 2], [3, 0], outcomes.append)
-    sender.network.run_due()
     assert outcomes == [None, None, None]
     assert torch.equal(target[[3, 0]], source[[1, 2]])
 
@@ -102,10 +101,10 @@ def test_a_broken_connector_is_named_in_the_error(install: Install, source: str,
 
 
 FAILING = """
-    from tests.support.fake_connector import FakeNetwork
+    from tests.support.memory_connector import MemoryConnector
     from tandem.runtime.errors import KVTransferFailed
 
-    class Network(FakeNetwork):
+    class Network(MemoryConnector):
         opened = []
 
         def open_receiver(self, path_id, open_store, blocks, network, on_ready):
@@ -114,7 +113,7 @@ FAILING = """
             self.opened.append(super().open_receiver(path_id, open_store, blocks, network, on_ready))
             return self.opened[0]
 
-    network = Network(lambda: 0.0)
+    network = Network()
 """
 
 
