@@ -29,7 +29,10 @@ class Codec(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message_type)
 
-    def encode(self, message: msgspec.Struct) -> bytes:
+    def encode(self, message: msgspec.Struct | bytes) -> bytes:
+        """Returns bytes as they are: a message for many peers is encoded once."""
+        if isinstance(message, bytes):
+            return message
         data = self._encoder.encode(message)
         if len(data) > MAX_MESSAGE_BYTES:
             raise MessageTooLarge(

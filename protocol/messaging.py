@@ -18,21 +18,27 @@ M = TypeVar("M")
 
 
 class MessageRouter(Protocol):
-    """A bound socket that answers peers by their identity. See `protocol.sockets.RouterSocket`."""
+    """A bound socket that answers peers by their identity. See `protocol.sockets.RouterSocket`.
+
+    Messages that are encoded already (`Codec.encode`) may be sent as bytes.
+    """
 
     endpoint: str
 
-    def send(self, identity: bytes, message: msgspec.Struct) -> bool: ...
+    def send(self, identity: bytes, message: msgspec.Struct | bytes) -> bool: ...
 
     def close(self) -> None: ...
 
 
 class MessageDealer(Protocol):
-    """A socket that connects to a router, again and again. See `protocol.sockets.DealerSocket`."""
+    """A socket that connects to a router, again and again. See `protocol.sockets.DealerSocket`.
+
+    Messages that are encoded already (`Codec.encode`) may be sent as bytes.
+    """
 
     endpoint: str
 
-    def send(self, message: msgspec.Struct) -> bool: ...
+    def send(self, message: msgspec.Struct | bytes) -> bool: ...
 
     def close(self, *, discard: bool = False) -> None:
         """Closes the socket. Queued messages are still delivered, for a while, unless `discard` is set."""

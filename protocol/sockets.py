@@ -164,7 +164,7 @@ class RouterSocket(_MessageSocket[M]):
     def _count_failed_handshake(self) -> None:
         self._refusals.count("bad_handshake", f"a peer at {self.endpoint} does not speak the protocol")
 
-    def send(self, identity: bytes, message: msgspec.Struct) -> bool:
+    def send(self, identity: bytes, message: msgspec.Struct | bytes) -> bool:
         """Queues a message for the peer. Returns False if the peer is not connected or does not read."""
         return self._send_frames([identity, self._codec.encode(message)])
 
@@ -215,7 +215,7 @@ class DealerSocket(_MessageSocket[M]):
             raise ProtocolError(f"{len(frames)} frames instead of one message")
         self._on_message(self._codec.decode(frames[0]))
 
-    def send(self, message: msgspec.Struct) -> bool:
+    def send(self, message: msgspec.Struct | bytes) -> bool:
         """Queues a message. Returns False if the queue is full, because the peer has not read for long."""
         return self._send_frames([self._codec.encode(message)])
 

@@ -46,6 +46,10 @@ from tandem.runtime.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
+_ANNOUNCEMENT_S_PER_WORKER = 0.0001
+"""Least time between two announcements of changes, for each worker that gets them, as their cost grows with the number
+of workers: changes within this time are announced together."""
+
 
 class Control:
     def __init__(
@@ -60,10 +64,14 @@ class Control:
         self._state = state
         self._table = state.worker_table
         self._connections = connections
-        self._num_changes_seen = 0
+        self._num_changes_seen = self._num_list_changes_seen = 0
+        self._version = 1  # see ClusterView
+        self._announced = {worker.epoch: worker for worker in self._table.workers()}
+        self._announced_at = 0.0
+        self._announcement: asyncio.TimerHandle | None = None  # of changes that wait for it
         self._identities: dict[str, bytes] = {}  # socket identities of registered workers, by epoch
         try:
-            codec: Codec[ToProxyControl] = Codec(ToProxyControl)
+            codec = self._codec = Codec[ToProxyControl](ToProxyControl)
             self._socket = network.router(config.control_endpoint, codec, self._on_message, config.control_tcp_endpoint)
         except ConfigError:
             raise
@@ -73,6 +81,7 @@ class Control:
             raise ConfigError(f"cannot bind the control endpoint {where}: {error}{advice}") from error
         if config.control_endpoint_file:
             write_whole(Path(config.control_endpoint_file), self._socket.endpoint)
+        self._unchanged = self._encode_unchanged()
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
 
     def _on_message(self, identity: bytes, message: ToProxyControl) -> None:
@@ -87,7 +96,8 @@ class Control:
                 known = self._table.on_status(now, message)
                 if known and message.load.refusals:
                     self._state.metrics.on_worker_refusals(message.worker_id, message.load.refusals)
-                self._socket.send(identity, self._view(known, self._table.needs_prefixes(message.epoch)))
+                answer = self._unchanged[known, self._table.needs_restart(message.epoch)]
+                self._socket.send(identity, answer)
             case WorkerLeft():
                 self._apply(self._table.on_left(message.epoch))
             case DrainWorker():
@@ -142,10 +152,9 @@ class Control:
             self._socket.send(identity, RegistrationRefused(error.message))
             raise InvalidMessage(error.message) from error  # the socket counts and logs it
         self._identities[message.worker.epoch] = identity
-        if change:
-            self._apply(change)
-        else:
-            self._socket.send(identity, self._view(known=True))
+        workers = list(self._announced.values())
+        self._socket.send(identity, ClusterView(self._proxy_id, True, self._version, 0, workers))
+        self._apply(change)
 
     def _check(self) -> None:
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
@@ -153,15 +162,16 @@ class Control:
         self._notify_changes()
 
     def _notify_changes(self) -> None:
+        if self._num_list_changes_seen != self._table.num_list_changes:
+            self._num_list_changes_seen = self._table.num_list_changes
+            self._state.metrics.on_workers((worker.worker_id, worker.role) for worker in self._table.workers())
+            self._announce_soon()
         if self._num_changes_seen != self._table.num_changes:
             self._num_changes_seen = self._table.num_changes
-            self._state.metrics.on_workers((worker.worker_id, worker.role) for worker in self._table.workers())
             self._state.readiness.on_cluster_changed()
             self._state.dispatcher.on_cluster_changed()
 
     def _apply(self, change: MembershipChange) -> None:
-        if not change:
-            return
         for gone in change.lost:
             log.warning("lost %s (epoch %s): %s", gone.worker.worker_id, gone.worker.epoch, gone.reason)
             self._identities.pop(gone.worker.epoch, None)
@@ -175,19 +185,48 @@ class Control:
             except Exception as error:  # ZeroMQ's error, or a tcp endpoint without keys
                 log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
                 self._apply(self._table.on_exited(worker.worker_id, worker.pid, has_crashed=False))
-        # Sent now, not as the answer to the next status: prefill workers pair with a new decode worker at once.
-        view = self._view(known=True)
+
+    def _announce_soon(self) -> None:
+        """Announces at once, unless the last announcement was just now: prefill workers pair with a new decode worker
+        without waiting for a report."""
+        if self._announcement is None:
+            due_at = self._announced_at + _ANNOUNCEMENT_S_PER_WORKER * len(self._identities)
+            if due_at <= self._loop.time():
+                self._announce()
+            else:
+                self._announcement = self._loop.call_at(due_at, self._announce)
+
+    def _announce(self) -> None:
+        """Sends all workers what has changed."""
+        self._announcement, self._announced_at = None, self._loop.time()
+        before, self._announced = self._announced, {worker.epoch: worker for worker in self._table.workers()}
+        changed = [worker for epoch, worker in self._announced.items() if before.get(epoch) != worker]
+        gone = [epoch for epoch in before if epoch not in self._announced]
+        if not changed and not gone:
+            return
+        since, self._version = self._version, self._version + 1
+        self._unchanged = self._encode_unchanged()
+        view = self._codec.encode(ClusterView(self._proxy_id, True, self._version, since, changed, gone))
         for identity in self._identities.values():
             self._socket.send(identity, view)
+
+    def _encode_unchanged(self) -> dict[tuple[bool, bool], bytes]:
+        """Returns the answers to reports, by whether the worker is known and whether its next report must be whole."""
+        return {
+            (known, restart): self._codec.encode(
+                ClusterView(self._proxy_id, known, self._version, self._version, restart=restart)
+            )
+            for known in (False, True)
+            for restart in (False, True)
+        }
 
     def _connect(self, worker: WorkerInfo) -> None:
         dispatcher = self._state.dispatcher
         on_broken = partial(dispatcher.on_worker_lost, reason="a connection to it broke")
         self._connections.open(worker, dispatcher.on_message, on_broken)
 
-    def _view(self, known: bool, restart_prefixes: bool = False) -> ClusterView:
-        return ClusterView(self._proxy_id, known, self._table.workers(), restart_prefixes)
-
     def close(self) -> None:
         self._timer.cancel()
+        if self._announcement is not None:
+            self._announcement.cancel()
         self._socket.close()

@@ -35,7 +35,7 @@ class Switch:
         self._max_latency_s = max_latency_s
         self.max_queued = max_queued
         self.routers: dict[str, _Router] = {}
-        self.connections: list[_Connection] = []
+        self.connections: dict[Connection, None] = {}  # in the order of their beginning
         self.partitions: set[frozenset[str]] = set()
         self.numbers = itertools.count()
 
@@ -111,7 +111,7 @@ class SimulatedNetwork:
             socket.close()
 
 
-class _Connection:
+class Connection:
     """One connection: two directions, each of which keeps the order."""
 
     def __init__(self, switch: Switch, dealer: _Dealer, router: _Router) -> None:
@@ -120,7 +120,7 @@ class _Connection:
         self._switch = switch
         self._num_queued = {True: 0, False: 0}
         self._last_at = {True: 0.0, False: 0.0}
-        switch.connections.append(self)
+        switch.connections[self] = None
 
     def has_room(self, *, to_router: bool) -> bool:
         return self._num_queued[to_router] < self._switch.max_queued
@@ -133,10 +133,10 @@ class _Connection:
         self._last_at[to_router] = at
         self._num_queued[to_router] += 1
         loop = self.router.loop if to_router else self.dealer.loop
-        loop.call_at(at, self._deliver, encoded, to_router)
+        loop.call_at(at, self.deliver, encoded, to_router)
         return True
 
-    def _deliver(self, encoded: bytes, to_router: bool) -> None:
+    def deliver(self, encoded: bytes, to_router: bool) -> None:
         self._num_queued[to_router] -= 1
         if not self.is_open:
             return
@@ -155,7 +155,7 @@ class _Connection:
         if not self.is_open:
             return
         self.is_open = False
-        self._switch.connections.remove(self)
+        del self._switch.connections[self]
         self.router.on_ended(self)
         self.dealer.on_ended(self)
 
@@ -204,22 +204,22 @@ class _Router(_Socket):
         assert endpoint not in switch.routers, f"{endpoint} is bound"
         switch.routers[endpoint] = self
         self._on_message = on_message
-        self._peers: dict[bytes, _Connection] = {}
+        self._peers: dict[bytes, Connection] = {}
 
-    def accept(self, connection: _Connection) -> None:
+    def accept(self, connection: Connection) -> None:
         identity = connection.dealer.identity
         before, self._peers[identity] = self._peers.get(identity), connection
         if before is not None:  # a restarted peer takes over its identity
             before.end()
 
-    def on_ended(self, connection: _Connection) -> None:
+    def on_ended(self, connection: Connection) -> None:
         if self._peers.get(connection.dealer.identity) is connection:
             del self._peers[connection.dealer.identity]
 
-    def receive(self, connection: _Connection, encoded: bytes) -> None:
+    def receive(self, connection: Connection, encoded: bytes) -> None:
         self._handle(lambda message: self._on_message(connection.dealer.identity, message), encoded)
 
-    def send(self, identity: bytes, message: msgspec.Struct) -> bool:
+    def send(self, identity: bytes, message: msgspec.Struct | bytes) -> bool:
         encoded, connection = self._codec.encode(message), self._peers.get(identity)
         return not self._is_over and connection is not None and connection.send(encoded, to_router=False)
 
@@ -249,7 +249,7 @@ class _Dealer(_Socket):
         self.identity = identity if identity is not None else f"dealer-{next(switch.numbers)}".encode()
         self._on_message = on_message
         self._on_broken = on_broken
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._unsent: deque[bytes] = deque()
         self.loop.call_later(switch.latency_s(), self._connect)
 
@@ -261,12 +261,12 @@ class _Dealer(_Socket):
             if not self._is_closed:
                 self.loop.call_later(RECONNECT_S, self._connect)
             return
-        self._connection = _Connection(self._switch, self, router)
+        self._connection = Connection(self._switch, self, router)
         router.accept(self._connection)
         while self._unsent and self._connection.has_room(to_router=True):
             self._connection.send(self._unsent.popleft(), to_router=True)
 
-    def send(self, message: msgspec.Struct) -> bool:
+    def send(self, message: msgspec.Struct | bytes) -> bool:
         encoded = self._codec.encode(message)
         if self._is_over:
             return False
@@ -280,7 +280,7 @@ class _Dealer(_Socket):
     def receive(self, encoded: bytes) -> None:
         self._handle(self._on_message, encoded)
 
-    def on_ended(self, connection: _Connection) -> None:
+    def on_ended(self, connection: Connection) -> None:
         if self._connection is connection:
             self._connection = None
             self.loop.call_soon(self._broke)

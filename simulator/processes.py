@@ -12,7 +12,7 @@ import torch
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.config import EngineConfig
 from tandem.engine.loading.model_loader import LoadedModel
-from tandem.protocol.messages.membership import Role
+from tandem.protocol.messages.membership import Role, WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.cluster.readiness import WorkerReadiness
@@ -135,6 +135,10 @@ class SimulatedWorker:
 
     def _on_corrupt(self, where: str) -> None:
         self._machine.report("corrupt KV", f"{self.worker_id}: {where}")
+
+    def load(self) -> WorkerLoad:
+        """Returns the load now, which its next report may have."""
+        return self.worker._scheduler.load()
 
     def exit(self) -> None:
         """Ends the process at once, as SIGKILL does. Its peers learn of it from the kernel, and its other ranks end."""

@@ -12,12 +12,16 @@ from contextlib import suppress
 from contextvars import Context, copy_context
 from typing import Any
 
+_MIN_TASKS = 100
+
 
 class _Handle:
     """One callback. Has what asyncio uses of `asyncio.TimerHandle`."""
 
     def __init__(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None, when: float):
-        self._run = callback, args, context if context is not None else copy_context()
+        self.callback = callback
+        self._args = args
+        self._context = context if context is not None else copy_context()
         self._when = when
         self._is_cancelled = False
 
@@ -31,8 +35,7 @@ class _Handle:
         return self._when
 
     def run(self) -> None:
-        callback, args, context = self._run
-        context.run(callback, *args)
+        self._context.run(self.callback, *self._args)
 
 
 class Timeline:
@@ -70,7 +73,7 @@ class Timeline:
                 number = self.rng.randrange(len(self._ready)) if len(self._ready) > 1 else 0
                 loop = self._ready[number]
                 if not loop.run_once():
-                    self._ready.remove(loop)
+                    del self._ready[number]
                 self.num_events += 1
                 continue
             if not self._timers or self._timers[0][0] > deadline:
@@ -94,6 +97,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._is_dead = False
         self._is_queued = False
         self._tasks: list[asyncio.Task[Any]] = []  # kept: what is collected runs its `finally` blocks
+        self._max_tasks = _MIN_TASKS  # then those that are done are left out
 
     # ---- the process's fate
 
@@ -144,11 +148,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         if self._callbacks and not self._is_frozen:
             handle = self._callbacks.popleft()
             if not handle.cancelled():
-                self._run(handle)
+                self.run_handle(handle)
         self._is_queued = bool(self._callbacks) and not self._is_frozen
         return self._is_queued
 
-    def _run(self, handle: _Handle) -> None:
+    def run_handle(self, handle: _Handle) -> None:
         asyncio._set_running_loop(self)
         try:
             handle.run()
@@ -195,6 +199,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     ) -> Any:
         task = asyncio.Task(coro, loop=self, name=name, context=context)
         self._tasks.append(task)
+        if len(self._tasks) > self._max_tasks:
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._max_tasks = 2 * len(self._tasks) + _MIN_TASKS
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ for each process, and any process renders the sum. Counters of a process that ha
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal
 
@@ -123,12 +124,12 @@ class ProxyMetrics:
 
     def on_workers(self, workers: Iterable[tuple[str, str]]) -> None:
         """workers: (worker_id, current role) of all registered ones. Call when they, or their roles, have changed."""
-        roles = set(workers)
-        for worker_id, role in self._roles | roles:
-            self.worker_role.labels(worker_id, role).set((worker_id, role) in roles)
-        for role in {role for _, role in self._roles | roles}:
-            self.workers.labels(role).set(sum(role == each for _, each in roles))
-        self._roles |= roles  # gauges of those that are gone stay at 0
+        before, self._roles = self._roles, set(workers)
+        for worker_id, role in before ^ self._roles:
+            self.worker_role.labels(worker_id, role).set((worker_id, role) in self._roles)
+        counts = Counts(role for _, role in self._roles)
+        for role in {role for _, role in before} | counts.keys():
+            self.workers.labels(role).set(counts[role])
 
     def on_worker_refusals(self, worker_id: str, refusals: list[tuple[str, int]]) -> None:
         """refusals: (reason, count since the worker's start)."""

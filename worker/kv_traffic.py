@@ -73,6 +73,9 @@ class KVTraffic:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._num_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
+        self.num_pair_changes = 0
+        """See WorkerStatus."""
+        self._reported: list[PairStatus] | None = None
         connectors = offered_connectors(config.kv_connector, host.device, host.pools.has_keys)
         self._outgoing_table = OutgoingPairTable(
             worker=info,
@@ -138,13 +141,27 @@ class KVTraffic:
         """Returns the state of the pairs that this worker has opened."""
         return self._outgoing_table.status()
 
+    def take_status(self) -> list[PairStatus] | None:
+        """Returns the state of the pairs for the next report, or None if it has not changed since the last call."""
+        status = self.status()
+        if status == self._reported:
+            return None
+        self._reported = status
+        self.num_pair_changes += 1
+        return status
+
+    def restart_reports(self) -> None:
+        """Lets the next report have all pairs, with their traffic."""
+        self._reported = None
+        self._outgoing_table.restart_traffic()
+
     def add_to(self, load: WorkerLoad) -> WorkerLoad:
         return msgspec.structs.replace(
             load,
             num_transferred_bytes=self._num_bytes,
             num_compared_blocks=self._num_compared_blocks,
             num_corrupt_blocks=self._num_corrupt_blocks,
-            traffic=self._outgoing_table.traffic(),
+            traffic=self._outgoing_table.take_traffic(),
         )
 
     def pair_to(self, worker_id: str, epoch: str) -> str:

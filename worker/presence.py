@@ -126,7 +126,7 @@ class Presence:
             self._status,
             self._traffic.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
-            self._scheduler.restart_prefixes,
+            self._restart_reports,
             self._begin_epoch,
             lambda: self.drain(for_good=True),
             self._change_role,
@@ -188,8 +188,13 @@ class Presence:
         self._perform(self._scheduler.abort_all())
         self.info = msgspec.structs.replace(self.info, epoch=secrets.token_hex(8))
         self._traffic.begin_epoch(self.info)
-        self._scheduler.restart_prefixes()
+        self._restart_reports()
         return self._register()
+
+    def _restart_reports(self) -> None:
+        """Lets the next status have all cached prefixes and all pairs."""
+        self._scheduler.restart_prefixes()
+        self._traffic.restart_reports()
 
     def _clear_cache(self) -> None:
         log.info("forgetting all cached prefixes")
@@ -209,10 +214,11 @@ class Presence:
         self._registration.send_to_all(self._status())
 
     def _status(self) -> WorkerStatus:
-        load, pairs = self._load(), self._traffic.status()
+        load, pairs = self._load(), self._traffic.take_status()
         prefixes, tier_prefixes = self._scheduler.blocks.prefix_log.take(), self._scheduler.tiers.prefix_log.take()
         load = msgspec.structs.replace(load, num_role_changes=self._num_role_changes)
         info = self.info
         return WorkerStatus(
-            info.worker_id, info.epoch, info.role, load, pairs, prefixes, self._drain.has_begun, tier_prefixes
-        )
+            info.worker_id, info.epoch, info.role, load, pairs, prefixes, self._drain.has_begun, tier_prefixes,
+            self._traffic.num_pair_changes,
+        )  # fmt: skip

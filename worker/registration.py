@@ -16,6 +16,7 @@ from pathlib import Path
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
     PROXY_SILENCE_S,
+    REPORT_INTERVAL_S,
     ChangeRole,
     ClearCache,
     ClusterView,
@@ -30,6 +31,7 @@ from tandem.protocol.messages.membership import (
     WorkerLeft,
     WorkerOrdered,
     WorkerStatus,
+    report_interval_s,
 )
 from tandem.protocol.messaging import MessageDealer, Network
 from tandem.protocol.proxy_endpoints import EndpointsFile
@@ -39,11 +41,12 @@ from tandem.runtime.tasks import start
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 0.25
+HEARTBEAT_INTERVAL_S = REPORT_INTERVAL_S
+"""Every so often the silence of the proxies is checked, and once or less often a report is sent."""
 PROXY_SETTLE_S = 2.0
 """For this long after a proxy's first message its view may add workers but not remove any."""
-_SIGHT_S = 1.0
-"""A proxy that was last seen within this time still knows this worker."""
+_SIGHT_S = 0.75
+"""A proxy that has answered the last report, or is late by this time at most, still knows this worker."""
 REFUSAL_PATIENCE_S = 15.0
 """Time that a worker retries before its first registration. A crashed predecessor keeps the worker's name until its
 silence is noticed."""
@@ -59,23 +62,26 @@ class _ProxyLink:
         self.proxy_id: str | None = None
         self.first_seen_at = 0.0
         self.seen_at = 0.0
-        self.workers: list[WorkerInfo] = []
+        self.is_settling = False  # see PROXY_SETTLE_S
+        self.version = 0  # of `workers`, see ClusterView; 0 until the proxy has sent all
+        self.workers: dict[str, WorkerInfo] = {}  # by epoch
         self.known_by: str | None = None  # id of the proxy instance that last knew our epoch
         self.refusal_logged_at: float | None = None
 
-    def knows_us(self, now: float) -> bool:
-        return self.proxy_id is not None and self.known_by == self.proxy_id and now - self.seen_at < _SIGHT_S
+    def knows_us(self, now: float, report_s: float) -> bool:
+        is_seen = now - self.seen_at < _SIGHT_S + report_s
+        return self.proxy_id is not None and self.known_by == self.proxy_id and is_seen
 
 
 class Registration:
     """Runs on the loop on which it is created, until `close`.
 
     status: returns the current status. on_view: called with all workers that any proxy knows, when that changes.
-    on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
-    proxy has missed a prefix cache update. begin_epoch: called when all proxies have declared this worker lost; returns
-    its registration under a new epoch. on_leave: called when the worker is told to leave for good. on_role: called with
-    the role that the worker is told to take. on_clear_cache: called when an operator clears the cache. proxies_file:
-    see `protocol.proxy_endpoints`; empty if endpoints never change.
+    on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart: called when a proxy has
+    missed prefixes or pairs, so that the next status must have all of them. begin_epoch: called when all proxies have
+    declared this worker lost; returns its registration under a new epoch. on_leave: called when the worker is told to
+    leave for good. on_role: called with the role that the worker is told to take. on_clear_cache: called when an
+    operator clears the cache. proxies_file: see `protocol.proxy_endpoints`; empty if endpoints never change.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class Registration:
         status: Callable[[], WorkerStatus],
         on_view: Callable[[list[WorkerInfo]], None],
         on_proxy_lost: Callable[[str], None],
-        on_restart_prefixes: Callable[[], None],
+        on_restart: Callable[[], None],
         begin_epoch: Callable[[], RegisterWorker],
         on_leave: Callable[[], object],
         on_role: Callable[[Role], object],
@@ -100,12 +106,14 @@ class Registration:
         self._status = status
         self._on_view = on_view
         self._on_proxy_lost = on_proxy_lost
-        self._on_restart_prefixes = on_restart_prefixes
+        self._on_restart = on_restart
         self._begin_epoch = begin_epoch
         self._on_leave = on_leave
         self._on_role = on_role
         self._on_clear_cache = on_clear_cache
         self._view: list[WorkerInfo] = []
+        self._by_epoch: dict[str, WorkerInfo] = {}  # the same workers
+        self._is_view_stale = False
         self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
         self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
         self._was_accepted = False  # by any proxy
@@ -132,6 +140,7 @@ class Registration:
         """Connects to new endpoints. Proxies at removed endpoints are lost, with their requests in flight."""
         for link in [link for link in self._links if link.endpoint not in endpoints]:
             self._links.remove(link)
+            self._is_view_stale = True
             self._timers.forget(link.endpoint)
             link.socket.close()
             if link.proxy_id is not None:
@@ -144,12 +153,15 @@ class Registration:
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
+        num_beats = 0
         while True:
             if self._file is not None and (endpoints := self._file.changed()) is not None:
                 self._follow(endpoints)
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-            now = loop.time()
-            self.send_to_all(self._status())
+            now, num_beats = loop.time(), num_beats + 1
+            if num_beats * REPORT_INTERVAL_S >= report_interval_s(len(self._view)):
+                num_beats = 0
+                self.send_to_all(self._status())
             self._timers.check(now)
             silent = self._timers.silent(now, PROXY_SILENCE_S)
             for link in self._links:
@@ -159,8 +171,9 @@ class Registration:
 
     def send_to_all(self, message: WorkerStatus | WorkerLeft | RegisterWorker) -> None:
         """Sends a message to every proxy."""
+        encoded = self._codec.encode(message)
         for link in self._links:
-            link.socket.send(message)
+            link.socket.send(encoded)
 
     def raise_if_failed(self) -> None:
         """Raises the error that ended the heartbeats, as proxies would take the worker for lost without them.
@@ -184,19 +197,18 @@ class Registration:
                 self._timers.on_heard(link.seen_at, link.endpoint)
                 if link.proxy_id is None:
                     link.proxy_id, link.first_seen_at = message.proxy_id, link.seen_at
+                    link.is_settling, link.version = True, 0
                 if message.known:
                     link.known_by, link.refusal_logged_at, self._was_accepted = message.proxy_id, None, True
                 elif link.known_by == message.proxy_id:
                     self._on_declared_lost(link, message.proxy_id)
                 else:
                     link.socket.send(self._register)
-                if message.restart_prefixes:
-                    self._on_restart_prefixes()
-                link.workers = message.workers
-                if link.seen_at - link.first_seen_at < PROXY_SETTLE_S:
-                    listed = {worker.worker_id for worker in message.workers}
-                    link.workers = [*message.workers, *(w for w in self._view if w.worker_id not in listed)]
-                self._update_view()
+                if message.restart:
+                    self._on_restart()
+                self._update_link(link, message)
+                if self._is_view_stale:
+                    self._update_view()
             case RegistrationRefused():
                 self._on_refused(link, message.reason)
             case LeaveCluster():
@@ -211,7 +223,8 @@ class Registration:
     def _on_declared_lost(self, link: _ProxyLink, proxy_id: str) -> None:
         """Handles a proxy that has declared this worker lost and dispatched its requests elsewhere."""
         link.known_by = None
-        if not any(other.knows_us(link.seen_at) for other in self._links):
+        report_s = report_interval_s(len(self._view))
+        if not any(other.knows_us(link.seen_at, report_s) for other in self._links):
             log.warning("proxy %s has declared this worker lost: beginning a new epoch", proxy_id)
             self._register = self._begin_epoch()
             for each in self._links:
@@ -232,10 +245,34 @@ class Registration:
     def _lose(self, link: _ProxyLink) -> None:
         assert link.proxy_id is not None
         proxy_id, link.proxy_id = link.proxy_id, None  # its view stays until a proxy is back
+        link.is_settling = False  # others may remove workers from the view
         self._on_proxy_lost(proxy_id)
 
+    def _update_link(self, link: _ProxyLink, message: ClusterView) -> None:
+        """Takes over what the proxy says of the workers. Asks for all of them if something is missing."""
+        if link.is_settling and link.seen_at - link.first_seen_at >= PROXY_SETTLE_S:
+            link.is_settling, self._is_view_stale = False, True
+        if message.since not in (0, link.version):
+            if message.known:
+                link.socket.send(self._register)
+            return
+        if message.since == 0:
+            link.workers, self._is_view_stale = {}, True
+        link.version = message.version
+        for worker in message.workers:
+            link.workers[worker.epoch] = worker
+            self._is_view_stale |= self._by_epoch.get(worker.epoch) != worker
+        for epoch in message.gone:
+            link.workers.pop(epoch, None)
+            self._is_view_stale |= not any(epoch in each.workers for each in self._links)
+
     def _update_view(self) -> None:
-        by_epoch = {worker.epoch: worker for link in self._links for worker in link.workers}
+        self._is_view_stale = False
+        by_epoch = {epoch: worker for link in self._links for epoch, worker in link.workers.items()}
+        if any(link.is_settling for link in self._links):
+            listed = {worker.worker_id for worker in by_epoch.values()}
+            by_epoch |= {worker.epoch: worker for worker in self._view if worker.worker_id not in listed}
+        self._by_epoch = by_epoch
         view = sorted(by_epoch.values(), key=lambda worker: (worker.worker_id, worker.epoch))
         if view != self._view:
             self._view = view

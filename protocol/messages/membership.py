@@ -1,7 +1,9 @@
 """Messages about cluster membership: between workers and proxies, and from the launcher and `tandem status` to proxies.
 
 A worker has a DEALER to each proxy's control ROUTER. It registers, then sends status (heartbeat and load report in
-one). The proxy answers with its view of the cluster, from which prefill workers learn of decode workers.
+one). The proxy sends it all workers once and then what changes (`ClusterView`), so prefill workers learn of decode
+workers. While nothing changes, the size of a message does not depend on that of the cluster
+(docs/adr/0037-control-at-scale.md).
 """
 
 from __future__ import annotations
@@ -15,6 +17,17 @@ PROTOCOL_VERSION = 21
 
 PROXY_SILENCE_S = 5.0
 """A worker takes a proxy that is silent for this long as lost."""
+
+REPORT_INTERVAL_S = 0.25
+"""Time between two reports of a worker in a cluster of up to `_WORKERS_PER_INTERVAL` workers."""
+_WORKERS_PER_INTERVAL = 256
+
+
+def report_interval_s(num_workers: int) -> float:
+    """Returns the time between two reports of a worker. It grows with the cluster, in steps of `REPORT_INTERVAL_S`, so
+    that each proxy reads about a thousand reports per second at most."""
+    return REPORT_INTERVAL_S * max(1, -(-num_workers // _WORKERS_PER_INTERVAL))
+
 
 Role = Literal["prefill", "decode", "any"]
 """The phases of requests that proxies send to a worker. Every worker is able to do both; `any` gets both."""
@@ -105,7 +118,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_kept_blocks: int = 0
     waiting_tokens: list[tuple[int, int]] = []
     prompt_tokens_per_s: float = 0.0
-    traffic: list[PairTraffic] = []
+    traffic: list[PairTraffic] = []  # of pairs with transfers since the last report; of all after `ClusterView.restart`
     refusals: list[tuple[str, int]] = []
     num_media_encoded: int = 0
     num_media_found: int = 0
@@ -166,19 +179,22 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, every HEARTBEAT_INTERVAL_S. pairs: those it has opened. draining: send it no new work.
+    """Worker to proxy, every `report_interval_s`. All proxies get the same reports. draining: send it no new work.
 
-    prefixes: of the pool. tier_prefixes: of the tiers below it, from which the worker can load.
+    pairs: those it has opened; None if they are as in the report before. num_pair_changes: reports with pairs so far,
+    which shows a proxy that it has missed one. prefixes: of the pool. tier_prefixes: of the tiers below it, from which
+    the worker can load.
     """
 
     worker_id: str
     epoch: str
     role: Role
     load: WorkerLoad
-    pairs: list[PairStatus] = []
+    pairs: list[PairStatus] | None = None
     prefixes: PrefixUpdate | None = None
     draining: bool = False
     tier_prefixes: PrefixUpdate | None = None
+    num_pair_changes: int = 0
 
 
 class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -250,16 +266,18 @@ class GetTimeline(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to worker, after each status: the proxy is alive and knows these workers.
+    """Proxy to worker, after each registration and status, and when its workers change: the proxy is alive.
 
-    known: whether it knows this worker's epoch. restart_prefixes: it has missed a PrefixUpdate; the next must be a
-    restart.
+    A worker that finds a gap in the versions registers again, which is answered with all workers.
     """
 
     proxy_id: str
-    known: bool
-    workers: list[WorkerInfo]
-    restart_prefixes: bool = False
+    known: bool  # whether the proxy knows this worker's epoch
+    version: int  # of the proxy's list of workers, from 1 on
+    since: int  # the version to which this message adds; 0 if it has all workers; `version` if nothing has changed
+    workers: list[WorkerInfo] = []  # that have joined or have another role
+    gone: list[str] = []  # epochs
+    restart: bool = False  # the proxy has missed prefixes or pairs: the next report must have all of them
 
 
 class RegistrationRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

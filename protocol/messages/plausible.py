@@ -60,7 +60,7 @@ def plausible_status(
             load[field] = getattr(last_load, field)
             dropped.append(f"load.{field}")
     changes: dict[str, Any] = {"load": WorkerLoad(**load)}
-    if len(message.pairs) > MAX_PAIRS:
+    if message.pairs is not None and len(message.pairs) > MAX_PAIRS:
         changes["pairs"] = last_pairs
         dropped.append("pairs")
     for field in ("prefixes", "tier_prefixes"):

@@ -12,18 +12,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tandem.protocol.messages.checks import MAX_PAIRS
 from tandem.protocol.messages.membership import (
     DECODE_ROLES,
     PREFILL_ROLES,
     PROTOCOL_VERSION,
     PROXY_SILENCE_S,
+    REPORT_INTERVAL_S,
     PairStatus,
+    PairTraffic,
     RegisterWorker,
     Role,
     WorkerInfo,
     WorkerLoad,
     WorkerReport,
     WorkerStatus,
+    report_interval_s,
 )
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_load import WorkerUse
@@ -74,6 +78,9 @@ class WorkerRecord:
     use: WorkerUse
     load: WorkerLoad = field(default_factory=WorkerLoad)
     pairs: list[PairStatus] = field(default_factory=list)
+    num_pair_changes: int = 0  # of the report that `pairs` came with
+    has_missed_pairs: bool = False
+    traffic: dict[str, PairTraffic] = field(default_factory=dict)  # by decode worker
     draining: bool = False
     decode_peers: list[WorkerRecord] = field(default_factory=list)
     lora_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -84,6 +91,8 @@ class WorkerRecord:
     @property
     def info(self) -> WorkerInfo:
         """Identity with the current role."""
+        if self.role == self.worker.role:
+            return self.worker
         return msgspec.structs.replace(self.worker, role=self.role)
 
 
@@ -127,10 +136,13 @@ class WorkerTable:
         self.block_size = 1
         self.prefixes = PrefixIndex()  # of the KV pools
         self.tier_prefixes = PrefixIndex()  # of the tiers below them; same bits
+        self._decodes_by_epoch: dict[str, WorkerRecord] = {}
         self._typical_speed = _UNKNOWN_SPEED
         self._limits: ModelLimits | None = None
         self.num_changes = 0
         """Incremented whenever the workers to choose from may have changed."""
+        self.num_list_changes = 0
+        """Incremented whenever the workers or their roles may have changed."""
 
     # ---- events
 
@@ -203,9 +215,28 @@ class WorkerTable:
         elif now < record.role_ordered_until:
             role = record.role
         draining = message.draining or now < record.drain_ordered_until
-        if (message.pairs, draining, role) != (record.pairs, record.draining, record.role):
-            record.pairs, record.draining, record.role = message.pairs, draining, role
+        has_other_pairs = self._take_pairs(record, message)
+        if (draining, role) != (record.draining, record.role):
+            record.draining, record.role = draining, role
             self._rebuild()
+        elif has_other_pairs:
+            self._on_pairs(record)
+        return True
+
+    def _take_pairs(self, record: WorkerRecord, message: WorkerStatus) -> bool:
+        """Stores what the report says of pairs. Returns whether they have changed."""
+        record.traffic.update((each.decode_worker_id, each) for each in message.load.traffic)
+        if len(record.traffic) > MAX_PAIRS:
+            record.traffic.clear()
+        if message.pairs is None:
+            record.has_missed_pairs = message.num_pair_changes != record.num_pair_changes
+            return False
+        record.has_missed_pairs, record.num_pair_changes = False, message.num_pair_changes
+        if message.pairs == record.pairs:
+            return False
+        record.pairs = message.pairs
+        peers = {pair.decode_worker_id for pair in record.pairs}
+        record.traffic = {name: figures for name, figures in record.traffic.items() if name in peers}
         return True
 
     def on_left(self, epoch: str) -> MembershipChange:
@@ -234,7 +265,8 @@ class WorkerTable:
             reason = f"this proxy was stopped for {stalled_s:.1f} s, so workers may have dropped its requests"
             lost = [LostWorker(record.worker, reason, is_gone=False) for record in self._by_epoch.values()]
             return self._remove(lost)
-        silent = [self._by_epoch[epoch].worker for epoch in self._timers.silent(now, self._worker_silence_s)]
+        limit_s = self._worker_silence_s + self._later_reports_s
+        silent = [self._by_epoch[epoch].worker for epoch in self._timers.silent(now, limit_s)]
         self._silent.update((worker.worker_id, worker) for worker in silent)
         while len(self._silent) > MAX_WORKERS:
             del self._silent[next(iter(self._silent))]
@@ -247,6 +279,11 @@ class WorkerTable:
             ]
         )
 
+    @property
+    def _later_reports_s(self) -> float:
+        """Seconds by which the reports of a large cluster are further apart."""
+        return report_interval_s(len(self._by_epoch)) - REPORT_INTERVAL_S
+
     # ---- state
 
     def workers(self) -> list[WorkerInfo]:
@@ -257,7 +294,8 @@ class WorkerTable:
         """The worker was told to leave, which a later report confirms. It gets no new work and no other role."""
         for record in self._by_epoch.values():
             if record.worker.worker_id == worker_id:
-                record.draining, record.drain_ordered_until = True, now + _ORDER_S
+                record.draining = True
+                record.drain_ordered_until = now + _ORDER_S + self._later_reports_s
                 self._rebuild()
 
     def change_role(self, now: float, worker_id: str, role: Role) -> str:
@@ -272,7 +310,7 @@ class WorkerTable:
             if record.role in roles and role not in roles and not roles.intersection(others):
                 return f"{worker_id} is the last worker that may {phase}; give another worker that role first"
         if record.role != role:
-            record.role, record.role_ordered_until = role, now + _ORDER_S
+            record.role, record.role_ordered_until = role, now + _ORDER_S + self._later_reports_s
             self._rebuild()
         return ""
 
@@ -280,9 +318,11 @@ class WorkerTable:
         known = sorted(record.worker.worker_id for record in self._by_epoch.values())
         return f"no worker {worker_id} is registered; registered workers: {', '.join(known) or 'none'}"
 
-    def needs_prefixes(self, epoch: str) -> bool:
-        """Whether the worker must report all its cached blocks again, because an update was missed."""
-        return self.prefixes.needs_restart(epoch) or self.tier_prefixes.needs_restart(epoch)
+    def needs_restart(self, epoch: str) -> bool:
+        """Whether the worker must report all its cached blocks and pairs again, because some were missed."""
+        record = self._by_epoch.get(epoch)
+        has_missed_pairs = record is not None and record.has_missed_pairs
+        return has_missed_pairs or self.prefixes.needs_restart(epoch) or self.tier_prefixes.needs_restart(epoch)
 
     def limits(self) -> ModelLimits:
         """Limits of the registered workers, or of the last ones. Raises Overloaded before the first registers."""
@@ -335,7 +375,7 @@ class WorkerTable:
         return [
             WorkerReport(
                 record.info,
-                record.load,
+                msgspec.structs.replace(record.load, traffic=list(record.traffic.values())),
                 record.pairs,
                 self._timers.silence_s(now, record.worker.epoch),
                 record.draining,
@@ -362,22 +402,30 @@ class WorkerTable:
     def _rebuild(self) -> None:
         """Rebuilds the router's lists. Changes are rare, so the work is done here and not for each request."""
         self.num_changes += 1
+        self.num_list_changes += 1
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
         available = [record for record in records if not record.draining]
         decodes = [record for record in available if record.role in DECODE_ROLES]
         prefills = [record for record in available if record.role in PREFILL_ROLES]
-        decode_by_key = {(r.worker.worker_id, r.worker.epoch): r for r in decodes}
+        self._decodes_by_epoch = {record.worker.epoch: record for record in decodes}
         for record in prefills:
-            found = (
-                decode_by_key.get((pair.decode_worker_id, pair.decode_epoch))
-                for pair in record.pairs
-                if pair.state == "ready"
-            )
-            own = [record] if record.role in DECODE_ROLES else []
-            record.decode_peers = own + [peer for peer in found if peer is not None]
+            record.decode_peers = self._find_decode_peers(record)
         self.decode_workers = decodes
         self.decode_only_workers = [record for record in decodes if record.role == "decode"]
         self.prefill_workers = prefills
         self.paired_prefill_workers = [record for record in prefills if record.decode_peers]
         if records:
             self.block_size = records[0].limits.block_size
+
+    def _on_pairs(self, record: WorkerRecord) -> None:
+        """Finds the decode peers of a worker whose pairs have changed."""
+        self.num_changes += 1
+        if record.role in PREFILL_ROLES and not record.draining:
+            had_peers, record.decode_peers = bool(record.decode_peers), self._find_decode_peers(record)
+            if bool(record.decode_peers) != had_peers:
+                self.paired_prefill_workers = [each for each in self.prefill_workers if each.decode_peers]
+
+    def _find_decode_peers(self, record: WorkerRecord) -> list[WorkerRecord]:
+        found = (self._decodes_by_epoch.get(pair.decode_epoch) for pair in record.pairs if pair.state == "ready")
+        own = [record] if record.role in DECODE_ROLES else []
+        return own + [peer for peer in found if peer is not None]

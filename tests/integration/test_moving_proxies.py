@@ -40,7 +40,7 @@ def test_registration_follows_proxies_that_appear_and_disappear(tmp_path: Path) 
 
         def on_message(name: str, identity: bytes, message: ToProxyControl) -> None:
             received[name].append(message)
-            proxies[name].send(identity, ClusterView(name, True, [worker]))
+            proxies[name].send(identity, ClusterView(name, True, 1, 0, [worker]))
 
         codec: Codec[ToProxyControl] = Codec(ToProxyControl)
         for name in received:

@@ -52,12 +52,12 @@ class ProxyByHand:
                 self.registered.append(message.worker.epoch)
                 if self.accepts:
                     self.known.add(message.worker.epoch)
-                    answer = ClusterView(self.name, True, [message.worker])
+                    answer = ClusterView(self.name, True, 1, 0, [message.worker])
                 else:
                     answer = RegistrationRefused("it has a namesake")
             case WorkerStatus():
                 self.num_statuses += 1
-                answer = ClusterView(self.name, message.epoch in self.known, [])
+                answer = ClusterView(self.name, message.epoch in self.known, 1, 1)
             case _:
                 raise AssertionError(message)
         self.socket.send(identity, answer)

@@ -100,6 +100,7 @@ class OutgoingPair:
     num_announced: int = 0
     num_shipped_bytes: int = 0
     num_shipments: int = 0
+    num_reported_shipments: int = 0
     shipping_s: float = 0.0
     failed_at: float = 0.0
     closed: bool = False  # the sender has stopped and ClosePair was sent
@@ -152,12 +153,18 @@ class OutgoingPairTable:
             PairStatus(p.peer.worker_id, p.peer.epoch, p.state, p.connector, p.reason) for p in self._by_epoch.values()
         ]
 
-    def traffic(self) -> list[PairTraffic]:
-        """Returns traffic figures. Separate from `status`, which proxies act upon when it changes."""
-        return [
-            PairTraffic(p.peer.worker_id, p.num_shipped_bytes, p.num_shipments, p.shipping_s)
-            for p in self._by_epoch.values()
-        ]
+    def take_traffic(self) -> list[PairTraffic]:
+        """Returns traffic figures of the pairs that have shipped something since the last call. Separate from `status`,
+        which proxies act upon when it changes."""
+        changed = [p for p in self._by_epoch.values() if p.num_shipments != p.num_reported_shipments]
+        for pair in changed:
+            pair.num_reported_shipments = pair.num_shipments
+        return [PairTraffic(p.peer.worker_id, p.num_shipped_bytes, p.num_shipments, p.shipping_s) for p in changed]
+
+    def restart_traffic(self) -> None:
+        """Lets the next call of `take_traffic` return the figures of all pairs with shipments."""
+        for pair in self._by_epoch.values():
+            pair.num_reported_shipments = 0
 
     # ---- membership and time
 

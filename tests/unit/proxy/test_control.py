@@ -18,8 +18,10 @@ from tandem.protocol.messages.membership import (
     PairStatus,
     PrefixUpdate,
     RegisterWorker,
+    SetWorkerRole,
     StatusReport,
     ToProxyControl,
+    WorkerLeft,
     WorkerLoad,
     WorkerStatus,
 )
@@ -41,8 +43,10 @@ class FakeSocket:
 
     def __init__(self, *_: Any) -> None:
         self.sent: list[FromProxyControl] = []
+        self.receivers: list[bytes] = []
 
-    def send(self, _: bytes, message: msgspec.Struct) -> bool:
+    def send(self, identity: bytes, message: msgspec.Struct | bytes) -> bool:
+        self.receivers.append(identity)
         self.sent.append(FROM_PROXY.decode(FROM_PROXY.encode(message)))
         return True
 
@@ -63,13 +67,15 @@ class Proxy:
             readiness=SimpleNamespace(on_cluster_changed=lambda: None),
         )
         network: Any = SimpleNamespace(refusals=Refusals(self.refused.append), router=FakeSocket)
-        self.control = Control(network, ProxyConfig("proxy-0", "", "m", "m"), "proxy", state, cluster.pool)
+        connections: Any = SimpleNamespace(open=lambda *_: None, close=lambda *_, **__: None)
+        self.control = Control(network, ProxyConfig("proxy-0", "", "m", "m"), "proxy", state, connections)
         self.socket: Any = self.control._socket
 
-    def receive(self, message: msgspec.Struct) -> FromProxyControl | None:
+    def receive(self, message: msgspec.Struct, identity: bytes = b"worker") -> FromProxyControl | None:
         """Returns the answer to a message that arrives as bytes."""
         self.socket.sent.clear()
-        self.control._on_message(b"worker", TO_PROXY.decode(TO_PROXY.encode(message)))
+        self.socket.receivers.clear()
+        self.control._on_message(identity, TO_PROXY.decode(TO_PROXY.encode(message)))
         return self.socket.sent[-1] if self.socket.sent else None
 
 
@@ -160,6 +166,92 @@ def test_a_worker_whose_quantisation_has_a_long_name_may_register() -> None:
         )
         answer = proxy.receive(msgspec.structs.replace(register, quantization="x" * 5000))
         assert isinstance(answer, ClusterView) and known in {worker.epoch for worker in answer.workers}
+        proxy.control.close()
+
+    asyncio.run(run())
+
+
+def register(name: str) -> RegisterWorker:
+    info = msgspec.structs.replace(DECODE, worker_id=name, epoch=f"{name}/1", endpoint=f"ipc:///run/{name}")
+    return RegisterWorker(PROTOCOL_VERSION, info, 100, 500, "m", 64)
+
+
+def test_workers_learn_of_changes_alone_and_each_announcement_costs_the_same_in_any_cluster() -> None:
+    """A report's answer that lists all workers makes the work of a proxy quadratic in their number."""
+    loop = ClockedLoop()
+
+    async def run() -> None:
+        proxy = Proxy()
+        loop.now = 1.0
+        first, second = register("decode-1"), register("decode-2")
+        proxy.receive(first, b"1")
+        whole, change = proxy.socket.sent
+        assert whole == ClusterView("proxy", True, 1, 0, [PREFILL, DECODE])
+        assert change == ClusterView("proxy", True, 2, 1, [first.worker])
+        assert proxy.receive(WorkerStatus("decode-1", "decode-1/1", "decode", WorkerLoad())) == ClusterView(
+            "proxy", True, 2, 2
+        )
+        loop.now += 1.0
+        proxy.receive(second, b"2")
+        whole, *changes = proxy.socket.sent
+        assert whole == ClusterView("proxy", True, 2, 0, [PREFILL, DECODE, first.worker])
+        assert changes == [ClusterView("proxy", True, 3, 2, [second.worker])] * 2
+        assert proxy.socket.receivers == [b"2", b"1", b"2"]
+        loop.now += 1.0
+        assert proxy.receive(WorkerLeft("decode-1", "decode-1/1")) == ClusterView(
+            "proxy", True, 4, 3, [], ["decode-1/1"]
+        )
+        loop.now += 1.0
+        proxy.receive(SetWorkerRole("decode-2", "any"), b"operator")
+        elastic = msgspec.structs.replace(second.worker, role="any")
+        assert ClusterView("proxy", True, 5, 4, [elastic]) in proxy.socket.sent
+        proxy.control.close()
+
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def test_changes_in_quick_succession_are_announced_together() -> None:
+    loop = ClockedLoop()
+
+    async def run() -> None:
+        proxy = Proxy()
+        loop.now = 1.0
+        workers = [register(f"decode-{number}") for number in range(1, 4)]
+        for worker in workers:
+            proxy.receive(worker, worker.worker.worker_id.encode())
+        assert [type(message) for message in proxy.socket.sent] == [ClusterView], "its own answer, with all"
+        proxy.socket.sent.clear()
+        loop.now += 0.01
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert proxy.socket.sent == [ClusterView("proxy", True, 3, 2, [each.worker for each in workers[1:]])] * 3
+        proxy.control.close()
+
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def test_a_proxy_that_has_missed_pairs_asks_for_them() -> None:
+    async def run() -> None:
+        proxy = Proxy()
+        table = proxy.cluster.worker_table
+        pairs = [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")]
+        status = WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, WorkerLoad(), pairs, num_pair_changes=3)
+        for message, is_missing in (
+            (status, False),
+            (msgspec.structs.replace(status, pairs=None), False),
+            (msgspec.structs.replace(status, pairs=None, num_pair_changes=4), True),
+            (msgspec.structs.replace(status, pairs=None, num_pair_changes=4), True),
+            (msgspec.structs.replace(status, pairs=[], num_pair_changes=5), False),
+        ):
+            answer = proxy.receive(message)
+            assert isinstance(answer, ClusterView) and answer.restart == is_missing
+            assert bool(table.paired_prefill_workers) == (message.num_pair_changes < 5)
         proxy.control.close()
 
     asyncio.run(run())

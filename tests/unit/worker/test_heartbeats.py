@@ -24,7 +24,7 @@ from tandem.protocol.messages.membership import (
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError
 from tandem.worker.registration import Registration
-from tests.support.clocked_loop import ClockedLoop
+from tests.support.clocked_loop import ClockedLoop, run_in_no_time
 
 INFO = WorkerInfo("decode-0", "e", "decode", "tcp://127.0.0.1:1", 1)
 
@@ -75,8 +75,10 @@ class FakeSocket:
         **options: Any,
     ) -> None:
         self.endpoint, self.on_message = endpoint, on_message
+        self.sent: list[msgspec.Struct | bytes] = []
 
-    def send(self, message: msgspec.Struct) -> bool:
+    def send(self, message: msgspec.Struct | bytes) -> bool:
+        self.sent.append(message)
         return True
 
     def close(self) -> None:
@@ -112,7 +114,7 @@ def test_a_worker_that_was_late_itself_gives_up_no_proxy() -> None:
         socket: Any = registration._links[0].socket
         for _ in range(4):  # the machine stands still; each time the proxy has answered, which is not read yet
             await pass_time(1.0, 4)
-            socket.on_message(ClusterView("p", True, [INFO]))
+            socket.on_message(ClusterView("p", True, 1, 0, [INFO]))
             await pass_time(4.9, 1)
             await pass_time(0.5, 2)
             assert lost == []
@@ -128,3 +130,76 @@ def test_a_worker_that_was_late_itself_gives_up_no_proxy() -> None:
         loop.run_until_complete(run())
     finally:
         loop.close()
+
+
+def peer(number: int) -> WorkerInfo:
+    return msgspec.structs.replace(INFO, worker_id=f"prefill-{number:04}", epoch=f"p{number}", role="prefill")
+
+
+def test_workers_are_those_that_any_proxy_knows_and_a_missed_change_is_asked_for() -> None:
+    views: list[list[str]] = []
+
+    async def run() -> None:
+        register = RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64)
+        status = WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
+        network: Any = SimpleNamespace(dealer=FakeSocket)
+        registration = Registration(
+            network, ["ipc://a", "ipc://b"], register, lambda: status,
+            lambda view: views.append([worker.epoch for worker in view]),
+            lambda proxy_id: None, lambda: None, lambda: register, lambda: None, lambda role: None, lambda: None,
+        )  # fmt: skip
+        a, b = (link.socket for link in registration._links)
+        a.on_message(ClusterView("a", True, 1, 0, [INFO, peer(1)]))
+        b.on_message(ClusterView("b", True, 4, 0, [INFO, peer(1)]))
+        loop.now += 3.0  # longer than PROXY_SETTLE_S
+        for number, socket in enumerate((a, b)):
+            socket.on_message(ClusterView("ab"[number], True, (1, 4)[number], (1, 4)[number]))
+        a.on_message(ClusterView("a", True, 2, 1, [peer(2)], ["p1"]))
+        assert views.pop() == ["e", "p1", "p2"], "the other proxy still knows it"
+        b.on_message(ClusterView("b", True, 5, 4, [peer(2)], ["p1"]))
+        assert views.pop() == ["e", "p2"]
+        a.sent.clear(), b.sent.clear()
+        a.on_message(ClusterView("a", True, 2, 2))
+        assert not a.sent
+        a.on_message(ClusterView("a", True, 4, 3, [peer(4)]))
+        a.on_message(ClusterView("a", True, 4, 4))
+        assert a.sent == [register] * 2 and not b.sent and views[-1] == ["e", "p1"]
+        a.on_message(ClusterView("a", True, 4, 0, [INFO, peer(2), peer(3), peer(4)]))
+        assert views.pop() == ["e", "p2", "p3", "p4"]
+        b.on_message(ClusterView("restarted", True, 5, 4, [], ["p2"]))
+        assert b.sent[-1] == register, "the numbers of another process mean nothing"
+        registration.close()
+
+    loop = ClockedLoop()
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(("num_workers", "num_reports"), [(8, 12), (256, 12), (1000, 3)])
+def test_workers_of_a_large_cluster_report_less_often_and_encode_once(num_workers: int, num_reports: int) -> None:
+    num_made = 0
+
+    def status() -> WorkerStatus:
+        nonlocal num_made
+        num_made += 1
+        return WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
+
+    async def run() -> None:
+        register = RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64)
+        network: Any = SimpleNamespace(dealer=FakeSocket)
+        registration = Registration(
+            network, ["ipc://a", "ipc://b"], register, status, lambda view: None,
+            lambda proxy_id: None, lambda: None, lambda: register, lambda: None, lambda role: None, lambda: None,
+        )  # fmt: skip
+        a, b = (link.socket for link in registration._links)
+        view = ClusterView("a", True, 1, 0, [peer(number) for number in range(num_workers)])
+        a.on_message(view)
+        a.sent.clear(), b.sent.clear()
+        await asyncio.sleep(3.1)
+        assert len(a.sent) == num_made == num_reports
+        assert all(one is other for one, other in zip(a.sent, b.sent, strict=True))
+        registration.close()
+
+    run_in_no_time(run())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.protocol.messages.membership import Role, WorkerInfo
+from tandem.protocol.messages.membership import PairTraffic, Role, WorkerInfo
 from tandem.protocol.messages.transfer import KVLayout, OpenPair, PairAccepted
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tandem.worker.pairs.outgoing_table import Connect, OutgoingPairAction, OutgoingPairTable, StopSender
@@ -122,3 +122,18 @@ def test_a_process_gets_no_pair_while_the_sender_of_an_earlier_one_runs() -> Non
     assert connect(table.on_view(4.0, [me, peer, restarted])).closed_pair_ids == [], "another process"
     table.on_sender_closed(first.pair_id)
     assert connect(table.on_tick(5.0)).closed_pair_ids == [first.pair_id]
+
+
+def test_traffic_is_reported_once_and_again_after_a_restart() -> None:
+    me, near, far = worker("me", "prefill"), worker("near", "decode"), worker("far", "decode")
+    table = table_of(me)
+    table.on_view(0.0, [me, near, far])
+    ids = {pair.peer.worker_id: pair.pair_id for pair in table.pairs()}
+    table.on_shipped(ids["near"], 10, 0.5)
+    table.on_shipped(ids["near"], 10, 0.5)
+    assert table.take_traffic() == [PairTraffic("near", 20, 2, 1.0)]
+    table.on_shipped(ids["far"], 5, 0.5)
+    assert table.take_traffic() == [PairTraffic("far", 5, 1, 0.5)]
+    assert table.take_traffic() == []
+    table.restart_traffic()
+    assert [each.decode_worker_id for each in table.take_traffic()] == ["near", "far"]

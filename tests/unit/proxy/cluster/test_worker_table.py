@@ -10,12 +10,14 @@ from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PROXY_SILENCE_S,
     PairStatus,
+    PairTraffic,
     PrefixUpdate,
     RegisterWorker,
     Role,
     WorkerInfo,
     WorkerLoad,
     WorkerStatus,
+    report_interval_s,
 )
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import Overloaded, ProtocolError
@@ -289,7 +291,7 @@ def test_pool_and_tiers_are_two_streams() -> None:
     )
     table.on_status(0.1, message)
     table.on_status(0.1, msgspec.structs.replace(status(decode), prefixes=update(of_decode, 1, 2, 3)))
-    assert not any(table.needs_prefixes(info.epoch) for info in (prefill, decode)), "a worker may have no tiers"
+    assert not any(table.needs_restart(info.epoch) for info in (prefill, decode)), "a worker may have no tiers"
     bits = {record.worker: record.bit for record in (*table.prefill_workers, *table.decode_workers)}
     assert table.prefixes.depths([1, 2, 3]) == {bits[prefill]: 1, bits[decode]: 3}
     assert table.tier_prefixes.depths([1, 2, 3]) == {bits[prefill]: 2}
@@ -307,11 +309,11 @@ def test_a_gap_in_either_stream_asks_for_a_restart_of_both(gap: str) -> None:
     report()
     update(logs[gap], 1)  # lost
     report()
-    assert table.needs_prefixes(prefill.epoch)
+    assert table.needs_restart(prefill.epoch)
     for log in logs.values():
         log.restart()
     report()
-    assert not table.needs_prefixes(prefill.epoch)
+    assert not table.needs_restart(prefill.epoch)
     assert [gap == field for field in logs] == [
         bool(index.depths([1])) for index in (table.prefixes, table.tier_prefixes)
     ]
@@ -333,4 +335,29 @@ def test_workers_that_leave_take_the_blocks_of_their_tiers_along() -> None:
     for info in (new, decode):
         table.on_left(info.epoch)
     assert table.tier_prefixes.is_empty and table.prefixes.is_empty
-    assert not table.needs_prefixes(new.epoch)
+    assert not table.needs_restart(new.epoch)
+
+
+def test_workers_of_a_large_cluster_may_be_silent_for_longer_as_they_report_less_often() -> None:
+    num_workers = 600
+    assert [report_interval_s(number) for number in (1, 8, 256, 257, num_workers)] == [0.25, 0.25, 0.25, 0.5, 0.75]
+    table, _, decodes = cluster(0, num_workers)
+    now = 0.0
+    while now < SILENCE_S + 0.5:
+        now += 0.25
+        assert not table.check(now).lost
+    table.on_status(now, status(decodes[0]))
+    assert len(table.check(now + 0.25).lost) == num_workers - 1
+
+
+def test_the_traffic_of_pairs_that_ship_nothing_now_stays_known() -> None:
+    table, [prefill], [one, other] = cluster(1, 2)
+    for figures in (PairTraffic(one.worker_id, 5, 1, 0.5), PairTraffic(other.worker_id, 7, 1, 0.5)):
+        message = msgspec.structs.replace(status(prefill, one, other), load=WorkerLoad(traffic=[figures]), pairs=None)
+        table.on_status(0.1, message)
+    table.on_status(0.2, msgspec.structs.replace(status(prefill), pairs=None))
+    [report] = [each for each in table.report(0.2) if each.worker == prefill]
+    assert {each.decode_worker_id: each.num_bytes for each in report.load.traffic} == {"decode-0": 5, "decode-1": 7}
+    table.on_status(0.3, status(prefill, one))
+    [report] = [each for each in table.report(0.3) if each.worker == prefill]
+    assert [each.decode_worker_id for each in report.load.traffic] == ["decode-0"]
