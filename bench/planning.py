@@ -3,9 +3,10 @@
     python -m bench.planning --models FOLDER [--cases 256/64@2,chat] [--layouts elastic-2] [--quick] [--json FILE]
 
 The loads and the models are those of `bench.never_worse`; one prefill and one decode worker, and two elastic ones. Each
-cluster first gets a load that is not measured, and then tells its step times (`tandem status --json`). They are taken
-once for each cluster and model, so the simulator does not know the loads whose latencies it predicts. Each case is then
-played on the real cluster. What was sent, and when, is the trace of the simulated one.
+cluster first gets a load that is not measured, and then tells its step times (`tandem status --json`) and the time
+between steps (the workers' metrics). They are taken once for each cluster and model, so the simulator does not know the
+loads whose latencies it predicts. Each case is then played on the real cluster. What was sent, and when, is the trace
+of the simulated one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ from tandem.deploy.config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.planning.trace import read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
-from tandem.protocol.messages.membership import Role
+from tandem.protocol.messages.membership import Role, StatusReport
 from tandem.simulator.planning import Player
 
 LAYOUTS: dict[str, list[Role]] = {"1P1D": ["prefill", "decode"], "elastic-2": ["any", "any"]}
@@ -92,7 +94,21 @@ def figures_of(port: int, folder: Path) -> WorkerFigures:
     command = [sys.executable, "-m", "tandem.deploy.cli", "status", "--json", "--port", str(port)]
     file = folder / "status.json"
     file.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=60).stdout)
-    return read_figures(file)
+    [report] = msgspec.json.decode(file.read_bytes(), type=list[StatusReport])
+    addresses = [worker.worker.metrics_address for worker in report.workers]
+    return msgspec.structs.replace(read_figures(file), step_gap_s=step_gap_s(addresses))
+
+
+def step_gap_s(addresses: list[str]) -> float:
+    """Returns the mean time between two steps, from the metrics of the workers at these addresses."""
+    totals = {"sum": 0.0, "count": 0.0}
+    for address in addresses:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+            for line in response.read().decode().splitlines():
+                for name in totals:
+                    if line.startswith(f"tandem_worker_step_gap_seconds_{name}"):
+                        totals[name] += float(line.split()[-1])
+    return totals["sum"] / max(1.0, totals["count"])
 
 
 def predicted(figures: WorkerFigures, layout: str, trace: Path) -> dict[str, float]:

@@ -302,8 +302,8 @@ def test_load_is_balanced_between_proxies_with_the_same_stale_reports() -> None:
         load.num_prompt_tokens for worker in played.cluster.workers.values()
         if worker.role == "prefill" and (load := worker.worker._scheduler.load())
     ]  # fmt: skip
-    assert max(computed) < 1.3 * sum(computed) / len(computed)
-    assert played.summary()["ttft_ms"]["mean"] < 400, "a prompt alone takes 100 ms"
+    assert max(computed) < 1.1 * sum(computed) / len(computed)
+    assert played.summary()["ttft_ms"]["p99"] < 800, "a prompt alone takes 100 ms; at random some wait for 1.3 s"
 
 
 def test_early_rejection_keeps_goodput_past_saturation() -> None:
