@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
-from tandem.proxy.dispatch.sequence import DispatchedSequence
-from tandem.proxy.text.prompt import Prompt
+from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.engine import answer
 from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.scenario import NO_TIMEOUT_S, Request
+from tandem.telemetry.request_log import RequestRecord
 
 EXPECTED_ERRORS = {"deadline_exceeded", "no_worker_ready"}
 """Codes that a client may get. A lost worker alone costs no request."""
@@ -47,44 +50,50 @@ class Clients:
                 self.outcomes[number] = "connection broke"
 
     async def _serve(self, request: Request, proxy: SimulatedProxy) -> None:
-        """Does what `proxy.dispatch.generation` does: reads the sequences of one prompt to their ends."""
-        token_ids, dispatcher = pack_token_ids(list(request.prompt)), proxy.dispatcher
+        """Does what an HTTP route does: reads all deltas of a request, and closes the generator."""
+        token_ids = pack_token_ids(list(request.prompt))
         hashes = pack_short_hashes(BlockHasher(proxy.block_size, "simulated").prompt_hashes(token_ids))
-        prompt = Prompt(token_ids, len(request.prompt), priority=request.priority, prefix_hashes=hashes)
-        ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
-        tokens: dict[DispatchedSequence, list[int]] = {}
-        outcome = "finished"
-        wanted = answer(request.prompt, request.max_tokens)
+        wanted = GenerationRequest(
+            prompt=RenderedPrompts([Prompt(token_ids, len(request.prompt), prefix_hashes=hashes)]),
+            max_tokens=request.max_tokens,
+            max_tokens_param="max_tokens",
+            base_sampling=SamplingParams(temperature=0.0),
+            n=request.num_sequences,
+            seed=0,
+            priority=request.priority,
+            timeout=request.timeout_s,
+        )
+        record = RequestRecord(f"request {request.number}", "simulated", arrived_at=proxy.loop.time())
+        generation, outcome = Generation(proxy.services, wanted, record, f"client {request.number % 3}"), "finished"
         try:
-            samplings = [SamplingParams(temperature=0.0)] * request.num_sequences
-            stop = StopConditions(request.max_tokens)
-            sequences = dispatcher.start(prompt, samplings, stop, request.timeout_s, ready.put_nowait)
-            tokens = {sequence: [] for sequence in sequences}
-            num_open = len(sequences)
-            while num_open:
-                sequence = await ready.get()
-                if (delta := dispatcher.take(sequence)) is None:
-                    continue
-                got = tokens[sequence]
-                got += [token.token_id for token in delta.tokens]
-                if got != wanted[: len(got)]:
-                    self._report("wrong tokens", f"request {request.number}: {got} instead of {wanted[: len(got)]}")
-                if delta.finish_reason is not None:
-                    num_open -= 1
-                    if len(got) != len(wanted):
-                        self._report("a short answer", f"request {request.number}: {len(got)} of {len(wanted)} tokens")
-                    dispatcher.drop(sequence)
-                if request.stops_after is not None and len(got) > request.stops_after:
+            async with aclosing(generation.deltas()) as deltas:
+                if not await self._read(request, deltas):
                     outcome = "client left"
-                    break
         except TandemError as error:
             outcome = error.code
             if outcome not in EXPECTED_ERRORS or (outcome == "deadline_exceeded" and request.timeout_s == NO_TIMEOUT_S):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
-        finally:
-            for sequence in tokens:
-                dispatcher.drop(sequence)
         self._end(request, outcome)
+
+    async def _read(self, request: Request, deltas: AsyncGenerator[TextDelta, None]) -> bool:
+        """Checks what comes. Returns whether the client has stayed to the end."""
+        wanted = answer(request.prompt, request.max_tokens)
+        tokens: list[list[int]] = [[] for _ in range(request.num_sequences)]
+        texts = [""] * request.num_sequences
+        async for delta in deltas:
+            got = tokens[delta.index]
+            got += [token.token_id for token in delta.tokens]
+            texts[delta.index] += delta.text
+            if got != wanted[: len(got)]:
+                self._report("wrong tokens", f"request {request.number}: {got} instead of {wanted[: len(got)]}")
+            if delta.finish_reason is not None:
+                if len(got) != len(wanted):
+                    self._report("a short answer", f"request {request.number}: {len(got)} of {len(wanted)} tokens")
+                if texts[delta.index].split() != [str(token_id) for token_id in got]:
+                    self._report("wrong text", f"request {request.number}: {texts[delta.index]!r} of {got}")
+            if request.stops_after is not None and len(got) > request.stops_after:
+                return False
+        return True
 
     def _end(self, request: Request, outcome: str) -> None:
         if request.number in self.outcomes:

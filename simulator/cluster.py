@@ -132,6 +132,8 @@ class SimulatedCluster:
             return "is dead, or has not begun"
         if proxy.dispatcher.num_running:
             return f"holds {proxy.dispatcher.num_running} sequences"
+        if proxy.services.admission._open:
+            return f"has admitted {len(proxy.services.admission._open)} requests that have ended"
         if proxy.dispatcher._running:
             return f"holds attempts {list(proxy.dispatcher._running)}"
         if (problem := proxy.table.why_not_ready()) is not None:

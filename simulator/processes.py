@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.config import EngineConfig
@@ -15,13 +18,16 @@ from tandem.engine.loading.model_loader import LoadedModel
 from tandem.protocol.messages.membership import Role, WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.control import Control
 from tandem.proxy.dispatch.dispatcher import Dispatcher
+from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
+from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import SimulatedPools, Wires
 from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
@@ -30,6 +36,7 @@ from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.tiers import SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
 from tandem.telemetry.proxy_metrics import ProxyMetrics
+from tandem.telemetry.request_log import RequestLog
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.worker import Worker
@@ -158,8 +165,14 @@ class SimulatedWorker:
                 loop.call_later(self._machine.switch.latency_s(), on_exit)
 
 
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """Returns a tokeniser whose words are numbers."""
+    return Tokenizer(WordLevel({str(number): number for number in range(VOCAB_SIZE)}, unk_token="0"))  # noqa: S106
+
+
 class SimulatedProxy:
-    """One process of a proxy, from its control socket to its dispatcher."""
+    """One process of a proxy, from its control socket to the tokens and texts that its HTTP routes send."""
 
     def __init__(self, machine: Machine, name: str, number: int) -> None:
         self.name = name
@@ -182,12 +195,26 @@ class SimulatedProxy:
         self.dispatcher = Dispatcher(
             self._proxy_id, self.router, connections, metrics, config.worker_wait_s, clock=self.loop.time
         )
+        text: Any = SimpleNamespace(tokenizer=tokenizer(), eos_token_ids=frozenset[int]())
+        self.services = GenerationServices(
+            text=text,
+            token_text=TokenText(text.tokenizer),
+            readers=SimpleNamespace(),  # type: ignore[arg-type]  # prompts are tokens
+            worker_table=self.table,
+            admission=Admission(config.max_waiting_requests, self.loop.time),
+            answer_budget=AnswerBudget(),
+            dispatcher=self.dispatcher,
+            metrics=metrics,
+            requests=RequestLog(),
+            request_timeout_s=config.request_timeout_s,
+            ttft_slo_s=None,
+        )
         state: Any = SimpleNamespace(
             worker_table=self.table,
             dispatcher=self.dispatcher,
             metrics=metrics,
             readiness=WorkerReadiness(self.table, config.max_waiting_requests, config.worker_wait_s),
-            admission=Admission(config.max_waiting_requests, self.loop.time),
+            admission=self.services.admission,
         )
         self.control = Control(network, config, self._proxy_id, state, connections)
 

@@ -118,6 +118,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)
         try:
             for task in self._tasks:
+                with suppress(BaseException):  # `close` would not reach into asynchronous generators
+                    task.get_coro().throw(asyncio.CancelledError())
                 with suppress(BaseException):
                     task.get_coro().close()
         finally:

@@ -78,7 +78,7 @@ class Dispatcher:
         media_cache: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._proxy_id = proxy_id
         self._router = router
         self._connections = connections
@@ -143,7 +143,7 @@ class Dispatcher:
         if delta is not None:
             attempt = sequence.attempt
             assert attempt is not None
-            is_new = attempt.prefill.end(self._clock())
+            is_new = attempt.prefill.end(self.clock())
             if is_new and delta.is_first:
                 self._metrics.cached_prompt_tokens.inc(delta.num_cached_tokens)
             if self._trials.is_running:
@@ -293,7 +293,7 @@ class Dispatcher:
         self, sequences: list[DispatchedSequence], route: Route, refused_at: Mapping[str, int] | None = None
     ) -> None:
         """Sends the prompt and what was generated so far to the workers of the route."""
-        shared = SharedPrefill(self._router, route, self._clock())
+        shared = SharedPrefill(self._router, route, self.clock())
         attempts: list[Attempt] = []
         for sequence in sequences:
             attempt = Attempt(f"{self._prefix}-{next(self._numbers)}", shared, sequence.notify, refused_at)
@@ -317,7 +317,7 @@ class Dispatcher:
             return
         del self._running[attempt.attempt_id]
         self._trials.on_aborted(asyncio.get_running_loop().time(), attempt)
-        attempt.times.lost_at = self._clock()
+        attempt.times.lost_at = self.clock()
         attempt.prefill.end(None)
         self._router.sequence_ended(attempt.route)
         for worker in attempt.busy_workers:
@@ -337,7 +337,7 @@ class Dispatcher:
 
     def on_message(self, worker: WorkerInfo, message: ToProxy) -> None:
         """Passes a message to its attempt. A message about an attempt that is over is ignored."""
-        now = self._clock()
+        now = self.clock()
         if isinstance(message, TokenBatch):
             for token in message.tokens:
                 if (attempt := self._find(worker, token.attempt_id)) is not None:

@@ -182,7 +182,7 @@ class Generation:
             if (taken := services.dispatcher.take(sequence)) is None:
                 continue
             text, is_first, shown = texts[sequence], taken.is_first, None
-            text.timer.on_tokens(time.monotonic(), 0 if self.request.is_prompt_only else len(taken.tokens))
+            text.timer.on_tokens(services.dispatcher.clock(), 0 if self.request.is_prompt_only else len(taken.tokens))
             if is_first:
                 ticket.on_first_token(text.index)
                 if text.index % self.request.n == 0:
@@ -283,9 +283,9 @@ class Generation:
         services, request = self._services, self.request
         timer = SequenceTimer(services.metrics, self.record.arrived_at, [])
         self.record.sequences.append(timer)
-        timer.on_tokens(time.monotonic(), beam.length)
+        timer.on_tokens(services.dispatcher.clock(), beam.length)
         detokenizer = Detokenizer(services.text.tokenizer, prompt.token_ids, request.skip_special_tokens)
-        text = SequenceText(index, detokenizer, StopStrings([]), timer)
+        text = SequenceText(index, detokenizer, StopStrings([]), timer, services.dispatcher.clock)
         tokens: list[SampledToken] = []
         for token in beam.backwards():
             tokens.append(token)
@@ -345,13 +345,14 @@ class Generation:
                 Detokenizer(services.text.tokenizer, prompt.token_ids, request.skip_special_tokens),
                 StopStrings(request.stop, request.include_stop_str_in_output),
                 timer,
+                services.dispatcher.clock,
                 request.named_stop_token_ids(services.text.eos_token_ids),
                 request.min_tokens,
             )
 
     def _deadlines(self) -> tuple[float, float]:
         """Returns the seconds from now until the last token and until the first one."""
-        waited_s = time.monotonic() - self.record.arrived_at
+        waited_s = self._services.dispatcher.clock() - self.record.arrived_at
         deadline_s = max(0.001, self._timeout_s - waited_s)
         slo_s = self._services.ttft_slo_s
         return deadline_s, deadline_s if slo_s is None else min(deadline_s, slo_s - waited_s)

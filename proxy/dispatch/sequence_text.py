@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -65,6 +65,7 @@ class SequenceText:
         detokenizer: Detokenizer,
         stop_strings: StopStrings,
         timer: SequenceTimer,
+        clock: Callable[[], float],
         stop_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
     ) -> None:
@@ -73,6 +74,7 @@ class SequenceText:
         self._num_tokens = 0  # of all attempts
         self.index = index
         self.timer = timer
+        self._clock = clock
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
 
@@ -105,7 +107,7 @@ class SequenceText:
                 pieces += (piece, "" if stopped else self._stop_strings.flush())
                 if stopped:
                     finish_reason = "stop"
-        now = time.monotonic()
+        now = self._clock()
         self.timer.on_text(now)
         if finish_reason is not None:
             self.timer.on_finished(now)
