@@ -164,7 +164,6 @@ class Control:
     def _notify_changes(self) -> None:
         if self._num_list_changes_seen != self._table.num_list_changes:
             self._num_list_changes_seen = self._table.num_list_changes
-            self._state.metrics.on_workers((worker.worker_id, worker.role) for worker in self._table.workers())
             self._announce_soon()
         if self._num_changes_seen != self._table.num_changes:
             self._num_changes_seen = self._table.num_changes
@@ -204,6 +203,7 @@ class Control:
         gone = [epoch for epoch in before if epoch not in self._announced]
         if not changed and not gone:
             return
+        self._state.metrics.on_workers((worker.worker_id, worker.role) for worker in self._announced.values())
         since, self._version = self._version, self._version + 1
         self._unchanged = self._encode_unchanged()
         view = self._codec.encode(ClusterView(self._proxy_id, True, self._version, since, changed, gone))
