@@ -2,11 +2,11 @@
 
     python -m bench.pd_study [--quick] [--json FILE]
 
-Workers and proxies are the real ones, in simulated time (`simulator.planning`); steps take the times of `WORKER`. Load
-1 is what four engines that do both phases would complete with sixteen sequences each. A request is good if its TTFT is
-at most 5 times and its TPOT at most 3 times that of an idle engine; for shapes of several sizes, of the largest prompt.
-All workers run with the TPOT limit as `--itl-slo-ms`; other settings are the defaults. Goodput counts good requests per
-second of arrivals (Zhong et al., DistServe, OSDI 2024).
+Workers and proxies are the real ones, in simulated time (`deploy.planning.player`); steps take the times of `WORKER`.
+Load 1 is what four engines that do both phases would complete with sixteen sequences each. A request is good if its
+TTFT is at most 5 times and its TPOT at most 3 times that of an idle engine; for shapes of several sizes, of the largest
+prompt. All workers run with the TPOT limit as `--itl-slo-ms`; other settings are the defaults. Goodput counts good
+requests per second of arrivals (Zhong et al., DistServe, OSDI 2024).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.support.report import Aim, Report, add_common_options, finish
+from tandem.deploy.planning.player import Player, TraceRequest
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape
 from tandem.protocol.messages.membership import Role
-from tandem.simulator.planning import Player, TraceRequest
 
 NUM_WORKERS = 4
 ELASTIC = "elastic"

@@ -48,10 +48,10 @@ from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import server, tandem
 from tandem.deploy.config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
+from tandem.deploy.planning.player import Player
 from tandem.deploy.planning.trace import read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
 from tandem.protocol.messages.membership import Role, StatusReport
-from tandem.simulator.planning import Player
 
 LAYOUTS: dict[str, list[Role]] = {"1P1D": ["prefill", "decode"], "elastic-2": ["any", "any"]}
 CALIBRATION = {

@@ -20,9 +20,9 @@ from bench.simulation.foresight import Foresight
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.deploy.autoscale.demand import Demand, DemandMeter
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, Proposal
+from tandem.deploy.planning.player import TraceRequest
 from tandem.deploy.planning.trace import read_trace
 from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
-from tandem.simulator.planning import TraceRequest
 
 TTFT_S = 1.0
 ITL_S = 0.05

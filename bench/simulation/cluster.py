@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tandem.deploy.planning.player import TraceRequest
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
-from tandem.simulator.planning import TraceRequest
 
 BLOCK_SIZE = 64
 

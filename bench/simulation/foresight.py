@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from bench.simulation.cluster import Speeds
 from tandem.deploy.autoscale.demand import Demand
 from tandem.deploy.autoscale.planner import Need, PlannerConfig, Proposal, decode_needed, prefill_needed
-from tandem.simulator.planning import TraceRequest
+from tandem.deploy.planning.player import TraceRequest
 
 MEAN_OVER_S = 10.0
 

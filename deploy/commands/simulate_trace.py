@@ -17,7 +17,7 @@ from tandem.runtime.errors import ConfigError
 from tandem.runtime.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from tandem.simulator.planning import Played
+    from tandem.deploy.planning.player import Played
 
 
 def simulate_trace(
@@ -27,9 +27,9 @@ def simulate_trace(
 
     step_times: what `tandem status --json` printed, or figures of a worker. report: gets JSON. plot: an image.
     """
+    from tandem.deploy.planning.player import Player
     from tandem.deploy.planning.trace import read_trace
     from tandem.deploy.planning.worker_figures import planned_shape, read_figures
-    from tandem.simulator.planning import Player
 
     if step_times is None:
         raise ConfigError("--step-times is missing: give a file with what `tandem status --json` prints on a cluster")

@@ -1,1 +1,1 @@
-"""What a cluster is planned from: recorded traces, and the step times of a worker."""
+"""Plans a cluster: plays recorded traces on simulated workers with the step times of a real one."""

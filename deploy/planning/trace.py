@@ -21,8 +21,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tandem.deploy.planning.player import TraceRequest
 from tandem.runtime.errors import ConfigError
-from tandem.simulator.planning import TraceRequest
 
 MAX_REQUESTS = 100_000
 MAX_LINE_BYTES = 1 << 20

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from tandem.deploy.planning.player import MeasuredStepTimes
 from tandem.protocol.messages.membership import Role, StatusReport
 from tandem.runtime.errors import ConfigError
-from tandem.simulator.planning import MeasuredStepTimes
 from tandem.simulator.scenario import ClusterShape
 
 _Seconds = Annotated[float, Meta(ge=0, le=3600)]

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from tandem.deploy.cli import main
+from tandem.deploy.planning.player import Played, Player, TraceRequest, prompt_of, spread_ms
 from tandem.deploy.planning.trace import MAX_REQUESTS, read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
 from tandem.engine.step_times import StepTimes
 from tandem.protocol.messages.membership import PairTraffic, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.runtime.errors import ConfigError
-from tandem.simulator.planning import Played, Player, TraceRequest, prompt_of, spread_ms
 
 FIGURES = WorkerFigures(
     prompt_tokens_per_s=2000.0, fixed_step_s=0.02, step_s_per_sequence=0.002, num_blocks=400, block_size=16,
@@ -290,7 +290,7 @@ def test_chats_are_routed_to_their_prefixes() -> None:
     num_tokens = sum(load.num_prompt_tokens for load in loads)
     must_compute = sum(116 if request.follows is not None else 612 for request in trace)
     assert num_tokens == sum(request.num_prompt_tokens for request in trace)
-    assert num_tokens - sum(load.num_cached_tokens for load in loads) < 1.2 * must_compute
+    assert num_tokens - sum(load.num_cached_tokens for load in loads) < 1.5 * must_compute
 
 
 def test_load_is_balanced_between_proxies_with_the_same_stale_reports() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from bench.never_worse import ChatTurn, Conversation
 from bench.planning import aims, lines_of
 from bench.support.latency import RequestTrace
+from tandem.deploy.planning.player import TraceRequest
 from tandem.deploy.planning.trace import read_trace
-from tandem.simulator.planning import TraceRequest
 
 
 def test_what_was_sent_is_the_trace_that_is_simulated(tmp_path: Path) -> None:
