@@ -252,7 +252,6 @@ class DecodeScheduler:
         """Handles a transfer that the peer has ended. The peer reports the reason to the proxy, except for aborts."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            self._transfers.close(transfer_id)
             return []
         transfer.peer_stopped = True
         prompt = self._by_transfer.get(transfer_id)

@@ -438,6 +438,7 @@ class PrefillScheduler:
         """Ends the prompt at once and reports `error`, if any, to the proxy. Its blocks follow in `_settle`."""
         failures = _failures(prompt, error) if error is not None and not prompt.ended else []
         prompt.ended = True
+        self._leases.end(prompt.request.transfer_id)
         self._tiers.forget(prompt.request.transfer_id)
         self._waiting.pop(prompt.number, None)
         if not prompt.in_step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -20,7 +21,9 @@ from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.scenario import NO_TIMEOUT_S, Request
 from tandem.telemetry.request_log import RequestRecord
 
-EXPECTED_ERRORS = {"deadline_exceeded", "no_worker_ready"}
+LATE_ERRORS = {"deadline_exceeded", "ttft_slo_unreachable"}
+"""Codes that a client with a deadline may get."""
+EXPECTED_ERRORS = {"no_worker_ready", *LATE_ERRORS}
 """Codes that a client may get. A lost worker alone costs no request."""
 
 
@@ -71,7 +74,7 @@ class Clients:
                     outcome = "client left"
         except TandemError as error:
             outcome = error.code
-            if outcome not in EXPECTED_ERRORS or (outcome == "deadline_exceeded" and request.timeout_s == NO_TIMEOUT_S):
+            if outcome not in EXPECTED_ERRORS or (outcome in LATE_ERRORS and request.timeout_s == NO_TIMEOUT_S):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
         self._end(request, outcome)
 
@@ -81,6 +84,7 @@ class Clients:
         tokens: list[list[int]] = [[] for _ in range(request.num_sequences)]
         texts = [""] * request.num_sequences
         async for delta in deltas:
+            await asyncio.sleep(request.read_s)
             got = tokens[delta.index]
             got += [token.token_id for token in delta.tokens]
             texts[delta.index] += delta.text

@@ -6,18 +6,14 @@ import itertools
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import FromProxyControl, WorkerExited
 from tandem.simulator.data_paths import PathFaults, Wires
 from tandem.simulator.network import SimulatedNetwork, Switch
-from tandem.simulator.processes import Machine, SimulatedProxy, SimulatedWorker
+from tandem.simulator.processes import Machine, OnDelta, SimulatedProxy, SimulatedWorker
 from tandem.simulator.scenario import ClusterShape, Fault
 from tandem.simulator.timeline import Timeline
-
-RESTART_S = 0.8
-"""From the exit of a process to its successor's start."""
 
 
 class SimulatedCluster:
@@ -34,19 +30,22 @@ class SimulatedCluster:
         report: Callable[[str, str], None],
         note: Callable[[str], None],
         on_proxy_killed: Callable[[str], None] = lambda name: None,
+        on_delta: OnDelta = lambda sequence, attempt, delta: None,
     ) -> None:
         self.shape = shape
         self.launcher = timeline.new_loop("launcher")
         self.workers: dict[str, SimulatedWorker] = {}
         self.proxies: dict[str, SimulatedProxy] = {}
+        self.proxies_by_id: dict[str, SimulatedProxy] = {}
+        """Also those that are dead."""
         self.has_faults = True
-        self._switch = Switch(timeline, shape.max_queued, shape.max_latency_s)
+        self.switch = self._switch = Switch(timeline, shape.max_queued, shape.max_latency_s)
         faults = PathFaults(
             block_s=lambda: rng.uniform(0.5, 1.5) * shape.block_s,
             breaks=lambda: self.has_faults and rng.random() < shape.failure_share,
             corrupts=lambda: self.has_faults and rng.random() < shape.corrupt_share,
         )
-        self._machine = Machine(timeline, self._switch, shape, Wires(faults), report)
+        self._machine = Machine(timeline, self._switch, shape, Wires(faults), report, on_delta=on_delta)
         self._note = note
         self._on_proxy_killed = on_proxy_killed
         self._pids = itertools.count(1000)
@@ -69,7 +68,8 @@ class SimulatedCluster:
 
     def _start_proxy(self, name: str) -> None:
         self._note(f"{name} starts")
-        self.proxies[name] = SimulatedProxy(self._machine, name, next(self._proxy_numbers))
+        proxy = SimulatedProxy(self._machine, name, next(self._proxy_numbers))
+        self.proxies[name] = self.proxies_by_id[proxy.proxy_id] = proxy
 
     def _start_worker(self, name: str) -> None:
         shape = self.shape
@@ -81,9 +81,9 @@ class SimulatedCluster:
 
     def _on_exit(self, worker: SimulatedWorker) -> None:
         self._note(f"{worker.worker_id} ({worker.pids[0]}) has exited")
-        for control in self._controls:
+        for control in self._controls if self.shape.reports_exits else ():
             control.send(WorkerExited(worker.worker_id, worker.pids[0], has_crashed=False))
-        self.launcher.call_later(RESTART_S, self._start_worker, worker.worker_id)
+        self.launcher.call_later(self.shape.restart_s, self._start_worker, worker.worker_id)
 
     def strike(self, fault: Fault) -> None:
         """Lets a fault happen. Called on the launcher's loop."""
@@ -106,16 +106,31 @@ class SimulatedCluster:
                 self._switch.break_connections(lambda one, two: worker.worker_id in (one, two))
             case "partition":
                 peer = proxy.name if fault.other % 2 else other.worker_id
-                self._switch.partition(worker.worker_id, peer)
-                self.launcher.call_later(fault.duration_s, self._switch.heal)
+                self._cut(fault, (worker.worker_id, peer), (peer, worker.worker_id))
+            case "one-way partition":
+                ends = (worker.worker_id, proxy.name if fault.other % 2 else other.worker_id)
+                self._cut(fault, ends if fault.other % 4 < 2 else ends[::-1])
+            case "isolate":
+                ends_of = [(worker.worker_id, each) for each in self.proxies]
+                self._cut(fault, *ends_of, *(ends[::-1] for ends in ends_of))
+            case "partition launcher":
+                self._cut(fault, *((self.launcher.name, each) for each in self.proxies))
             case "kill proxy":
                 if not proxy.loop.is_dead:
                     proxy.exit()
                     self._on_proxy_killed(proxy.name)
-                    self.launcher.call_later(RESTART_S, self._start_proxy, proxy.name)
+                    self.launcher.call_later(self.shape.restart_s, self._start_proxy, proxy.name)
             case "freeze proxy":
                 proxy.loop.freeze()
                 self.launcher.call_later(fault.duration_s, proxy.loop.wake)
+
+    def _cut(self, fault: Fault, *cuts: tuple[str, str]) -> None:
+        for ends in cuts:
+            self._switch.cut(*ends)
+            self.launcher.call_later(fault.duration_s, self._switch.heal, *ends)
+
+    def process(self, pid: int) -> SimulatedWorker:
+        return self._machine.processes[pid]
 
     def not_whole(self) -> str | None:
         """Returns what is missing for a cluster at rest, or None."""
@@ -129,8 +144,8 @@ class SimulatedCluster:
 
     def _missing_in_proxy(self, proxy: SimulatedProxy) -> str | None:
         if proxy.loop.is_dead or not hasattr(proxy, "control"):
-            return "is dead, or has not begun"
-        if proxy.dispatcher.num_running:
+            return "does not run"
+        if proxy.dispatcher.num_running or proxy.metrics.running._value.get():
             return f"holds {proxy.dispatcher.num_running} sequences"
         if proxy.services.admission._open:
             return f"has admitted {len(proxy.services.admission._open)} requests that have ended"
@@ -147,8 +162,7 @@ class SimulatedCluster:
             if record.use._num_own or record.use._num_promised or not record.use.prompts.is_empty:
                 return f"counts sequences or prompts on {record.worker.worker_id} that have ended"
         for name, worker in self.workers.items():
-            epoch = self._epoch(worker)
-            if epoch is None or known.get(name) != epoch:
+            if worker.loop.is_dead or worker.epoch is None or known.get(name) != worker.epoch:
                 return f"does not know {name}"
         return None
 
@@ -156,7 +170,10 @@ class SimulatedCluster:
         scheduler = worker.worker._scheduler
         if not scheduler.is_idle:
             return f"holds {scheduler.num_running} running and {scheduler.num_waiting} waiting requests"
-        num_pairs = len(worker.worker._traffic.status())
+        traffic = worker.worker._traffic
+        num_pairs, num_incoming = len(traffic.status()), len(list(traffic._incoming_table.pairs()))
+        if len(traffic._incoming._receivers) != num_incoming:
+            return f"has {len(traffic._incoming._receivers)} receivers for {num_incoming} pairs"
         if worker.network.num_dealers != self.shape.num_proxies + num_pairs:
             return f"has {worker.network.num_dealers} connections for {num_pairs} pairs"
         blocks = scheduler.blocks
@@ -165,7 +182,3 @@ class SimulatedCluster:
             return f"holds {num_held} blocks, {blocks.num_quarantined} of them in quarantine"
         blocks.check()
         return None
-
-    def _epoch(self, worker: SimulatedWorker) -> str | None:
-        presence: Any = getattr(getattr(worker, "worker", None), "_presence", None)
-        return presence.info.epoch if presence is not None and not worker.loop.is_dead else None

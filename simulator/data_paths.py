@@ -48,6 +48,7 @@ class Wires:
                 path.fail("the peer is gone")
 
     def copy(self, source: Pool, src: int, target: Pool, dst: int) -> None:
+        target.on_write(dst)
         target.blocks[dst] = list(source.blocks[src])
         if self.faults.corrupts():
             target.blocks[dst][0] = (7, 7)

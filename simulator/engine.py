@@ -46,6 +46,8 @@ class Pool:
 
     num_blocks: int
     block_size: int
+    on_write: Callable[[int], None] = lambda block_id: None
+    """Called with each block that another process writes."""
     blocks: list[list[tuple[int, int] | None]] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -25,10 +25,7 @@ RECONNECT_S = 0.05
 
 
 class Switch:
-    """Joins the networks of all processes. max_queued: messages on one connection that have not been read.
-
-    partitions: pairs of hosts that cannot reach each other.
-    """
+    """Joins the networks of all processes. max_queued: messages on one connection that have not been read."""
 
     def __init__(self, timeline: Timeline, max_queued: int, max_latency_s: float = 0.002) -> None:
         self.timeline = timeline
@@ -36,37 +33,62 @@ class Switch:
         self.max_queued = max_queued
         self.routers: dict[str, _Router] = {}
         self.connections: dict[Connection, None] = {}  # in the order of their beginning
-        self.partitions: set[frozenset[str]] = set()
+        self._cuts: list[tuple[str, str]] = []  # processes that cannot connect to the other
+        self._changed_at: dict[tuple[str, str], float] = {}  # last time at which they broke or healed
         self.numbers = itertools.count()
 
     def latency_s(self) -> float:
         return self.timeline.rng.uniform(0.00002, self._max_latency_s)
 
-    def can_reach(self, one: str, other: str) -> bool:
-        return frozenset((one, other)) not in self.partitions
+    def can_connect(self, dealer: str, router: str) -> bool:
+        return (dealer, router) not in self._cuts
+
+    def changed_at(self, dealer: str, router: str) -> float:
+        """Returns when connections between two processes last broke, or became possible again."""
+        return self._changed_at.get((dealer, router), 0.0)
 
     def break_connections(self, is_broken: Callable[[str, str], bool]) -> None:
-        """is_broken: called with the names of both processes."""
+        """is_broken: called with the names of the processes of dealer and router."""
         for connection in list(self.connections):
-            if is_broken(connection.dealer.loop.name, connection.router.loop.name):
+            ends = connection.dealer.loop.name, connection.router.loop.name
+            if is_broken(*ends):
+                self._changed_at[ends] = self.timeline.now
                 connection.end()
+
+    def cut(self, dealer: str, router: str) -> None:
+        """Keeps one process from connecting to another, until `heal`."""
+        if self.can_connect(dealer, router):
+            self._changed_at[dealer, router] = self.timeline.now
+        self._cuts.append((dealer, router))
+        self.break_connections(lambda *ends: ends == (dealer, router))
 
     def partition(self, one: str, other: str) -> None:
         """Cuts two processes off from each other."""
-        self.partitions.add(frozenset((one, other)))
-        self.break_connections(lambda dealer, router: {dealer, router} == {one, other})
+        self.cut(one, other)
+        self.cut(other, one)
 
-    def heal(self) -> None:
-        self.partitions.clear()
+    def heal_all(self) -> None:
+        for ends in list(self._cuts):
+            self.heal(*ends)
+
+    def heal(self, dealer: str, router: str) -> None:
+        self._cuts.remove((dealer, router))
+        self._changed_at[dealer, router] = self.timeline.now
 
     def on_killed(self, name: str) -> None:
-        """The kernel closes the sockets of a process that has ended."""
+        """The kernel closes the sockets of a process that has ended. What it has sent may still arrive."""
         for endpoint in [endpoint for endpoint, router in self.routers.items() if router.loop.name == name]:
             if self.routers[endpoint].loop.is_dead:
                 del self.routers[endpoint]
         for connection in list(self.connections):
-            if connection.dealer.loop.is_dead or connection.router.loop.is_dead:
+            dealer = connection.dealer
+            if connection.router.loop.is_dead:
                 connection.end()
+            elif dealer.loop.is_dead and not dealer.is_closed:  # else it ends after what was sent on it
+                if self.timeline.rng.random() < 0.5:
+                    connection.end()
+                else:
+                    connection.end_after_delivery()
 
 
 class SimulatedNetwork:
@@ -257,7 +279,7 @@ class _Dealer(_Socket):
         if self._is_closed and not self._unsent:
             return
         router = self._switch.routers.get(self.endpoint)
-        if router is None or not self._switch.can_reach(self.loop.name, router.loop.name):
+        if router is None or not self._switch.can_connect(self.loop.name, router.loop.name):
             if not self._is_closed:
                 self.loop.call_later(RECONNECT_S, self._connect)
             return
@@ -283,7 +305,7 @@ class _Dealer(_Socket):
     def on_ended(self, connection: Connection) -> None:
         if self._connection is connection:
             self._connection = None
-            self.loop.call_soon(self._broke)
+            self.loop.call_later(self._switch.latency_s(), self._broke)
 
     def _broke(self) -> None:
         if self._is_closed:

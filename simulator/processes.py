@@ -24,8 +24,10 @@ from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.control import Control
+from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation import GenerationServices
+from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.tasks import start
@@ -45,6 +47,9 @@ FOLLOWER_EXIT_S = 0.3
 """Time in which the ranks of a worker end after the first one, at most."""
 
 
+OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
+
+
 @dataclass(frozen=True)
 class Machine:
     """What all processes share. processes: workers by the process ids of their ranks."""
@@ -55,6 +60,8 @@ class Machine:
     wires: Wires
     report: Callable[[str, str], None]
     processes: dict[int, SimulatedWorker] = field(default_factory=dict)
+    on_delta: OnDelta = lambda sequence, attempt, delta: None
+    """Called when a proxy takes tokens of an attempt."""
     stored: dict[str, Stored] = field(default_factory=dict)
     """Blocks in tiers, by tier; host memory belongs to one worker, and outlives its process."""
 
@@ -85,6 +92,8 @@ class SimulatedWorker:
             machine.timeline.new_loop(f"{worker_id} rank {rank}" if rank else worker_id) for rank in range(len(pids))
         ]
         self.loop = self.loops[0]
+        self.has_left = False
+        self.watched_by: list[ProcessLoop] = []  # when it ended
         self.watches: list[tuple[ProcessLoop, int, Callable[[], None]]] = []
         self._machine = machine
         machine.processes.update(dict.fromkeys(pids, self))
@@ -112,12 +121,14 @@ class SimulatedWorker:
     def _ended(self, task: Any) -> None:
         if not task.cancelled() and task.exception() is not None:
             self._machine.report("a worker failed", f"{self.worker_id}: {task.exception()!r}")
+        self.has_left = True
         self.exit()
 
     async def _load(self, config: WorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
         machine, shape = self._machine, self._machine.shape
         layout = KVLayout("simulated", "float32", 1, 1, 16, shape.block_size, tensor_parallel_size=len(self.pids))
-        own = [Pool(shape.num_blocks, shape.block_size if shape.keeps_kv else 0) for _ in self.pids]
+        block_size = shape.block_size if shape.keeps_kv else 0
+        own = [Pool(shape.num_blocks, block_size, self._check_write) for _ in self.pids]
         machine.wires.pools.update(zip(self.pids, own, strict=True))
         loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, torch.float32, torch.device("cpu"), layout)
         nothing: Any = SimpleNamespace(get=lambda *_: None, close=lambda: None)
@@ -140,6 +151,15 @@ class SimulatedWorker:
             faults.breaks,
         )  # fmt: skip
 
+    @property
+    def presence(self) -> Any:
+        """The worker's `Presence`, once it has loaded."""
+        return getattr(getattr(self, "worker", None), "_presence", None)
+
+    @property
+    def epoch(self) -> str | None:
+        return self.presence.info.epoch if self.presence is not None else None
+
     def _on_corrupt(self, where: str) -> None:
         self._machine.report("corrupt KV", f"{self.worker_id}: {where}")
 
@@ -147,12 +167,19 @@ class SimulatedWorker:
         """Returns the load now, which its next report may have."""
         return self.worker._scheduler.load()
 
+    def _check_write(self, block_id: int) -> None:
+        """Reports a block that no transfer expects, as it may belong to another request by now."""
+        transfers = self.worker._scheduler.decode._transfers.values()
+        if not self.loop.is_dead and not any(block_id in transfer.own_block_ids for transfer in transfers):
+            self._machine.report("a block is written that no transfer expects", f"{self.worker_id}: block {block_id}")
+
     def exit(self) -> None:
         """Ends the process at once, as SIGKILL does. Its peers learn of it from the kernel, and its other ranks end."""
         if self.loop.is_dead:
             return
         self._end_rank(0)
         self._machine.switch.on_killed(self.worker_id)
+        self.watched_by = [loop for loop, pid, _ in self.watches if pid == self.pids[0]]
         for rank in range(1, len(self.pids)):
             delay_s = self._machine.timeline.rng.uniform(0.0, FOLLOWER_EXIT_S)
             self.loops[rank].call_later(delay_s, self._end_rank, rank)
@@ -171,6 +198,18 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(WordLevel({str(number): number for number in range(VOCAB_SIZE)}, unk_token="0"))  # noqa: S106
 
 
+class ObservedDispatcher(Dispatcher):
+    """on_delta: set after construction."""
+
+    on_delta: OnDelta
+
+    def take(self, sequence: DispatchedSequence) -> TokenDelta | None:
+        attempt, delta = sequence.attempt, super().take(sequence)
+        if delta is not None and attempt is not None:
+            self.on_delta(sequence, attempt, delta)
+        return delta
+
+
 class SimulatedProxy:
     """One process of a proxy, from its control socket to the tokens and texts that its HTTP routes send."""
 
@@ -179,22 +218,27 @@ class SimulatedProxy:
         self.endpoint = f"ipc:///simulated/{name}"
         self.loop = machine.timeline.new_loop(name)
         self._machine = machine
-        self._proxy_id = f"{name}-{number}"
+        self.proxy_id = f"{name}-{number}"
         self.block_size = machine.shape.block_size
         self._shape = machine.shape
         self.loop.call_soon(self._start)
 
     def _start(self) -> None:
         network = self.network = SimulatedNetwork(self._machine.switch, self.loop)
-        config = ProxyConfig(self.name, self.endpoint, "simulated", "simulated", num_proxies=self._shape.num_proxies)
-        threshold = self._shape.decode_prefill_threshold
+        shape = self._shape
+        config = ProxyConfig(
+            self.name, self.endpoint, "simulated", "simulated", num_proxies=shape.num_proxies,
+            worker_wait_s=shape.worker_wait_s,
+        )  # fmt: skip
+        threshold = shape.decode_prefill_threshold
         self.table = WorkerTable(config.worker_silence_s, decode_may_prefill=threshold > 0)
-        connections = WorkerConnections(network, self._proxy_id)
+        connections = WorkerConnections(network, self.proxy_id)
         metrics = self.metrics = ProxyMetrics()
         self.router = Router(self.table, threshold, config.num_proxies, rng=self._machine.timeline.rng)
-        self.dispatcher = Dispatcher(
-            self._proxy_id, self.router, connections, metrics, config.worker_wait_s, clock=self.loop.time
+        self.dispatcher = ObservedDispatcher(
+            self.proxy_id, self.router, connections, metrics, config.worker_wait_s, clock=self.loop.time
         )
+        self.dispatcher.on_delta = self._machine.on_delta
         text: Any = SimpleNamespace(tokenizer=tokenizer(), eos_token_ids=frozenset[int]())
         self.services = GenerationServices(
             text=text,
@@ -216,7 +260,7 @@ class SimulatedProxy:
             readiness=WorkerReadiness(self.table, config.max_waiting_requests, config.worker_wait_s),
             admission=self.services.admission,
         )
-        self.control = Control(network, config, self._proxy_id, state, connections)
+        self.control = Control(network, config, self.proxy_id, state, connections)
 
     def exit(self) -> None:
         self.loop.kill()

@@ -18,7 +18,8 @@ from unittest.mock import patch
 
 from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
-from tandem.simulator.scenario import LOAD_S, START_S, Request, Scenario
+from tandem.simulator.invariants import Invariants
+from tandem.simulator.scenario import START_S, Request, Scenario
 from tandem.simulator.timeline import Timeline
 
 RECOVERY_S = 100.0
@@ -56,14 +57,19 @@ def seeded_ids(rng: random.Random) -> Iterator[None]:
         yield
 
 
-class _ErrorHandler(logging.Handler):
-    def __init__(self, report: Callable[[str, str], None]) -> None:
-        super().__init__(logging.ERROR)
+class _LogHandler(logging.Handler):
+    """on_lost: called with a worker's id, its epoch and a reason when a proxy says that it has lost it."""
+
+    def __init__(self, report: Callable[[str, str], None], on_lost: Callable[[str, str, str], None]) -> None:
+        super().__init__(logging.WARNING)
         self._report = report
+        self._on_lost = on_lost
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:
             self._report("a logged error", f"{record.getMessage()}: {_described(record.exc_info[1])}")
+        elif record.msg == "lost %s (epoch %s): %s" and isinstance(record.args, tuple):
+            self._on_lost(*map(str, record.args))
 
 
 @contextmanager
@@ -80,9 +86,11 @@ def hidden_logs() -> Iterator[None]:
 
 
 @contextmanager
-def logged_errors(report: Callable[[str, str], None]) -> Iterator[None]:
-    """Reports errors that the product logs with their traceback, because it expects none."""
-    logger, handler = logging.getLogger("tandem"), _ErrorHandler(report)
+def logged_errors(
+    report: Callable[[str, str], None], on_lost: Callable[[str, str, str], None] = lambda *lost: None
+) -> Iterator[None]:
+    """Reports errors that the product logs with their traceback, because it expects none, and workers that are lost."""
+    logger, handler = logging.getLogger("tandem"), _LogHandler(report, on_lost)
     logger.addHandler(handler)
     try:
         yield
@@ -95,7 +103,7 @@ def run(scenario: Scenario) -> Result:
     rng = random.Random(f"run {scenario.seed}")
     with hidden_logs(), seeded_ids(rng):
         running = _Run(scenario, rng)
-        with logged_errors(running.report):
+        with logged_errors(running.report, running.on_lost):
             return running.run()
 
 
@@ -106,15 +114,23 @@ class _Run:
         self._timeline = Timeline(rng, lambda name, error: self.report("an error", f"{name}: {_described(error)}"))
         self._clients = Clients(self.report, self._note)
         self._cluster = SimulatedCluster(
-            scenario.cluster, self._timeline, rng, self.report, self._note, self._clients.on_proxy_killed
+            scenario.cluster,
+            self._timeline,
+            rng,
+            self.report,
+            self._note,
+            self._clients.on_proxy_killed,
+            lambda *taken: self._invariants.check_delta(*taken),
         )
+        self._invariants = Invariants(self._cluster, self._timeline, self.report)
         for request in scenario.requests:
             self._cluster.launcher.call_at(request.at, self._send, request)
         for fault in scenario.faults:
             self._cluster.launcher.call_at(fault.at, self._cluster.strike, fault)
 
     def run(self) -> Result:
-        last = START_S + LOAD_S + max((fault.duration_s for fault in self._scenario.faults), default=0.0)
+        begun = [request.at for request in self._scenario.requests]
+        last = max([START_S, *begun, *(fault.at + fault.duration_s for fault in self._scenario.faults)])
         self._timeline.run(self._is_broken, last)
         self._cluster.has_faults = False
         self._expect("a request does not end", self._unfinished, last + RECOVERY_S)
@@ -129,6 +145,10 @@ class _Run:
         for loop in self._timeline.loops:
             loop.discard()
         return result
+
+    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
+        self._note(f"lost {worker_id} ({epoch}): {reason}")
+        self._invariants.on_lost(worker_id, epoch, reason)
 
     def _send(self, request: Request) -> None:
         self._clients.send(request, self._cluster.proxies[f"proxy-{request.proxy}"])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from tandem.protocol.messages.membership import Role
-from tandem.simulator.engine import StepTimes
+from tandem.simulator.engine import StepTimes, answer
 
-FaultKind = Literal["kill", "freeze", "leave", "break connections", "partition", "kill proxy", "freeze proxy"]
-FAULT_KINDS: tuple[FaultKind, ...] = (
-    "kill", "freeze", "leave", "break connections", "partition", "kill proxy", "freeze proxy",
-)  # fmt: skip
+FaultKind = Literal[
+    "kill", "freeze", "leave", "break connections", "partition", "one-way partition", "isolate", "kill proxy",
+    "freeze proxy", "partition launcher",
+]  # fmt: skip
+"""A one-way partition: one process can no longer connect to the other. Isolated: cut off from all proxies."""
+FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 NO_TIMEOUT_S = 600.0
 """Longer than any run."""
 START_S, LOAD_S = 2.0, 18.0
@@ -32,6 +34,8 @@ class Request:
     priority: int
     timeout_s: float
     stops_after: int | None
+    read_s: float
+    """Seconds that the client takes to read what has come."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,12 @@ class ClusterShape:
     tiers: tuple[str, ...] = ()
     overlaps: bool = False
     """Whether steps are submitted while the ones before run."""
+    worker_wait_s: float = 60.0
+    """How long a prompt waits for a worker that can take it."""
+    reports_exits: bool = True
+    """Whether a launcher tells the proxies of processes that have exited."""
+    restart_s: float = 0.8
+    """From the exit of a process to its successor's start."""
 
 
 @dataclass(frozen=True)
@@ -98,45 +108,19 @@ def draw(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     roles: list[Role] = []
     if rng.random() < 0.4:
-        roles += ["any"] * rng.randint(1, 4)
+        roles += ["any"] * rng.choice([1, 2, 2, 4])
     else:
-        roles += ["prefill"] * rng.randint(1, 4)
-        roles += ["decode"] * rng.randint(1, 4)
-    num_proxies = rng.randint(1, 3)
-    end = START_S + rng.choice([1.0, 5.0, LOAD_S])
-    chats = [_tokens(rng, rng.randint(1, 120)) for _ in range(rng.randint(1, 6))]
-    requests = [
-        Request(
-            number,
-            at=rng.uniform(START_S, end),
-            proxy=rng.randrange(num_proxies),
-            prompt=(rng.choice(chats) if rng.random() < 0.5 else ()) + _tokens(rng, rng.randint(1, 60)),
-            max_tokens=rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, 60)]),
-            num_sequences=rng.choice([1, 1, 1, 2, 4]),
-            priority=rng.choice([0, 0, 0, 1, -1]),
-            timeout_s=rng.choice([*[NO_TIMEOUT_S] * 3, rng.uniform(0.1, 10.0)]),
-            stops_after=rng.randint(0, 10) if rng.random() < 0.2 else None,
-        )
-        for number in range(rng.choice([5, 20, 60]))
-    ]
-    kinds = rng.sample(FAULT_KINDS, rng.randint(1, len(FAULT_KINDS)))
-    faults = [
-        Fault(
-            at=rng.uniform(START_S, end),
-            kind=rng.choice(kinds),
-            target=rng.randrange(16),
-            other=rng.randrange(16),
-            duration_s=rng.choice([rng.uniform(0.01, 1.0), rng.uniform(1.0, 8.0)]),
-        )
-        for _ in range(rng.choice([0, 1, 3, 8]))
-    ]
+        roles += ["prefill"] * rng.choice([1, 1, 2, 4])
+        roles += ["decode"] * rng.choice([1, 1, 2, 4])
+    num_proxies = rng.choice([1, 1, 2, 4])
+    end = START_S + rng.choice([0.3, 1.0, 5.0, LOAD_S])
     cluster = ClusterShape(
         roles=tuple(roles),
         num_proxies=num_proxies,
-        num_blocks=rng.choice([40, 100, 400]),
+        num_blocks=rng.choice([26, 40, 100, 400]),
         max_queued=rng.choice([3_000, 10_000]),  # more than a worker sends to a silent proxy before it is lost
         lease_s=rng.choice([0.5, 2.0, 10.0]),
-        block_s=rng.choice([0.0001, 0.002, 0.02, 0.1]),
+        block_s=rng.choice([0.0001, 0.002, 0.02, 0.1, 0.3]),
         failure_share=rng.choice([0.0, 0.0, 0.003]),
         corrupt_share=rng.choice([0.0, 0.003]) if (checksums := rng.random() < 0.25) else 0.0,
         num_ranks=rng.choice([1, 1, 1, 2]),
@@ -144,13 +128,66 @@ def draw(seed: int) -> Scenario:
         checksums=checksums,
         tiers=rng.choice([(), (), ("host",), ("disk",), ("host", "disk"), ("disk", "store")]),
         overlaps=rng.random() < 0.3,
+        max_latency_s=rng.choice([0.002, 0.002, 0.02, 0.08]),
+        worker_wait_s=rng.choice([1.0, 60.0, 60.0]),
+        reports_exits=rng.random() < 0.7,
+        restart_s=rng.choice([0.8, 0.8, 0.8, 10.0]),
+        step_times=StepTimes(rng.choice([0.004, 0.004, 0.1])),
     )
-    return Scenario(
-        seed=seed,
-        cluster=cluster,
-        requests=tuple(sorted(requests, key=lambda each: each.at)),
-        faults=tuple(sorted(faults, key=lambda each: each.at)),
-    )
+    return Scenario(seed, cluster, _requests(rng, cluster, end), _faults(rng, end))
+
+
+def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Request, ...]:
+    """Prompts are new, extend an earlier prompt or its answer, or share text behind another beginning."""
+    limit = min(cluster.max_model_len, cluster.num_blocks * cluster.block_size) - 4 * cluster.block_size
+    chats = [_tokens(rng, rng.randint(1, 120)) for _ in range(rng.randint(1, 6))]
+    requests: list[Request] = []
+    for number in range(rng.choice([5, 20, 20, 60])):
+        max_tokens = rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, 60)])
+        chat = rng.choice(chats)
+        prompt, at = _tokens(rng, rng.randint(1, 60)), rng.uniform(START_S, end)
+        match rng.randrange(6):
+            case 0 | 1:
+                prompt = chat + prompt
+            case 2 if requests:
+                earlier = rng.choice(requests)
+                prompt = earlier.prompt + tuple(answer(earlier.prompt, earlier.max_tokens)) + prompt
+                at = rng.uniform(earlier.at, end)
+            case 3:
+                prompt = _tokens(rng, cluster.block_size) + chat
+        requests.append(
+            Request(
+                number,
+                at=at,
+                proxy=rng.randrange(cluster.num_proxies),
+                prompt=prompt[: limit - max_tokens],
+                max_tokens=max_tokens,
+                num_sequences=rng.choice([1, 1, 1, 2, 4]),
+                priority=rng.choice([0, 0, 0, 1, -1]),
+                timeout_s=rng.choice([*[NO_TIMEOUT_S] * 3, rng.uniform(0.1, 10.0)]),
+                stops_after=rng.randint(0, 10) if rng.random() < 0.2 else None,
+                read_s=rng.choice([0.0, 0.0, 0.05]),
+            )
+        )
+    return tuple(sorted(requests, key=lambda each: each.at))
+
+
+def _faults(rng: random.Random, end: float) -> tuple[Fault, ...]:
+    """Some follow the one before closely, or strike the same process."""
+    kinds = rng.sample(FAULT_KINDS, rng.choice([1, 2, len(FAULT_KINDS)]))
+    faults: list[Fault] = []
+    for _ in range(rng.choice([0, 1, 3, 8])):
+        last = faults[-1] if faults and rng.random() < 0.4 else None
+        faults.append(
+            Fault(
+                at=last.at + rng.uniform(0.0, 0.3) if last is not None else rng.uniform(START_S, end),
+                kind=rng.choice(kinds),
+                target=last.target if last is not None and rng.random() < 0.5 else rng.randrange(16),
+                other=rng.randrange(16),
+                duration_s=rng.choice([rng.uniform(0.01, 1.0), rng.uniform(1.0, 8.0), rng.uniform(5.0, 15.0)]),
+            )
+        )
+    return tuple(sorted(faults, key=lambda each: each.at))
 
 
 def _tokens(rng: random.Random, length: int) -> tuple[int, ...]:

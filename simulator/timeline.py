@@ -93,6 +93,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.name = name
         self._timeline = timeline
         self._callbacks: deque[_Handle] = deque()
+        self.running_since = timeline.now
+        self.stopped_at: float | None = None
+        """When it was killed, or frozen and not woken since."""
         self._is_frozen = False
         self._is_dead = False
         self._is_queued = False
@@ -103,13 +106,21 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def freeze(self) -> None:
         self._is_frozen = True
+        self._stop()
 
     def wake(self) -> None:
-        self._is_frozen = False
-        self._queue()
+        if self._is_frozen and not self._is_dead:
+            self._is_frozen = False
+            self.running_since, self.stopped_at = self._timeline.now, None
+            self._queue()
+
+    def _stop(self) -> None:
+        if self.stopped_at is None:
+            self.stopped_at = self._timeline.now
 
     def kill(self) -> None:
         self._is_dead = True
+        self._stop()
         self._callbacks.clear()
 
     def discard(self) -> None:

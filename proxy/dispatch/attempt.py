@@ -159,10 +159,6 @@ class Attempt:
         return self._num_decoded > 0
 
     @property
-    def has_tokens(self) -> bool:
-        return bool(self._tokens)
-
-    @property
     def is_over(self) -> bool:
         return self.has_ended or self.preempted
 

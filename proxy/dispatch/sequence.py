@@ -182,6 +182,6 @@ class DispatchedSequence:
 
     @property
     def must_start_over(self) -> bool:
-        """Whether its attempt is over, all tokens of it were taken, and the sequence has not ended."""
+        """Whether its attempt is over, but has not finished the sequence."""
         attempt = self.attempt
-        return self.is_wanted and attempt is not None and attempt.is_over and not attempt.has_tokens
+        return self.is_wanted and attempt is not None and attempt.is_over and attempt.finish_reason is None

@@ -140,7 +140,7 @@ class SimulatedSite:
             self.cluster._switch.partition(name, other)
 
     def heal(self) -> None:
-        self.cluster._switch.heal()
+        self.cluster._switch.heal_all()
 
     def tell(self, message: msgspec.Struct, proxy: int = 0) -> None:
         """Sends what an operator's command sends to a proxy."""

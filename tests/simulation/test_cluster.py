@@ -205,12 +205,12 @@ def test_a_broken_connection_loses_what_was_in_flight_and_comes_back() -> None:
 def test_processes_that_are_cut_off_do_not_connect() -> None:
     world = World()
     world.bind()
-    world.switch.partition("client", "server")
+    world.switch.cut("client", "server")
     dealer = world.connect()
     dealer.send(GetStatus())
     world.pass_time(1)
     assert world.received == []
-    world.switch.heal()
+    world.switch.heal("client", "server")
     world.pass_time(1)
     assert len(world.received) == 1
 

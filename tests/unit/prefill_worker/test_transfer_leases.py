@@ -124,3 +124,13 @@ def test_blocks_are_freed_only_after_a_running_copy(scheduler: PrefillScheduler)
     assert scheduler.blocks.num_free == 5
     assert scheduler.on_shipped("t", None) == [SendToPeer("pair-0", CloseTransfer("t"))]
     assert scheduler.blocks.num_free == 8
+
+
+def test_the_lease_of_a_request_that_has_ended_does_not_expire(scheduler: PrefillScheduler) -> None:
+    """Its blocks are kept for a copy that takes long, but no decode worker has failed to renew."""
+    start(scheduler, "t")
+    scheduler.on_reserved(KVReserved("t", 0, [0, 1, 2]))
+    scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
+    assert scheduler.on_abort("proxy", "r-t") == []
+    assert [scheduler.on_tick(float(now)) for now in range(20)] == [[]] * 20
+    assert scheduler.num_expired_leases == 0 and scheduler.blocks.num_free == 5

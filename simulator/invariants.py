@@ -1,0 +1,166 @@
+"""Rules that hold at all times: waits are bounded, and what has ended, stopped or left is noticed in bounded time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tandem.decode_worker.scheduler import UNCLAIMED_TIMEOUT_S
+from tandem.protocol.messages.membership import PROXY_SILENCE_S
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.prefix_hash import BlockHasher
+from tandem.proxy.dispatch.attempt import Attempt
+from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.simulator.cluster import SimulatedCluster
+from tandem.simulator.processes import SimulatedProxy, SimulatedWorker
+from tandem.simulator.timeline import ProcessLoop, Timeline
+
+CHECK_S = 0.5
+SHOWN_S = 0.2
+"""Before the first heartbeat, in whose answer a worker would learn of the others as well."""
+SOON_S = 2.5
+"""Time for what takes a few messages, or the next heartbeat."""
+WORKER_SILENCE_S = 3.5
+"""See `proxy.config.ProxyConfig.worker_silence_s`."""
+
+
+class Invariants:
+    """Checks the running processes every `CHECK_S`. report(rule, details): called when a rule is broken."""
+
+    def __init__(self, cluster: SimulatedCluster, timeline: Timeline, report: Callable[[str, str], None]) -> None:
+        self._cluster = cluster
+        self._timeline = timeline
+        self._report = report
+        self._seen: dict[tuple[str, str], float] = {}  # since when something is as it may only be for a while
+        self._by_epoch: dict[str, SimulatedWorker] = {}
+        cluster.launcher.call_later(CHECK_S, self._check)
+        if cluster.shape.max_latency_s < 0.01:
+            cluster.launcher.call_later(SHOWN_S, self._check_views)
+
+    def _check_views(self) -> None:
+        workers = self._cluster.workers
+        for name, worker in workers.items():
+            if len(worker.presence._registration._view) < len(workers):
+                self._report("new workers are not shown to the others", name)
+
+    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
+        """Checks why a proxy has removed a worker."""
+        worker = self._cluster.workers[worker_id]
+        if reason.startswith("its process") and not worker.loop.is_dead and epoch == worker.epoch:
+            self._report("a running worker is taken for one that has exited", f"{worker_id} ({epoch}): {reason}")
+
+    def check_delta(self, sequence: DispatchedSequence, attempt: Attempt, delta: TokenDelta) -> None:
+        """A stream begins once decode has blocks, and its full blocks are cached at its end if there is room."""
+        if attempt.route.is_shipped and attempt.times.reserved_at is None and not attempt.is_over:
+            self._report("a stream began before decode had blocks", attempt.attempt_id)
+        info = attempt.route.decode
+        if delta.finish_reason is None or info is None or (worker := self._cluster.process(info.pid)).loop.is_dead:
+            return
+        blocks = worker.worker._scheduler.blocks
+        stored = sequence.prompt.token_ids + pack_token_ids(sequence.generated[:-1])
+        hashes = BlockHasher(self._cluster.shape.block_size, "simulated").prompt_hashes(stored)
+        has_room = blocks.num_blocks >= 100 and blocks.num_free - blocks.num_cached > blocks.num_blocks // 2
+        if has_room and len(blocks.match(hashes)) < len(hashes):
+            self._report("a finished sequence is not cached", f"{worker.worker_id}: {attempt.attempt_id}")
+
+    def _check(self) -> None:
+        self._cluster.launcher.call_later(CHECK_S, self._check)
+        now, seen = self._timeline.now, self._seen
+        self._seen = {}
+        for rule, details, limit_s in self._waits():
+            since = self._seen[rule, details] = seen.get((rule, details), now)
+            if now - since >= limit_s:
+                self._report(rule, f"{details}, for {now - since:.1f} s")
+
+    def _waits(self) -> Iterator[tuple[str, str, float]]:
+        """Yields (rule, details, seconds) of what may last for so long."""
+        for worker in self._cluster.workers.values():
+            if worker.epoch is not None:
+                self._by_epoch[worker.epoch] = worker
+            if worker.loop.stopped_at is None and worker.presence is not None:
+                yield from self._of_worker(worker)
+        for proxy in self._cluster.proxies.values():
+            if proxy.loop.stopped_at is None and hasattr(proxy, "control"):
+                yield from self._of_proxy(proxy)
+
+    def _of_worker(self, worker: SimulatedWorker) -> Iterator[tuple[str, str, float]]:
+        now, name = self._timeline.now, worker.worker_id
+        prefill, decode = worker.worker._scheduler.prefill, worker.worker._scheduler.decode
+        held = {key for key, prompt in prefill._by_request.items() if not prompt.ended} | decode._by_request.keys()
+        for proxy_id, attempt_id in sorted(held):
+            proxy = self._cluster.proxies_by_id[proxy_id]
+            if since := self._silent_since(proxy.loop, worker.loop, proxy.loop):
+                details = f"{name}: {proxy_id} since {since}"
+                yield "a request of a silent proxy is held", details, PROXY_SILENCE_S + SOON_S
+            elif attempt_id not in proxy.dispatcher._running and self._is_calm(worker.loop, proxy.loop):
+                yield "a request that has ended is held", f"{name}: {attempt_id}", SOON_S
+        if now - worker.loop.running_since < SOON_S:
+            return
+        for sequence in decode._by_request.values():
+            if now > sequence.prompt.arrived_at + sequence.prompt.request.deadline_s + 1:
+                yield "a request is held beyond its deadline", f"{name}: {sequence.attempt_id}", 0
+        for waiting in decode._by_transfer.values():
+            prefill_worker = self._by_epoch.get(waiting.prefill_epoch)
+            if prefill_worker is None or worker.loop not in prefill_worker.watched_by:
+                continue
+            exited_at = [loop.stopped_at for loop in prefill_worker.loops if loop.stopped_at is not None]
+            if waiting.arrived_at < min(exited_at) and max(exited_at) < now - 1:
+                details = f"{name}: {waiting.request.transfer_id}"
+                yield "a prompt waits for a prefill worker that has exited", details, CHECK_S
+        for transfer in decode._reservations.waiting_transfers():
+            if transfer.transfer_id not in decode._by_transfer:
+                yield "a transfer waits for its request", f"{name}: {transfer.transfer_id}", UNCLAIMED_TIMEOUT_S + 1
+        table = worker.worker._traffic._outgoing_table
+        for prompt in prefill._by_transfer.values():
+            if prompt.ended or prompt.pair_id is None:
+                continue
+            pair, transfer_id = table.get(prompt.pair_id), prompt.request.transfer_id
+            if pair is None or pair.state != "ready":
+                yield "a prompt goes on after its pair was lost", f"{name}: {prompt.pair_id}", 0
+                continue
+            peer = self._cluster.process(pair.peer.pid)
+            is_waiting = prompt.reserve_sent and prompt.dst_block_ids is None
+            is_closed = is_waiting and peer.worker._scheduler.decode._transfers.is_closed(transfer_id)
+            if prompt.reserve_sent and peer.loop.is_frozen:
+                details = f"{name}: {transfer_id} since {peer.loop.stopped_at}"
+                yield "a lease does not expire", details, self._cluster.shape.lease_s + 1
+            elif is_closed and self._is_calm(worker.loop, peer.loop):
+                yield "a prompt waits for a transfer that is closed", f"{name}: {transfer_id}", CHECK_S
+        for pair in table.pairs():
+            other = self._cluster.workers[pair.peer.worker_id]
+            if pair.state != "ready" or other.presence is None or other.pids[0] == pair.peer.pid:
+                continue
+            if pair.pair_id in other.worker._traffic._incoming_table._by_id:
+                yield "a pair leads to another process", f"{name}: {pair.pair_id}", 0
+
+    def _of_proxy(self, proxy: SimulatedProxy) -> Iterator[tuple[str, str, float]]:
+        now, known = self._timeline.now, proxy.table.workers()
+        if len({info.worker_id for info in known}) < len(known):
+            yield "a worker is known twice", proxy.name, 0
+        for info in known:
+            loop = self._cluster.process(info.pid).loop
+            since = self._silent_since(loop, loop, proxy.loop)
+            if since and self._cluster.process(info.pid).has_left and self._changed_at(loop, proxy.loop) < since - 1:
+                yield "a worker that has left is known", f"{proxy.name}: {info.epoch}", SOON_S
+            elif since:
+                yield "a silent worker is known", f"{proxy.name}: {info.epoch} since {since}", WORKER_SILENCE_S + SOON_S
+        if now - proxy.loop.running_since > SOON_S and any(now > each.until + 1 for each in proxy.dispatcher._waiting):
+            yield "a prompt waits for a worker for too long", proxy.name, 0
+
+    def _silent_since(self, silent: ProcessLoop, worker: ProcessLoop, proxy: ProcessLoop) -> float | None:
+        """Returns since when one of a worker and a proxy gets no heartbeats of the other one."""
+        if not self._cluster.switch.can_connect(worker.name, proxy.name):
+            return self._changed_at(worker, proxy)
+        return silent.stopped_at
+
+    def _is_calm(self, *loops: ProcessLoop) -> bool:
+        """Whether two processes run and reach each other, and have done so for a while."""
+        if any(loop.stopped_at is not None for loop in loops):
+            return False
+        joined = all(self._cluster.switch.can_connect(one.name, two.name) for one, two in (loops, loops[::-1]))
+        changed_at = max(
+            *(loop.running_since for loop in loops), self._changed_at(*loops), self._changed_at(*loops[::-1])
+        )
+        return joined and self._timeline.now - changed_at > SOON_S
+
+    def _changed_at(self, dealer: ProcessLoop, router: ProcessLoop) -> float:
+        return self._cluster.switch.changed_at(dealer.name, router.name)
