@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.checks import check_register
+from tandem.protocol.messages.dispatch import AbortAllAttempts
 from tandem.protocol.messages.membership import (
     ChangeRole,
     ClearCache,
@@ -224,6 +225,8 @@ class Control:
         dispatcher = self._state.dispatcher
         on_broken = partial(dispatcher.on_worker_lost, reason="a connection to it broke")
         self._connections.open(worker, dispatcher.on_message, on_broken)
+        # Prompts for an earlier process at this address may have reached this one before it registered.
+        self._connections.send(worker, AbortAllAttempts(self._proxy_id))
 
     def close(self) -> None:
         self._timer.cancel()

@@ -34,7 +34,7 @@ class Request:
     priority: int
     timeout_s: float
     stops_after: int | None
-    read_s: float
+    read_s: float = 0.0
     """Seconds that the client takes to read what has come."""
 
 

@@ -172,6 +172,20 @@ def test_requests_wait_when_every_decode_worker_is_lost() -> None:
         assert site.num_migrated() >= 6
 
 
+def test_prompts_for_a_dead_worker_do_not_stay_with_its_successor() -> None:
+    """No launcher reports the exit, so the proxy queues the prompt for the address at which the next process listens."""
+    with simulated_site(replace(PAIR, reports_exits=False)) as site:
+        prefill, decode = site.cluster.workers
+        site.cut("proxy-0", prefill)
+        site.cluster.switch.cut(decode, "proxy-0")  # it is reached before it can register
+        site.strike("kill", decode)
+        site.pass_time(0.05)
+        site.ask()
+        site.pass_time(2.0)
+        site.heal()
+        assert site.finish() == ["finished"]
+
+
 def test_a_request_without_workers_fails_at_its_deadline() -> None:
     with simulated_site(PAIR) as site:
         site.cut("proxy-0")
