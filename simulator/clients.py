@@ -74,6 +74,8 @@ class Clients:
                     outcome = "client left"
         except TandemError as error:
             outcome = error.code
+            if outcome == "overloaded" and not proxy.table.workers():  # as of a proxy that has known none
+                outcome = "no_worker_ready"
             if outcome not in EXPECTED_ERRORS or (outcome in LATE_ERRORS and request.timeout_s == NO_TIMEOUT_S):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
         self._end(request, outcome)
