@@ -124,8 +124,8 @@ SHELL = (
     Mutation(
         "requests of a lost proxy are not aborted",
         REGISTRATION,
-        "# its view stays until a proxy is back\n        self._on_proxy_lost(proxy_id)",
-        "# its view stays until a proxy is back",
+        "        self._on_proxy_lost(proxy_id)\n\n    def _update_link",
+        "\n    def _update_link",
     ),
     Mutation(
         "a worker does not register again",
@@ -170,7 +170,10 @@ SHELL = (
     ),
     Mutation("silent workers are not looked for", CONTROL, "self._apply(self._table.check(self._loop.time()))", "pass"),
     Mutation(
-        "an unknown worker is not told so", CONTROL, "self._view(known, self._table", "self._view(True, self._table"
+        "an unknown worker is not told so",
+        CONTROL,
+        "self._unchanged[known, self._table",
+        "self._unchanged[True, self._table",
     ),
     Mutation(
         "a new worker is not shown to the others",
@@ -353,7 +356,7 @@ PURE = (
         "for each in gone if each.pid == pid]",
         "for each in gone]",
     ),
-    Mutation("silence is never noticed", TABLE, "self._timers.silent(now, self._worker_silence_s)]", "()]"),
+    Mutation("silence is never noticed", TABLE, "self._timers.silent(now, limit_s)]", "()]"),
     Mutation(
         "a restarted worker does not replace itself",
         TABLE,

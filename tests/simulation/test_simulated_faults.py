@@ -173,7 +173,7 @@ def test_requests_wait_when_every_decode_worker_is_lost() -> None:
 
 
 def test_prompts_for_a_dead_worker_do_not_stay_with_its_successor() -> None:
-    """No launcher reports the exit, so the proxy queues the prompt for the address at which the next process listens."""
+    """No launcher reports the exit, so the proxy queues the prompt for the address where the next process listens."""
     with simulated_site(replace(PAIR, reports_exits=False)) as site:
         prefill, decode = site.cluster.workers
         site.cut("proxy-0", prefill)
