@@ -326,19 +326,21 @@ class WorkerTable:
 
     def limits(self) -> ModelLimits:
         """Limits of the registered workers, or of the last ones. Raises Overloaded before the first registers."""
+        if self._limits is None:
+            raise Overloaded("no worker is ready")
+        return self._limits
+
+    def _common_limits(self) -> ModelLimits | None:
         records = self._by_epoch.values()
         if not records:
-            if self._limits is None:
-                raise Overloaded("no worker is ready")
             return self._limits
         first = next(iter(records)).limits  # workers of another model or block size get no pair with it
-        self._limits = ModelLimits(
+        return ModelLimits(
             min(r.limits.max_model_len for r in records),
             min(r.limits.vocab_size for r in records),
             first.model_id,
             first.block_size,
         )
-        return self._limits
 
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """Returns the layers that LoRA adapters may change on every worker. Raises Overloaded without workers."""
@@ -401,6 +403,7 @@ class WorkerTable:
 
     def _rebuild(self) -> None:
         """Rebuilds the router's lists. Changes are rare, so the work is done here and not for each request."""
+        self._limits = self._common_limits()
         self.num_changes += 1
         self.num_list_changes += 1
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)

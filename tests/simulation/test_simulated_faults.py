@@ -139,8 +139,10 @@ def test_a_deadline_passes_at_each_moment() -> None:
             if site.outcome(struck) == "finished":
                 assert number > 3
                 return
-            assert site.outcome(struck) == "deadline_exceeded"
-            assert site.timeline.now - asked_at == pytest.approx(timeout_s, abs=0.01)
+            if site.outcome(struck) == "deadline_exceeded":
+                assert site.timeline.now - asked_at == pytest.approx(timeout_s, abs=0.01)
+            else:  # too late for a first token, as predicted
+                assert site.outcome(struck) == "ttft_slo_unreachable" and site.timeline.now - asked_at < 0.01
             site.finish(5.0)
     raise AssertionError("no request finished")
 

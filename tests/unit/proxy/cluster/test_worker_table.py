@@ -182,6 +182,14 @@ def test_an_exited_process_is_lost_at_once_but_not_its_successor() -> None:
     assert [gone.worker for gone in table.on_exited("decode-0", 11, True).lost] == [new]
 
 
+def test_limits_of_lost_workers_are_remembered_also_if_nobody_has_asked_for_them() -> None:
+    table = WorkerTable(SILENCE_S)
+    gone = worker("prefill-0")
+    table.on_register(0.0, register(gone, max_model_len=4096))
+    table.on_left(gone.epoch)
+    assert not table.workers() and table.limits().max_model_len == 4096
+
+
 def test_limits_are_those_of_the_weakest_worker() -> None:
     table = WorkerTable(SILENCE_S)
     with pytest.raises(Overloaded, match="no worker is ready"):
