@@ -16,7 +16,6 @@ from pathlib import Path
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
     PROXY_SILENCE_S,
-    REPORT_INTERVAL_S,
     ChangeRole,
     ClearCache,
     ClusterView,
@@ -31,7 +30,6 @@ from tandem.protocol.messages.membership import (
     WorkerLeft,
     WorkerOrdered,
     WorkerStatus,
-    report_interval_s,
 )
 from tandem.protocol.messaging import MessageDealer, Network
 from tandem.protocol.proxy_endpoints import EndpointsFile
@@ -41,12 +39,11 @@ from tandem.runtime.tasks import start
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = REPORT_INTERVAL_S
-"""Every so often the silence of the proxies is checked, and once or less often a report is sent."""
+HEARTBEAT_INTERVAL_S = 0.25
 PROXY_SETTLE_S = 2.0
 """For this long after a proxy's first message its view may add workers but not remove any."""
-_SIGHT_S = 0.75
-"""A proxy that has answered the last report, or is late by this time at most, still knows this worker."""
+_SIGHT_S = 1.0
+"""A proxy that was last seen within this time still knows this worker."""
 REFUSAL_PATIENCE_S = 15.0
 """Time that a worker retries before its first registration. A crashed predecessor keeps the worker's name until its
 silence is noticed."""
@@ -68,9 +65,8 @@ class _ProxyLink:
         self.known_by: str | None = None  # id of the proxy instance that last knew our epoch
         self.refusal_logged_at: float | None = None
 
-    def knows_us(self, now: float, report_s: float) -> bool:
-        is_seen = now - self.seen_at < _SIGHT_S + report_s
-        return self.proxy_id is not None and self.known_by == self.proxy_id and is_seen
+    def knows_us(self, now: float) -> bool:
+        return self.proxy_id is not None and self.known_by == self.proxy_id and now - self.seen_at < _SIGHT_S
 
 
 class Registration:
@@ -153,15 +149,12 @@ class Registration:
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
-        num_beats = 0
         while True:
             if self._file is not None and (endpoints := self._file.changed()) is not None:
                 self._follow(endpoints)
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-            now, num_beats = loop.time(), num_beats + 1
-            if num_beats * REPORT_INTERVAL_S >= report_interval_s(len(self._view)):
-                num_beats = 0
-                self.send_to_all(self._status())
+            now = loop.time()
+            self.send_to_all(self._status())
             self._timers.check(now)
             silent = self._timers.silent(now, PROXY_SILENCE_S)
             for link in self._links:
@@ -223,8 +216,7 @@ class Registration:
     def _on_declared_lost(self, link: _ProxyLink, proxy_id: str) -> None:
         """Handles a proxy that has declared this worker lost and dispatched its requests elsewhere."""
         link.known_by = None
-        report_s = report_interval_s(len(self._view))
-        if not any(other.knows_us(link.seen_at, report_s) for other in self._links):
+        if not any(other.knows_us(link.seen_at) for other in self._links):
             log.warning("proxy %s has declared this worker lost: beginning a new epoch", proxy_id)
             self._register = self._begin_epoch()
             for each in self._links:

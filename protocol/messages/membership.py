@@ -18,17 +18,6 @@ PROTOCOL_VERSION = 21
 PROXY_SILENCE_S = 5.0
 """A worker takes a proxy that is silent for this long as lost."""
 
-REPORT_INTERVAL_S = 0.25
-"""Time between two reports of a worker in a cluster of up to `_WORKERS_PER_INTERVAL` workers."""
-_WORKERS_PER_INTERVAL = 256
-
-
-def report_interval_s(num_workers: int) -> float:
-    """Returns the time between two reports of a worker. It grows with the cluster, in steps of `REPORT_INTERVAL_S`, so
-    that each proxy reads about a thousand reports per second at most."""
-    return REPORT_INTERVAL_S * max(1, -(-num_workers // _WORKERS_PER_INTERVAL))
-
-
 Role = Literal["prefill", "decode", "any"]
 """The phases of requests that proxies send to a worker. Every worker is able to do both; `any` gets both."""
 PREFILL_ROLES: frozenset[Role] = frozenset({"prefill", "any"})
@@ -179,7 +168,7 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, every `report_interval_s`. All proxies get the same reports. draining: send it no new work.
+    """Worker to proxy, every HEARTBEAT_INTERVAL_S. All proxies get the same reports. draining: send it no new work.
 
     pairs: those it has opened; None if they are as in the report before. num_pair_changes: reports with pairs so far,
     which shows a proxy that it has missed one. prefixes: of the pool. tier_prefixes: of the tiers below it, from which

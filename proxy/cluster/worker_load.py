@@ -1,9 +1,8 @@
 """This proxy's estimate of one worker's load: the worker's last report plus what was sent since. Pure.
 
-A report is at most a quarter of a second old, in large clusters a second, and counts the sequences of all proxies. The
-share of the other proxies is the report minus what this proxy had on the worker when the report came. Until the next
-report, every other proxy is assumed to send as much as this one. Without that assumption all proxies would send to the
-worker that was idle last.
+A report is at most a quarter of a second old and counts the sequences of all proxies. The share of the other proxies
+is the report minus what this proxy had on the worker when the report came. Until the next report, every other proxy is
+assumed to send as much as this one. Without that assumption all proxies would send to the worker that was idle last.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from tandem.protocol.messages.membership import (
     PREFILL_ROLES,
     PROTOCOL_VERSION,
     PROXY_SILENCE_S,
-    REPORT_INTERVAL_S,
     PairStatus,
     PairTraffic,
     RegisterWorker,
@@ -27,7 +26,6 @@ from tandem.protocol.messages.membership import (
     WorkerLoad,
     WorkerReport,
     WorkerStatus,
-    report_interval_s,
 )
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_load import WorkerUse
@@ -265,8 +263,7 @@ class WorkerTable:
             reason = f"this proxy was stopped for {stalled_s:.1f} s, so workers may have dropped its requests"
             lost = [LostWorker(record.worker, reason, is_gone=False) for record in self._by_epoch.values()]
             return self._remove(lost)
-        limit_s = self._worker_silence_s + self._later_reports_s
-        silent = [self._by_epoch[epoch].worker for epoch in self._timers.silent(now, limit_s)]
+        silent = [self._by_epoch[epoch].worker for epoch in self._timers.silent(now, self._worker_silence_s)]
         self._silent.update((worker.worker_id, worker) for worker in silent)
         while len(self._silent) > MAX_WORKERS:
             del self._silent[next(iter(self._silent))]
@@ -279,11 +276,6 @@ class WorkerTable:
             ]
         )
 
-    @property
-    def _later_reports_s(self) -> float:
-        """Seconds by which the reports of a large cluster are further apart."""
-        return report_interval_s(len(self._by_epoch)) - REPORT_INTERVAL_S
-
     # ---- state
 
     def workers(self) -> list[WorkerInfo]:
@@ -294,8 +286,7 @@ class WorkerTable:
         """The worker was told to leave, which a later report confirms. It gets no new work and no other role."""
         for record in self._by_epoch.values():
             if record.worker.worker_id == worker_id:
-                record.draining = True
-                record.drain_ordered_until = now + _ORDER_S + self._later_reports_s
+                record.draining, record.drain_ordered_until = True, now + _ORDER_S
                 self._rebuild()
 
     def change_role(self, now: float, worker_id: str, role: Role) -> str:
@@ -310,7 +301,7 @@ class WorkerTable:
             if record.role in roles and role not in roles and not roles.intersection(others):
                 return f"{worker_id} is the last worker that may {phase}; give another worker that role first"
         if record.role != role:
-            record.role, record.role_ordered_until = role, now + _ORDER_S + self._later_reports_s
+            record.role, record.role_ordered_until = role, now + _ORDER_S
             self._rebuild()
         return ""
 

@@ -17,7 +17,6 @@ from tandem.protocol.messages.membership import (
     WorkerInfo,
     WorkerLoad,
     WorkerStatus,
-    report_interval_s,
 )
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import Overloaded, ProtocolError
@@ -344,18 +343,6 @@ def test_workers_that_leave_take_the_blocks_of_their_tiers_along() -> None:
         table.on_left(info.epoch)
     assert table.tier_prefixes.is_empty and table.prefixes.is_empty
     assert not table.needs_restart(new.epoch)
-
-
-def test_workers_of_a_large_cluster_may_be_silent_for_longer_as_they_report_less_often() -> None:
-    num_workers = 600
-    assert [report_interval_s(number) for number in (1, 8, 256, 257, num_workers)] == [0.25, 0.25, 0.25, 0.5, 0.75]
-    table, _, decodes = cluster(0, num_workers)
-    now = 0.0
-    while now < SILENCE_S + 0.5:
-        now += 0.25
-        assert not table.check(now).lost
-    table.on_status(now, status(decodes[0]))
-    assert len(table.check(now + 0.25).lost) == num_workers - 1
 
 
 def test_the_traffic_of_pairs_that_ship_nothing_now_stays_known() -> None:
