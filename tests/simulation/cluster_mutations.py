@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -19,6 +18,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import msgspec
+
+from bench.support.report import Aim, Report
 from tandem.simulator.run import run
 from tandem.simulator.scenario import draw
 
@@ -487,13 +489,30 @@ def main() -> None:
         began = time.monotonic()
         seed, rule = find(mutation, range(1, options.seeds + 1))
         where = "shell" if mutation in SHELL else "pure"
-        report.append({"fault": mutation.what, "file": mutation.file, "part": where, "seed": seed, "rule": rule})
+        report.append(
+            {
+                "fault": mutation.what,
+                "file": mutation.file,
+                "part": where,
+                "seed": seed,
+                "num_seeds": seed or options.seeds,
+                "rule": rule,
+            }
+        )
         shown, took_s = "-" if seed is None else seed, time.monotonic() - began
         print(f"{shown:>4}  {mutation.what} ({mutation.file}), {took_s:.0f} s: {rule[:160]}", flush=True)
     num_found = sum(each["seed"] is not None for each in report)
     print(f"{num_found} of {len(report)} found within {options.seeds} seeds")
     if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        made_report(report, options.seeds).write(options.json)
+
+
+def made_report(found: list[dict[str, Any]], num_seeds: int) -> Report:
+    """found: each mutation with the first seed that shows it, or None, the number of seeds run, and the rule."""
+    num_found = sum(each["seed"] is not None for each in found)
+    aims = [Aim.of("mutations that a seed shows", num_found, len(found), "higher")]
+    command = f"python -m tests.simulation.cluster_mutations --seeds {num_seeds}"
+    return msgspec.structs.replace(Report.of("simulator_mutations", {"mutations": found}, aims), command=command)
 
 
 if __name__ == "__main__":
