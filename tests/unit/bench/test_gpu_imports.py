@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 WITH_TORCH = {"numpy", "torch", "torchvision", "triton"}
 OTHERS = {
     "ray": "with --ray only",
+    "matplotlib": "with `tandem simulate --plot` only",
     "opentelemetry": "with --otlp-endpoint only",
     "xdist": "in a hook that xdist calls",
 }
