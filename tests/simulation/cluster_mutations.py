@@ -358,7 +358,7 @@ PURE = (
         "for each in gone if each.pid == pid]",
         "for each in gone]",
     ),
-    Mutation("silence is never noticed", TABLE, "self._timers.silent(now, limit_s)]", "()]"),
+    Mutation("silence is never noticed", TABLE, "self._timers.silent(now, self._worker_silence_s)]", "()]"),
     Mutation(
         "a restarted worker does not replace itself",
         TABLE,

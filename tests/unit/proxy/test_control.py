@@ -67,7 +67,7 @@ class Proxy:
             readiness=SimpleNamespace(on_cluster_changed=lambda: None),
         )
         network: Any = SimpleNamespace(refusals=Refusals(self.refused.append), router=FakeSocket)
-        connections: Any = SimpleNamespace(open=lambda *_: None, close=lambda *_, **__: None)
+        connections: Any = SimpleNamespace(open=lambda *_: None, send=lambda *_: True, close=lambda *_, **__: None)
         self.control = Control(network, ProxyConfig("proxy-0", "", "m", "m"), "proxy", state, connections)
         self.socket: Any = self.control._socket
 
