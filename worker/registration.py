@@ -223,8 +223,9 @@ class Registration:
                 each.known_by = None
             self.send_to_all(self._register)
             return
-        log.warning("proxy %s alone has declared this worker lost: aborting that proxy's requests", proxy_id)
-        self._on_proxy_lost(proxy_id)
+        # Its requests end by the AbortAllAttempts that it sends when it knows this worker again, before its next prompt.
+        # That prompt may be here already: it comes by another connection.
+        log.warning("proxy %s alone has declared this worker lost: registering again", proxy_id)
         link.socket.send(self._register)
 
     def _on_refused(self, link: _ProxyLink, reason: str) -> None:

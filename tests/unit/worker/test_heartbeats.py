@@ -200,3 +200,26 @@ def test_a_report_is_made_and_encoded_once_for_all_proxies() -> None:
         registration.close()
 
     run_in_no_time(run())
+
+
+def test_what_a_proxy_has_sent_since_it_declared_this_worker_lost_is_kept() -> None:
+    """Prompts come by another connection, and may overtake the answer that says so. Found by `tandem simulate`."""
+    lost: list[str] = []
+
+    async def run() -> None:
+        register = RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64)
+        status = WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
+        network: Any = SimpleNamespace(dealer=FakeSocket)
+        registration = Registration(
+            network, ["ipc://a", "ipc://b"], register, lambda: status, lambda view: None, lost.append, lambda: None,
+            lambda: pytest.fail("the other proxy knows this worker"), lambda: None, lambda role: None, lambda: None,
+        )  # fmt: skip
+        a, b = (link.socket for link in registration._links)
+        for name, socket in (("a", a), ("b", b)):
+            socket.on_message(ClusterView(name, True, 1, 0, [INFO]))
+        a.sent.clear()
+        a.on_message(ClusterView("a", False, 1, 1))
+        assert a.sent == [register] and lost == []
+        registration.close()
+
+    run_in_no_time(run())
