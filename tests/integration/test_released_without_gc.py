@@ -74,7 +74,7 @@ class OpenRequests:
     def timed_out(self) -> None:
         assert self.completion(self.tokens(200), timeout=0.3, max_tokens=1500, ignore_eos=True) == 504
         assert self.chat([self.image(), self.image()], timeout=0.01) in (503, 504)  # 503: predicted to be late
-        assert self.chat([self.image(), self.image()], timeout=0.3, max_tokens=1500, ignore_eos=True) == 504
+        assert self.chat([self.image(), self.image()], timeout=0.3, max_tokens=1500, ignore_eos=True) in (503, 504)
 
     def aborted(self) -> None:
         """The client disconnects while images are read, computed or answered."""

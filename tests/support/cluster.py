@@ -186,10 +186,14 @@ def describe(pid: int) -> str:
     return f"{pid} {stat.decode().rpartition(')')[2].split()[0]} {command.replace(bytes(1), b' ').decode()[:200]}"
 
 
+_PF_EXITING = 0x4  # of Linux's include/linux/sched.h
+
+
 def is_alive(pid: int) -> bool:
-    """Whether a process runs. One that has ended and that its new parent has not waited for yet does not."""
+    """Whether a process runs. One that the kernel is ending, or that its new parent has not waited for yet, does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    fields = stat.rpartition(")")[2].split()
+    return fields[0] != "Z" and not int(fields[6]) & _PF_EXITING
