@@ -190,7 +190,7 @@ _PF_EXITING = 0x4  # of Linux's include/linux/sched.h
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs. One that the kernel is ending, or that its new parent has not waited for yet, does not."""
+    """Whether a process runs. One that the kernel is ending or that its new parent has not waited for does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
