@@ -42,7 +42,7 @@ BODY = {"model": MODEL, "prompt": list(range(5, 60)), "temperature": 0, "max_tok
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_streams_go_on_when_a_device_fails_or_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAULTS.format(folder=str(tmp_path)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

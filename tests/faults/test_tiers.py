@@ -19,7 +19,7 @@ from tandem.protocol.messages.membership import TierFigures
 from tests.support.cluster import MODEL, Cluster, tandem
 from tests.support.mooncake import MooncakeStore, freeze, mooncake_environment
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 PROMPT_TOKENS = 200
 PROMPTS = range(10)

@@ -16,7 +16,7 @@ import pytest
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tests.support.cluster import MODEL, Cluster, is_alive, tandem
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 NUM_CONNECTIONS = 60
 ANSWER_TIMEOUT_S = 60.0

@@ -79,7 +79,7 @@ def test_status_without_a_cluster() -> None:
     assert done.returncode == 2 and "no cluster runs" in done.stderr
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 def test_options_reach_the_cluster(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text('api_key = "sesame"\nproxies = 2\nmax_model_len = 512\n')

@@ -50,7 +50,7 @@ def logprobs(choices: list[dict[str, Any]]) -> list[float]:
     return [value for values in found for value in values if value is not None]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_decode_prefill_gives_equal_answers_and_survives_the_last_prefill_worker(float32_cluster: Cluster) -> None:
     options = ("--dtype", "float32", "--max-num-batched-tokens", "128")
     before = float32_cluster.worker("decode-0").load.num_transferred_bytes

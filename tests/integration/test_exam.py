@@ -44,7 +44,7 @@ def test_the_model_is_small() -> None:
     assert sum(sizes.values()) <= 9_000_000
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_answers_are_correct_and_equal_those_of_transformers(demo: Cluster, expected: list[str]) -> None:
     answers = ask_all(demo.url, QUESTIONS, GREEDY)
     assert answers == expected

@@ -34,7 +34,7 @@ def ask_all(cluster: Cluster) -> list[list[list[int]]]:
     ]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_two_workers_answer_as_one_does(float32_cluster: Cluster) -> None:
     with Cluster(*OPTIONS, env={"TANDEM_KV_CHECKSUMS": "1"}) as cluster:
         by_two = ask_all(cluster)

@@ -17,7 +17,7 @@ from tandem.kv_transfer.tiers.mooncake_process import CALL_TIMEOUT_S
 from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
 from tests.support.mooncake import MooncakeStore, freeze, mooncake_environment, mooncake_folder
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 IDENTITY = bytes(range(16))
 BLOCK_BYTES = 256 * 1024

@@ -10,7 +10,7 @@ import pytest
 from tests.support.cluster import Cluster
 from tests.support.nixl import nixl_environment
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 
 def test_tokens_are_those_of_one_worker() -> None:

@@ -56,7 +56,7 @@ def answers(cluster: Cluster) -> list[list[tuple[str, str]]]:
         return list(pool.map(ask, range(3, 21)))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "flags",
     [

@@ -63,7 +63,7 @@ def connectors(cluster: Cluster) -> set[str]:
     return {pair.connector for report in cluster.status().workers for pair in report.pairs}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_shared_memory_and_short_chunks_match_transformers(
     float32_cluster: Cluster, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -73,7 +73,7 @@ def test_shared_memory_and_short_chunks_match_transformers(
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "arguments",
     [

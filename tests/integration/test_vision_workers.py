@@ -144,7 +144,7 @@ async def _generate(
     return proxy
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_images_and_video_match_transformers(folder: Path, cluster: Cluster) -> None:
     image = make_medium(FAMILY, "image", 8, 9, frames=1, seed=1)
     video = make_medium(FAMILY, "video", 3, 4, frames=5, seed=3)

@@ -90,7 +90,7 @@ def test_repository_is_not_on_the_path(installed: Installed) -> None:
 
 
 @pytest.mark.extended  # compiles the CPU kernels anew: numba caches them by path
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_installed_package_serves_the_demo_model(installed: Installed, tmp_path: Path) -> None:
     with Cluster("--model", "", env={"PYTHONPATH": ""}, python=installed.python, cwd=tmp_path) as cluster:
         for pid in cluster.pids():

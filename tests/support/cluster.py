@@ -25,7 +25,7 @@ from tests.support.launchers import Process, start_launcher
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
-WAIT_TIMEOUT_S = 60.0
+WAIT_TIMEOUT_S = 120.0
 MODEL = "tandem-demo"
 
 NOW = {"Cache-Control": "no-cache"}

@@ -180,7 +180,7 @@ def of_two_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.extended
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_equal_one(name: str, folders: dict[str, Path], of_two_ranks: list[dict[str, torch.Tensor]]) -> None:
