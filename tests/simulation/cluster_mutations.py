@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ from tandem.simulator.run import run
 from tandem.simulator.scenario import draw
 
 ROOT = Path(__file__).parents[2]
+
+
+SEEDS_AT_ONCE = 10
 
 
 class Mutation(NamedTuple):
@@ -479,28 +483,36 @@ def find(mutation: Mutation, seeds: Sequence[int], timeout_s: float = 1800.0) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=500)
-    parser.add_argument("--only", default="", help="mutations that contain this text")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="no further seeds are tried after this time")
+    parser.add_argument("--only", default="", help="mutations that contain one of these texts, separated by commas")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    report: list[dict[str, Any]] = []
-    for mutation in MUTATIONS:
-        if not any(text in mutation.what for text in options.only.split(",")):
-            continue
-        began = time.monotonic()
-        seed, rule = find(mutation, range(1, options.seeds + 1))
-        where = "shell" if mutation in SHELL else "pure"
-        report.append(
-            {
-                "fault": mutation.what,
-                "file": mutation.file,
-                "part": where,
-                "seed": seed,
-                "num_seeds": seed or options.seeds,
-                "rule": rule,
-            }
-        )
-        shown, took_s = "-" if seed is None else seed, time.monotonic() - began
-        print(f"{shown:>4}  {mutation.what} ({mutation.file}), {took_s:.0f} s: {rule[:160]}", flush=True)
+    ends_at = time.monotonic() + options.limit_s
+    chosen = [each for each in MUTATIONS if any(text in each.what for text in options.only.split(","))]
+    found: dict[Mutation, tuple[int | None, int, str]] = dict.fromkeys(chosen, (None, 0, ""))
+    while missing := [each for each in chosen if found[each][0] is None and found[each][1] < options.seeds]:
+        for mutation in missing:  # some more seeds for each, so that a limit leaves out none
+            if time.monotonic() > ends_at:
+                break
+            num_tried = found[mutation][1]
+            last = min(options.seeds, num_tried + SEEDS_AT_ONCE)
+            seed, rule = find(mutation, range(num_tried + 1, last + 1))
+            found[mutation] = seed, seed or last, rule
+            if seed is not None or last == options.seeds:
+                print(f"{seed or '-':>4}  {mutation.what} ({mutation.file}): {rule[:160]}", flush=True)
+        if time.monotonic() > ends_at:
+            break
+    report = [
+        {
+            "fault": mutation.what,
+            "file": mutation.file,
+            "part": "shell" if mutation in SHELL else "pure",
+            "seed": seed,
+            "num_seeds": num_seeds,
+            "rule": rule,
+        }
+        for mutation, (seed, num_seeds, rule) in found.items()
+    ]
     num_found = sum(each["seed"] is not None for each in report)
     print(f"{num_found} of {len(report)} found within {options.seeds} seeds")
     if options.json:
