@@ -223,8 +223,8 @@ class Registration:
                 each.known_by = None
             self.send_to_all(self._register)
             return
-        # Its requests end by the AbortAllAttempts that it sends when it knows this worker again. After that, on the same
-        # connection, comes its next prompt, which may be here already.
+        # Its requests end by the AbortAllAttempts that it sends when it knows this worker again. Its next prompt comes
+        # after that on the same connection, and may be here already.
         log.warning("proxy %s alone has declared this worker lost: registering again", proxy_id)
         link.socket.send(self._register)
 
