@@ -23,7 +23,7 @@ from tandem.simulator.scenario import START_S, Request, Scenario
 from tandem.simulator.timeline import Timeline
 
 RECOVERY_S = 100.0
-"""Within this time after the last fault all requests end, and within a minute more the cluster is whole. The longest
+"""Within this time, and the time to ship all prompts, after the last fault all requests end, and within a minute more the cluster is whole. The longest
 wait is that for a worker, 60 s (`proxy.config.ProxyConfig.worker_wait_s`); a pair is opened again within 27 s."""
 
 
@@ -133,8 +133,9 @@ class _Run:
         last = max([START_S, *begun, *(fault.at + fault.duration_s for fault in self._scenario.faults)])
         self._timeline.run(self._is_broken, last)
         self._cluster.has_faults = False
-        self._expect("a request does not end", self._unfinished, last + RECOVERY_S)
-        self._expect("the cluster does not recover", self._cluster.not_whole, last + RECOVERY_S + 60)
+        recovered_at = last + RECOVERY_S + self._scenario.shipping_s
+        self._expect("a request does not end", self._unfinished, recovered_at)
+        self._expect("the cluster does not recover", self._cluster.not_whole, recovered_at + 60)
         shape = self._scenario.cluster
         if not self._scenario.faults and not shape.failure_share and not shape.corrupt_share:
             self._check_undisturbed()

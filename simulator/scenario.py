@@ -102,6 +102,12 @@ class Scenario:
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
 
+    @property
+    def shipping_s(self) -> float:
+        """Time to ship the blocks of all prompts one after the other, as with one worker of each role."""
+        num_blocks = sum(1 + len(request.prompt) // self.cluster.block_size for request in self.requests)
+        return 2 * num_blocks * self.cluster.block_s
+
 
 def draw(seed: int) -> Scenario:
     """Returns the scenario of a seed."""
