@@ -23,8 +23,9 @@ from tandem.simulator.scenario import START_S, Request, Scenario
 from tandem.simulator.timeline import Timeline
 
 RECOVERY_S = 100.0
-"""Within this time, and the time to ship all prompts, after the last fault all requests end, and within a minute more the cluster is whole. The longest
-wait is that for a worker, 60 s (`proxy.config.ProxyConfig.worker_wait_s`); a pair is opened again within 27 s."""
+"""Time in which all requests end after the last fault, besides that for shipping their prompts; a minute later the
+cluster is whole. The longest wait is that for a worker, 60 s (`proxy.config.ProxyConfig.worker_wait_s`); a pair is
+opened again within 27 s."""
 
 
 @dataclass(frozen=True)
