@@ -26,6 +26,8 @@ from tandem.runtime.errors import ConfigError
 
 MAX_REQUESTS = 100_000
 MAX_LINE_BYTES = 1 << 20
+MAX_SPAN_S = 86_400.0
+"""Workers and proxies also exchange reports while no request runs, so an idle day is a long simulation, too."""
 _CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -75,7 +77,12 @@ def read_trace(file: Path, max_model_len: int) -> list[TraceRequest]:
         raise ConfigError(f"{file} has no requests; `tandem simulate --help` names the formats of traces")
     order = sorted(range(len(found)), key=lambda number: found[number].at)
     places = {number: place for place, number in enumerate(order)}
-    first = found[order[0]].at
+    first, last = found[order[0]].at, found[order[-1]].at
+    if not last - first <= MAX_SPAN_S:
+        raise ConfigError(
+            f"{file}: its requests came within {(last - first) / 3600:,.0f} h, and a trace may take "
+            f"{MAX_SPAN_S / 3600:.0f} h; cut the file, or correct its times (`timestamp` is in ms)"
+        )
     return [
         replace(each, at=each.at - first, follows=None if each.follows is None else places[each.follows])
         for each in (found[number] for number in order)

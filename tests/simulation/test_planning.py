@@ -105,6 +105,9 @@ def test_a_trace_is_limited_in_its_requests_and_its_lines(tmp_path: Path) -> Non
         read_trace(write(tmp_path, line[:-1] + " " * (1 << 20) + "}"), 2048)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "nowhere", 2048)
+    late = '{"timestamp": 9e7, "input_length": 1, "output_length": 1}'
+    with pytest.raises(ConfigError, match="came within 25 h, and a trace may take 24 h"):
+        read_trace(write(tmp_path, late.replace("9e7", "0"), late), 100)
 
 
 # ---- figures of a worker
