@@ -39,13 +39,13 @@ class SimulatedCluster:
         self.proxies_by_id: dict[str, SimulatedProxy] = {}
         """Also those that are dead."""
         self.has_faults = True
-        self.switch = self._switch = Switch(timeline, shape.max_queued, shape.max_latency_s)
+        self.switch = Switch(timeline, shape.max_queued, shape.max_latency_s)
         faults = PathFaults(
             block_s=lambda: rng.uniform(0.5, 1.5) * shape.block_s,
             breaks=lambda: self.has_faults and rng.random() < shape.failure_share,
             corrupts=lambda: self.has_faults and rng.random() < shape.corrupt_share,
         )
-        self._machine = Machine(timeline, self._switch, shape, Wires(faults), report, on_delta=on_delta)
+        self._machine = Machine(timeline, self.switch, shape, Wires(faults), report, on_delta=on_delta)
         self._note = note
         self._on_proxy_killed = on_proxy_killed
         self._pids = itertools.count(1000)
@@ -59,7 +59,7 @@ class SimulatedCluster:
             self._start_proxy(f"proxy-{number}")
         for name in self._roles:
             self._start_worker(name)
-        network = SimulatedNetwork(self._switch, self.launcher)
+        network = SimulatedNetwork(self.switch, self.launcher)
         codec: Codec[FromProxyControl] = Codec(FromProxyControl)
         self._controls = [
             network.dealer(f"ipc:///simulated/proxy-{number}", codec, lambda message: None, peer="proxy")
@@ -103,7 +103,7 @@ class SimulatedCluster:
                     loop.freeze()
                     self.launcher.call_later(fault.duration_s, loop.wake)
             case "break connections":
-                self._switch.break_connections(lambda one, two: worker.worker_id in (one, two))
+                self.switch.break_connections(lambda one, two: worker.worker_id in (one, two))
             case "partition":
                 peer = proxy.name if fault.other % 2 else other.worker_id
                 self._cut(fault, (worker.worker_id, peer), (peer, worker.worker_id))
@@ -126,8 +126,8 @@ class SimulatedCluster:
 
     def _cut(self, fault: Fault, *cuts: tuple[str, str]) -> None:
         for ends in cuts:
-            self._switch.cut(*ends)
-            self.launcher.call_later(fault.duration_s, self._switch.heal, *ends)
+            self.switch.cut(*ends)
+            self.launcher.call_later(fault.duration_s, self.switch.heal, *ends)
 
     def process(self, pid: int) -> SimulatedWorker:
         return self._machine.processes[pid]

@@ -199,14 +199,16 @@ def tokenizer() -> Tokenizer:
 
 
 class ObservedDispatcher(Dispatcher):
-    """on_delta: set after construction."""
+    """Calls on_delta with the tokens that a reader takes. The other arguments: see `Dispatcher`."""
 
-    on_delta: OnDelta
+    def __init__(self, on_delta: OnDelta, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._on_delta = on_delta
 
     def take(self, sequence: DispatchedSequence) -> TokenDelta | None:
         attempt, delta = sequence.attempt, super().take(sequence)
         if delta is not None and attempt is not None:
-            self.on_delta(sequence, attempt, delta)
+            self._on_delta(sequence, attempt, delta)
         return delta
 
 
@@ -236,9 +238,14 @@ class SimulatedProxy:
         metrics = self.metrics = ProxyMetrics()
         self.router = Router(self.table, threshold, config.num_proxies, rng=self._machine.timeline.rng)
         self.dispatcher = ObservedDispatcher(
-            self.proxy_id, self.router, connections, metrics, config.worker_wait_s, clock=self.loop.time
+            self._machine.on_delta,
+            self.proxy_id,
+            self.router,
+            connections,
+            metrics,
+            config.worker_wait_s,
+            clock=self.loop.time,
         )
-        self.dispatcher.on_delta = self._machine.on_delta
         text: Any = SimpleNamespace(tokenizer=tokenizer(), eos_token_ids=frozenset[int]())
         self.services = GenerationServices(
             text=text,

@@ -137,14 +137,14 @@ class SimulatedSite:
     def cut(self, name: str, *others: str) -> None:
         """Cuts a process off from others, or from all."""
         for other in others or self.cluster.workers | self.cluster.proxies:
-            self.cluster._switch.partition(name, other)
+            self.cluster.switch.partition(name, other)
 
     def heal(self) -> None:
-        self.cluster._switch.heal_all()
+        self.cluster.switch.heal_all()
 
     def tell(self, message: msgspec.Struct, proxy: int = 0) -> None:
         """Sends what an operator's command sends to a proxy."""
-        network = SimulatedNetwork(self.cluster._switch, self.cluster.launcher)
+        network = SimulatedNetwork(self.cluster.switch, self.cluster.launcher)
         codec: Codec[FromProxyControl] = Codec(FromProxyControl)
         endpoint = f"ipc:///simulated/proxy-{proxy}"
         before = len(self.answers)
