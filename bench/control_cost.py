@@ -72,6 +72,7 @@ async def message_costs(num_workers: int, num_proxies: int) -> dict[str, float]:
     """
     nothing: Any = SimpleNamespace(
         open=lambda *_: None,
+        send=lambda *_: True,
         close=lambda *_, **__: None,
         on_message=None,
         on_worker_lost=lambda *_: None,
@@ -102,6 +103,8 @@ async def message_costs(num_workers: int, num_proxies: int) -> dict[str, float]:
         registering_s += time.thread_time() - started
         await asyncio.sleep(0)
     await asyncio.sleep(1.0)
+    if len(state.worker_table.workers()) != num_workers:
+        raise SystemExit("error: the proxy does not know all workers")
     views = [proxy.sent[0], proxy.sent[-1]]
 
     info = registers[-1].worker
