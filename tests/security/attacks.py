@@ -1,63 +1,17 @@
-"""What one client does to harm the others: each attack takes a few seconds where it is refused or bounded."""
+"""What one client sends to harm the others: each attack takes a few seconds where it is refused or bounded."""
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 
-from tests.support.cluster import MODEL, Cluster
-
-TIMEOUT_S = 30.0
-"""Of each request of an attack. One that waits longer has failed to be bounded."""
-
-
-@dataclass(frozen=True)
-class Attacker:
-    """One client of the cluster. folder: on the server's host, for what an operator's call may name."""
-
-    cluster: Cluster
-    key: str
-    folder: Path
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
-
-    def send(self, path: str, body: bytes | dict[str, Any] | None = None, **headers: str) -> httpx.Response | None:
-        """Returns the answer, or None if there is none: the attack goes on all the same."""
-        content = json.dumps(body).encode() if isinstance(body, dict) else body
-        try:
-            method = "GET" if content is None else "POST"
-            return httpx.request(
-                method, self.cluster.url + path, content=content, headers=self.headers | headers, timeout=TIMEOUT_S
-            )
-        except httpx.HTTPError:
-            return None
-
-    def send_all(self, path: str, bodies: Iterable[bytes | dict[str, Any] | None], at_once: int = 8) -> None:
-        with ThreadPoolExecutor(at_once) as threads:
-            list(threads.map(lambda body: self.send(path, body), bodies))
-
-    def complete(self, **fields: Any) -> dict[str, Any]:
-        return {"model": MODEL, "prompt": "a", "max_tokens": 4, "timeout": 10, **fields}
-
-    def with_grammars(self, grammars: Iterable[str], at_once: int = 4) -> None:
-        bodies = (self.complete(structured_outputs={"grammar": grammar}) for grammar in grammars)
-        self.send_all("/v1/completions", bodies, at_once)
-
-    def with_schemas(self, schemas: Iterable[dict[str, Any] | str], at_once: int = 4) -> None:
-        bodies = (self.complete(structured_outputs={"json": schema}) for schema in schemas)
-        self.send_all("/v1/completions", bodies, at_once)
+from tests.security.attacker import Attack, Attacker
+from tests.support.cluster import MODEL
 
 
 def lark_chain(length: int) -> str:
@@ -160,63 +114,32 @@ def wide_beams(attacker: Attacker) -> None:
     attacker.send_all("/v1/completions", [body] * 2)
 
 
-def line_breaks(attacker: Attacker) -> None:
-    """Batches whose input is 60 MiB of line breaks."""
-    upload = {"file": ("lines.jsonl", b"\n" * (60 << 20)), "purpose": (None, "batch")}
-    headers = {"authorization": f"Bearer {attacker.key}"}
-    stored = httpx.post(f"{attacker.cluster.url}/v1/files", files=upload, headers=headers, timeout=TIMEOUT_S)
-    if stored.status_code != 200:
-        return
-    batch = {
-        "input_file_id": stored.json()["id"],
-        "endpoint": "/v1/completions",
-        "completion_window": "24h",
-    }
-    attacker.send_all("/v1/batches", [batch] * 8)
-    time.sleep(3)
-
-
 def large_timelines(attacker: Attacker) -> None:
     """A stream of 1,024 sequences that asks for its timeline with each event."""
     body = attacker.complete(prompt=[f"{i}" for i in range(8)], n=128, max_tokens=3, stream=True, ignore_eos=True)
     attacker.send("/v1/completions", body, **{"x-tandem-timeline": "1"})
 
 
-def blocking_adapters(attacker: Attacker) -> None:
-    """Adapters whose files are no regular files, loaded by 40 calls at once."""
-    bodies = []
-    for number, kind in enumerate(("fifo", "endless")):
-        folder = attacker.folder / kind
-        folder.mkdir()
-        config = folder / "adapter_config.json"
-        if kind == "fifo":
-            os.mkfifo(config)
-        else:
-            config.symlink_to("/dev/zero")
-        (folder / "adapter_model.safetensors").write_bytes(b"")
-        bodies += [
-            {"lora_name": f"a{number}-{i}", "lora_path": str(folder)} for i in range(40 if kind == "fifo" else 2)
-        ]
-
-    def load(body: dict[str, str]) -> None:
-        with suppress(httpx.HTTPError):
-            httpx.post(f"{attacker.cluster.admin_url}/v1/load_lora_adapter", json=body, timeout=4)
-
-    with ThreadPoolExecutor(40) as threads:
-        list(threads.map(load, bodies))
+def sooner_priorities(attacker: Attacker) -> None:
+    """Prompts of the soonest priority, which nobody else's may wait for."""
+    bodies = [attacker.complete(prompt=[5, number] * 500, max_tokens=2, priority=-100) for number in range(40)]
+    attacker.send_all("/v1/completions", bodies, at_once=40)
 
 
-@dataclass(frozen=True)
-class Attack:
-    """max_gap_s, max_grown_bytes: bounds for the stream of the second tenant and for the memory of all processes."""
-
-    run: Callable[[Attacker], None]
-    max_gap_s: float = 2.0
-    max_grown_bytes: int = 400 << 20
-
-    @property
-    def name(self) -> str:
-        return self.run.__name__
+def idle_scrapers(attacker: Attacker) -> None:
+    """Connections to the metrics of each worker that never end their request, while the operator scrapes them."""
+    groups = httpx.get(f"{attacker.cluster.admin_url}/sd").json()
+    addresses = [group["targets"][0] for group in groups if "worker" in group["labels"]]
+    with ExitStack() as connections:
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            for _ in range(100):
+                connection = connections.enter_context(socket.create_connection((host, int(port))))
+                connection.sendall(b"GET /metrics HTTP/1.1\r\n")
+        with ThreadPoolExecutor(8) as threads:
+            for _ in range(5):
+                answers = list(threads.map(lambda address: httpx.get(f"http://{address}/metrics"), addresses))
+                assert addresses and all(answer.status_code == 200 for answer in answers)
 
 
 ATTACKS = [
@@ -225,10 +148,10 @@ ATTACKS = [
     Attack(stored_ballast),
     Attack(slow_conversions),
     Attack(ambiguous_grammars, max_grown_bytes=1 << 30),  # in processes of their own
-    Attack(unread_answers, max_grown_bytes=1536 << 20),
+    Attack(unread_answers, max_grown_bytes=1664 << 20),
     Attack(many_blocks),
     Attack(wide_beams),
-    Attack(line_breaks),
     Attack(large_timelines),
-    Attack(blocking_adapters),
+    Attack(sooner_priorities),
+    Attack(idle_scrapers),
 ]

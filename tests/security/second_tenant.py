@@ -1,7 +1,7 @@
 """A second tenant beside an attack. How it is served meanwhile is the verdict.
 
-It has a stream, sends large prompts and polls the proxy, from a process of its own, so that the attack's Python does
-not delay it. Works on any URL: a cluster's, or that of a proxy with fake workers.
+It has a stream, sends large prompts, runs batches and polls the proxy, from a process of its own, so that the attack's
+Python does not delay it. Works on any URL: a cluster's, or that of a proxy with fake workers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ SETTLE_S = 1.0
 POLL_S = 0.05
 LARGE_PROMPT_S = 0.25
 """Pause between two large prompts."""
+BATCH_S = 1.0
+"""Pause between two batches."""
 MEMORY_POLL_S = 0.1
 
 
 class Plan(msgspec.Struct, frozen=True):
     """What the tenant does. key: its API key, or "". stream_tokens: of each stream; a new one follows at once.
 
-    large_prompt_bytes: size of the prompts in the body, of which the server keeps the last 16 tokens. polled: paths
-    that are fetched every POLL_S.
+    large_prompt_bytes: size of the prompts in the body, of which the server keeps the last 16 tokens. runs_batches:
+    uploads files of one line and runs each as a batch. polled: paths that are fetched every POLL_S.
     """
 
     url: str
@@ -44,6 +46,7 @@ class Plan(msgspec.Struct, frozen=True):
     model: str = MODEL
     stream_tokens: int = 1500
     large_prompt_bytes: int = 200_000
+    runs_batches: bool = False
     polled: tuple[str, ...] = ("/live",)
 
 
@@ -51,8 +54,8 @@ class Verdict(msgspec.Struct):
     """How the tenant was served. errors: unexpected answers and broken connections, each described.
 
     longest_gap_s: longest time between two events of a stream. num_events: of all streams. first_events_s: from the
-    request of a stream to its first event. large_prompts_s, polls_s: latencies. grown_bytes: by how much the server's
-    processes grew at most, where `SecondTenant` knows them.
+    request of a stream to its first event. large_prompts_s, polls_s: latencies. batches_s: from the upload of a file to
+    the end of its batch. grown_bytes: by how much the server's processes grew at most, where `SecondTenant` knows them.
     """
 
     num_events: int = 0
@@ -60,6 +63,7 @@ class Verdict(msgspec.Struct):
     errors: list[str] = []
     first_events_s: list[float] = []
     large_prompts_s: list[float] = []
+    batches_s: list[float] = []
     polls_s: dict[str, list[float]] = {}
     grown_bytes: int = 0
 
@@ -69,10 +73,11 @@ class Verdict(msgspec.Struct):
             f"{len(self.errors)} errors {self.errors[:3]}; longest gap {self.longest_gap_s:.2f} s of {self.num_events} "
             f"events; first events at most {max(self.first_events_s, default=0):.2f} s of {len(self.first_events_s)}; "
             f"large prompts at most {max(self.large_prompts_s, default=0):.2f} s of "
-            f"{len(self.large_prompts_s)}; polls at most {polls}; grown by {self.grown_bytes >> 20} MiB"
+            f"{len(self.large_prompts_s)}; batches at most {max(self.batches_s, default=0):.2f} s of "
+            f"{len(self.batches_s)}; polls at most {polls}; grown by {self.grown_bytes >> 20} MiB"
         )
 
-    def check(self, max_gap_s: float, max_latency_s: float, max_grown_bytes: int) -> None:
+    def check(self, max_gap_s: float, max_latency_s: float, max_grown_bytes: int, max_batch_s: float = 0.0) -> None:
         """Asserts that the tenant was served within the bounds, without an error."""
         assert not self.errors, str(self)
         assert self.num_events and self.longest_gap_s <= max_gap_s, str(self)
@@ -82,6 +87,7 @@ class Verdict(msgspec.Struct):
             *(seconds for each in self.polls_s.values() for seconds in each),
         ]
         assert max(latencies) <= max_latency_s, str(self)
+        assert max(self.batches_s, default=0.0) <= max_batch_s, str(self)
         assert self.grown_bytes <= max_grown_bytes, str(self)
 
 
@@ -175,10 +181,10 @@ class _Tenant:
 
     async def run(self) -> Verdict:
         async with self._client:
-            tasks = [
-                asyncio.create_task(each)
-                for each in (self._streams(), self._large_prompts(), *map(self._polls, self._plan.polled))
-            ]
+            work = [self._streams(), self._large_prompts(), *map(self._polls, self._plan.polled)]
+            if self._plan.runs_batches:
+                work.append(self._batches())
+            tasks = [asyncio.create_task(each) for each in work]
             try:
                 async with asyncio.timeout(READY_TIMEOUT_S):
                     await self._served()
@@ -200,8 +206,13 @@ class _Tenant:
 
     async def _served(self) -> None:
         """Waits until each kind of request has been answered once."""
-        verdict = self._verdict
-        while not (verdict.num_events and verdict.large_prompts_s and all(verdict.polls_s.values())):  # noqa: ASYNC110
+        verdict, has_batches = self._verdict, self._plan.runs_batches
+        while not (  # noqa: ASYNC110
+            verdict.num_events
+            and verdict.large_prompts_s
+            and all(verdict.polls_s.values())
+            and (verdict.batches_s or not has_batches)
+        ):
             await asyncio.sleep(POLL_S)
 
     def _begin(self) -> None:
@@ -259,6 +270,35 @@ class _Tenant:
             request = self._client.build_request("POST", "/v1/completions", content=content, headers=headers)
             await self._measure("large prompt", request)
             await asyncio.sleep(LARGE_PROMPT_S)
+
+    async def _batches(self) -> None:
+        body = self._body("Once upon a time", 4)
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        while True:
+            verdict, began = self._verdict, time.monotonic()
+            try:
+                if (error := await self._batch(json.dumps(line).encode())) is not None:
+                    verdict.errors.append(f"batch: {error}")
+            except httpx.HTTPError as error:
+                verdict.errors.append(f"batch: {error!r}")
+            finally:
+                verdict.batches_s.append(time.monotonic() - began)
+            await asyncio.sleep(BATCH_S)
+
+    async def _batch(self, content: bytes) -> str | None:
+        """Returns what went wrong, if anything did."""
+        upload = {"file": ("one.jsonl", content)}
+        answer = await self._client.post("/v1/files", files=upload, data={"purpose": "batch"})
+        if answer.status_code != 200:
+            return f"{answer.status_code} {answer.text[:200]}"
+        file_id = answer.json()["id"]
+        body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        answer = await self._client.post("/v1/batches", json=body)
+        while answer.status_code == 200 and answer.json()["status"] in ("validating", "in_progress", "finalizing"):
+            await asyncio.sleep(POLL_S)
+            answer = await self._client.get(f"/v1/batches/{answer.json()['id']}")
+        is_complete = answer.status_code == 200 and answer.json()["request_counts"]["completed"] == 1
+        return None if is_complete else f"{answer.status_code} {answer.text[:200]}"
 
     async def _polls(self, path: str) -> None:
         while True:

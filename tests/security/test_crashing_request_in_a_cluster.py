@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import httpx
@@ -12,11 +11,15 @@ import pytest
 
 from tandem.proxy.dispatch.crashes import MAX_DEATHS
 from tests.faults.phases import Phases
-from tests.faults.streams import Stream, wait_until
+from tests.faults.streams import Stream
+from tests.security.second_tenant import Plan, SecondTenant
 from tests.support.cluster import MODEL, Cluster
 
 FLAGS = ("--prefill", "2", "--decode", "1", "--max-num-batched-tokens", "16", "--worker-wait-s", "120")
 POISON = {"model": MODEL, "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+MAX_GAP_S = 5.0
+MAX_LATENCY_S = 50.0
+"""For prompts of the second tenant, which wait while a suspect is tried alone and when a worker starts again."""
 
 
 def kill_each_worker_of(poison: Stream, phases: Phases, killed: set[int]) -> None:
@@ -39,21 +42,7 @@ def kill_each_worker_of(poison: Stream, phases: Phases, killed: set[int]) -> Non
 def test_a_request_whose_workers_die_is_refused_and_no_other() -> None:
     with Cluster(*FLAGS) as cluster:
         phases = Phases(cluster)
-        stop = threading.Event()
-        statuses: list[int] = []
-
-        def ask_others() -> None:
-            number = 0
-            while not stop.is_set():
-                number += 1
-                body = {**POISON, "prompt": [8, number % 100, *range(10, 40)]}
-                statuses.append(httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=200).status_code)
-
-        long = Stream(cluster, {**POISON, "prompt": [9] * 8, "max_tokens": 1800})
-        others = threading.Thread(target=ask_others)
-        others.start()
-        try:
-            wait_until(lambda: len(long.token_ids) > 0, 60)
+        with SecondTenant(Plan(cluster.url, large_prompt_bytes=20_000)) as tenant:
             for attempt in range(6):  # a fast machine may compute the prompt before its worker is killed
                 poison_body = {**POISON, "prompt": [7, attempt] * 900}
                 poison, killed = Stream(cluster, poison_body), set[int]()
@@ -65,9 +54,6 @@ def test_a_request_whose_workers_die_is_refused_and_no_other() -> None:
             assert MAX_DEATHS <= len(killed) <= MAX_DEATHS + 1
             again = httpx.post(f"{cluster.url}/v1/completions", json=poison_body, timeout=60)
             assert (again.status_code, again.json()["error"]["code"]) == (400, "request_crashes_workers")
-        finally:
-            stop.set()
-            others.join(200)
-        assert not others.is_alive() and set(statuses) == {200}
-        assert long.wait(120) and (long.outcome, len(long.token_ids)) == ("length", 1800)
+        print(f"\n{tenant.verdict}")
+        tenant.verdict.check(MAX_GAP_S, MAX_LATENCY_S, 0)
         cluster.wait_for(cluster.all_blocks_free)

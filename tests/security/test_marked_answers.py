@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.attacks import Attacker
+from tests.security.attacker import Attacker
 from tests.security.second_tenant import Plan, SecondTenant
 from tests.support.cluster import MODEL, Cluster
 from tests.support.marker_model import MARKERS_PER_TOKEN, make_marker_model
