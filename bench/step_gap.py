@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
@@ -19,7 +20,7 @@ from rich.table import Table
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.cuda.step_tensors import flat_on_host
-from tandem.engine.launched_step import LaunchedStep
+from tandem.engine.launched_step import LaunchedStep, Sampling, are_samples_known, samples_after
 from tandem.engine.sampling.sampler import SamplingStep
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tests.support.steps import SteppingWorker
@@ -28,6 +29,11 @@ STEP_S = 0.005
 BLOCK_SIZE = 64
 NUM_PROMPT_TOKENS = 1024
 VOCAB_SIZE = 128_256
+SAMPLINGS = {
+    "top_p": SamplingParams(temperature=0.8, top_p=0.9),
+    "penalties": SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5),
+}
+"""Penalties need the token of the step before, so the host prepares their sampling while the model computes."""
 
 
 class SleepingDevice:
@@ -47,8 +53,6 @@ class SleepingDevice:
 
     def launch(self, batch: Batch, before: LaunchedStep | None = None) -> LaunchedStep:
         flat_on_host(StepIndex.of(batch.items, BLOCK_SIZE))
-        samples = [sample for item in batch.items for sample in item.samples]
-        SamplingStep(samples, [item.start + 1 for item in batch.items for _ in item.samples], VOCAB_SIZE)
         is_decode = all(len(item.token_ids) == 1 for item in batch.items)
         ends_at = self._free_at = max(time.perf_counter(), self._free_at) + STEP_S * is_decode
         numbers = [len(item.samples) for item in batch.items]
@@ -56,16 +60,20 @@ class SleepingDevice:
         def wait() -> None:
             time.sleep(max(0.0, ends_at - time.perf_counter()))
 
-        return LaunchedStep(None, lambda tokens: [ItemOutput([SampledToken(9)] * number) for number in numbers], wait)
+        def sample(outputs_before: Sequence[ItemOutput]) -> Sampling:
+            samples = samples_after(batch.items, outputs_before)
+            SamplingStep(samples, [item.start + 1 for item in batch.items for _ in item.samples], VOCAB_SIZE)
+            return None, lambda tokens: [ItemOutput([SampledToken(9)] * number) for number in numbers]
+
+        return LaunchedStep(sample([]) if are_samples_known(batch.items) else sample, wait)
 
 
-def measure(num_sequences: int, num_tokens: int, overlaps: bool) -> float:
+def measure(num_sequences: int, num_tokens: int, sampling: SamplingParams, overlaps: bool) -> float:
     """Returns the milliseconds of a decode step."""
     num_blocks = num_sequences * (NUM_PROMPT_TOKENS // BLOCK_SIZE + 4)
     worker = SteppingWorker(
         SleepingDevice, overlaps, num_blocks, BLOCK_SIZE, max_num_batched_tokens=1 << 20, max_num_seqs=256
     )
-    sampling = SamplingParams(temperature=0.8, top_p=0.9)
     for number in range(num_sequences):
         token_ids = [number * NUM_PROMPT_TOKENS + i for i in range(NUM_PROMPT_TOKENS)]
         worker.start(f"{number}-", token_ids, sampling, StopConditions(num_tokens))
@@ -82,12 +90,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     num_tokens = 60 if parser.parse_args().quick else 150
-    table = Table("sequences", "ms a step", "with overlap", "gap ms", "with overlap", title="decode steps of 5 ms")
-    for num_sequences in (1, 16, 64, 256):
-        found = [measure(num_sequences, num_tokens, overlaps) for overlaps in (False, True)]
-        table.add_row(
-            str(num_sequences), *(f"{ms:.2f}" for ms in found), *(f"{ms - 1000 * STEP_S:.2f}" for ms in found)
-        )
+    columns = ("sampling", "sequences", "ms a step", "with overlap", "gap ms", "with overlap")
+    table = Table(*columns, title="decode steps of 5 ms")
+    for name, sampling in SAMPLINGS.items():
+        for num_sequences in (1, 16, 64, 256):
+            found = [measure(num_sequences, num_tokens, sampling, overlaps) for overlaps in (False, True)]
+            gaps = [ms - 1000 * STEP_S for ms in found]
+            table.add_row(name, str(num_sequences), *(f"{ms:.2f}" for ms in (*found, *gaps)))
     Console(width=100).print(table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,7 +12,7 @@ from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.generation import SamplingParams
-from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, unpack_token_ids
+from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, token_array, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 
 
@@ -123,7 +124,7 @@ class DecodeSequence:
     ended: bool = False
     joined_at: float = 0.0
     stepped_at: float | None = None
-    _prompt_token_ids: list[int] = field(default_factory=list)
+    _prompt_token_ids: Sequence[int] = ()  # for penalties, which read all of them in each step
 
     @property
     def key(self) -> tuple[str, str]:
@@ -141,11 +142,7 @@ class DecodeSequence:
         Items with a failed adapter are left out of a step, which changes the numbers of its samples.
         """
         adapter = self.prompt.adapter
-        return (
-            self.grammar is not None
-            or self.sampling.needs_history
-            or (adapter is not None and adapter.error is not None)
-        )
+        return adapter is not None and adapter.error is not None
 
     @property
     def has_more_steps(self) -> bool:
@@ -169,7 +166,7 @@ class DecodeSequence:
         self.block_tokens = prompt.token_ids(len(prompt.hashes) * block_size, num_prompt_tokens)
         self.parent_hash = prompt.hashes[-1] if prompt.hashes else prompt.hasher.root
         if self.sampling.has_penalties:
-            self._prompt_token_ids = prompt.token_ids(0, num_before)
+            self._prompt_token_ids = token_array(prompt.request.token_ids[: num_before * BYTES_PER_TOKEN])
 
     def next_item(self, follows: int | None) -> BatchItem:
         """Builds the next step's item. follows: the sample of the step in flight that has its token, if any."""

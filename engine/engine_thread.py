@@ -2,7 +2,8 @@
 
 With overlap, the loop submits each step while the one before runs, or says that none follows. The thread queues it on
 the device at once, and then waits for the end of the one before. So the device never waits for the host's work
-between steps. A step that fails takes the one behind it along.
+between steps. Sampling that depends on the tokens of the step before is queued when they have been read, before they
+are posted. A step that fails takes the one behind it along.
 
 A device that has failed for good ends the process: it would fail each step at once, look idle and attract all requests.
 So do ranks that are out of step (`ModelRunner.why_lost`), an unexpected error on the thread itself, and a step that is
@@ -174,6 +175,16 @@ class EngineThread:
             return _Launched(batch, on_done, None, error, began_at, self._clock())
         return _Launched(batch, on_done, step, None, began_at, self._clock())
 
+    def _sample(self, launched: _Launched, before: list[ItemOutput]) -> None:
+        """Queues the sampling of a step that depends on the tokens of the step before, which has ended."""
+        if launched.step is None:
+            return
+        try:
+            with self._deadline.launching():
+                launched.step.sample_after(before)
+        except Exception as error:
+            launched.step, launched.error = None, error
+
     def _finish(self, runner: ModelRunner, ending: _Launched) -> None:
         """Waits for a step's end and posts its outcome."""
         if ending.step is None:
@@ -192,7 +203,9 @@ class EngineThread:
         after = self._launched
         if after is not None and after.step is not None and ending.step.was_corrected:
             # It has computed with tokens that are wrong. It writes the same blocks again.
-            self._launched = self._launch(runner, after.batch, after.on_done, ending)
+            after = self._launched = self._launch(runner, after.batch, after.on_done, ending)
+        if after is not None:
+            self._sample(after, results)
         self._post(ending.on_done, results, None, self._end_step(ending.began_at, ending.queued_at))
 
     def _fail(

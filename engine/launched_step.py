@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from tandem.engine.batch import BatchItem, ItemOutput
+from tandem.engine.batch import BatchItem, ItemOutput, Sample
 from tandem.engine.cuda.streams import Array
 from tandem.engine.sampling.sampler import SampledRows
 from tandem.protocol.messages.generation import SampledToken
 
+Sampling = tuple[SampledRows | None, Callable[[Sequence[SampledToken]], list[ItemOutput]]]
+"""The sampled tokens, None if there are none, and what makes the items' outputs of all of them."""
+SampleAfter = Callable[[Sequence[ItemOutput]], Sampling]
+"""Queues a step's sampling, given the outputs of the step before it."""
 
-@dataclass(frozen=True)
+
 class LaunchedStep:
-    """One step. sampled: None if it samples nothing. outputs: makes the items' outputs of all sampled tokens.
+    """One step that is queued on the device: its model, and its sampling unless that depends on earlier tokens.
 
-    wait: blocks until the device is done with the step.
+    Grammars, penalties, bad words and forced thinking depend on the tokens of the step before. Such a step's model is
+    queued first, and its sampling once those tokens are known (`sample_after`), while the model computes.
     """
 
-    sampled: SampledRows | None
-    outputs: Callable[[Sequence[SampledToken]], list[ItemOutput]]
-    wait: Callable[[], None]
+    def __init__(self, sampling: Sampling | SampleAfter, wait: Callable[[], None]) -> None:
+        """wait: blocks until the device is done with the model, and with the sampling if it is queued already."""
+        self._sampling = sampling
+        self._wait = wait
+
+    @property
+    def sampled(self) -> SampledRows | None:
+        """None if the step samples nothing."""
+        assert isinstance(self._sampling, tuple), "the step's sampling is not queued yet"
+        return self._sampling[0]
+
+    @torch.inference_mode()
+    def sample_after(self, before: Sequence[ItemOutput]) -> None:
+        """Queues the sampling if that is still to be done. before: the outputs of the step before."""
+        if not isinstance(self._sampling, tuple):
+            self._sampling = self._sampling(before)
 
     @torch.inference_mode()
     def result(self) -> list[ItemOutput]:
@@ -32,14 +50,38 @@ class LaunchedStep:
 
         A step that samples nothing reads nothing back, and its blocks may be released and written by a peer at once.
         """
-        tokens = self.sampled.result() if self.sampled is not None else []
-        self.wait()
-        return self.outputs(tokens)
+        sampled = self.sampled
+        tokens = sampled.result() if sampled is not None else []
+        self._wait()
+        assert isinstance(self._sampling, tuple)
+        return self._sampling[1](tokens)
 
     @property
     def was_corrected(self) -> bool:
         """Whether `result` has changed tokens; a step that follows this one must then be launched again."""
         return self.sampled is not None and self.sampled.was_corrected
+
+
+def are_samples_known(items: Sequence[BatchItem]) -> bool:
+    """Whether no sample depends on a token of the step before."""
+    return all(item.follows is None or not sample.params.needs_history for item in items for sample in item.samples)
+
+
+def samples_after(items: Sequence[BatchItem], before: Sequence[ItemOutput]) -> list[Sample]:
+    """Returns the items' samples, with the tokens of the step before in their histories. before: its outputs.
+
+    A sequence whose grammar has failed in the step before has ended, and asks for no further mask.
+    """
+    sampled = [(token.token_id, output.error) for output in before for token in output.tokens]
+    samples: list[Sample] = []
+    for item in items:
+        for sample in item.samples:
+            if item.follows is not None and sample.params.needs_history:
+                token_id, error = sampled[item.follows]
+                history, grammar = [*sample.output_token_ids, token_id], None if error is not None else sample.grammar
+                sample = msgspec.structs.replace(sample, output_token_ids=history, grammar=grammar)
+            samples.append(sample)
+    return samples
 
 
 class FedTokens:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,21 +27,32 @@ from tandem.engine.cuda.streams import Array, Capture, cuda_capture, end_of_work
 from tandem.engine.cuda.triton_attention import TritonAttention
 from tandem.engine.device_errors import why_lost
 from tandem.engine.kv_pool import KVPool
-from tandem.engine.launched_step import FedTokens, LaunchedStep
+from tandem.engine.launched_step import (
+    FedTokens,
+    LaunchedStep,
+    SampleAfter,
+    Sampling,
+    are_samples_known,
+    samples_after,
+)
 from tandem.engine.layers.fusing import fuse_layers
 from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.lora.layers import StepAdapters, wrap_layers
 from tandem.engine.model_head import ModelHead
-from tandem.engine.sampling.grammar_mask import GrammarMasks
-from tandem.engine.sampling.sampler import SampledRows, SamplingStep
+from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask
+from tandem.engine.sampling.sampler import SamplingStep
 from tandem.engine.vision.media_input import MediaInput, positions_of
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, TokenLogprobs
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, first_line
 
 log = logging.getLogger(__name__)
 
-Launched = tuple[SampledRows | None, Callable[[Sequence[SampledToken]], list[ItemOutput]]]
-"""The first two fields of `LaunchedStep`."""
+
+class _BegunSampling(NamedTuple):
+    """The host's share of a step's sampling. masking: masks of grammars, which another thread computes."""
+
+    step: SamplingStep
+    masking: Future[StepMask] | None
 
 
 class ModelRunner:
@@ -84,7 +96,9 @@ class ModelRunner:
         before: the step of the last launch; required if items follow it (`BatchItem.follows`), except on ranks other
         than 0.
         """
-        return LaunchedStep(*self._launch(batch, before), end_of_work(self.device))
+        sample = self._launch(batch, before)
+        sampling = sample([]) if are_samples_known(batch.items) else sample
+        return LaunchedStep(sampling, end_of_work(self.device))
 
     def wait(self) -> None:
         """Waits for the work that is queued on the device."""
@@ -95,7 +109,8 @@ class ModelRunner:
         reason = why_lost(error, self.device)
         return f"the device has failed; the worker ends: {reason}" if reason else ""
 
-    def _launch(self, batch: Batch, before: LaunchedStep | None) -> Launched:
+    def _launch(self, batch: Batch, before: LaunchedStep | None) -> SampleAfter:
+        """Queues the model. The result queues the sampling."""
         if batch.block_copies:
             sources, destinations = upload([np.array(batch.block_copies, np.int64)], self.device)[0].unbind(1)
             words = self._pool.as_blocks().view(torch.int64)
@@ -104,7 +119,7 @@ class ModelRunner:
             return self._launch_with_attachments(batch, before)
         return self._launch_items(batch.items, before)
 
-    def _launch_with_attachments(self, batch: Batch, before: LaunchedStep | None) -> Launched:
+    def _launch_with_attachments(self, batch: Batch, before: LaunchedStep | None) -> SampleAfter:
         """Runs a step with media or LoRA adapters. Items whose media or adapter failed get an error."""
         if batch.encodes or any(item.media is not None for item in batch.items):
             if self._media_input is None:
@@ -121,44 +136,59 @@ class ModelRunner:
             wrap_layers(self._model, self._lora_modules, self._adapters)
         num_items = len(batch.items)
         if not items:
-            return None, lambda tokens: [failed[number] for number in range(num_items)]
+            return lambda _: (None, lambda tokens: [failed[number] for number in range(num_items)])
         with self._adapters.of(items, self.device) if self._adapters is not None else nullcontext():
-            sampled, make_outputs = self._launch_items(items, before)
+            sample_items = self._launch_items(items, before)
 
-        def outputs(tokens: Sequence[SampledToken]) -> list[ItemOutput]:
-            fine = iter(make_outputs(tokens))
-            return [failed.get(number) or next(fine) for number in range(num_items)]
+        def sample(outputs_before: Sequence[ItemOutput]) -> Sampling:
+            sampled, make_outputs = sample_items(outputs_before)
 
-        return sampled, outputs
+            def outputs(tokens: Sequence[SampledToken]) -> list[ItemOutput]:
+                fine = iter(make_outputs(tokens))
+                return [failed.get(number) or next(fine) for number in range(num_items)]
 
-    def _launch_items(self, items: list[BatchItem], before: LaunchedStep | None) -> Launched:
-        samples = [s for item in items for s in item.samples]
-        masking = self._grammar_masks.start(samples)  # runs beside the model
-        positions = [item.start + len(item.token_ids) for item in items for _ in item.samples]
-        sampling = SamplingStep(samples, positions, self._vocab_size)
+            return sampled, outputs
+
+        return sample
+
+    def _launch_items(self, items: list[BatchItem], before: LaunchedStep | None) -> SampleAfter:
+        # Begun before the model if possible: the masks of grammars are then computed beside it, and one copy is saved.
+        begun = self._begin_sampling(items, samples_after(items, [])) if are_samples_known(items) else None
+        arrays = begun.step.arrays if begun is not None else []
         fed = FedTokens(items, before, self._pool.layout.tensor_parallel_size)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         pooled: dict[int, bytes] = {}
         if any(item.num_prompt_logprobs is not None or item.pooling is not None for item in items):
             rows, prompt_logprobs, pooled = self._run_with_head(items, fed)
-            tensors = upload(sampling.arrays, self.device)
+            tensors = upload(arrays, self.device)
         else:
-            rows, tensors = self._sampled_logits(items, fed, sampling.arrays)
-        mask = masking.result() if masking is not None else None
-        sampled = sampling.run(rows, tensors, mask) if samples else None
-        nums_sampled = [len(item.samples) for item in items]
+            rows, tensors = self._sampled_logits(items, fed, arrays)
 
-        def outputs(sampled_tokens: Sequence[SampledToken]) -> list[ItemOutput]:
+        def sample(outputs_before: Sequence[ItemOutput]) -> Sampling:
+            sampling, uploaded = begun, tensors
+            if sampling is None:
+                sampling = self._begin_sampling(items, samples_after(items, outputs_before))
+                uploaded = upload(sampling.step.arrays, self.device)
+            mask = sampling.masking.result() if sampling.masking is not None else None
+            sampled = sampling.step.run(rows, uploaded, mask) if any(item.samples for item in items) else None
+            return sampled, lambda tokens: outputs(tokens, mask)
+
+        def outputs(sampled_tokens: Sequence[SampledToken], mask: StepMask | None) -> list[ItemOutput]:
             tokens = iter(sampled_tokens)
             made = [
                 ItemOutput(
-                    [next(tokens) for _ in range(num)], prompt_logprobs.get(number, []), pooled=pooled.get(number)
+                    [next(tokens) for _ in item.samples], prompt_logprobs.get(number, []), pooled=pooled.get(number)
                 )
-                for number, num in enumerate(nums_sampled)
+                for number, item in enumerate(items)
             ]
             return with_errors(made, mask.errors) if mask is not None and mask.errors else made
 
-        return sampled, outputs
+        return sample
+
+    def _begin_sampling(self, items: list[BatchItem], samples: list[Sample]) -> _BegunSampling:
+        masking = self._grammar_masks.start(samples)
+        positions = [item.start + len(item.token_ids) for item in items for _ in item.samples]
+        return _BegunSampling(SamplingStep(samples, positions, self._vocab_size), masking)
 
     def _inputs(
         self, items: list[BatchItem], fed: FedTokens, arrays: Sequence[Array] = ()

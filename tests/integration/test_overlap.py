@@ -39,6 +39,7 @@ BODIES: list[dict[str, Any]] = [
     {"max_tokens": 30, "temperature": 1.0, "seed": 2, "frequency_penalty": 0.5},
     {"max_tokens": 60, "temperature": 1.0, "seed": 3, "stop": ["e"]},
     {"max_tokens": 20, "temperature": 0, "logprobs": 2},
+    {"max_tokens": 40, "temperature": 1.0, "seed": 4, "structured_outputs": {"regex": "[ab]{5,20}c"}},
     {"max_tokens": 1, "temperature": 0},
 ]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_thread import EngineThread
+from tandem.engine.sampling.grammar import Grammar
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, FirstToken, StartPrefill, TokenBatch
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
@@ -65,6 +66,7 @@ class SteppingWorker:
         sampling: SamplingParams,
         stop: StopConditions,
         seeds: tuple[int, ...] = (0,),
+        grammar: Grammar | None = None,
     ) -> None:
         """Sends a request. Nothing runs before `run`."""
         ids = [f"{name}{number}" for number in range(len(seeds))]
@@ -72,7 +74,7 @@ class SteppingWorker:
             "p", ids, name, pack_token_ids(tokens), sampling, list(seeds), stop, 9.0,
             decode_worker_id="w", decode_epoch="e",
         )  # fmt: skip
-        for action in self.scheduler.prefill.on_start(0.0, message, None, decodes_here=True):
+        for action in self.scheduler.prefill.on_start(0.0, message, None, grammar, decodes_here=True):
             raise AssertionError(action)
         self.tokens.update({attempt_id: [] for attempt_id in ids})
 

@@ -96,7 +96,7 @@ def test_a_step_of_several_ranks_that_fails_ends_the_worker(is_late: bool) -> No
         def launch(self, batch: Batch, before: Any) -> LaunchedStep:
             if not is_late:
                 raise torch.OutOfMemoryError("no room")
-            return LaunchedStep(None, lambda tokens: [], self.fail)
+            return LaunchedStep((None, lambda tokens: []), self.fail)
 
         def fail(self) -> None:
             raise torch.OutOfMemoryError("no room")
@@ -161,6 +161,6 @@ def test_a_step_ends_when_the_device_is_done_even_if_nothing_is_sampled(monkeypa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     runner: Any = object.__new__(ModelRunner)
     runner.device = torch.device("cuda", 0)
-    runner._launch = lambda batch, before: (None, lambda tokens: happened.append("outputs") or [])
+    runner._launch = lambda batch, before: lambda _: (None, lambda tokens: happened.append("outputs") or [])
     assert ModelRunner.run(runner, Batch([BatchItem([1], 0, [0])])) == []
     assert happened == ["record on the stream of cuda:0", "synchronize", "outputs"]

@@ -60,7 +60,7 @@ class Ranks:
             tokens = self._first
             for order in self._orders:
                 sampled: Any = SimpleNamespace(token_ids=tokens, was_corrected=False)
-                before = LaunchedStep(sampled, lambda tokens: [], lambda: None) if self._rank() == 0 else None
+                before = LaunchedStep((sampled, lambda tokens: []), lambda: None) if self._rank() == 0 else None
                 fed = FedTokens([BatchItem([0], 0, [0], follows=sample) for sample in order], before, num_ranks=2)
                 token_ids = torch.zeros(NUM_SEQUENCES, dtype=torch.int32)
                 fed.put_into(token_ids, [torch.from_numpy(array) for array in fed.arrays])

@@ -120,7 +120,7 @@ class Rank0:
 
     def _launch(self, batch: Batch, before: Any) -> LaunchedStep:
         self._replay()
-        return LaunchedStep(None, lambda tokens: [], end_of_work(torch.device("cuda", 0)))
+        return LaunchedStep((None, lambda tokens: []), end_of_work(torch.device("cuda", 0)))
 
     def run(self) -> None:
         self.device.start("rank 1", self._rank_1)

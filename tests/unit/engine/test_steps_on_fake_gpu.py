@@ -154,6 +154,25 @@ def long_context(tmp_path: Path) -> EngineConfig:
     return EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu", block_size=64, kv_cache_bytes=1 << 24)
 
 
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])
+def test_a_step_is_queued_before_the_tokens_that_its_sampling_depends_on_are_read(
+    long_context: EngineConfig, has_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model, with the other indices, in one upload; and its sampling in another, when they have been read."""
+    loaded = load_model(long_context)
+    with fake_gpu(monkeypatch) as gpu:
+        runner = runner_on_fake_gpu(loaded, long_context, monkeypatch, has_graphs=has_graphs)
+        items = [BatchItem([1], 9 + i, [i], [sample]) for i, sample in enumerate(SAMPLES)]
+        first = runner.launch(Batch(items))
+        gpu.waits, gpu.num_uploads = [], 0
+        following = [msgspec.structs.replace(item, start=item.start + 1, follows=i) for i, item in enumerate(items)]
+        second = runner.launch(Batch(following), first)
+        assert (gpu.waits, gpu.num_uploads) == ([], 1)
+        second.sample_after(first.result())
+        assert (gpu.waits, gpu.num_uploads) == ([TOKENS], 2), "the first step's tokens are read, and no others"
+        assert len(second.result()) == len(items)
+
+
 def test_a_step_uploads_no_more_than_its_contexts_need(
     long_context: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

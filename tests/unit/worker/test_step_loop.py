@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,12 +18,22 @@ from tandem.engine.kv_pool import KVPool
 from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.loading.model_loader import LoadedModel, load_model
 from tandem.engine.model_runner import ModelRunner
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.engine.sampling.grammar import TOO_SLOW, Grammar, MaskProcess, MaskRequest
+from tandem.engine.sampling.grammar_messages import Mask
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions, Thinking
+from tandem.runtime.errors import ErrorInfo
 from tandem.worker.engine_host import may_overlap
 from tests.support.steps import SteppingWorker
 
 VOCAB_SIZE = 5000  # top_p has fewer candidates than that, and its rows may need more
 GREEDY = SamplingParams(temperature=0.0)
+FEW = tuple(range(200, 224))
+"""Of few tokens some come again, unless that is prevented."""
+PENALISED = SamplingParams(temperature=0.8, allowed_token_ids=FEW, repetition_penalty=1.5, presence_penalty=50.0)
+THINKING = Thinking(True, (7,), (8,), (11, 12), max_tokens=3)
+WITHOUT_PAIRS = SamplingParams(
+    temperature=0.0, allowed_token_ids=FEW, bad_words=tuple((one, two) for one in FEW for two in FEW if two < one)
+)
 STEP_S = 0.005
 
 
@@ -52,6 +65,59 @@ class CountingRunner(ModelRunner):
         return super().launch(batch, before)
 
 
+class ScriptedMasks:
+    """A grammar's process: the tokens so far decide which third of the vocabulary may follow. Nothing follows a stop.
+
+    longest: number of tokens behind which its mask takes too long.
+    """
+
+    mask_bytes = -(-VOCAB_SIZE // 32) * 4
+
+    def __init__(self, longest: int = 1000) -> None:
+        self._longest = longest
+        self._tokens: dict[int, list[int]] = {}
+        self._masks: list[Mask] = []
+        self.num_late = 0
+
+    def send(self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float) -> None:
+        for request in requests:
+            fill = request.state.request(request, 1)
+            tokens = self._tokens.setdefault(fill.state_id, [])
+            tokens += fill.token_ids
+            if len(tokens) >= self._longest:
+                self.num_late += 1
+                self._masks.append(Mask(error=ErrorInfo.of(TOO_SLOW)))
+            else:
+                self._masks.append(Mask(error=A_STOP) if any(map(is_stop, tokens)) else Mask(bits_after(tokens)))
+
+    def receive(self, timeout_s: float) -> Mask:
+        return self._masks.pop(0)
+
+    def close(self) -> None: ...
+
+
+A_STOP = ErrorInfo("invalid_request", "nothing follows a stop token")
+
+
+def is_stop(token_id: int) -> bool:
+    return token_id % 37 == 0
+
+
+def may_follow(tokens: Sequence[int], token_id: int) -> bool:
+    return token_id % 3 == (sum(tokens) + len(tokens)) % 3
+
+
+def bits_after(tokens: Sequence[int]) -> bytes:
+    allowed = np.arange(8 * ScriptedMasks.mask_bytes) % 3 == (sum(tokens) + len(tokens)) % 3
+    return np.packbits(allowed, bitorder="little").tobytes()
+
+
+def new_grammar(masks: ScriptedMasks | None = None) -> Grammar:
+    compiled: Future[MaskProcess] = Future()
+    compiled.set_result(masks or ScriptedMasks())
+    return Grammar(compiled)
+
+
 def serve(runner: ModelRunner, samplings: list[SamplingParams], overlaps: bool) -> SteppingWorker:
     """Requests of several lengths, one with two sequences; a second wave arrives while the first one decodes.
 
@@ -62,7 +128,8 @@ def serve(runner: ModelRunner, samplings: list[SamplingParams], overlaps: bool) 
     def start(name: str, number: int, seeds: tuple[int, ...] = (0,)) -> None:
         stop = StopConditions(6 + number, frozenset(range(0, VOCAB_SIZE, 37)), min_tokens=3)
         sampling = samplings[number % len(samplings)]
-        worker.start(name, list(range(3, 9 + 7 * number)), sampling, stop, tuple(seed + number for seed in seeds))
+        tokens, grammar = list(range(3, 9 + 7 * number)), new_grammar() if sampling.grammar else None
+        worker.start(name, tokens, sampling, stop, tuple(seed + number for seed in seeds), grammar)
 
     def on_message(message: Any) -> None:
         if len(worker.tokens["a0"]) == 4 and "d0" not in worker.tokens:
@@ -88,10 +155,15 @@ every_sampling = pytest.mark.parametrize(
         [SamplingParams(temperature=0.8), GREEDY],
         [SamplingParams(top_p=0.9999), SamplingParams(temperature=0.9, top_k=20, logprobs=2)],
         [SamplingParams(top_p=0.9999, temperature=3.0, logprobs=1)],
-        [GREEDY, SamplingParams(temperature=0.8, repetition_penalty=1.3), GREEDY, GREEDY, GREEDY],
+        [PENALISED, GREEDY],
+        [SamplingParams(top_p=0.9999, temperature=3.0, frequency_penalty=1.5), PENALISED],
+        [SamplingParams(temperature=0.8, grammar="scripted"), SamplingParams(temperature=0.0, grammar="scripted")],
+        [SamplingParams(temperature=0.0, thinking=THINKING)],
+        [WITHOUT_PAIRS],
     ],
-    ids=["greedy", "plain", "filters", "too few candidates", "penalties"],
-)
+    ids=["greedy", "plain", "filters", "too few candidates", "penalties", "candidates and penalties", "grammars",
+         "thinking", "bad words"],
+)  # fmt: skip
 
 
 @every_sampling
@@ -119,22 +191,46 @@ def check_overlap(runner: CountingRunner, samplings: list[SamplingParams]) -> No
         assert runner.num_again > 0, "a step that has read corrected tokens is launched again"
     assert set(expected.ended.values()) <= {"stop", "length"} and expected.ended.keys() == set(expected.tokens) - {"f0"}
     assert len(expected.tokens["f0"]) == 2, "it was aborted"
+    if samplings[0].grammar is not None:
+        for tokens in found.tokens.values():
+            token_ids = [token.token_id for token in tokens]
+            assert all(may_follow(token_ids[:n], token_ids[n]) for n in range(len(token_ids)))
+
+
+def test_a_grammar_that_fails_ends_its_sequence_and_is_asked_no_more(
+    engine: tuple[LoadedModel, EngineConfig],
+) -> None:
+    """Its process has been replaced then, which costs the other sequences of a grammar time."""
+    loaded, config = engine
+    masks = ScriptedMasks(longest=4)
+    runner = CountingRunner(loaded, KVPool(loaded, config))
+    worker = SteppingWorker(lambda: runner, overlaps=True)
+    sampling = SamplingParams(temperature=0.0, grammar="scripted")
+    worker.start("a", [1, 2, 3], sampling, StopConditions(9), grammar=new_grammar(masks))
+    worker.start("b", [1, 2, 3], sampling, StopConditions(9), grammar=new_grammar())
+    worker.run()
+    worker.close()
+    assert worker.ended == {"a0": "invalid_request", "b0": "length"} and runner.num_following > 8
+    assert len(worker.tokens["a0"]) == 4 and masks.num_late == 1
+
+
+FailsAt = Literal["its launch", "its sampling", "its end"]
 
 
 class Device:
     """Runs steps one after the other, STEP_S each, in virtual time; the host needs 1 ms to launch a step.
 
-    fails: (number of a launched step, the error that its launch raises) or, with `is_late`, its end.
+    fails: (number of a launched step, an error), which its launch raises, its sampling or its end.
     """
 
     device = torch.device("cpu")
     why_lost = ModelRunner.why_lost
 
-    def __init__(self, fails: tuple[int, Exception] | None = None, is_late: bool = False) -> None:
+    def __init__(self, fails: tuple[int, Exception] | None = None, at: FailsAt = "its launch") -> None:
         self.now = self.free_at = 0.0
         self.events: list[tuple[str, int]] = []
         self._fails = fails
-        self._is_late = is_late
+        self._fails_at = at
         self._num_launched = 0
 
     def clock(self) -> float:
@@ -152,7 +248,8 @@ class Device:
         number = self._num_launched
         self._num_launched += 1
         fails = self._fails is not None and self._fails[0] == number
-        if fails and not self._is_late:
+        fails_at = self._fails_at if before is not None or self._fails_at != "its sampling" else "its launch"
+        if fails and fails_at == "its launch":
             raise self._fails[1]  # type: ignore[index]
         self.now += 0.001
         self.events.append(("launched", number))
@@ -165,7 +262,10 @@ class Device:
             self.now = max(self.now, ends_at)
             self.events.append(("ended", number))
 
-        return LaunchedStep(None, lambda tokens: outputs, wait)
+        def sample(before: Sequence[ItemOutput]) -> Any:
+            raise self._fails[1]  # type: ignore[index]
+
+        return LaunchedStep(sample if fails and fails_at == "its sampling" else (None, lambda tokens: outputs), wait)
 
 
 def decode_with(device: Device, overlaps: bool, num_tokens: int = 30) -> SteppingWorker:
@@ -204,11 +304,11 @@ def test_without_overlap_each_step_waits_for_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("is_late", [False, True], ids=["at its launch", "at its end"])
+@pytest.mark.parametrize("at", ["its launch", "its sampling", "its end"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), ValueError("a bug")], ids=["memory", "bug"])
-def test_a_step_that_fails_takes_back_the_step_behind_it(error: Exception, is_late: bool, number: int) -> None:
+def test_a_step_that_fails_takes_back_the_step_behind_it(error: Exception, at: FailsAt, number: int) -> None:
     """Every request ends once, and all blocks are freed (`SteppingWorker.run`)."""
-    worker = decode_with(Device((number, error), is_late), overlaps=True)
+    worker = decode_with(Device((number, error), at), overlaps=True)
     assert worker.ended.keys() == {"a0", "b0"}
     is_retried = isinstance(error, torch.OutOfMemoryError) and number > 0  # prompts cannot get smaller here
     expected = {"length", "preempted"} if is_retried else {"internal_error"}

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,7 +22,7 @@ from tandem.engine import model_runner
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.attention.step_index import StepIndex
-from tandem.engine.batch import Batch, BatchItem, Sample
+from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.config import EngineConfig, KVCacheDtype
 from tandem.engine.cuda import attention_kernel, step_tensors, triton_attention
 from tandem.engine.cuda.step_graphs import GraphLimits
@@ -323,27 +322,47 @@ def test_a_model_with_an_fp8_cache_from_recorded_graphs(runner: ModelRunner, tmp
     assert own._graphs is not None and generate(own) == expected
 
 
-def test_a_step_takes_tokens_that_the_host_has_not_seen(runner: ModelRunner) -> None:
+FEW = tuple(range(40, 60))
+"""Of few tokens some come again, unless a penalty prevents it."""
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(top_k=50, seed=3), SamplingParams(seed=3, allowed_token_ids=FEW, presence_penalty=50.0)],
+    ids=["no history", "penalties"],
+)
+def test_a_step_takes_tokens_that_the_host_has_not_seen(runner: ModelRunner, sampling: SamplingParams) -> None:
     """With plain attention, without graphs, and from graphs: replayed before the last step's tokens are read."""
-    sampled = Sample(SamplingParams(top_k=50, seed=3))
     prompts, tables = [[5, 6, 7], [8, 9]], [[0, 1], [2, 3]]
-    first = [BatchItem(p, 0, t, [sampled]) for p, t in zip(prompts, tables, strict=True)]
+    first = [BatchItem(p, 0, t, [Sample(sampling)]) for p, t in zip(prompts, tables, strict=True)]
 
     def steps(*, ahead: bool) -> list[list[int]]:
-        launched = [runner.launch(Batch(first))]
-        found = [[output.tokens[0].token_id for output in launched[0].result()]]
-        for number in range(4):
-            items = []
-            for i in (1, 0):  # the order changes
-                before = i if number == 0 else 1 - i  # number of the sample
-                token = 0 if ahead else found[-1][before]
-                items.append(BatchItem([token], len(prompts[i]) + number, tables[i], [sampled]))
-                if ahead:
-                    items[-1] = msgspec.structs.replace(items[-1], follows=before)
-            launched.append(runner.launch(Batch(items), launched[-1] if ahead else None))
+        step, outputs = runner.launch(Batch(first)), list[ItemOutput]()
+        found: list[list[int]] = []
+        histories: list[list[int]] = [[], []]
+        for number in range(5):
+            order = [0, 1] if number % 2 == 0 else [1, 0]  # of the sequences in `step`
             if not ahead:
-                found.append([output.tokens[0].token_id for output in launched[-1].result()])
-        return found if not ahead else [[o.tokens[0].token_id for o in step.result()] for step in launched]
+                outputs = step.result()
+                found.append([output.tokens[0].token_id for output in outputs])
+                for i, token in zip(order, found[-1], strict=True):
+                    histories[i].append(token)
+            items = []
+            for i in reversed(order):
+                sample, start = Sample(sampling, output_token_ids=list(histories[i])), len(prompts[i]) + number
+                if ahead:
+                    items.append(BatchItem([0], start, tables[i], [sample], follows=order.index(i)))
+                else:
+                    items.append(BatchItem([histories[i][-1]], start, tables[i], [sample]))
+            next_step = runner.launch(Batch(items), step if ahead else None)
+            if ahead:
+                outputs = step.result()
+                next_step.sample_after(outputs)
+                found.append([output.tokens[0].token_id for output in outputs])
+                for i, token in zip(order, found[-1], strict=True):
+                    histories[i].append(token)
+            step = next_step
+        return found
 
     expected = steps(ahead=False)
     assert steps(ahead=True) == expected
@@ -351,7 +370,7 @@ def test_a_step_takes_tokens_that_the_host_has_not_seen(runner: ModelRunner) -> 
     assert steps(ahead=True) == expected
     graphs = RecordedGraphs()
     runner.use_graphs(GraphLimits(max_num_seqs=4, max_num_batched_tokens=28), graphs.capture)
-    assert steps(ahead=True) == expected and graphs.num_replays == 5
+    assert steps(ahead=True) == expected and graphs.num_replays == 6
 
 
 def generate(runner: ModelRunner) -> list[list[int]]:
