@@ -143,18 +143,22 @@ class SimulatedEngine:
 
     def _read(self, item: BatchItem) -> int:
         """Returns the state behind the item's context, as all of its blocks have it."""
-        state = _START
-        for position in range(item.start):
-            block, slot = divmod(position, self._pools[0].block_size)
-            kept = self._pools[0].blocks[item.block_table[block]][slot]
-            if kept is None or kept[0] != state or not self._ranks_agree(item.block_table[block], slot):
-                self._on_corrupt(f"position {position} of {item.start}, block {item.block_table[block]}")
-                return 0
-            state = kept[1]
+        state, first = _START, self._pools[0]
+        for start in range(0, item.start, first.block_size):
+            block = item.block_table[start // first.block_size]
+            num_slots = min(first.block_size, item.start - start)
+            kept = first.blocks[block][:num_slots]
+            if any(pool.blocks[block][:num_slots] != kept for pool in self._pools[1:]):
+                return self._corrupt(item, block)
+            for slot in kept:
+                if slot is None or slot[0] != state:
+                    return self._corrupt(item, block)
+                state = slot[1]
         return state
 
-    def _ranks_agree(self, block: int, slot: int) -> bool:
-        return all(pool.blocks[block][slot] == self._pools[0].blocks[block][slot] for pool in self._pools[1:])
+    def _corrupt(self, item: BatchItem, block: int) -> int:
+        self._on_corrupt(f"block {block} of {item.start} tokens in {list(item.block_table)}")
+        return 0
 
     def check(self, now: float) -> None:
         pass

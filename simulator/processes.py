@@ -198,6 +198,11 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(WordLevel({str(number): number for number in range(VOCAB_SIZE)}, unk_token="0"))  # noqa: S106
 
 
+@functools.cache
+def token_text() -> TokenText:
+    return TokenText(tokenizer())
+
+
 class ObservedDispatcher(Dispatcher):
     """Calls on_delta with the tokens that a reader takes. The other arguments: see `Dispatcher`."""
 
@@ -249,7 +254,7 @@ class SimulatedProxy:
         text: Any = SimpleNamespace(tokenizer=tokenizer(), eos_token_ids=frozenset[int]())
         self.services = GenerationServices(
             text=text,
-            token_text=TokenText(text.tokenizer),
+            token_text=token_text(),
             readers=SimpleNamespace(),  # type: ignore[arg-type]  # prompts are tokens
             worker_table=self.table,
             admission=Admission(config.max_waiting_requests, self.loop.time),

@@ -165,8 +165,10 @@ class _Run:
 
     def _unfinished(self) -> str | None:
         ended = self._clients.outcomes
+        if len(ended) == len(self._scenario.requests):
+            return None
         missing = [request.number for request in self._scenario.requests if request.number not in ended]
-        return f"requests {missing}" if missing else None
+        return f"requests {missing}"
 
     def _check_undisturbed(self) -> None:
         """Without faults no lease expires, and no attempt is lost."""

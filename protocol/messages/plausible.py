@@ -50,16 +50,14 @@ def plausible_status(
     """
     dropped: list[str] = []
     load: dict[str, Any] = {}
-    for field in WorkerLoad.__struct_fields__:
-        value = getattr(message.load, field)
+    for field, value in zip(WorkerLoad.__struct_fields__, msgspec.structs.astuple(message.load), strict=True):
         if isinstance(value, float) and -MIN_FIGURE < value < MIN_FIGURE:
-            load[field] = 0.0
-        elif _is_plausible(value) and len(value if isinstance(value, list) else ()) <= _MAX_ENTRIES.get(field, 0):
-            load[field] = value
-        else:
+            if value:
+                load[field] = 0.0
+        elif not _is_plausible(value) or (isinstance(value, list) and len(value) > _MAX_ENTRIES[field]):
             load[field] = getattr(last_load, field)
             dropped.append(f"load.{field}")
-    changes: dict[str, Any] = {"load": WorkerLoad(**load)}
+    changes: dict[str, Any] = {"load": msgspec.structs.replace(message.load, **load)} if load else {}
     if message.pairs is not None and len(message.pairs) > MAX_PAIRS:
         changes["pairs"] = last_pairs
         dropped.append("pairs")
@@ -68,22 +66,20 @@ def plausible_status(
         if update is not None and (len(update.added) % 8 or len(update.evicted) % 8):
             changes[field] = None
             dropped.append(field)
-    return msgspec.structs.replace(message, **changes), dropped
+    return msgspec.structs.replace(message, **changes) if changes else message, dropped
 
 
 def _is_plausible(value: Any) -> bool:
     """Whether a figure, or each in a list of named figures, can be true."""
-    match value:
-        case int():
-            return 0 <= value <= MAX_COUNT
-        case float():
-            return value == 0 or MIN_FIGURE <= value <= MAX_FIGURE
-        case str():
-            return True
-        case list():
-            return all(map(_is_plausible_entry, value))
-        case _:
-            raise TypeError(f"a figure of type {type(value).__name__}")
+    if isinstance(value, int):
+        return 0 <= value <= MAX_COUNT
+    if isinstance(value, float):
+        return value == 0 or MIN_FIGURE <= value <= MAX_FIGURE
+    if isinstance(value, str):
+        return True
+    if isinstance(value, list):
+        return all(map(_is_plausible_entry, value))
+    raise TypeError(f"a figure of type {type(value).__name__}")
 
 
 def _is_plausible_entry(entry: Any) -> bool:
