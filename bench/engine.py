@@ -29,7 +29,8 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.layers.linear import MergedLinear
-from tandem.engine.loading.model_loader import LoadedModel, load_model
+from tandem.engine.loaded_model import LoadedModel
+from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.generation import SamplingParams
 

@@ -19,11 +19,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from tandem.engine.batch import Batch, ItemOutput
+from tandem.engine.batch import Batch
+from tandem.engine.device_errors import is_out_of_memory
+from tandem.engine.engine import OnDone, OnReady, OutOfDeviceMemory, StepTiming
 from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.step_deadline import StepDeadline
@@ -32,17 +34,6 @@ from tandem.runtime.lifetime import end_process
 from tandem.runtime.threads import show_thread_name
 
 log = logging.getLogger(__name__)
-
-
-class StepTiming(NamedTuple):
-    """Duration of a step. gap_s: from the end of the step before until this one was queued on the device."""
-
-    step_s: float
-    gap_s: float
-
-
-OnDone = Callable[[list[ItemOutput] | None, BaseException | None, StepTiming], None]
-OnReady = Callable[[BaseException | None], None]
 
 
 @dataclass
@@ -62,7 +53,7 @@ class _Launched:
 
 
 class EngineThread:
-    """Runs the steps of one model.
+    """Implements `engine.engine.Engine` by a thread.
 
     make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`).
 
@@ -98,21 +89,13 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, batch: Batch | None, on_done: OnDone) -> None:
-        """Queues a step. Posts `on_done(results, error, timing)` once, with either results or an error.
-
-        With overlap, each step needs a second call while it runs: the step that follows it, or None. The thread waits
-        for that call before it posts the result. If a step fails, the one that follows it is not run, and nothing is
-        posted for it.
-        """
         self._steps.put((batch, on_done))
 
     def check(self, now: float) -> None:
-        """Ends the process if a step is stuck. Call it on the event loop, every `step_deadline.CHECK_INTERVAL_S`."""
         if reason := self._deadline.check(now):
             self._on_lost(f"{reason}: a rank or the device is frozen; the worker ends")
 
     def stop(self, timeout_s: float) -> None:
-        """Stops after the running step, and waits for at most `timeout_s`."""
         self._is_stopping = True
         self._steps.put(None)
         if self._thread is not None:
@@ -217,6 +200,8 @@ class EngineThread:
             self._on_lost(reason)
         with suppress(Exception):
             runner.wait()
+        if is_out_of_memory(error):
+            error = OutOfDeviceMemory(first_line(error))
         self._post(on_done, None, error, self._end_step(began_at, queued_at))
 
     def _end_step(self, began_at: float, queued_at: float) -> StepTiming:

@@ -20,7 +20,7 @@ from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.kv_pool import KVPool, block_bytes
-from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.runtime.errors import ConfigError

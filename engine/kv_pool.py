@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import ConfigError
 

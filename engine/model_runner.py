@@ -36,7 +36,7 @@ from tandem.engine.launched_step import (
     samples_after,
 )
 from tandem.engine.layers.fusing import fuse_layers
-from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.lora.layers import StepAdapters, wrap_layers
 from tandem.engine.model_head import ModelHead
 from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask

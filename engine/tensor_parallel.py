@@ -29,7 +29,8 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.launched_step import LaunchedStep
-from tandem.engine.loading.model_loader import LoadedModel, check_model, load_model
+from tandem.engine.loaded_model import LoadedModel
+from tandem.engine.loading.model_loader import check_model, load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.generation import SamplingParams

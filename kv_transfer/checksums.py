@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from hashlib import blake2b
 from operator import xor
-
-import torch
+from typing import TYPE_CHECKING
 
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
+
+if TYPE_CHECKING:
+    import torch
 
 OnChecksums = Callable[[list[int] | KVTransferFailed], None]
 """Receives one 64-bit number per block, or the error. Called once, on any thread."""

@@ -14,19 +14,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch._C._distributed_c10d import Store
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.tls_identity import TlsContexts
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
+
 OnDone = Callable[[KVTransferFailed | None], None]
-OpenStore = Callable[[], Store]
+OpenStore: TypeAlias = "Callable[[], Store]"
 """Opens the store in which a path's two ends rendezvous. It may block, so never call it on the event loop."""
-PeerView = Callable[[torch.Tensor], torch.Tensor]
+PeerView: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Selects the heads that a path writes from the peer's whole pool, uint8 [num_blocks, block_bytes]."""
 
 

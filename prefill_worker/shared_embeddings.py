@@ -8,15 +8,18 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.media_segment import map_segment, offsets_of, write_segment
 from tandem.protocol.messages.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
 from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import start_job
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +89,8 @@ class SharedEmbeddings:
         return MediaKey(sha256(digest + self._model_id).digest(), "embedding")
 
     def _read(self, key: MediaKey, item: GrantedMedia) -> torch.Tensor:
+        import torch
+
         shape = self._shape.decode(item.description)
         dtype = getattr(torch, shape.dtype)
         mapped = map_segment(item.segment, key)
@@ -102,4 +107,6 @@ class SharedEmbeddings:
 
 
 def _bytes_of(embeddings: Sequence[torch.Tensor]) -> list[memoryview]:
+    import torch
+
     return [embedding.cpu().contiguous().view(torch.uint8).numpy().data for embedding in embeddings]

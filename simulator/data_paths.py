@@ -14,7 +14,6 @@ from typing import Any
 
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, when_all
 from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
-from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import KVTransferFailed
 from tandem.simulator.engine import Pool
@@ -22,6 +21,18 @@ from tandem.simulator.timeline import ProcessLoop
 
 TRANSFER_TIMEOUT_S = 5.0
 """A two-sided path whose other end takes no part for so long breaks, as those of `kv_transfer.connectors` do."""
+
+
+@dataclass(frozen=True)
+class SimulatedConnector:
+    """What workers ask of a `kv_transfer.connector.KVConnector`."""
+
+    one_sided: bool
+    crosses_hosts: bool = True
+
+
+CONNECTORS = {"ipc": SimulatedConnector(one_sided=True), "gloo": SimulatedConnector(one_sided=False)}
+"""By the names of real ones that behave as they do."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,6 @@ class SimulatedPools:
     """Takes the place of `kv_transfer.ranks.worker_pools.WorkerPools`. loops: of the ranks, as `pids`."""
 
     host = "127.0.0.1"
-    has_keys = False
 
     def __init__(self, loops: list[ProcessLoop], pids: list[int], layout: KVLayout, wires: Wires, tiers: Any) -> None:
         self.layout = layout
@@ -72,7 +82,7 @@ class SimulatedPools:
     def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
         ready, senders = when_all(len(self._loops), on_ready), list[KVSender]()
         for rank, (loop, own, peer) in enumerate(zip(self._loops, self._own, peers, strict=True)):
-            if load_connector(connector).one_sided:
+            if CONNECTORS[connector].one_sided:
                 error = KVTransferFailed("the path cannot be opened") if self._wires.faults.breaks() else None
                 loop.call_later(self._wires.faults.block_s(), ready, error)
                 senders.append(_OneSidedSender(loop, own, self._wires.pools[peer.pid], self._wires))
@@ -89,7 +99,7 @@ class SimulatedPools:
     ) -> tuple[KVReceiver, list[ConnectorParams]]:
         ready, receivers = when_all(len(self._loops), on_ready), list[KVReceiver]()
         for rank, (loop, own) in enumerate(zip(self._loops, self._own, strict=True)):
-            if load_connector(connector).one_sided:
+            if CONNECTORS[connector].one_sided:
                 loop.call_soon(ready, None)
                 receivers.append(_OneSidedReceiver(loop))
             else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.engine.batch import Batch, BatchItem, ItemOutput
-from tandem.engine.engine_thread import OnDone, OnReady, StepTiming
+from tandem.engine.engine import OnDone, StepTiming
 from tandem.protocol.messages.generation import SampledToken
 from tandem.simulator.timeline import ProcessLoop
 
@@ -69,7 +69,7 @@ class StepTimes:
 
 
 class SimulatedEngine:
-    """Takes the place of `engine.engine_thread.EngineThread`. on_corrupt: called with what is wrong in a sequence.
+    """Implements `engine.engine.Engine`. on_corrupt: called with what is wrong in a sequence.
 
     pools: of the ranks, which hold the same, because a slot stands for the heads of its rank.
     """
@@ -86,9 +86,6 @@ class SimulatedEngine:
         self._is_running = self._has_ended = False
         self._samples: list[SampledToken] = []  # of the step before
         self.is_stopped = False
-
-    def start(self, on_ready: OnReady) -> None:
-        self._loop.call_soon(on_ready, None)
 
     def submit(self, batch: Batch | None, on_done: OnDone) -> None:
         self._steps.append((batch, on_done))

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.config import EngineConfig
-from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.membership import Role, WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.proxy.admission.admission import Admission
@@ -31,7 +30,7 @@ from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.tasks import start
-from tandem.simulator.data_paths import SimulatedPools, Wires
+from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
 from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.scenario import ClusterShape
@@ -104,7 +103,6 @@ class SimulatedWorker:
                 max_num_seqs=shape.max_num_seqs, block_size=shape.block_size,
             ),
             metrics_host="", kv_lease_s=shape.lease_s, drain_timeout_s=20.0, itl_slo_ms=shape.itl_slo_ms,
-            kv_connector=shape.connector,
             kv_checksums=shape.checksums,
         )  # fmt: skip
         self.loop.call_soon(self._start)
@@ -130,15 +128,17 @@ class SimulatedWorker:
         block_size = shape.block_size if shape.keeps_kv else 0
         own = [Pool(shape.num_blocks, block_size, self._check_write) for _ in self.pids]
         machine.wires.pools.update(zip(self.pids, own, strict=True))
-        loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, torch.float32, torch.device("cpu"), layout)
+        cpu: Any = SimpleNamespace(type="cpu")
+        loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, cpu, cpu, layout)
+        connectors: Any = {name: each for name, each in CONNECTORS.items() if shape.connector in ("auto", name)}
         nothing: Any = SimpleNamespace(get=lambda *_: None, close=lambda: None)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
-        engine: Any = new_engine(self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt)
+        engine = new_engine(self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt)
         pools: Any = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
         return EngineHost(
-            ranks, loaded, BlockManager(shape.num_blocks, shape.block_size), 1024, engine, pools, nothing, nothing,
-            lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit),
+            ranks, loaded, BlockManager(shape.num_blocks, shape.block_size), 1024, engine, pools, connectors,
+            nothing, nothing, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit),
         )  # fmt: skip
 
     def _tiers(self, pools: list[Pool]) -> SimulatedTiers:

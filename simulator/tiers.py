@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tandem.kv_transfer.tiers.rank_tiers import OnAnswer, TierAnswer
-from tandem.kv_transfer.tiers.tier import TierChanges
+from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer, TierChanges
 from tandem.simulator.engine import Pool
 from tandem.simulator.timeline import ProcessLoop
 

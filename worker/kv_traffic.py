@@ -12,8 +12,6 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.kv_transfer.checksums import corrupt_blocks
-from tandem.kv_transfer.handshake import offered_connectors
-from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.checks import check_finish_transfer, check_open_pair, check_reserved
 from tandem.protocol.messages.membership import PairStatus, WorkerInfo, WorkerLoad
 from tandem.protocol.messages.transfer import (
@@ -76,14 +74,13 @@ class KVTraffic:
         self.num_pair_changes = 0
         """See WorkerStatus."""
         self._reported: list[PairStatus] | None = None
-        connectors = offered_connectors(config.kv_connector, host.device, host.pools.has_keys)
         self._outgoing_table = OutgoingPairTable(
             worker=info,
             pids=host.pids,
             layout=host.pools.layout,
             host_id=host_id(),
             device=host.device,
-            connectors=connectors,
+            connectors=list(host.connectors),
             checksums=config.kv_checksums,
             lease_s=config.kv_lease_s,
         )
@@ -91,7 +88,7 @@ class KVTraffic:
             layout=host.pools.layout,
             host_id=host_id(),
             device=host.device,
-            connectors=list(connectors),
+            connectors=host.connectors,
             checksums=config.kv_checksums,
         )
         self._outgoing = OutgoingPairs(
@@ -247,7 +244,7 @@ class KVTraffic:
         )
         pair = self._outgoing_table.get(action.pair_id)
         assert pair is not None  # it has a sender
-        one_sided = load_connector(pair.connector).one_sided
+        one_sided = self._host.connectors[pair.connector].one_sided
         if not one_sided:
             self._outgoing.send(action.pair_id, announcement)
         started_at = self._clock()

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tandem.engine.batch import ItemOutput
-from tandem.engine.device_errors import is_out_of_memory
-from tandem.engine.engine_thread import EngineThread, StepTiming
+from tandem.engine.engine import Engine, OutOfDeviceMemory, StepTiming
 from tandem.protocol.worker_actions import Action
 from tandem.runtime.errors import first_line
 from tandem.telemetry.worker_metrics import WorkerMetrics
@@ -32,7 +31,7 @@ class StepLoop:
     def __init__(
         self,
         scheduler: WorkerScheduler,
-        engine: EngineThread,
+        engine: Engine,
         metrics: WorkerMetrics,
         clock: Callable[[], float],
         perform: Callable[[list[Action]], None],
@@ -93,7 +92,7 @@ class StepLoop:
         self._is_continuing = False
 
     def _on_failure(self, error: BaseException) -> list[Action]:
-        if is_out_of_memory(error):
+        if isinstance(error, OutOfDeviceMemory):
             log.warning("a step did not fit into the device's memory; steps get smaller: %s", first_line(error))
             return self._scheduler.on_out_of_memory(error)
         log.error("a step failed", exc_info=error)

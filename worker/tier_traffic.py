@@ -6,15 +6,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
-from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
-from tandem.kv_transfer.tiers.rank_tiers import TierAnswer
+from tandem.kv_transfer.tiers.tier import TierAnswer
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.worker_actions import Action, FindBlocks, LoadBlocks, StoreBlocks
 from tandem.runtime.errors import InternalError
+
+if TYPE_CHECKING:
+    from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
 

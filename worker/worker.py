@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
 
@@ -51,7 +51,7 @@ from tandem.protocol.worker_actions import (
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig
-from tandem.worker.engine_host import EngineHost
+from tandem.worker.engine_host import LoadHost
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.presence import Presence, new_worker_info
 from tandem.worker.scheduler import WorkerScheduler
@@ -60,20 +60,17 @@ from tandem.worker.tier_traffic import TierTraffic
 
 log = logging.getLogger(__name__)
 
-LoadHost = Callable[[WorkerConfig, Callable[[], None]], Awaitable[EngineHost]]
-
 
 class Worker:
     """A worker. `run` serves until `stop` is called.
 
-    load_host: loads what it computes with; its second argument is called when a grammar or adapter is ready.
     clock: measures durations of transfers; event loops' clocks may be coarser.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
-        load_host: LoadHost = EngineHost.load,
+        load_host: LoadHost,
         new_network: Callable[[WorkerConfig], Network] = lambda config: new_context("worker", config.network),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

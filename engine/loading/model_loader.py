@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tandem.engine.config import EngineConfig
+from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.allocator_warmup import no_allocator_warmup
 from tandem.engine.loading.dummy_weights import dummy_recipe, make_dummy_model
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
@@ -29,31 +28,6 @@ from tandem.runtime.errors import ConfigError, InternalError, first_line
 BLOCK_SIZE = 64
 """Tokens per KV block: enough for one copy per block, few enough for prefixes to be shared in steps of it."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model that is ready to run. model: the decoder with its head. vision: None for text-only models.
-
-    quantization: of the weights, for people; "" for none. lora_modules: (inputs, outputs) of the linear layers that
-    LoRA adapters may change, by name; empty if it takes none.
-    """
-
-    model: Any
-    max_model_len: int
-    vocab_size: int
-    dtype: torch.dtype
-    device: torch.device
-    layout: KVLayout
-    vision: VisionTower | None = None
-    quantization: str = ""
-    lora_modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        """The KV cache's."""
-        dtype: torch.dtype = getattr(torch, self.layout.dtype)
-        return dtype
 
 
 def load_model(config: EngineConfig) -> LoadedModel:

@@ -6,12 +6,14 @@ import errno
 import mmap
 import os
 import stat
-
-import torch
+from typing import TYPE_CHECKING
 
 from tandem.protocol.messages.media import DIGEST_BYTES, MediaItem, MediaTensor, check_segment
 from tandem.runtime.errors import InvalidRequest, Overloaded, WorkerLost
 from tandem.runtime.file_limits import out_of_descriptors
+
+if TYPE_CHECKING:
+    import torch
 
 
 def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
@@ -36,6 +38,8 @@ def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
 
 def view_tensor(tensor: MediaTensor, memory: mmap.mmap, offset: int) -> torch.Tensor:
     """Returns a view of the tensor at `offset`. It keeps `memory` mapped."""
+    import torch
+
     dtype = getattr(torch, tensor.dtype)
     if not tensor.num_bytes:
         return torch.empty(tensor.shape, dtype=dtype)

@@ -15,8 +15,9 @@ from tandem.kv_transfer.connectors.process_group import connect_store
 from tandem.kv_transfer.ranks import orders
 from tandem.kv_transfer.ranks.orders import Order, OrderDone, PoolReady
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.tiers.rank_tiers import RankTiers, TierAnswer
+from tandem.kv_transfer.tiers.rank_tiers import RankTiers
 from tandem.kv_transfer.tiers.registry import make_tiers
+from tandem.kv_transfer.tiers.tier import TierAnswer
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel

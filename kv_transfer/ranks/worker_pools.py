@@ -52,7 +52,6 @@ class WorkerPools:
         self._checksum_thread = JobThread("checksums", keeps_going=True)
         self.layout = own.layout
         self.host = own.network.host
-        self.has_keys = own.network.tls is not None
         self.params = [own.located(params)]
         """How each rank's pool is reached; complete after `wait_until_ready`."""
         self._store_server: StoreServer | None = None

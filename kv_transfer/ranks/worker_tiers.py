@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from tandem.kv_transfer.ranks import orders
 from tandem.kv_transfer.ranks.remote_rank import MakeOrder, RemoteRank
-from tandem.kv_transfer.tiers.rank_tiers import OnAnswer, RankTiers, TierAnswer
+from tandem.kv_transfer.tiers.rank_tiers import RankTiers
+from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer
 
 
 class WorkerTiers:

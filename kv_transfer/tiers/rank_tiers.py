@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.tiers.block_copies import copies_between
-from tandem.kv_transfer.tiers.tier import KVTier, TierChanges, TierFailed
+from tandem.kv_transfer.tiers.tier import KVTier, OnAnswer, TierAnswer, TierFailed
 from tandem.runtime.errors import KVTransferFailed
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TierAnswer:
-    """Result of one job of a tier. num_blocks: leading blocks of the job that were stored, loaded or found.
-
-    error: why it stopped early, if it failed. The other fields describe the tier after the job, see `KVTier`.
-    """
-
-    num_blocks: int = 0
-    error: str | None = None
-    changes: TierChanges = field(default_factory=lambda: TierChanges([], []))
-    num_bytes: int = 0
-    max_bytes: int = 0
-    num_corrupt: int = 0
-
-
-OnAnswer = Callable[[TierAnswer], None]
-"""Called once for each job, on the tier's thread."""
 
 
 class RankTiers:

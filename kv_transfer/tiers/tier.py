@@ -8,8 +8,8 @@ Tiered KV caches follow Mooncake (Qin et al., FAST 2025) and CachedAttention (Ga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -40,6 +40,25 @@ class TierChanges:
 
     added: list[bytes]
     removed: list[bytes]
+
+
+@dataclass(frozen=True)
+class TierAnswer:
+    """Result of one job of a tier. num_blocks: leading blocks of the job that were stored, loaded or found.
+
+    error: why it stopped early, if it failed. The other fields describe the tier after the job, see `KVTier`.
+    """
+
+    num_blocks: int = 0
+    error: str | None = None
+    changes: TierChanges = field(default_factory=lambda: TierChanges([], []))
+    num_bytes: int = 0
+    max_bytes: int = 0
+    num_corrupt: int = 0
+
+
+OnAnswer = Callable[[TierAnswer], None]
+"""Called once for each job, on the tier's thread."""
 
 
 class KVTier(Protocol):

@@ -11,7 +11,7 @@ from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, MAX_CHAT_PARTS, Ch
 from tandem.proxy.api.schema import ChatFields, TokenizeRequest
 from tandem.proxy.api.structured_output import template_tool
 from tandem.proxy.media.source import MediaSource
-from tandem.proxy.text.model_text import RESERVED_VARIABLES
+from tandem.proxy.text.model_text import reserved_variables
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.runtime.errors import InvalidRequest
 
@@ -44,7 +44,7 @@ class ChatPromptBuilder(msgspec.Struct, frozen=True):
                 "continue_final_message",
             )
         variables = dict(request.chat_template_kwargs or {})
-        if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
+        if reserved := sorted(reserved_variables() & variables.keys()):
             raise InvalidRequest(
                 f"chat_template_kwargs must not contain {reserved[0]!r}, which the server sets itself; remove it.",
                 "chat_template_kwargs",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import suppress
 from inspect import signature
@@ -13,7 +14,6 @@ from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
-from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from tandem.proxy.text.call_arguments import with_other_arguments
 from tandem.proxy.text.chat_templates import DEFAULT, ChatTemplates
@@ -26,14 +26,18 @@ from tandem.runtime.regular_file import read_regular
 
 log = logging.getLogger(__name__)
 
-RESERVED_VARIABLES = frozenset(
-    {*signature(TokenizersBackend.apply_chat_template).parameters, "conversations", "messages", "raise_exception"}
-)
-"""Template variables that the server sets itself."""
-
 _PROBE_TEXT = "tandem"
 _MAX_CONFIG_BYTES = 16 << 20
 """Size of tokenizer_config.json where it is shown to clients."""
+
+
+@functools.cache
+def reserved_variables() -> frozenset[str]:
+    """Returns the template variables that the server sets itself."""
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    parameters = signature(TokenizersBackend.apply_chat_template).parameters
+    return frozenset({*parameters, "conversations", "messages", "raise_exception"})
 
 
 class ModelText:
@@ -45,6 +49,8 @@ class ModelText:
 
     def __init__(self, model: str, generation_config: str = "auto") -> None:
         """Raises ConfigError if there is no such model or its tokeniser cannot be read."""
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend  # takes a second or two
+
         folder = self.folder = find_model(model)
         try:
             self._backend: Any = TokenizersBackend.from_pretrained(str(folder))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tandem.kv_transfer.tiers.block_copies import PinnedCopies, StagedCopies, copies_between
-from tandem.kv_transfer.tiers.rank_tiers import RankTiers, TierAnswer
+from tandem.kv_transfer.tiers.rank_tiers import RankTiers
 from tandem.kv_transfer.tiers.registry import make_tiers
-from tandem.kv_transfer.tiers.tier import TiersConfig
+from tandem.kv_transfer.tiers.tier import TierAnswer, TiersConfig
 from tandem.protocol.messages.transfer import KVLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")

@@ -21,7 +21,7 @@ if "tandem.worker.preload" in sys.orig_argv:
     import os
     from pathlib import Path
     from tandem.engine.model_runner import ModelRunner
-    from tandem.worker import engine_host
+    from tandem.worker import engine_loading
 
     launch = ModelRunner.launch
 
@@ -31,7 +31,7 @@ if "tandem.worker.preload" in sys.orig_argv:
         return launch(self, batch, before)
 
     ModelRunner.launch = watched
-    engine_host.may_overlap = lambda device_type: True
+    engine_loading.may_overlap = lambda device_type: True
 """
 BODIES: list[dict[str, Any]] = [
     {"max_tokens": 40, "temperature": 0},

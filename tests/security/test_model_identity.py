@@ -30,6 +30,7 @@ from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import InternalError, KVLayoutMismatch
+from tests.support.named_connectors import named
 
 WEIGHTS = "model.safetensors"
 
@@ -68,7 +69,7 @@ def test_workers_do_not_pair_after_the_weights_were_updated_in_place(model: Path
     of_prefill = layout_of(model)
     offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", [1], "d", "pair", of_prefill, "host", "cpu", ["ipc"])
     with pytest.raises(KVLayoutMismatch, match="model_id"):
-        agree(offer, of_decode, "host", "cpu", ["ipc"])
+        agree(offer, of_decode, "host", "cpu", named("ipc"))
 
 
 def test_weights_of_the_older_format_count_as_well(model: Path) -> None:

@@ -9,10 +9,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from tandem.kv_transfer.connector import KVReceiver, OnDone
-from tandem.kv_transfer.ranks.worker_pools import WorkerPools
-from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import ClosePair, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed, first_line
@@ -27,6 +26,9 @@ from tandem.worker.pairs.incoming_table import (
     SendCloseToSender,
     StopReceiver,
 )
+
+if TYPE_CHECKING:
+    from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +130,7 @@ class IncomingPairs:
             self.fail(pair_id, first_line(error))
             return
         self._receivers[pair_id] = receiver
-        self._table.on_opened(pair_id, load_connector(action.connector).one_sided)
+        self._table.on_opened(pair_id, self._table.connectors[action.connector].one_sided)
         self._send(pair_id, PairAccepted(pair_id, action.connector, params, action.checksums))
         self._watch(pair_id, action.pids)
 

@@ -11,11 +11,12 @@ may wake up and write. Such a pair is only broken, and goes with ClosePair or th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
+from tandem.kv_transfer.connector import KVConnector
 from tandem.kv_transfer.handshake import agree
 from tandem.protocol.messages.checks import MAX_PAIRS
 from tandem.protocol.messages.membership import WorkerInfo
@@ -97,7 +98,7 @@ class IncomingPairTable:
     layout: KVLayout
     host_id: str
     device: str
-    connectors: list[str]
+    connectors: Mapping[str, KVConnector]
     checksums: bool
     _by_id: dict[str, IncomingPair] = field(default_factory=dict)
     _gone: OrderedDict[str, None] = field(default_factory=OrderedDict)  # ids are never reused

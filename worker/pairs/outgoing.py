@@ -9,11 +9,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tandem.kv_transfer.connector import KVSender
-from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
@@ -29,6 +29,9 @@ from tandem.worker.pairs.outgoing_table import (
     StartSender,
     StopSender,
 )
+
+if TYPE_CHECKING:
+    from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 
 log = logging.getLogger(__name__)
 

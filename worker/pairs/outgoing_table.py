@@ -239,7 +239,7 @@ class OutgoingPairTable:
             return []
         match message:
             case PairAccepted():
-                return self._on_accepted(pair, message)
+                return self._on_accepted(now, pair, message)
             case PairRefused():
                 if pair.state == "opening":
                     pair.state, pair.reason = "refused", message.reason
@@ -247,9 +247,11 @@ class OutgoingPairTable:
             case ClosePair():
                 return self.fail(now, pair.pair_id, message.reason)
 
-    def _on_accepted(self, pair: OutgoingPair, message: PairAccepted) -> list[OutgoingPairAction]:
+    def _on_accepted(self, now: float, pair: OutgoingPair, message: PairAccepted) -> list[OutgoingPairAction]:
         if pair.state != "opening" or pair.connector:
             return []
+        if message.connector not in pair.connectors:
+            return self.fail(now, pair.pair_id, f"the peer chose {message.connector!r}, which was not offered")
         process = _process(pair.peer)
         unknown = [each for each in self._closed.pop(process, []) if each not in pair.closed_pair_ids]
         if unknown:

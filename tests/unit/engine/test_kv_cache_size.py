@@ -19,7 +19,8 @@ from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_cache_size import CONTEXT_BYTES, LENGTH_STEP, PEER_BYTES, CudaMemory, fit_kv_cache
 from tandem.engine.kv_pool import KVPool, block_bytes
-from tandem.engine.loading.model_loader import LoadedModel, load_model
+from tandem.engine.loaded_model import LoadedModel
+from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.kv_transfer.connectors.process_group import MESSAGE_BYTES, NCCL_MAX_CTAS
 from tandem.runtime.errors import ConfigError

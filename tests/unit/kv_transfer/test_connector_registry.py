@@ -26,6 +26,7 @@ from tandem.runtime.exits import watch_exit
 from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import IncomingPairTable
 from tests.support.memory_connector import MemoryReceiver, MemorySender
+from tests.support.named_connectors import named
 
 Install = Callable[[str], None]
 
@@ -57,8 +58,8 @@ def test_an_installed_connector_is_found_by_name(install: Install) -> None:
     with pytest.raises(ConfigError, match=r"unknown connector 'memory'; known are auto, ipc, nixl, tcp, gloo, nccl$"):
         offered_connectors("memory", "cpu")
     install(MEMORY)
-    assert offered_connectors("memory", "cpu") == ["memory"]
-    assert offered_connectors("auto", "cpu") == ["ipc", "tcp", "gloo"], "plugins are used only by name"
+    assert [*offered_connectors("memory", "cpu")] == ["memory"]
+    assert [*offered_connectors("auto", "cpu")] == ["ipc", "tcp", "gloo"], "plugins are used only by name"
     with pytest.raises(ConfigError, match=r"'pigeon'; known are auto, ipc, nixl, tcp, gloo, nccl, memory$"):
         offered_connectors("pigeon", "cpu")
     assert load_config(None, {"kv_connector": "memory"}).kv_connector == "memory"
@@ -81,9 +82,9 @@ def test_the_handshake_respects_a_connectors_reach(install: Install) -> None:
     install(MEMORY)
     layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
     offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", 1, "d", "pair", layout, "here", "cpu", ["memory"])
-    assert agree(offer, layout, "here", "cpu", ["memory"]) == "memory"
+    assert agree(offer, layout, "here", "cpu", named("memory")) == "memory"
     with pytest.raises(KVLayoutMismatch, match="different hosts"):
-        agree(offer, layout, "there", "cpu", ["memory"])
+        agree(offer, layout, "there", "cpu", named("memory"))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_a_broken_connector_is_named_in_the_error(install: Install, source: str,
     install(source)
     with pytest.raises(ConfigError, match=words):
         offered_connectors("memory", "cpu")
-    assert offered_connectors("gloo", "cpu") == ["gloo"], "built-in names cannot be replaced"
+    assert [*offered_connectors("gloo", "cpu")] == ["gloo"], "built-in names cannot be replaced"
 
 
 FAILING = """
@@ -126,7 +127,7 @@ def test_a_path_that_cannot_be_opened_closes_the_pair(install: Install) -> None:
     lost: list[tuple[str, str, bool]] = []
 
     async def run() -> IncomingPairs:
-        table = IncomingPairTable(layout, "here", "cpu", ["memory"], False)
+        table = IncomingPairTable(layout, "here", "cpu", named("memory"), False)
         pairs = IncomingPairs(
             "d",
             table,

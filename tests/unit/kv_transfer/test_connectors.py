@@ -27,6 +27,7 @@ from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, OpenPair
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch, KVTransferFailed
 from tandem.runtime.host import host_id
+from tests.support.named_connectors import named
 
 NUM_BLOCKS, BLOCK_BYTES = 40, 4096
 NETWORK = DataNetwork("127.0.0.1")
@@ -188,7 +189,7 @@ def offer(**changes: Any) -> OpenPair:
 
 
 def test_handshake_chooses() -> None:
-    both = ["ipc", "gloo"]
+    both = named("ipc", "gloo")
     assert agree(offer(), LAYOUT, host_id(), "cpu", both) == "ipc"
     assert agree(offer(host_id="elsewhere"), LAYOUT, host_id(), "cpu", both) == "gloo"
     assert agree(offer(connectors=["gloo"]), LAYOUT, host_id(), "cpu", both) == "gloo"
@@ -198,38 +199,38 @@ def test_handshake_chooses() -> None:
 def test_handshake_names_the_field_that_differs(field: str) -> None:
     value = getattr(LAYOUT, field)
     other = msgspec.structs.replace(LAYOUT, **{field: value + "x" if isinstance(value, str) else value + 1})
-    named = "total_kv_heads" if field in ("num_kv_heads", "tensor_parallel_size") else field
-    with pytest.raises(KVLayoutMismatch, match=named) as caught:
-        agree(offer(layout=other), LAYOUT, host_id(), "cpu", ["ipc"])
-    assert str(getattr(LAYOUT, named)) in caught.value.message and str(getattr(other, named)) in caught.value.message
+    shown = "total_kv_heads" if field in ("num_kv_heads", "tensor_parallel_size") else field
+    with pytest.raises(KVLayoutMismatch, match=shown) as caught:
+        agree(offer(layout=other), LAYOUT, host_id(), "cpu", named("ipc"))
+    assert str(getattr(LAYOUT, shown)) in caught.value.message and str(getattr(other, shown)) in caught.value.message
 
 
 def test_handshake_refuses_another_type_of_the_cache_and_names_both() -> None:
     """`engine.loading.model_loader` gives FP8 caches another model id, too."""
     fp8 = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn", model_id="model+bfloat16 as float8_e4m3fn")
     with pytest.raises(KVLayoutMismatch, match="in dtype: prefill has float8_e4m3fn, decode has bfloat16"):
-        agree(offer(layout=fp8), LAYOUT, host_id(), "cpu", ["ipc"])
+        agree(offer(layout=fp8), LAYOUT, host_id(), "cpu", named("ipc"))
     with pytest.raises(KVLayoutMismatch, match="in dtype: prefill has bfloat16, decode has float8_e4m3fn"):
-        agree(offer(), fp8, host_id(), "cpu", ["ipc"])
-    assert agree(offer(layout=fp8), fp8, host_id(), "cpu", ["ipc"]) == "ipc"
+        agree(offer(), fp8, host_id(), "cpu", named("ipc"))
+    assert agree(offer(layout=fp8), fp8, host_id(), "cpu", named("ipc")) == "ipc"
 
 
 def test_handshake_lets_workers_of_different_numbers_of_ranks_pair() -> None:
     split = msgspec.structs.replace(LAYOUT, num_kv_heads=1, tensor_parallel_size=2)
-    assert agree(offer(layout=split), LAYOUT, host_id(), "cpu", ["ipc"]) == "ipc"
-    assert agree(offer(), split, host_id(), "cpu", ["gloo"]) == "gloo"
+    assert agree(offer(layout=split), LAYOUT, host_id(), "cpu", named("ipc")) == "ipc"
+    assert agree(offer(), split, host_id(), "cpu", named("gloo")) == "gloo"
 
 
 def test_handshake_refuses_other_versions_and_no_common_connector() -> None:
     with pytest.raises(KVLayoutMismatch, match="prefill has 99, decode"):
-        agree(offer(version=99), LAYOUT, host_id(), "cpu", ["ipc"])
+        agree(offer(version=99), LAYOUT, host_id(), "cpu", named("ipc"))
     with pytest.raises(KVLayoutMismatch, match="no connector in common"):
-        agree(offer(connectors=["ipc"], host_id="elsewhere"), LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+        agree(offer(connectors=["ipc"], host_id="elsewhere"), LAYOUT, host_id(), "cpu", named("ipc", "gloo"))
 
 
 def test_handshake_refuses_another_device_and_names_both() -> None:
     with pytest.raises(KVLayoutMismatch, match=r"prefill offers nccl on cuda, decode offers ipc, gloo on cpu"):
-        agree(offer(device="cuda", connectors=["nccl"]), LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+        agree(offer(device="cuda", connectors=["nccl"]), LAYOUT, host_id(), "cpu", named("ipc", "gloo"))
 
 
 def test_unknown_connectors_list_the_known_ones() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
-from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.loaded_model import LoadedModel
 from tandem.kv_transfer.checksums import combine
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors.process_group import StoreServer

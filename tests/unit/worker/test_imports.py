@@ -136,3 +136,10 @@ def test_what_differs_between_workers_is_read_after_the_fork(found: dict[str, An
 
 def test_the_first_kernel_of_a_worker_imports_nothing(found: dict[str, Any]) -> None:
     assert found["late"] == []
+
+
+@pytest.mark.parametrize("module", ["tandem.worker.worker", "tandem.simulator.run"])
+def test_a_workers_shell_and_the_simulator_load_no_torch(module: str) -> None:
+    """Another engine may lie behind the shell, and seeds run without waiting for libraries that they do not use."""
+    code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'numba'}} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

@@ -16,6 +16,7 @@ from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, KVLayo
 from tandem.runtime.exits import watch_exit
 from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
+from tests.support.named_connectors import named
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 16, 64)
 FIRST = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "d", "pair-0", LAYOUT, "there", "cpu", ["gloo"], number=0)
@@ -23,7 +24,7 @@ SECOND = msgspec.structs.replace(FIRST, pair_id="pair-1", number=1)
 
 
 def open_first(peer_writes: bool) -> IncomingPairTable:
-    table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False)
+    table = IncomingPairTable(LAYOUT, "here", "cpu", named("gloo"), False)
     [accepted] = table.on_open(FIRST)
     assert isinstance(accepted, AcceptPair)
     table.on_opened("pair-0", peer_writes)
@@ -43,7 +44,7 @@ def test_a_new_pair_closes_the_previous_one() -> None:
 
 
 def test_a_late_message_cannot_reopen_the_previous_pair() -> None:
-    table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False)
+    table = IncomingPairTable(LAYOUT, "here", "cpu", named("gloo"), False)
     table.on_open(SECOND)
     table.on_opened("pair-1", False)
     assert table.on_open(FIRST) == []
@@ -102,7 +103,7 @@ def test_a_pair_without_a_store_is_closed_and_leaves_nothing() -> None:
     sent: list[object] = []
 
     async def run() -> None:
-        table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False)
+        table = IncomingPairTable(LAYOUT, "here", "cpu", named("gloo"), False)
         pool = RankPool(0, LAYOUT, torch.zeros(4, 16384, dtype=torch.uint8), DataNetwork("192.0.2.1"))
         pairs = IncomingPairs(
             "d", table, WorkerPools(pool, ConnectorParams()), watch_exit,

@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from tandem.kv_transfer.tiers.rank_tiers import TierAnswer
+from tandem.kv_transfer.tiers.tier import TierAnswer
 from tandem.runtime.errors import InternalError
 from tandem.worker import tier_traffic, worker
 from tandem.worker.tier_traffic import TierTraffic

@@ -48,6 +48,15 @@ def test_a_new_role_opens_pairs_and_keeps_those_that_exist() -> None:
     assert not list(table.pairs())
 
 
+def test_an_answer_with_a_connector_that_was_not_offered_fails_the_pair() -> None:
+    me, peer = worker("me", "prefill"), worker("peer", "decode")
+    table = table_of(me)
+    table.on_view(0.0, [me, peer])
+    [pair] = table.pairs()
+    table.on_message(0.0, PairAccepted(pair.pair_id, "nccl", []))
+    assert (pair.state, pair.reason) == ("failed", "the peer chose 'nccl', which was not offered")
+
+
 def test_a_connector_that_the_driver_refuses_is_not_offered_to_that_peer_again() -> None:
     """A GPU may reach some of its peers only."""
     me, near, far, late = (worker(name, role) for name, role in zip("mnfl", ["prefill", *["decode"] * 3], strict=True))  # type: ignore[arg-type]
@@ -61,10 +70,12 @@ def test_a_connector_that_the_driver_refuses_is_not_offered_to_that_peer_again()
         }
 
     def accept(actions: list[OutgoingPairAction], error: KVTransferFailed | None, name: str) -> str:
-        (pair_id,) = [
-            action.pair_id for action in actions if isinstance(action, Connect) and action.endpoint.endswith(name)
+        [(pair_id, offer)] = [
+            (action.pair_id, action.message)
+            for action in actions
+            if isinstance(action, Connect) and action.endpoint.endswith(name)
         ]
-        table.on_message(0.0, PairAccepted(pair_id, "ipc", []))
+        table.on_message(0.0, PairAccepted(pair_id, offer.connectors[0], []))
         assert (StopSender(pair_id) in table.on_sender_ready(0.0, pair_id, error)) == (error is not None)
         return pair_id
 

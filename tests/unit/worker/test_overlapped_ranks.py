@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tandem.engine import tensor_parallel
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
-from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.tensor_parallel import LeadingRunner, TensorParallelGroup
 from tandem.protocol.messages.generation import SamplingParams
 from tests.unit.worker.test_step_loop import CountingRunner, check_overlap, every_sampling, save_model

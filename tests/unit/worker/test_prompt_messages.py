@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -28,9 +28,13 @@ PROMPTS = [
 ]
 
 
+async def not_loaded(*arguments: Any) -> NoReturn:
+    raise NotImplementedError
+
+
 def new_worker(grammars: Any) -> Any:
     """Returns a worker without an engine and without sockets."""
-    worker: Any = Worker(WorkerConfig("w", "any", "ipc:///unused", [], EngineConfig("model")))
+    worker: Any = Worker(WorkerConfig("w", "any", "ipc:///unused", [], EngineConfig("model")), not_loaded)
     worker._presence = SimpleNamespace(info=SimpleNamespace(epoch="e"), drain=None)
     worker._host = SimpleNamespace(
         loaded=SimpleNamespace(vocab_size=100, max_model_len=100),

@@ -16,13 +16,14 @@ from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.launched_step import LaunchedStep
-from tandem.engine.loading.model_loader import LoadedModel, load_model
+from tandem.engine.loaded_model import LoadedModel
+from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.grammar import TOO_SLOW, Grammar, MaskProcess, MaskRequest
 from tandem.engine.sampling.grammar_messages import Mask
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions, Thinking
 from tandem.runtime.errors import ErrorInfo
-from tandem.worker.engine_host import may_overlap
+from tandem.worker.engine_loading import may_overlap
 from tests.support.steps import SteppingWorker
 
 VOCAB_SIZE = 5000  # top_p has fewer candidates than that, and its rows may need more

@@ -14,7 +14,7 @@ from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import BatchItem
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
-from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.transfer import KVLayout
 from tests.support.fake_gpu import CUDA, fake_gpu
 

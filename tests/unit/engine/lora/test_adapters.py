@@ -25,7 +25,8 @@ from transformers import (
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
-from tandem.engine.loading.model_loader import LoadedModel, load_model
+from tandem.engine.loaded_model import LoadedModel
+from tandem.engine.loading.model_loader import load_model
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.lora.adapters import MAX_CACHED_ADAPTERS, Adapters, load_adapter
 from tandem.engine.model_runner import ModelRunner

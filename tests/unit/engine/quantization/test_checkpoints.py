@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.loading.model_loader import LoadedModel, load_model
+from tandem.engine.loaded_model import LoadedModel
+from tandem.engine.loading.model_loader import load_model
 from tandem.engine.quantization.int4_linear import Int4Linear
 from tandem.engine.quantization.linears import QuantizedLinear
 from tandem.runtime.errors import ConfigError

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.kv_pool import KVPool
-from tandem.engine.loading.model_loader import LoadedModel, load_model
+from tandem.engine.loaded_model import LoadedModel
+from tandem.engine.loading.model_loader import load_model
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.quantization.linears import FP8, Fp8Linear, Int8Linear, QuantizedLinear

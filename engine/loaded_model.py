@@ -1,0 +1,41 @@
+"""A model that has been loaded, as the other parts of a worker see it. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tandem.protocol.messages.transfer import KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem.engine.vision.models import VisionTower
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run. model: the decoder with its head. vision: None for text-only models.
+
+    quantization: of the weights, for people; "" for none. lora_modules: (inputs, outputs) of the linear layers that
+    LoRA adapters may change, by name; empty if it takes none.
+    """
+
+    model: Any
+    max_model_len: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    layout: KVLayout
+    vision: VisionTower | None = None
+    quantization: str = ""
+    lora_modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The KV cache's."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.layout.dtype)
+        return dtype
