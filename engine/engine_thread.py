@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tandem.engine.batch import Batch
+from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.device_errors import is_out_of_memory
 from tandem.engine.engine import OnDone, OnReady, OutOfDeviceMemory, StepTiming
 from tandem.engine.launched_step import LaunchedStep
