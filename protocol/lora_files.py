@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -99,7 +100,11 @@ def read_adapter(folder: Path) -> AdapterFiles:
     """Reads both files. Raises InvalidAdapter, which says what is missing or not supported."""
     if not folder.is_absolute():
         raise InvalidAdapter(f"{folder} is not an absolute path; give the whole path of the folder.", "lora_path")
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:  # e.g. its name is too long
+        raise InvalidAdapter(f"Cannot read {folder}: {error.strerror}.", "lora_path") from error
+    if not is_folder:
         raise InvalidAdapter(f"There is no folder {folder}.", "lora_path")
     if not (folder / WEIGHTS_FILE).is_file() and (folder / "adapter_model.bin").is_file():
         raise InvalidAdapter(
@@ -145,7 +150,7 @@ def _read_config(file: Path, content: bytes) -> tuple[int, float]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
         raise InvalidAdapter(f"{file}: r is {rank!r}, but must be a whole number from 1 to {MAX_RANK}.", "lora_path")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:  # also of integers and NaN
         raise InvalidAdapter(f"{file}: lora_alpha is {alpha!r}, but must be a number.", "lora_path")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

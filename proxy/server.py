@@ -220,7 +220,7 @@ class ProxyServer:
         freeze_loaded_objects()
         log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, config.host, config.port)
         tasks = [keep_running(self._update_gauges, "updating gauges", _RESTART_TASK_S)]
-        if self._state.api_keys is not None:
+        if self._state.api_keys is not None and config.api_keys_file:
             tasks.append(keep_running(self._state.api_keys.watch, "reading the API keys again", _RESTART_TASK_S))
         if self._admin_keys is not None:
             tasks.append(keep_running(self._admin_keys.watch, "reading the admin keys again", _RESTART_TASK_S))

@@ -60,9 +60,8 @@ class ApiKeys:
         return next((key for key in self._keys.values() if key.client == client), None)
 
     async def watch(self) -> None:
-        """Takes the keys of the file whenever it has changed. A file without valid keys changes nothing."""
-        if self._file is None:
-            return
+        """Takes the keys of the file, which must exist, when it has changed. One without valid keys changes nothing."""
+        assert self._file is not None
         async for text in self._file.changes():
             try:
                 self._replace(await self._file.threads.run(partial(parse_keys, text, self._setting)))

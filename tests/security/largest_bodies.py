@@ -124,6 +124,8 @@ def _largest(kind: inspect.Type, room: int, within: tuple[type, ...], name: str)
             yield "", msgspec.json.encode(max(kind.values, key=lambda value: len(str(value)))).decode()
         case inspect.StrType():
             yield from _texts(kind, room, name.endswith(INTERPRETED))
+            if name.endswith("path"):
+                yield from _paths(kind, room)
         case inspect.UnionType():
             for each in _members(kind):
                 yield from _largest(each, room, within, name)
@@ -178,6 +180,14 @@ def _texts(kind: inspect.StrType, room: int, is_interpreted: bool) -> Iterator[t
     yield " of a chain of rules", f'"start: r0\\n{rule}\\n"'
     rule = "\\n".join(f"r{i} ::= r{i + 1}" for i in range(length // 22))
     yield " of a chain of GBNF rules", f'"root ::= r0\\n{rule}\\n"'
+
+
+def _paths(kind: inspect.StrType, room: int) -> Iterator[tuple[str, str]]:
+    length = min(kind.max_length or room, room)
+    yield " of a long name", '"/' + "a" * (length - 1) + '"'
+    yield " of many names", '"' + "/a" * (length // 2) + '"'
+    yield " of many parents", '"' + "/.." * (length // 3) + '"'
+    yield " of zeros", '"/' + "\\u0000" * (length // 2) + '"'
 
 
 def _lists(kind: inspect.ListType, room: int, within: tuple[type, ...], name: str) -> Iterator[tuple[str, str]]:
@@ -255,8 +265,52 @@ def _raws(room: int) -> Iterator[tuple[str, str]]:
     yield " nested", "[" * room
 
 
+def batch_files(max_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Yields a name and the content of input files of batches."""
+    from tandem.proxy.batches.batch_lines import Line
+
+    for name, line in bodies(Line, max_bytes):
+        yield f"{name} in each line", (line + b"\n") * max(1, max_bytes // (len(line) + 1))
+    line = b'{"custom_id":"%d","method":"POST","url":"a","body":{}}\n'
+    yield "many lines", b"".join(line % number for number in range(max_bytes // len(line)))
+    for name, piece in (
+        ("breaks", b"\n"),
+        ("blanks", b" \n"),
+        ("returns", b"\r\n"),
+        ("brackets", b"["),
+        ("ends", b"]\n"),
+    ):
+        yield name, piece * (max_bytes // len(piece))
+
+
+def adapter_files(max_bytes: int) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yields a name, the configuration and the weights of LoRA adapters. max_bytes: of JSON in either."""
+    from tandem.protocol import lora_files
+
+    values = [*_anything(max_bytes), (" of many digits", "1" + "0" * 4000), (" of some digits", "1" + "0" * 400)]
+    values += [(" below 0", "-1"), (" infinite", "Infinity"), (" no number", "NaN"), (" large", "1e308")]
+    tensor = '{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}'
+    names = [name for number in range(max_bytes // 200) for name in lora_files.tensor_names(str(number))]
+    many = "{" + ",".join(f'"{name}":{tensor}' for name in names) + "}"
+    config = '{"peft_type":"LORA","r":1,"lora_alpha":1'
+    weights = safetensors('{"a":' + tensor + "}")
+    for name, value in values:
+        for field in (*lora_files._NEUTRAL_VALUES, "peft_type", "init_lora_weights", "r", "lora_alpha", "use_rslora"):
+            yield f"{field}{name}", f'{config},"{field}":{value}}}'.encode(), weights
+        yield f"configuration{name}", value.encode(), weights
+        yield f"weights{name}", (config + "}").encode(), safetensors(value)
+        yield f"a tensor{name}", (config + "}").encode(), safetensors(f'{{"a":{value}}}')
+        yield f"a shape{name}", (config + "}").encode(), safetensors(f'{{"a":{{"dtype":"F32","shape":{value}}}}}')
+        yield f"a dtype{name}", (config + "}").encode(), safetensors(f'{{"a":{{"dtype":{value},"shape":[]}}}}')
+    yield "many tensors", (config + "}").encode(), safetensors(many)
+
+
+def safetensors(header: str) -> bytes:
+    return len(header).to_bytes(8, "little") + header.encode()
+
+
 def all_structs() -> Any:
-    """Returns the types of all bodies, by kind."""
+    """Returns the types of all bodies that readers read, by kind."""
     from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
     from tandem.proxy.api.responses_request import ResponseRequest
     from tandem.proxy.api.schema import (

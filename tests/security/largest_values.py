@@ -1,50 +1,84 @@
 """Reads the largest bodies in a process of its own, which a library may end: `python -m tests.security.largest_values`.
 
-Arguments: the size of a body in bytes, and kinds of bodies. Prints `begin NAME` before each body, and
-`end SECONDS BYTES` after it: the CPU time and the memory that reading it took.
+Arguments: the size of a body in bytes, and kinds of bodies, `batch_file` or `adapter`. Prints `begin NAME` before each
+body, and `end SECONDS BYTES` after it: the CPU time and the memory that reading it took.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import get_args
 
 from bench.noise_model import ensure_noise_model
+from tandem.protocol.lora_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from tandem.proxy.batches.batch_lines import IndexedLine, check_lines, read_lines, request_body
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.errors import TandemError
-from tests.security.largest_bodies import all_structs, bodies
+from tests.security.largest_bodies import adapter_files, all_structs, batch_files, bodies
 
 LIMITS = ModelLimits(2048, 2048, "m", 64)
 
 
 def main(max_bytes: int, kinds: list[str]) -> None:
-    model = str(ensure_noise_model())
-    reader = BodyReader(ModelText(model), ProxyConfig("proxy-0", "", model, "m"))
-    structs = all_structs()
     for kind in kinds:
-        for name, body in bodies(structs[kind], max_bytes):
+        for name, work in works(kind, max_bytes):
             print(f"begin {kind} {name}", flush=True)
-            seconds, num_bytes = measured(lambda kind=kind, body=body: read(reader, kind, body))  # type: ignore[misc]
+            seconds, num_bytes = measured(work)
             print(f"end {seconds:.3f} {num_bytes}", flush=True)
+
+
+def works(kind: str, max_bytes: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yields a name, and what a process of the proxy does with a value."""
+    if kind == "batch_file":
+        for name, content in batch_files(max_bytes):
+            yield name, partial(check_batch, content)
+    elif kind == "adapter":
+        with TemporaryDirectory() as folder:
+            for name, config, weights in adapter_files(max_bytes):
+                (Path(folder) / CONFIG_FILE).write_bytes(config)
+                (Path(folder) / WEIGHTS_FILE).write_bytes(weights)
+                yield name, partial(load_adapter, Path(folder))
+    else:
+        model = str(ensure_noise_model())
+        reader = BodyReader(ModelText(model), ProxyConfig("proxy-0", "", model, "m"))
+        for name, body in bodies(all_structs()[kind], max_bytes):
+            yield name, partial(read, reader, kind, body)
 
 
 def read(reader: BodyReader, kind: str, body: bytes) -> None:
     """Decodes, validates, renders and tokenises, as a reader process does."""
-    try:
+    with suppress(TandemError):  # refused
         if kind in get_args(BodyKind):
             reader.read(body, kind, LIMITS)  # type: ignore[arg-type]
         elif kind == "tokenize":
             reader.tokenize(body, 2048)
         else:
             getattr(reader, kind)(body)
-    except TandemError:
-        pass  # refused
+
+
+def check_batch(content: bytes) -> None:
+    """Checks the lines, and makes a body of each, as the process for this and the proxy do."""
+
+    def on_line(line: IndexedLine) -> None:
+        request_body(content[line.offset : line.offset + line.num_bytes])
+
+    checked = check_lines(read_lines(io.BytesIO(content)), "a", on_line)
+    assert checked.num_requests or checked.errors
+
+
+def load_adapter(folder: Path) -> None:
+    with suppress(TandemError):
+        read_adapter(folder)
 
 
 def measured(work: Callable[[], None]) -> tuple[float, int]:
