@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,8 +29,23 @@ MAY_SHARE = {
     "proxy/server.py",  # when the proxy ends and nothing else runs
     "proxy/reading/media_process.py",  # its own executor
 }
+WRITES_IN_PLACE = re.compile("[rbt]*[wax+][rbt+]*")
+"""Modes of `open` that change a file while others may read it."""
+CHANGES_FILES = {"open", "fdopen", "FileIO", "replace", "rename"}
+COPIES = {"copy", "copy2", "copyfile", "move"}
 MAY_WRITE = {
+    "runtime/whole_file.py",
     "runtime/threads.py",  # /proc
+    "deploy/cli.py",  # /dev/null
+    "kv_transfer/tiers/host_memory.py",  # shared memory
+    "kv_transfer/tiers/disk.py",  # blocks, under random names
+    "protocol/media_segment.py",  # shared memory, whose header is written last
+    "proxy/batches/batch_store.py",  # appends results, with the batch's lock
+    "proxy/batches/file_store.py",  # moves results to their place
+    "proxy/batches/json_files.py",  # sets a damaged file aside
+    "proxy/batches/line_journal.py",  # a journal, with the batch's lock
+    "proxy/cluster/adapter_table.py",  # a lock
+    "proxy/reading/reader_pool.py",  # a memfd
     "deploy/sites/ray_actor.py",  # a memfd
     "deploy/sites/ray_process.py",  # empties a log
     "deploy/processes/log_file.py",  # empties a log
@@ -47,6 +63,32 @@ def called_names(source: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 yield node.lineno, alias.name
+
+
+def writes(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line and name of calls that write a file in place or put one in the place of another.
+
+    `replace` and `rename` with one argument are those of paths; `str.replace` has two.
+    """
+    if not any(f"{each}(" in source for each in (*CHANGES_FILES, *WRITES_WHOLE, *COPIES)):
+        return
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        owner = getattr(function.value, "id", "") if isinstance(function, ast.Attribute) else ""
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        modes = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        flags = {each.attr for part in given for each in ast.walk(part) if isinstance(each, ast.Attribute)}
+        if (
+            name in WRITES_WHOLE
+            or (name in {"open", "fdopen", "FileIO"} and any(map(WRITES_IN_PLACE.fullmatch, modes)))
+            or (name == "open" and flags & {"O_WRONLY", "O_RDWR", "O_CREAT"})
+            or (name in {"replace", "rename"} and (owner == "os" or (len(node.args) == 1 and not node.keywords)))
+            or (name in COPIES and owner == "shutil")
+        ):
+            yield node.lineno, name
 
 
 def broken(names: set[str], allowed: set[str], packages: tuple[str, ...] = PACKAGES) -> list[str]:
@@ -69,7 +111,14 @@ def test_processes_are_forked_in_one_place() -> None:
 
 
 def test_files_are_written_whole() -> None:
-    assert not broken(WRITES_WHOLE, MAY_WRITE), "use tandem.runtime.whole_file, so that no reader sees a part of a file"
+    found = [
+        f"{name}:{line} {called}"
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*.py")
+        if (name := str(file.relative_to(ROOT))) not in MAY_WRITE
+        for line, called in writes(file.read_text())
+    ]
+    assert not found, "use tandem.runtime.whole_file, so that no reader sees a part of a file"
 
 
 def test_blocking_work_of_a_proxy_has_threads_of_its_kind() -> None:
@@ -82,3 +131,22 @@ def test_blocking_work_of_a_proxy_has_threads_of_its_kind() -> None:
 )
 def test_the_rule_sees(source: str) -> None:
     assert any(name in STARTS_TASKS for _, name in called_names(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'open(file, "w")', 'open(file, mode="wb")', 'file.open("a")', 'file.open("r+b")', "file.write_text(text)",
+        'file.with_suffix(".tmp").write_bytes(data)', "os.open(file, os.O_CREAT | os.O_WRONLY)", 'os.fdopen(fd, "w")',
+        "os.replace(partial, file)", "partial.replace(file)", "partial.rename(file)", "shutil.move(partial, file)",
+    ],
+)  # fmt: skip
+def test_the_rule_sees_a_file_that_is_written_in_place(source: str) -> None:
+    assert list(writes(source))
+
+
+@pytest.mark.parametrize(
+    "source", ["open(file)", 'file.open("rb")', 'text.replace("a", "b")', "msgspec.structs.replace(batch, status=a)"]
+)
+def test_the_rule_passes(source: str) -> None:
+    assert not list(writes(source))

@@ -27,7 +27,7 @@ from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded
 from tests.support.garbage import frames_in, kept_garbage
-from tests.support.hostile_grammars import ambiguous
+from tests.support.hostile_grammars import CHAINS, ambiguous
 from tests.unit.engine.sampling.test_grammar import BPE, END, VOCAB_SIZE
 
 A, B, C = (BPE.encode(letter).ids[0] for letter in "abc")
@@ -183,6 +183,39 @@ def test_grammars_are_served_after_their_server_was_killed(noise_model: Any) -> 
         server._process.wait()
         second = grammars.get('start: "b"')
         assert second is not None and not step((second.new_state({0}), [])).errors
+    finally:
+        grammars.close()
+
+
+SLOW_TO_COMPILE = 'start: %json {"allOf": [' + ",".join(
+    f'{{"type": "string", "pattern": "a{i}"}}' for i in range(60)
+) + "]}"  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, None], ids=["SIGSEGV", "SIGKILL", "stack"])
+def test_a_grammar_whose_compilation_ends_its_process_costs_no_other(
+    noise_model: Any, number: signal.Signals | None
+) -> None:
+    """A chain of 45 KB ended the worker three times for each request. number: signal to send; None overflows."""
+    grammars = Grammars(str(noise_model), 2048, lambda: None)
+    try:
+        before = grammars.get('start: "a" "b"', "other")
+        assert before is not None and not step((before.new_state({0}), [])).errors
+        server = grammars._server.result()
+        known = children(server)
+        lost = grammars.get(SLOW_TO_COMPILE if number is not None else CHAINS["rules"](200_000), "attacker")
+        assert lost is not None
+        if number is not None:
+            wait_for_children(server, len(known) + 1)
+            [pid] = set(children(server)) - set(known)
+            os.kill(pid, number)
+        with pytest.raises(InvalidRequest, match="compiling it took too long, or failed"):
+            lost.process()
+        wait_for_children(server, len(known))
+        assert children(server) == known and server._process.poll() is None
+        assert not step((before.new_state({0}), [])).errors
+        after = grammars.get('start: "b"', "attacker")
+        assert after is not None and not step((after.new_state({0}), [])).errors
     finally:
         grammars.close()
 

@@ -8,6 +8,7 @@ import json
 import math
 import time
 import tracemalloc
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -196,7 +197,7 @@ async def step(cluster: Cluster, num_before: int, tops: list[list[tuple[int, flo
     while len(starts := [m for _, m in cluster.pool.of(StartPrefill)]) < num_before + len(tops):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     for start, top in zip(starts[num_before:], tops, strict=True):
-        assert start.decode_worker_id is None and start.sampling.logprobs == 4
+        assert start.decode_worker_id is None and start.sampling.logprobs == max(4, len(top))
         [attempt_id] = start.attempt_ids
         token = SampledToken(top[0][0], TokenLogprobs(top[0][1], 1, top))
         cluster.dispatcher.on_message(PREFILL, FirstToken(attempt_id, token, "length", 0.1, 0.2))
@@ -256,3 +257,35 @@ def test_many_beams_are_started_between_turns_of_the_loop() -> None:
         assert max(after - before for before, after in itertools.pairwise(counts)) <= 16
 
     play(test)
+
+
+def test_the_loop_runs_while_the_candidates_of_the_widest_search_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 32,768 candidates of a step were compared in one turn of the loop, which took seconds."""
+    width, turns = 128, 0
+    added_in_turn: Counter[int] = Counter()
+    add = BeamSearch.add
+
+    def counted(search: BeamSearch, given: TokenLogprobs) -> None:
+        added_in_turn[turns] += 1
+        add(search, given)
+
+    monkeypatch.setattr(BeamSearch, "add", counted)
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def test(cluster: Cluster) -> None:
+        cluster.services = replace(cluster.services, admission=Admission(width, time.monotonic))
+        _, completion = answers(cluster, n=width, max_tokens=2)
+        counting, task = asyncio.create_task(count_turns()), asyncio.create_task(whole(completion))
+        top = [(token_id, -0.01 * token_id) for token_id in range(1, 2 * width + 1)]
+        await step(cluster, 0, [top])
+        await step(cluster, 1, [top] * width)
+        assert len(json.loads(await task)["choices"]) == width
+        counting.cancel()
+
+    play(test)
+    assert added_in_turn.total() == 1 + width and max(added_in_turn.values()) <= 16
