@@ -50,17 +50,17 @@ class PartOfCheck:
 
 
 PARTS = (
-    PartOfCheck("engine", 90, ("-m", "bench.gpu.engine")),
+    PartOfCheck("engine", 85, ("-m", "bench.gpu.engine")),
     PartOfCheck("kernels", 60, ("-m", "bench.gpu.kernels")),
-    PartOfCheck("attention", 25, ("-m", "bench.gpu.attention")),
-    PartOfCheck("kv_transfer", 50, ("-m", "bench.gpu.kv_transfer")),
-    PartOfCheck("checkpoint", 45, ("-m", "bench.gpu.checkpoint")),
+    PartOfCheck("kv_transfer", 45, ("-m", "bench.gpu.kv_transfer")),
+    PartOfCheck("checkpoint", 40, ("-m", "bench.gpu.checkpoint")),
     PartOfCheck("quantised", 50, ("-m", "bench.gpu.quantised")),
-    PartOfCheck("kills", 50, ("-m", "bench.gpu.kills")),
+    PartOfCheck("kills", 45, ("-m", "bench.gpu.kills")),
     PartOfCheck("cluster", 75, ("-m", "bench.gpu.cluster")),
+    PartOfCheck("tests", 50, ("-m", "bench.gpu.tests")),
     PartOfCheck("families", 45, ("-m", "bench.gpu.families")),
-    PartOfCheck("prompt_lengths", 20, ("-m", "bench.gpu.prompt_lengths")),
-    PartOfCheck("tests", 25, ("-m", "bench.gpu.tests")),
+    PartOfCheck("attention", 20, ("-m", "bench.gpu.attention")),
+    PartOfCheck("prompt_lengths", 15, ("-m", "bench.gpu.prompt_lengths")),
 )
 _PR_SET_CHILD_SUBREAPER = 36
 

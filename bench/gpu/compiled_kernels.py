@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -92,34 +93,59 @@ class _RecordedKernel:
         return lambda *arguments, **keywords: self._on_launch(Launch(self._name, self._kernel, arguments, keywords))
 
 
-def launches(sizes: LayerSizes, lengths: Sequence[int] = (2, 1)) -> list[Launch]:
-    """Returns the launches of a layer with and without fused kernels. lengths: new tokens of each sequence."""
-    found: list[Launch] = []
+@contextmanager
+def recorded_launches(found: list[Launch]) -> Iterator[None]:
+    """Adds the launches of all our kernels to `found` instead of running them."""
 
     def recorded(kernels: Any) -> Any:
         return lambda: RecordedKernels(kernels, found.append)
 
+    with (
+        patch.object(triton_attention, "find_kernels", recorded(attention_kernel)),
+        patch.object(layer_operators, "find_layer_kernels", recorded(layer_kernels)),
+        patch.object(quantized_operators, "find_quantized_kernels", recorded(quantized_kernels)),
+    ):
+        yield
+
+
+def attention_launches(
+    sizes: LayerSizes,
+    lengths: Sequence[int] = (2, 1),
+    options: AttentionOptions | None = None,
+    block_size: int = BLOCK_SIZE,
+    stored: torch.dtype | None = None,
+    converts_fp8: bool = True,
+) -> list[Launch]:
+    """Returns the launches of a layer's attention with and without fused kernels. lengths: new tokens of each sequence.
+
+    stored: dtype of the pool, if it differs. converts_fp8: see `engine.cuda.triton_attention`.
+    """
+    found: list[Launch] = []
     num_tokens, dtype = sum(lengths), sizes.dtype
     pool: Any = SimpleNamespace(
-        tensor=torch.empty((2, 1, 2, sizes.num_kv_heads, BLOCK_SIZE, sizes.head_dim), dtype=dtype),
-        layout=SimpleNamespace(block_size=BLOCK_SIZE),
+        tensor=torch.empty((2, 1, 2, sizes.num_kv_heads, block_size, sizes.head_dim), dtype=stored or dtype),
+        layout=SimpleNamespace(block_size=block_size),
     )
     heads = torch.empty((num_tokens, sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim), dtype=dtype)
     query, key, value = (
         part.transpose(0, 1)[None] for part in torch.split(heads, [sizes.num_heads, *[sizes.num_kv_heads] * 2], 1)
     )
     angles, weight = heads[:, 0].contiguous(), torch.empty(sizes.head_dim, dtype=dtype)
-    rows, norm = (torch.empty((*shape, sizes.hidden_size), dtype=dtype) for shape in ((num_tokens,), ()))
-    gate_up = torch.empty((num_tokens, 2 * sizes.intermediate_size), dtype=dtype)
-    options = AttentionOptions(sizes.head_dim**-0.5)
-    with (
-        patch.object(triton_attention, "find_kernels", recorded(attention_kernel)),
-        patch.object(layer_operators, "find_layer_kernels", recorded(layer_kernels)),
-        patch.object(quantized_operators, "find_quantized_kernels", recorded(quantized_kernels)),
-    ):
+    options = options or AttentionOptions(sizes.head_dim**-0.5)
+    with recorded_launches(found), patch.object(triton_attention, "_converts_fp8", lambda device: converts_fp8):
         attention = triton_attention.triton_attention(pool, [BatchItem([0] * n, 0, [0, 1]) for n in lengths])
         attention.attend(0, query, key, value, options)
         attention.rotate_and_attend(0, heads, angles, angles, (weight, weight, 1e-5), options)
+    return found
+
+
+def launches(sizes: LayerSizes) -> list[Launch]:
+    """Returns the launches of a layer with and without fused kernels."""
+    found = attention_launches(sizes)
+    dtype = sizes.dtype
+    rows, norm = (torch.empty((*shape, sizes.hidden_size), dtype=dtype) for shape in ((3,), ()))
+    gate_up = torch.empty((len(rows), 2 * sizes.intermediate_size), dtype=dtype)
+    with recorded_launches(found):
         torch.ops.tandem.rms_norm(rows, norm, 1e-5)
         torch.ops.tandem.add_rms_norm(rows, rows, norm, 1e-5)
         torch.ops.tandem.silu_mul(gate_up)
@@ -160,18 +186,23 @@ def bound(launch: Launch, capability: int) -> tuple[dict[str, str], dict[Any, An
     return signature, constants, attributes, options
 
 
-def resources(launch: Launch, capability: int) -> Resources:
-    """Compiles the kernel as this launch would, and reads its cubin."""
+def compiled(launch: Launch, capability: int) -> Any:
+    """Compiles the kernel as this launch would: with its constants, number of warps and stages."""
     signature, constants, attributes, options = bound(launch, capability)
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+    return triton.compile(source, GPUTarget("cuda", capability, 32), options)
+
+
+def resources(launch: Launch, capability: int) -> Resources:
+    """Reads the cubin of the kernel."""
+    kernel = compiled(launch, capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(kernel.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return Resources(compiled.metadata.shared, numbers["REG"], max(numbers["STACK"], numbers["LOCAL"]))
+    return Resources(kernel.metadata.shared, numbers["REG"], max(numbers["STACK"], numbers["LOCAL"]))
 
 
 def is_supported(launch: Launch, capability: int) -> bool:

@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from bench.gpu.compiled_kernels import LayerSizes, bound, launches
+from bench.gpu.compiled_kernels import LayerSizes, attention_launches, compiled, launches
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.batch import BatchItem
 from tandem.engine.cuda import attention_kernel
 from tandem.engine.cuda import triton_attention as backend
-from tandem.engine.cuda.triton_attention import constants, triton_attention
+from tandem.engine.cuda.triton_attention import triton_attention
 from tests.support.interpreted import run_interpreted
 
 MAX_SHARED_BYTES = 99 * 1024
@@ -95,34 +93,22 @@ def test_one_variant_of_each_kernel_serves_all_steps(pool_dtype: torch.dtype, mo
     assert counts == dict.fromkeys(["write_kv", "attend_chunks", "attend_tokens", "combine_splits"], 1)
 
 
-POINTERS = {
-    "partial": "*fp32", "statistics": "*fp32", "block_table": "*i32", "cu_seqlens": "*i32", "num_context": "*i32",
-    "split_starts": "*i32", "blocks": "*i32", "offsets": "*i32",
-}  # fmt: skip
-STATES = ("query", "key", "value", "key_cache", "value_cache", "output", "sinks")
-
-
-def compiled(name: str, capability: int, dtype: str, cache: str, sizes: dict[str, Any]) -> Any:
-    """Compiles a kernel as a launch would, without a GPU. cache: type of the pool's elements."""
-    kernel = getattr(attention_kernel, name)
-    types = POINTERS | dict.fromkeys(STATES, f"*{dtype}") | {"scale": "fp32", "softcap": "fp32"}
-    types |= dict.fromkeys(("key_cache", "value_cache"), f"*{cache}")
-    sizes = {"HAS_SOFTCAP": True, "HAS_SINKS": True, "SPLITS_AT_ONCE": 16} | sizes
-    options = {"enable_fp_fusion": True} | {name: sizes[name] for name in ("num_warps", "num_stages") if name in sizes}
-    sizes = {size: value for size, value in sizes.items() if size in kernel.arg_names}
-    signature = {each: "constexpr" if each in sizes else types.get(each, "i32") for each in kernel.arg_names}
-    source = ASTSource(kernel, signature, constexprs=sizes)
-    return triton.compile(source, GPUTarget("cuda", capability, 32), options)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def compiles_and_fits(
-    name: str, capability: int, dtype: str, cache: str, head_dim: int, group: int, block_size: int = 64
+    capability: int, head_dim: int, group: int, dtype: str, block_size: int = 64, stored: torch.dtype | None = None
 ) -> None:
-    of_queries = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    sizes = constants(head_dim, group, block_size, of_queries, for_chunks=name == "attend_chunks")
-    result = compiled(name, capability, dtype, cache, sizes)
-    assert result.asm["cubin"]
-    assert result.metadata.shared <= MAX_SHARED_BYTES, name
+    """All kernels of attention, as the product launches them. stored: dtype of the pool, if it differs."""
+    sizes = LayerSizes(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, dtype=DTYPES[dtype])
+    options = AttentionOptions(head_dim**-0.5, 20, 5.0, torch.empty(sizes.num_heads, dtype=sizes.dtype))
+    found = attention_launches(
+        sizes, options=options, block_size=block_size, stored=stored, converts_fp8=capability >= 89
+    )
+    kernels = {launch.name: compiled(launch, capability) for launch in found if launch.name != "rotate_and_write"}
+    assert kernels.keys() == {"write_kv", "attend_chunks", "attend_tokens", "combine_splits"}
+    for name, kernel in kernels.items():
+        assert kernel.asm["cubin"] and kernel.metadata.shared <= MAX_SHARED_BYTES, name
 
 
 OTHER_SIZES = [
@@ -137,36 +123,59 @@ OTHER_SIZES = [
     [(128, 4, "bf16", 64), *(pytest.param(*each, marks=EXTENDED) for each in OTHER_SIZES)],
 )
 def test_the_kernels_compile_and_fit(capability: int, head_dim: int, group: int, dtype: str, block_size: int) -> None:
-    for name in ("write_kv", "attend_chunks", "attend_tokens", "combine_splits"):
-        compiles_and_fits(name, capability, dtype, dtype, head_dim, group, block_size)
+    compiles_and_fits(capability, head_dim, group, dtype, block_size)
+
+
+def computing_loops(program: str) -> list[str]:
+    """Returns the bodies of the innermost loops with products of matrices. program: in Triton's TTGIR."""
+    found = []
+    for head in re.finditer(r"^( *)%\S+ = scf\.for .*$", program, re.MULTILINE):
+        body = program[head.end() :].partition(f"\n{head[1]}}}")[0]
+        if "scf.for" not in body and re.search(r"dot |_mma ", body):
+            found.append(body)
+    return found
+
+
+def loads_behind(value: str, body: str) -> list[str]:
+    """Returns the loads of this iteration whose results `value` is computed from."""
+    lines = dict(re.findall(r"^ *(%\S+?)(?::\d+)? = (.*?)(?: : .*)?$", body, re.MULTILINE))
+    found, wanted, seen = [], [value], set[str]()
+    while wanted:
+        name = wanted.pop()
+        if name in lines and name not in seen:
+            seen.add(name)
+            found += [name] * lines[name].startswith("tt.load")
+            wanted += re.findall(r"%\w+", lines[name])
+    return found
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", ["attend_chunks", "attend_tokens"])
-def test_keys_and_values_are_loaded_ahead(name: str, capability: int) -> None:
-    """Their addresses do not wait for a lookup in the block table. With three stages there is room for two tiles."""
+def test_keys_and_values_are_copied_before_the_iteration_that_reads_them(name: str, capability: int) -> None:
+    """As the product launches the kernels: asynchronous copies, whose addresses wait for no lookup there.
+
+    With two stages there is room for no more than the next tile: its copies begin when this one has been read.
+    """
     launch = next(launch for launch in launches(LayerSizes()) if launch.name == name)
-    signature, sizes, attributes, options = bound(launch, capability)
-    source = ASTSource(launch.kernel, signature, constexprs=sizes, attrs=attributes)
-    program = triton.compile(source, GPUTarget("cuda", capability, 32), options | {"num_stages": 3}).asm["ttgir"]
-    buffers = re.findall(r"local_alloc.*?memdesc<(\d+)x\d+x\d+xbf16", program)
-    assert len(buffers) >= 2 and min(map(int, buffers)) >= 2
-    assert max(int(num) for num in re.findall(r"async_wait.*?num = (\d+)", program)) > 0
+    loops = computing_loops(compiled(launch, capability).asm["ttgir"])
+    assert len(loops) == 2, "keys that all rows see, and keys that some may not see"
+    for body in loops:
+        [passed_on] = re.findall(r"^ *scf\.yield (.*) : .*\Z", body.rstrip(), re.MULTILINE)
+        for states in "kv":
+            [(copy, address)] = re.findall(rf"(%{states}_?\d*) = ttg\.async_copy_global_to_local (%\w+)", body)
+            [committed] = re.findall(rf"(%\S+) = ttg\.async_commit_group tokens {copy}\b", body)
+            assert committed in passed_on.split(", "), "the next iteration waits for it"
+            assert not loads_behind(address, body)
 
 
-@pytest.mark.parametrize(
-    ("capability", "cache"),
-    [(80, "u8"), (90, "fp8e4nv"), *(pytest.param(each, "fp8e4nv", marks=EXTENDED) for each in (89, 100, 120))],
-)
+@pytest.mark.parametrize("capability", [80, 90, *(pytest.param(each, marks=EXTENDED) for each in (89, 100, 120))])
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     [(128, "bf16"), *(pytest.param(*each, marks=EXTENDED) for each in ((64, "bf16"), (256, "fp16")))],
 )
-def test_the_kernels_compile_and_fit_with_an_fp8_pool(capability: int, cache: str, head_dim: int, dtype: str) -> None:
+def test_the_kernels_compile_and_fit_with_an_fp8_pool(capability: int, head_dim: int, dtype: str) -> None:
     """GPUs from capability 8.9 on load FP8, others its bits. All store bits."""
-    compiles_and_fits("write_kv", capability, dtype, "u8", head_dim, 4)
-    for name in ("attend_chunks", "attend_tokens"):
-        compiles_and_fits(name, capability, dtype, cache, head_dim, 4)
+    compiles_and_fits(capability, head_dim, 4, dtype, stored=torch.float8_e4m3fn)
 
 
 def test_gpus_before_capability_8_9_read_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from tandem.engine.config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.model_loader import load_model
+from tandem.engine.quantization import schemes
 from tandem.engine.quantization.int4_linear import Int4Linear
 from tandem.engine.quantization.linears import QuantizedLinear
 from tandem.runtime.errors import ConfigError
@@ -77,6 +78,29 @@ def test_layers_compute_what_the_stored_weights_stand_for(name: str, plain: Path
                 wanted = reference(rows)
                 torch.testing.assert_close(module(rows), wanted, rtol=0, atol=2e-6 * float(wanted.abs().max()) + 1e-6)
     assert type(loaded.model.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("converts", [True, False])
+def test_the_log_says_that_int8_weights_are_converted_where_their_product_is_slow(
+    converts: bool, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU: the layers are plain, and compute what the stored weights stand for."""
+    monkeypatch.setattr(schemes, "converts_int8_weights", lambda device: converts)
+    checkpoint = make_checkpoint(plain, tmp_path / "quantised", FORMATS["int8 weights in groups"])
+    loaded = load(checkpoint.folder)
+    rows = torch.randn(1, 19, 128, generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        for layer in checkpoint.weights:
+            module, reference = loaded.model.get_submodule(layer), checkpoint.model.get_submodule(layer)
+            assert (type(module) is torch.nn.Linear) == converts
+            inputs = rows[..., : module.in_features]
+            torch.testing.assert_close(module(inputs), reference(inputs), rtol=1e-4, atol=1e-4)
+    expected = (
+        f"the weights of {len(checkpoint.weights)} quantised layers are converted to float32, and take its memory: "
+        "products with INT8 weights alone are slower on GPUs"
+    )
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [expected] * converts
+
 
 
 @pytest.mark.parametrize("name", FORMATS)
