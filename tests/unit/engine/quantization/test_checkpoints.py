@@ -102,7 +102,6 @@ def test_the_log_says_that_int8_weights_are_converted_where_their_product_is_slo
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [expected] * converts
 
 
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_greedy_and_logprobs_equal_the_dequantised_model(name: str, plain: Path, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(plain, tmp_path / "quantised", FORMATS[name])
