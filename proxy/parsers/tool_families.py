@@ -113,18 +113,20 @@ _OBJECTS = ((_JSON_HEAD, _JSON_TAIL), (_NESTED_HEAD, _NESTED_TAIL))
 
 
 def _in_tags(opening: str) -> tuple[Shape, ...]:
-    """Returns shapes in which each call is one JSON object between tags."""
-    return tuple(Shape(_p(rf"{opening}\s*{head}"), tail=_p(rf"{tail}\s*</tool_call>")) for head, tail in _OBJECTS)
+    """Returns shapes in which each call is one JSON object between tags, perhaps with braces too many."""
+    return tuple(
+        Shape(_p(rf"{opening}\s*{head}"), tail=_p(rf"{tail}(?:\s*\}})*+\s*</tool_call>")) for head, tail in _OBJECTS
+    )
 
 
-def _in_list(opening: str, is_bare: bool = False) -> tuple[Shape, ...]:
+def _in_list(opening: str, end: str = r"\s*\]", is_bare: bool = False) -> tuple[Shape, ...]:
     """Returns shapes in which a JSON list of calls follows. is_bare: no marker distinguishes it from a JSON answer."""
     return tuple(
         Shape(
             _p(rf"{opening}\s*\[\s*{head}"),
             tail=_p(tail),
             more=_p(rf"\s*,\s*{head}"),
-            end=_p(_LLAMA_END if is_bare else r"\s*\]"),
+            end=_p(end),
             needs_known_name=is_bare,
             begins_answer=is_bare,
         )
@@ -146,7 +148,7 @@ _LLAMA_SHAPES = (
         )
         for head, tail in _OBJECTS
     ),
-    *_in_list(_LLAMA_TAG, is_bare=True),
+    *_in_list(_LLAMA_TAG, _LLAMA_END, is_bare=True),
 )
 _FUNCTION_TAG = Shape(_p(r"<function=(?P<name>[^>\s<]++)>\s*(?=\{)"), tail=_p(r"\s*</function>"), needs_known_name=True)
 _QWEN_PARAMETERS = Parameters(
@@ -309,9 +311,13 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "phi4_mini": ToolFamily(
         ("functools[",),
-        tuple(_in_list("functools")),
+        (
+            *_in_list(r"(?:functools|<\|tool_calls?\|>)", r"\s*(?:\]|<\|/tool_calls?\|>)"),
+            *(Shape(_p(rf"functools\s*{head}"), tail=_p(tail)) for head, tail in _OBJECTS),
+        ),
         Writing('{"name": "NAME", "arguments": ', "}", "functools[", ", ", "]"),
         (("<|tool|>", "<|/tool|>"),),
+        slips=("functools{", "<|tool_call|>", "<|tool_calls|>"),
     ),
     "pythonic": ToolFamily(
         (),

@@ -60,7 +60,7 @@ class Attacker:
 class Attack:
     """max_gap_s, max_grown_bytes: bounds for the stream of the second tenant and for the memory of all processes."""
 
-    run: Callable[[Attacker], None]
+    run: Callable[[Attacker], object]
     max_gap_s: float = 2.0
     max_grown_bytes: int = 400 << 20
 

@@ -153,10 +153,11 @@ class _Memory:
             self._most = max(self._most, self._used())
 
     def _used(self) -> int:
-        return sum(_private_bytes(pid) for pid in (self._pid, *descendants(self._pid)))
+        return sum(private_bytes(pid) for pid in (self._pid, *descendants(self._pid)))
 
 
-def _private_bytes(pid: int) -> int:
+def private_bytes(pid: int) -> int:
+    """Returns the memory of a process that it shares with no other; 0 of one that has ended."""
     try:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     except (OSError, ValueError):  # it has ended

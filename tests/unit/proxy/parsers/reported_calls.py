@@ -237,6 +237,20 @@ CASES = [
         '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
         WEATHER,
     ),
+    Case(
+        "granite",
+        "ml-explore/mlx-lm#1264, a brace too many",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}}\n</tool_call>',
+        WEATHER,
+    ),
+    Case(
+        "granite",
+        "vllm-project/vllm#35948, Granite 4 writes like Hermes, after some text",
+        'I look.\n<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>\n'
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Tokyo"}}</tool_call>',
+        TWO,
+        "I look.",
+    ),
     # ---- Mistral
     Case(
         "mistral",
@@ -249,6 +263,19 @@ CASES = [
         "mistral",
         "ml-explore/mlx-lm#1448",
         '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_weather[ARGS]{"city": "Tokyo"}\n\nI look.',
+        TWO,
+        "I look.",
+    ),
+    Case(
+        "mistral",
+        "mistralai/mistral-vibe#594, raullenchai/Rapid-MLX#579",
+        '[TOOL_CALLS]Write[ARGS]{ "path": ".../test.txt", "content": "demo"}',
+        [("Write", {"path": ".../test.txt", "content": "demo"})],
+    ),
+    Case(
+        "mistral",
+        "vllm-project/vllm#20028, #19425, no [ARGS], after some text",
+        'I look.[TOOL_CALLS]get_weather{"city": "Paris"}[TOOL_CALLS]get_weather{"city": "Tokyo"}',
         TWO,
         "I look.",
     ),
@@ -273,6 +300,37 @@ CASES = [
         "<｜tool▁calls▁begin｜>I cannot.<｜tool▁calls▁end｜>",
         [],
         "<｜tool▁calls▁begin｜>I cannot.<｜tool▁calls▁end｜>",
+    ),
+    Case(
+        "deepseek_v3",
+        "sgl-project/sglang#5224, the marker repeated without end",
+        "<｜tool▁calls▁begin｜>" * 5 + "MMMM",
+        [],
+        "<｜tool▁calls▁begin｜>" * 5 + "MMMM",
+    ),
+    Case(
+        "deepseek_v3",
+        "sgl-project/sglang#5224, a line break between two calls",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```'
+        '<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Tokyo"}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        TWO,
+    ),
+    Case(
+        "deepseek_v31",
+        "raullenchai/Rapid-MLX#795, R1-0528 writes as V3 does, with line breaks around each marker",
+        "<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Paris"}\n```<｜tool▁call▁end｜>\n<｜tool▁calls▁end｜>',
+        WEATHER,
+    ),
+    Case(
+        "deepseek_v31",
+        "verl-project/verl#7635, one section per call, and a code fence in the arguments",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>Write<｜tool▁sep｜>"
+        '{"content": "```json\\n{}\\n```"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        [("Write", {"content": "```json\n{}\n```"}), *WEATHER],
     ),
     # ---- GLM
     Case(
@@ -359,5 +417,31 @@ CASES = [
         "vllm-project/vllm#48795, arrays within",
         'functools[{"name": "search", "arguments": {"tags": ["a", "b"]}}, {"name": "now", "arguments": {}}]',
         [("search", {"tags": ["a", "b"]}), ("now", {})],
+    ),
+    Case(
+        "phi4_mini",
+        "ai-dynamo/dynamo, tests of its parser: text before, line breaks, parameters",
+        'I look. functools[\n  {"name": "get_weather", "parameters": {"city": "Paris"}},\n'
+        '  {"name": "get_weather", "arguments": {"city": "Tokyo"}}\n]',
+        TWO,
+        "I look.",
+    ),
+    Case(
+        "phi4_mini",
+        "ai-dynamo/dynamo, tests of its parser: no brackets",
+        'functools{"name": "get_weather","arguments":{"city":"Paris"}}',
+        WEATHER,
+    ),
+    Case(
+        "phi4_mini",
+        "vllm-project/vllm#14682, the form that the prompt of the report asks for",
+        '<|tool_calls|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]<|/tool_calls|>',
+        WEATHER,
+    ),
+    Case(
+        "phi4_mini",
+        "the form of Phi-4-mini's own chat template",
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]<|/tool_call|>',
+        WEATHER,
     ),
 ]

@@ -43,6 +43,11 @@ def test_reported_texts_are_read_as_the_model_meant_them(case: Case) -> None:
         assert content.strip() == case.content if case.calls else content == case.content, case.report
 
 
+@pytest.mark.parametrize("name", TOOL_FAMILIES)
+def test_each_family_has_three_reports(name: ToolFamilyName) -> None:
+    assert len({case.report for case in CASES if case.family == name}) >= 3
+
+
 def pieces_of(name: ToolFamilyName) -> list[str]:
     texts = [case.text for case in CASES if case.family == name]
     texts += [text for family, text in WRITTEN.values() if family == name]
