@@ -117,7 +117,7 @@ async def message_costs(num_workers: int, num_proxies: int) -> dict[str, float]:
     sockets.clear()
     registration = Registration(
         network, [f"ipc://proxy-{number}" for number in range(num_proxies)], registers[-1], lambda: status,
-        lambda view: None, lambda proxy_id: None, lambda: None, lambda: registers[-1], lambda: None, lambda role: None,
+        lambda view: None, lambda proxy_id: None, lambda: None, lambda: None, lambda role: None,
         lambda: None,
     )  # fmt: skip
     for _ in range(2):

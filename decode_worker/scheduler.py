@@ -194,10 +194,6 @@ class DecodeScheduler:
         gone = [s for s in self._by_request.values() if s.prompt.request.proxy_id == proxy_id]
         return [action for sequence in gone for action in self._end(sequence)]
 
-    def abort_all(self) -> list[Action]:
-        """Ends all sequences, because the proxies have dispatched their requests to other workers."""
-        return [action for sequence in list(self._by_request.values()) for action in self._end(sequence)]
-
     # ---- events from prefill workers
 
     def on_reserve(self, now: float, message: ReserveKV) -> list[Action]:
@@ -276,7 +272,7 @@ class DecodeScheduler:
         actions = [action for sequence in late for action in self._end(sequence, error)]
         for transfer in self._reservations.waiting_transfers():
             if transfer.transfer_id not in self._by_transfer and now >= transfer.arrived_at + UNCLAIMED_TIMEOUT_S:
-                actions += self._give_up(transfer, RequestAborted("no request arrived for this reservation"))
+                actions += self._give_up(transfer, KVTransferFailed("the proxy's request did not arrive"))
         return actions
 
     def wanted_transfers(self, pair_id: str) -> list[str]:

@@ -157,10 +157,6 @@ class PrefillScheduler:
         lost = [prompt for prompt in self._by_transfer.values() if prompt.request.proxy_id == proxy_id]
         return [action for prompt in lost for action in self._end(prompt)]
 
-    def abort_all(self) -> list[Action]:
-        """Ends all prompts, because the proxies have dispatched their requests to other workers."""
-        return [action for prompt in list(self._by_transfer.values()) for action in self._end(prompt)]
-
     def on_reserved(self, message: KVReserved) -> list[Action]:
         prompt = self._by_transfer.get(message.transfer_id)
         if prompt is None or not prompt.reserve_sent or prompt.dst_block_ids is not None:

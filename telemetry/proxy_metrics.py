@@ -93,7 +93,7 @@ class ProxyMetrics:
         )
         self.restarts = self._gauge(
             "tandem_worker_restarts",
-            "Times that a worker has come back under a new epoch, as the proxies saw it.",
+            "Times that a worker has come back, restarted or from silence, as the proxies saw it.",
             "max",
             "worker",
         )

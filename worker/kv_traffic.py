@@ -124,10 +124,6 @@ class KVTraffic:
         """Opens the pairs that the worker's new role needs. Pairs that it no longer needs stay open."""
         self._outgoing.on_role(worker)
 
-    def begin_epoch(self, worker: WorkerInfo) -> None:
-        self._outgoing.begin_epoch(worker)
-        self._incoming.begin_epoch(worker)
-
     def on_tick(self, now: float) -> None:
         self._outgoing.on_tick(now)
         for pair_id in self._incoming_table.due_for_renewal(now):

@@ -127,7 +127,6 @@ class Presence:
             self._traffic.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
             self._restart_reports,
-            self._begin_epoch,
             lambda: self.drain(for_good=True),
             self._change_role,
             self._clear_cache,
@@ -178,18 +177,6 @@ class Presence:
             dict(loaded.lora_modules),
             loaded.quantization,
         )
-
-    def _begin_epoch(self) -> RegisterWorker:
-        """Starts a new epoch after a proxy has declared this worker lost: its requests were dispatched to other
-        workers.
-
-        Blocks that a peer may still access stay in quarantine until that peer has stopped.
-        """
-        self._perform(self._scheduler.abort_all())
-        self.info = msgspec.structs.replace(self.info, epoch=secrets.token_hex(8))
-        self._traffic.begin_epoch(self.info)
-        self._restart_reports()
-        return self._register()
 
     def _restart_reports(self) -> None:
         """Lets the next status have all cached prefixes and all pairs."""

@@ -2,8 +2,8 @@
 
 Status is heartbeat and load report in one; the proxy's answer to it is the proxy's heartbeat. A proxy that goes silent
 or restarts under a new id is lost, and its requests are aborted. If a proxy no longer knows this worker, it has
-declared the worker lost. If all proxies have, the worker begins a new epoch; if others still see it, only the requests
-of that one proxy are aborted.
+declared the worker lost: it is registered with again, and ends those of its requests that are still here. An epoch is
+one process.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 0.25
 PROXY_SETTLE_S = 2.0
 """For this long after a proxy's first message its view may add workers but not remove any."""
-_SIGHT_S = 1.0
-"""A proxy that was last seen within this time still knows this worker."""
 REFUSAL_PATIENCE_S = 15.0
 """Time that a worker retries before its first registration. A crashed predecessor keeps the worker's name until its
 silence is noticed."""
@@ -65,17 +63,13 @@ class _ProxyLink:
         self.known_by: str | None = None  # id of the proxy instance that last knew our epoch
         self.refusal_logged_at: float | None = None
 
-    def knows_us(self, now: float) -> bool:
-        return self.proxy_id is not None and self.known_by == self.proxy_id and now - self.seen_at < _SIGHT_S
-
 
 class Registration:
     """Runs on the loop on which it is created, until `close`.
 
     status: returns the current status. on_view: called with all workers that any proxy knows, when that changes.
     on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart: called when a proxy has
-    missed prefixes or pairs, so that the next status must have all of them. begin_epoch: called when all proxies have
-    declared this worker lost; returns its registration under a new epoch. on_leave: called when the worker is told to
+    missed prefixes or pairs, so that the next status must have all of them. on_leave: called when the worker is told to
     leave for good. on_role: called with the role that the worker is told to take. on_clear_cache: called when an
     operator clears the cache. proxies_file: see `protocol.proxy_endpoints`; empty if endpoints never change.
     """
@@ -89,7 +83,6 @@ class Registration:
         on_view: Callable[[list[WorkerInfo]], None],
         on_proxy_lost: Callable[[str], None],
         on_restart: Callable[[], None],
-        begin_epoch: Callable[[], RegisterWorker],
         on_leave: Callable[[], object],
         on_role: Callable[[Role], object],
         on_clear_cache: Callable[[], object],
@@ -103,7 +96,6 @@ class Registration:
         self._on_view = on_view
         self._on_proxy_lost = on_proxy_lost
         self._on_restart = on_restart
-        self._begin_epoch = begin_epoch
         self._on_leave = on_leave
         self._on_role = on_role
         self._on_clear_cache = on_clear_cache
@@ -193,9 +185,12 @@ class Registration:
                     link.is_settling, link.version = True, 0
                 if message.known:
                     link.known_by, link.refusal_logged_at, self._was_accepted = message.proxy_id, None, True
-                elif link.known_by == message.proxy_id:
-                    self._on_declared_lost(link, message.proxy_id)
                 else:
+                    if link.known_by == message.proxy_id:
+                        # Its requests end by the AbortAllAttempts that it sends when it knows this worker again. Its
+                        # next prompt comes after that on the same connection, and may be here already.
+                        log.warning("proxy %s has declared this worker lost: registering again", message.proxy_id)
+                        link.known_by = None
                     link.socket.send(self._register)
                 if message.restart:
                     self._on_restart()
@@ -212,21 +207,6 @@ class Registration:
                 self._on_clear_cache()
             case StatusReport() | WorkerOrdered() | TimelineReport():
                 pass
-
-    def _on_declared_lost(self, link: _ProxyLink, proxy_id: str) -> None:
-        """Handles a proxy that has declared this worker lost and dispatched its requests elsewhere."""
-        link.known_by = None
-        if not any(other.knows_us(link.seen_at) for other in self._links):
-            log.warning("proxy %s has declared this worker lost: beginning a new epoch", proxy_id)
-            self._register = self._begin_epoch()
-            for each in self._links:
-                each.known_by = None
-            self.send_to_all(self._register)
-            return
-        # Its requests end by the AbortAllAttempts that it sends when it knows this worker again. Its next prompt comes
-        # after that on the same connection, and may be here already.
-        log.warning("proxy %s alone has declared this worker lost: registering again", proxy_id)
-        link.socket.send(self._register)
 
     def _on_refused(self, link: _ProxyLink, reason: str) -> None:
         now = asyncio.get_running_loop().time()

@@ -119,10 +119,6 @@ class WorkerScheduler:
     def on_proxy_lost(self, proxy_id: str) -> list[Action]:
         return self.prefill.on_proxy_lost(proxy_id) + self.decode.on_proxy_lost(proxy_id)
 
-    def abort_all(self) -> list[Action]:
-        """Ends everything, because the proxies have dispatched the requests to other workers."""
-        return self.prefill.abort_all() + self.decode.abort_all()
-
     def on_tick(self, now: float) -> list[Action]:
         self.tiers.on_tick(now)
         actions = self.prefill.on_tick(now) + self.decode.on_tick(now)

@@ -58,7 +58,6 @@ def test_registration_follows_proxies_that_appear_and_disappear(tmp_path: Path) 
             views.append,
             lost.append,
             lambda: None,
-            lambda: RegisterWorker(PROTOCOL_VERSION, worker, 100, 100, "model", 64),
             lambda: None,
             lambda role: None,
             lambda: None,

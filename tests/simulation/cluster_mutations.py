@@ -110,22 +110,10 @@ SHELL = (
         "partial(str)",
     ),
     Mutation(
-        "pairs are accepted under the old epoch",
-        INCOMING,
-        "self._epoch = worker.epoch",
-        "pass",
-    ),
-    Mutation(
         "a silent proxy is not lost",
         REGISTRATION,
         "                    self._lose(link)\n\n    def send_to_all",
         "                    pass\n\n    def send_to_all",
-    ),
-    Mutation(
-        "a worker that was declared lost keeps its requests",
-        REGISTRATION,
-        "self._on_declared_lost(link, message.proxy_id)",
-        "link.socket.send(self._register)",
     ),
     Mutation(
         "requests of a lost proxy are not aborted",
@@ -136,11 +124,9 @@ SHELL = (
     Mutation(
         "a worker does not register again",
         REGISTRATION,
-        "                else:\n                    link.socket.send(self._register)",
-        "                else:\n                    pass",
+        "                        link.known_by = None\n                    link.socket.send(self._register)",
+        "                        link.known_by = None",
     ),
-    Mutation("a new epoch keeps the old requests", PRESENCE, "self._perform(self._scheduler.abort_all())", "pass"),
-    Mutation("a new epoch keeps the old pairs", PRESENCE, "self._traffic.begin_epoch(self.info)", "pass"),
     Mutation("a worker has no clock ticks", PRESENCE, "                on_tick(now)\n", ""),
     Mutation("a drain has no end", PRESENCE, "if self._drain.is_over(now, self._scheduler.is_idle):", "if False:"),
     Mutation(

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.ports import free_port
@@ -121,7 +120,6 @@ class FakeWorkers:
                 self._on_view,
                 lambda _proxy_id: None,
                 lambda: None,
-                partial(self._begin_epoch, name),
                 lambda: None,
                 lambda role: None,
                 partial(self._clear_tiers, name),
@@ -150,10 +148,6 @@ class FakeWorkers:
     def _clear_tiers(self, name: str) -> None:
         for block_hash in list(self.tiers[name].cached):
             self.tiers[name].evict(block_hash)
-
-    def _begin_epoch(self, name: str) -> RegisterWorker:
-        self._infos[name] = msgspec.structs.replace(self._infos[name], epoch=f"{name}/{os.urandom(4).hex()}")
-        return self._register(name)
 
     def _on_view(self, view: list[WorkerInfo]) -> None:
         if {info.epoch for info in view} == self._epochs:  # and not those of an earlier test

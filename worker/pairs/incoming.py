@@ -79,10 +79,6 @@ class IncomingPairs:
     def on_close(self, pair_id: str, reason: str) -> None:
         self._perform(self._table.on_close(pair_id, reason))
 
-    def begin_epoch(self, worker: WorkerInfo) -> None:
-        """Peers open pairs with the new epoch. Existing pairs go when their peers drop them."""
-        self._epoch = worker.epoch
-
     def on_view(self, workers: list[WorkerInfo]) -> None:
         self._perform(self._table.on_view(workers))
 

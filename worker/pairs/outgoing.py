@@ -68,9 +68,6 @@ class OutgoingPairs:
     def on_role(self, worker: WorkerInfo) -> None:
         self._perform(self._table.on_role(self._loop.time(), worker))
 
-    def begin_epoch(self, worker: WorkerInfo) -> None:
-        self._perform(self._table.begin_epoch(self._loop.time(), worker))
-
     def on_tick(self, now: float) -> None:
         self._perform(self._table.on_tick(now))
 

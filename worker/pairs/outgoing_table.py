@@ -108,14 +108,6 @@ class OutgoingPair:
     closed_pair_ids: list[str] = field(default_factory=list)  # see OpenPair
 
 
-_Process = tuple[str, int]
-"""A worker's id and process id: one process may have several epochs."""
-
-
-def _process(worker: WorkerInfo) -> _Process:
-    return worker.worker_id, worker.pid
-
-
 @dataclass(eq=False)
 class OutgoingPairTable:
     """All pairs that one worker has opened.
@@ -135,7 +127,7 @@ class OutgoingPairTable:
     _num_opened: int = 0
     _view: dict[str, WorkerInfo] = field(default_factory=dict)  # all workers, by epoch
     _by_epoch: dict[str, OutgoingPair] = field(default_factory=dict)  # by the decode worker's epoch
-    _closed: OrderedDict[_Process, list[str]] = field(default_factory=OrderedDict)  # see OpenPair
+    _closed: OrderedDict[str, list[str]] = field(default_factory=OrderedDict)  # by the same; see OpenPair
     _by_id: dict[str, OutgoingPair] = field(default_factory=dict)  # including dropped pairs until they are closed
 
     def pairs(self) -> Iterable[OutgoingPair]:
@@ -185,14 +177,14 @@ class OutgoingPairTable:
     def _open_missing(self, now: float) -> list[OutgoingPairAction]:
         if self.worker.role not in PREFILL_ROLES:
             return []
-        stopping = {_process(pair.peer) for pair in self._by_id.values() if not pair.closed}
+        stopping = {pair.peer.epoch for pair in self._by_id.values() if not pair.closed}
         return [
             self._open(now, worker, self.connectors)
             for epoch, worker in self._view.items()
             if worker.role in DECODE_ROLES
             and epoch not in self._by_epoch
             and epoch != self.worker.epoch
-            and _process(worker) not in stopping  # OpenPair must be able to say that the earlier pair has stopped
+            and epoch not in stopping  # OpenPair must be able to say that the earlier pair has stopped
         ]
 
     def on_tick(self, now: float) -> list[OutgoingPairAction]:
@@ -210,7 +202,7 @@ class OutgoingPairTable:
         number = self._num_opened
         pair_id = f"{self.worker.worker_id}-{peer.worker_id}-{self.worker.epoch}-{number}"
         self._num_opened += 1
-        closed_pair_ids = self._closed.get(_process(peer), [])
+        closed_pair_ids = self._closed.get(peer.epoch, [])
         pair = OutgoingPair(pair_id, peer, now, connectors, closed_pair_ids=closed_pair_ids)
         self._by_epoch[peer.epoch] = self._by_id[pair_id] = pair
         message = OpenPair(
@@ -252,10 +244,10 @@ class OutgoingPairTable:
             return []
         if message.connector not in pair.connectors:
             return self.fail(now, pair.pair_id, f"the peer chose {message.connector!r}, which was not offered")
-        process = _process(pair.peer)
-        unknown = [each for each in self._closed.pop(process, []) if each not in pair.closed_pair_ids]
+        epoch = pair.peer.epoch
+        unknown = [each for each in self._closed.pop(epoch, []) if each not in pair.closed_pair_ids]
         if unknown:
-            self._closed[process] = unknown
+            self._closed[epoch] = unknown
         pair.connector, pair.checksums = message.connector, message.checksums
         return [StartSender(pair.pair_id, message.connector, message.params)]
 
@@ -287,8 +279,8 @@ class OutgoingPairTable:
         """Handles the end of a sender. Only now may decode reuse the pair's blocks."""
         pair = self._by_id[pair_id]
         pair.closed = True
-        process = _process(pair.peer)
-        self._closed[process] = [*self._closed.get(process, [])[1 - MAX_CLOSED_PAIRS :], pair_id]
+        epoch = pair.peer.epoch
+        self._closed[epoch] = [*self._closed.get(epoch, [])[1 - MAX_CLOSED_PAIRS :], pair_id]
         if len(self._closed) > MAX_PAIRS:
             self._closed.popitem(last=False)
         return [SendCloseToReceiver(ClosePair(pair_id, pair.reason)), *self._forget_if_closed(pair)]
@@ -333,14 +325,7 @@ class OutgoingPairTable:
         del self._by_id[pair.pair_id]
         return [Disconnect(pair.pair_id)]
 
-    def begin_epoch(self, now: float, worker: WorkerInfo) -> list[OutgoingPairAction]:
-        """Drops all pairs. New ones are opened when a view shows this worker's new epoch."""
-        self.worker, self._view = worker, {}
-        return self._drop_all(now, "the prefill worker begins a new epoch")
-
     def close(self, now: float) -> list[OutgoingPairAction]:
         """Drops all pairs at shutdown."""
-        return self._drop_all(now, "the prefill worker shuts down")
-
-    def _drop_all(self, now: float, reason: str) -> list[OutgoingPairAction]:
+        reason = "the prefill worker shuts down"
         return [action for pair in list(self._by_epoch.values()) for action in self._drop(now, pair, reason)]

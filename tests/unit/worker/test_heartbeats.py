@@ -43,7 +43,6 @@ def test_a_proxy_that_cannot_be_connected_to_ends_the_worker(tmp_path: Path, mon
             lambda view: None,
             lambda proxy_id: None,
             lambda: None,
-            lambda: RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64),
             lambda: None,
             lambda role: None,
             lambda: None,
@@ -106,7 +105,6 @@ def test_a_worker_that_was_late_itself_gives_up_no_proxy() -> None:
             lambda view: None,
             lost.append,
             lambda: None,
-            lambda: register,
             lambda: None,
             lambda role: None,
             lambda: None,
@@ -146,7 +144,7 @@ def test_workers_are_those_that_any_proxy_knows_and_a_missed_change_is_asked_for
         registration = Registration(
             network, ["ipc://a", "ipc://b"], register, lambda: status,
             lambda view: views.append([worker.epoch for worker in view]),
-            lambda proxy_id: None, lambda: None, lambda: register, lambda: None, lambda role: None, lambda: None,
+            lambda proxy_id: None, lambda: None, lambda: None, lambda role: None, lambda: None,
         )  # fmt: skip
         a, b = (link.socket for link in registration._links)
         a.on_message(ClusterView("a", True, 1, 0, [INFO, peer(1)]))
@@ -190,7 +188,7 @@ def test_a_report_is_made_and_encoded_once_for_all_proxies() -> None:
         network: Any = SimpleNamespace(dealer=FakeSocket)
         registration = Registration(
             network, ["ipc://a", "ipc://b"], register, status, lambda view: None,
-            lambda proxy_id: None, lambda: None, lambda: register, lambda: None, lambda role: None, lambda: None,
+            lambda proxy_id: None, lambda: None, lambda: None, lambda role: None, lambda: None,
         )  # fmt: skip
         a, b = (link.socket for link in registration._links)
         a.sent.clear(), b.sent.clear()
@@ -202,7 +200,8 @@ def test_a_report_is_made_and_encoded_once_for_all_proxies() -> None:
     run_in_no_time(run())
 
 
-def test_what_a_proxy_has_sent_since_it_declared_this_worker_lost_is_kept() -> None:
+@pytest.mark.parametrize("proxies", ["a", "ab"])
+def test_what_a_proxy_has_sent_since_it_declared_this_worker_lost_is_kept(proxies: str) -> None:
     """Prompts come by another connection, and may overtake the answer that says so. Found by `tandem simulate`."""
     lost: list[str] = []
 
@@ -211,11 +210,11 @@ def test_what_a_proxy_has_sent_since_it_declared_this_worker_lost_is_kept() -> N
         status = WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
         network: Any = SimpleNamespace(dealer=FakeSocket)
         registration = Registration(
-            network, ["ipc://a", "ipc://b"], register, lambda: status, lambda view: None, lost.append, lambda: None,
-            lambda: pytest.fail("the other proxy knows this worker"), lambda: None, lambda role: None, lambda: None,
+            network, [f"ipc://{name}" for name in proxies], register, lambda: status, lambda view: None, lost.append,
+            lambda: None, lambda: None, lambda role: None, lambda: None,
         )  # fmt: skip
-        a, b = (link.socket for link in registration._links)
-        for name, socket in (("a", a), ("b", b)):
+        a, *_ = sockets = [link.socket for link in registration._links]
+        for name, socket in zip(proxies, sockets, strict=True):
             socket.on_message(ClusterView(name, True, 1, 0, [INFO]))
         a.sent.clear()
         a.on_message(ClusterView("a", False, 1, 1))
