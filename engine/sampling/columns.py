@@ -20,7 +20,7 @@ class Columns:
         self.arrays: list[Array] = []
 
     def add(self, values: Any, dtype: type[np.generic]) -> int:
-        self.arrays.append(np.array(values, dtype))
+        self.arrays.append(np.asarray(values, dtype))
         return len(self.arrays) - 1
 
     def add_padded(self, rows: Sequence[Sequence[int]]) -> int:
