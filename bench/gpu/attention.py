@@ -110,6 +110,7 @@ def torch_attention(shape: Shape, device: str) -> Callable[[], object]:
 
 def main() -> None:
     part = Part("attention", __doc__)
+    part.interpret_kernels()
     is_cuda = part.device == "cuda"
     shapes = SHAPES if is_cuda else (Shape(2, 1, 70), Shape(1, 70, 70))
     num_layers, repeat = (32, 10) if is_cuda else (1, 1)

@@ -11,11 +11,9 @@ import itertools
 import multiprocessing
 import os
 import random
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,21 +144,9 @@ def cases_of(device: str, is_short: bool) -> list[Case]:
     return found + [Case(64, head_dim, (8, 4), torch.bfloat16, FP8, device, is_short) for head_dim in (128, 80)]
 
 
-def why_not_interpreted() -> str | None:
-    """Why the kernels cannot be tested on a CPU, or None."""
-    triton_version, numpy_version = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if triton_version >= (3, 7) or numpy_version < (2, 4):
-        return None
-    return "Triton's interpreter needs Triton 3.7 or NumPy older than 2.4; compiled kernels do not"
-
-
 def main() -> None:
     part = Part("kernels", __doc__)
-    if part.device == "cpu" and "TRITON_INTERPRET" not in os.environ:  # read when Triton is imported, which it is
-        environment = os.environ | {"TRITON_INTERPRET": "1"}
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    if part.device == "cpu" and (problem := why_not_interpreted()):
-        part.skip(problem)
+    part.interpret_kernels()
     cases = cases_of(part.device, part.device == "cpu" or part.quick)
     num_processes = min(os.cpu_count() or 1, len(cases))
     # Compiling takes most of the time, on one core for each case.

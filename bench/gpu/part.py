@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,17 @@ class Part:
     @property
     def num_failures(self) -> int:
         return len(self._failures)
+
+    def interpret_kernels(self) -> None:
+        """On a CPU, starts the part again in a process whose Triton interprets kernels, or skips it."""
+        if self.device == "cuda":
+            return
+        if "TRITON_INTERPRET" not in os.environ:  # read when Triton is imported, which it is
+            environment = os.environ | {"TRITON_INTERPRET": "1"}
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+        triton_version, numpy_version = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+        if triton_version < (3, 7) and numpy_version >= (2, 4):
+            self.skip("Triton's interpreter needs Triton 3.7 or NumPy older than 2.4; compiled kernels do not")
 
     def add(self, name: str, figure: Any) -> None:
         """Records a figure."""
