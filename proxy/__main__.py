@@ -12,6 +12,7 @@ import uvloop
 
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.forked_process import ONE_THREAD
+from tandem.runtime.garbage_collection import importing
 from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.logs import setup_logging
 
@@ -28,10 +29,11 @@ def main(arguments: list[str]) -> int:
         config = read_config(Path(arguments[0]))
         setup_logging(config.proxy_id, config.log_level, config.log_format)
         # Imported late: the imports take 2 s, and a wrong configuration should be reported sooner.
-        from tandem.proxy.reading.body_reader import BodyReader
-        from tandem.proxy.reading.reader_pool import ReaderPool
-        from tandem.proxy.server import serve
-        from tandem.proxy.text.model_text import ModelText
+        with importing():
+            from tandem.proxy.reading.body_reader import BodyReader
+            from tandem.proxy.reading.reader_pool import ReaderPool
+            from tandem.proxy.server import serve
+            from tandem.proxy.text.model_text import ModelText
 
         text = ModelText(config.model, config.generation_config)
         readers = ReaderPool(BodyReader(text, config), config, config.tokenizer_threads)

@@ -8,6 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Keeps the collector from scanning what is imported, meanwhile and later.
+
+    Modules are never garbage. The collector scans them again and again while they are imported, which takes a quarter
+    of the time: of the imports of a worker, 1.5 s of 6 s of CPU.
+    """
+    with collection_paused():
+        yield
+        freeze_without_collecting()
+
+
 def freeze_loaded_objects() -> None:
     """Collects once and moves all live objects out of the collector's sight until the interpreter exits.
 
@@ -15,6 +27,11 @@ def freeze_loaded_objects() -> None:
     interpreter for up to 0.2 s. Called before forking too: a collector that scans inherited memory copies it.
     """
     gc.collect()
+    freeze_without_collecting()
+
+
+def freeze_without_collecting() -> None:
+    """Moves all objects out of the collector's sight until the interpreter exits, garbage too."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # else nanobind, which Triton uses, reports what stays uncollected as leaks
 

@@ -6,15 +6,19 @@ import sys
 from pathlib import Path
 
 import msgspec
-import torch
 
+from tandem.runtime.garbage_collection import importing
 from tandem.runtime.process import run_process
 from tandem.worker.config import WorkerConfig
-from tandem.worker.engine_loading import load_engine_host
-from tandem.worker.worker import Worker
 
 
 def main() -> None:
+    with importing():
+        import torch
+
+        from tandem.worker.engine_loading import load_engine_host
+        from tandem.worker.worker import Worker
+
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerConfig)
     torch.set_num_threads(config.engine.num_threads)  # OMP_NUM_THREADS is not read again in a forked process
     run_process(config.worker_id, config.log_level, lambda: Worker(config, load_engine_host), config.log_format)

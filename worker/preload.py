@@ -14,12 +14,14 @@ from tandem.runtime.command_line import show_command_line
 from tandem.runtime.errors import first_line
 from tandem.runtime.fork_server import main_channel, serve_forks
 from tandem.runtime.forked_process import CHANNEL_FD
-from tandem.runtime.garbage_collection import freeze_loaded_objects
+from tandem.runtime.garbage_collection import importing
 from tandem.runtime.process import EXIT_BAD_CONFIG
 
 ENTRY = "worker"
 MODULES = (
     "tandem.worker.__main__",
+    "tandem.worker.worker",
+    "tandem.worker.engine_loading",
     "tandem.worker.follower",
     "tandem.engine.loading.model_loader",
     "transformers.models.llama.modeling_llama",  # and with it what all modelling files import
@@ -37,18 +39,21 @@ def main() -> NoReturn:
     except Exception as error:
         print(f"error: cannot import what workers need: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIG)
-    freeze_loaded_objects()
     serve_forks(main_channel(CHANNEL_FD), {ENTRY: run})
 
 
 def load(on_cpu: bool) -> None:
     """Imports the modules, also those that numba imports when it compiles its first function. Leaves no thread."""
-    for module in (*MODULES, *(CPU_MODULES if on_cpu else ())):
-        importlib.import_module(module)
-    if on_cpu:
-        from tandem.engine.cpu.compiler import load_compiler
+    with importing():
+        for module in (*MODULES, *(CPU_MODULES if on_cpu else ())):
+            importlib.import_module(module)
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        load_compiler()
+        get_checkpoint_conversion_mapping("llama")  # makes all of them, from 900 regular expressions, and keeps them
+        if on_cpu:
+            from tandem.engine.cpu.compiler import load_compiler
+
+            load_compiler()
 
 
 def run(arguments: list[str]) -> None:

@@ -6,11 +6,12 @@ It has imported what they need, which takes 4 s of CPU, and holds no model, thre
 from __future__ import annotations
 
 from tandem.proxy.reading.media_messages import ENTRY
-from tandem.proxy.reading.media_process import run
 from tandem.runtime.fork_server import main_channel, serve_forks
 from tandem.runtime.forked_process import CHANNEL_FD
-from tandem.runtime.garbage_collection import freeze_loaded_objects
+from tandem.runtime.garbage_collection import importing
 
 if __name__ == "__main__":
-    freeze_loaded_objects()
+    with importing():
+        from tandem.proxy.reading.media_process import run
+
     serve_forks(main_channel(CHANNEL_FD), {ENTRY: run})

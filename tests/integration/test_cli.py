@@ -38,6 +38,13 @@ def test_unsupported_architecture(tmp_path: Path, noise_model: Path) -> None:
     assert "cannot be served" in refused("--model", str(tmp_path))
 
 
+def test_broken_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libnothing.so: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    problem = "cannot import what workers need: ImportError: libnothing.so: cannot open shared object file"
+    assert refused() == f"tandem: {problem}"
+
+
 def test_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import subprocess
 from pathlib import Path
@@ -17,7 +18,7 @@ from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import Overloaded
-from tests.support.cluster import NOW, Cluster, tandem
+from tests.support.cluster import NOW, Cluster, children_of, command_line, is_copy, tandem
 
 SMALL = ("--kv-cache-gib", "0.05", "--kv-connector", "tcp", "--device", "cpu")
 QUESTION = {"model": "tandem-demo", "prompt": "one two three four", "max_tokens": 8, "temperature": 0}
@@ -25,6 +26,13 @@ QUESTION = {"model": "tandem-demo", "prompt": "one two three four", "max_tokens"
 
 def fetch(endpoint: str, network: NetworkConfig) -> StatusReport:
     return asyncio.run(ClusterClient(0, [endpoint], network).status())[0]
+
+
+def sockets_and_pipes(pid: int) -> set[str]:
+    links = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    found = {link for link in links if link.startswith(("socket:", "pipe:"))}
+    assert found
+    return found
 
 
 def test_a_decode_worker_joins_with_keys(tmp_path: Path) -> None:
@@ -55,6 +63,14 @@ def test_a_decode_worker_joins_with_keys(tmp_path: Path) -> None:
             assert (pair.state, pair.connector) == ("ready", "tcp")
             assert all(each.worker.endpoint.startswith("tcp://127.0.0.1:") for each in report.workers)
             assert {each.worker.worker_id for each in report.workers} == {"prefill-0", f"decode-0-{tmp_path.name}"}
+            joined = next(each.worker.pid for each in report.workers if each.worker.role == "decode")
+            assert joined in children_of(worker.pid)
+            (preloaded,) = [pid for pid in children_of(worker.pid) if "tandem.worker.preload" in command_line(pid)]
+            assert is_copy(joined, preloaded), "the worker is forked"
+            assert not sockets_and_pipes(joined) & (sockets_and_pipes(worker.pid) | sockets_and_pipes(preloaded))
+            soft, hard = resource.prlimit(joined, resource.RLIMIT_NOFILE)
+            assert soft == hard, "the worker takes all descriptors that it may have"
+            assert resource.prlimit(joined, resource.RLIMIT_CORE) == resource.prlimit(worker.pid, resource.RLIMIT_CORE)
             with pytest.raises(Overloaded, match="did not answer"):
                 fetch(endpoint, NetworkConfig(insecure=True))
             metrics = httpx.get(f"{cluster.admin_url}/metrics", headers=NOW).text

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.ports import free_port
-from tests.support.cluster import MODEL, Cluster, children_of, is_alive, tandem
+from tests.support.cluster import MODEL, Cluster, children_of, is_alive, is_copy, tandem
 
 NUM_NEW_TOKENS = 16
 LENGTHS = [1, 63, 64, 129, 300, 700]
@@ -77,8 +77,10 @@ def test_greedy_output_matches_transformers(
         assert [(pair.connector, pair.state) for pair in pairs] == [(connector, "ready")]
         sizes = {report.worker.role: report.worker.num_ranks for report in cluster.status().workers}
         assert sizes == {"prefill": prefill_size, "decode": decode_size}
-        followers = [pid for report in cluster.status().workers for pid in children_of(report.worker.pid)]
+        leaders = [report.worker.pid for report in cluster.status().workers]
+        followers = [pid for leader in leaders for pid in children_of(leader)]
         assert len(followers) == prefill_size + decode_size - 2
+        assert all(is_copy(pid, leaders[0]) for pid in (*leaders, *followers)), "all ranks are forked"
 
         assert not cluster.give_role("decode-0", "any") and not cluster.give_role("prefill-0", "any")
         cluster.wait_for(lambda: len(cluster.ready_pairs()) == 2)

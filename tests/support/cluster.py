@@ -177,6 +177,19 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def is_copy(pid: int, of: int) -> bool:
+    """Whether one of two processes was forked from the other, or both from a third, and none has run a program since.
+
+    The kernel gives each program that it runs random addresses, which are in this vector.
+    """
+    one, other = (Path(f"/proc/{each}/auxv").read_bytes() for each in (pid, of))
+    return one == other
+
+
+def command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+
+
 def describe(pid: int) -> str:
     """Returns a process's name, state and command line."""
     try:

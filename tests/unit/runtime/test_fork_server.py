@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from tandem.runtime import fork_server, forked_process
 from tandem.runtime.fork_server import Entry
-from tandem.runtime.forked_process import ForkServer, ForkServerLost
+from tandem.runtime.forked_process import ForkedProcess, ForkServer, ForkServerLost
 
 
 def leave(arguments: list[str]) -> None:
@@ -208,7 +209,7 @@ server = SERVER
 
 async def main():
     await server.until_ready(60)
-    process = await server.start("worker")
+    process = await server.start("worker", fds={1: 2})  # standard output is for the line below
     print(server.pid, process.pid, flush=True)
     await process.wait()
 
@@ -232,6 +233,82 @@ def test_a_killed_parent_takes_all_with_it(server: str) -> None:
         while any(Path(f"/proc/{pid}").exists() and "Z" not in state(pid) for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def spawned(test: Callable[[ForkedProcess], Awaitable[None]], cwd: Path) -> None:
+    """Runs a test with a process that was forked from a program, `tests.support.light_preload`, and sleeps there."""
+
+    async def main() -> None:
+        server = ForkServer.spawn("tests.support.light_preload", os.environ)
+        try:
+            await server.until_ready(60)
+            with (cwd / "output").open("wb+") as output:
+                process = await server.start("worker", fds={1: output.fileno()}, cwd=str(cwd))
+                while not output.seek(0, os.SEEK_END):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await asyncio.wait_for(test(process), 60)
+            process.end()
+        finally:
+            server.close()
+
+    asyncio.run(main())
+
+
+def test_limits_are_those_of_the_process_that_started_the_server(tmp_path: Path) -> None:
+    async def test(process: ForkedProcess) -> None:
+        for number in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_DATA, resource.RLIMIT_STACK):
+            assert resource.prlimit(process.pid, number) == resource.getrlimit(number)
+
+    kept = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(333, kept[1]), kept[1]))
+    try:
+        spawned(test, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, kept)
+
+
+def test_a_forked_process_that_crashes_leaves_a_core_dump(tmp_path: Path) -> None:
+    if Path("/proc/sys/kernel/core_pattern").read_text().strip() != "core":
+        pytest.skip("the kernel writes core dumps elsewhere")
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    if not hard:
+        pytest.skip("this process may have no core dumps")
+
+    async def test(process: ForkedProcess) -> None:
+        process.send_signal(signal.SIGSEGV)
+        assert await process.wait() == -signal.SIGSEGV
+
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    try:
+        spawned(test, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    (dump,) = tmp_path.glob("core*")
+    assert dump.read_bytes()[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["py-spy", "dump", "--pid"], "run (tests/support/light_preload.py"),
+        (["gdb", "-batch", "-nx", "-ex", "backtrace", "-p"], "_start ()"),
+    ],
+    ids=["py-spy", "gdb"],
+)
+def test_a_debugger_attaches_to_a_forked_process(command: list[str], shown: str, tmp_path: Path) -> None:
+    tool = shutil.which(command[0], path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if tool is None:
+        pytest.skip(f"{command[0]} is not installed")
+
+    async def test(process: ForkedProcess) -> None:
+        arguments = [tool, *command[1:], str(process.pid)]
+        attached = await asyncio.to_thread(subprocess.run, arguments, capture_output=True, text=True, timeout=50)
+        if "ermission denied" in attached.stderr or "not permitted" in attached.stderr:
+            pytest.skip("this system forbids ptrace")
+        assert shown in attached.stdout, attached.stderr
+        assert process.returncode is None
+
+    spawned(test, tmp_path)
 
 
 def state(pid: int) -> str:
