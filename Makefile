@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup serve test test-all test-extended test-exhaustive soak lint check audit bench gpu-check gpu-wheels format lock clean
+.PHONY: setup serve test test-all test-extended test-exhaustive soak lint lint-types lint-style lint-collects check audit bench gpu-check gpu-wheels format lock clean
 
 setup: $(VENV)/.installed
 
@@ -54,11 +54,18 @@ soak: setup
 	$(BIN)/tandem simulate --time-s inf $(ARGS)
 
 lint: setup
+	@$(MAKE) --no-print-directory --output-sync --keep-going --jobs 2 lint-types lint-style lint-collects
+
+lint-types:
+	$(BIN)/mypy
+
+lint-style:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@$(PYTEST) -qq --collect-only >/dev/null || { $(PYTEST) -q --collect-only | tail -30; exit 1; }  # every test module imports
+
+lint-collects:  # every test module imports
+	@found=$$($(BIN)/python -m pytest -n 0 -q --collect-only 2>&1) || { echo "$$found" | tail -30; exit 1; }
 
 check: lint
 	$(PYTEST) tests/unit
