@@ -27,11 +27,25 @@ _ARGUMENTS: tuple[Any, ...] = (
     '{"a":' * 60 + "1" + "}" * 60,
 )  # fmt: skip
 """Arguments of calls as clients send them back, also those that max_tokens has cut off."""
+
+
+def _references(length: int) -> dict[str, Any]:
+    definitions: dict[str, Any] = {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(length)}
+    return {"$ref": "#/$defs/r0", "$defs": {**definitions, f"r{length}": {}}}
+
+
+def _rules(length: int, start: str = "start", sign: str = ":") -> str:
+    rules = [f"r{i} {sign} r{i + 1}" for i in range(length)]
+    return "\n".join([f"{start} {sign} r0", *rules, f'r{length} {sign} "a"'])
+
+
 _SCHEMAS: tuple[Any, ...] = (
     {},
     {"type": "object", "properties": {"zip": {"type": ["string", "null"]}, "is_new": {"type": "boolean"}}},
     {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "integer"}}},
-    {"$ref": "#/$defs/r0", "$defs": {**{f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(80)}, "r80": {}}},
+    _references(80),
+    _references(1040),
+    _references(3000),  # the latter overflowed a stack
     {"$ref": "#"},
     {"anyOf": [{"anyOf": [{"anyOf": [{"type": "null"}]}]}, {"type": "string", "format": "date"}]},
     {"type": "string", "pattern": "^(a|b)*c{1,3}$", "maxLength": 5},
@@ -40,7 +54,7 @@ _SCHEMAS: tuple[Any, ...] = (
     "{}",
 )
 _GRAMMARS = (
-    'start: "a"', 'root ::= "a" | "b"', "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(80)) + '\nr80: "a"',
+    'start: "a"', 'root ::= "a" | "b"', _rules(80), _rules(2677), _rules(5000), _rules(3000, "root", "::="),
     "start: " + "a? " * 300 + '\na: "a"', "\n" * 3000 + 'start: "a"', 'start: start "a" | "a"', "start: /(/",
     "start: x", "%llguidance {}\nstart: %json {}",
 )  # fmt: skip
@@ -55,6 +69,8 @@ def random_body(rng: random.Random, model: str) -> tuple[str, dict[str, Any]]:
     """Returns a path and a body for it."""
     path, make = rng.choice(_ROUTES)
     body = {"model": model, "stream": rng.random() < 0.2, **make(rng)}
+    if rng.random() < 0.1:  # one of many fields, but the one by which most requests did harm
+        body["structured_outputs"] = _typed("structured_outputs", rng)
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         field = rng.choice(_FIELDS)
         body[field] = _typed(field, rng) if rng.random() < 0.5 else rng.choice(_VALUES)

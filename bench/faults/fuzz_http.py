@@ -57,7 +57,7 @@ class HttpFuzzer:
                 self._exchange(self._head(), is_complete=False)
             case "body":
                 path, body = random_body(rng, self._model)
-                self._exchange(self._request(encoded(rng, body), path), is_complete=True)
+                self._exchange(self.request(encoded(rng, body), path), is_complete=True)
             case "disconnect":
                 self._disconnect()
 
@@ -90,7 +90,7 @@ class HttpFuzzer:
         lines = [rng.choice(names) + b": " + rng.choice(values) for _ in range(rng.randrange(5))]
         return b"\r\n".join([method + b" " + path + b" HTTP/1.1", b"Connection: close", *lines]) + b"\r\n\r\n"
 
-    def _request(self, body: bytes, path: str) -> bytes:
+    def request(self, body: bytes, path: str) -> bytes:
         """Returns a complete request, some as few clients send them: compressed, for an upgrade, in HTTP/1.0."""
         rng = self._rng
         version, more = rng.choices(("1.1", "1.0"), (9, 1))[0], ""
@@ -125,7 +125,7 @@ class HttpFuzzer:
     def _disconnect(self) -> None:
         """Starts a stream, reads little or nothing of it, and disconnects."""
         body = {"model": self._model, "prompt": "hello", "max_tokens": 50, "stream": True, "ignore_eos": True}
-        data = self._request(json.dumps(body).encode(), "/v1/completions")
+        data = self.request(json.dumps(body).encode(), "/v1/completions")
         with socket.create_connection(("127.0.0.1", self._port), timeout=_TIMEOUT_S) as connection:
             connection.sendall(data[: self._rng.choice((10, len(data) - 5, len(data), len(data)))])
             if self._rng.random() < 0.5:
