@@ -96,6 +96,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.running_since = timeline.now
         self.stopped_at: float | None = None
         """When it was killed, or frozen and not woken since."""
+        self.ended_at: float | None = None
         self._is_frozen = False
         self._is_dead = False
         self._is_queued = False
@@ -120,6 +121,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def kill(self) -> None:
         self._is_dead = True
+        self.ended_at = self._timeline.now
         self._stop()
         self._callbacks.clear()
 
