@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,31 +56,31 @@ def response_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
 
-LARGEST: dict[str, dict[str, Any]] = {
-    "line breaks": {"guided_grammar": "\n" * MAX_GRAMMAR_BYTES},
-    "blank lines": {"guided_grammar": " \n" * _HALF},
-    "a chain in GBNF": {"guided_grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(7000))
+LARGEST: dict[str, Callable[[], dict[str, Any]]] = {
+    "line breaks": lambda: {"guided_grammar": "\n" * MAX_GRAMMAR_BYTES},
+    "blank lines": lambda: {"guided_grammar": " \n" * _HALF},
+    "a chain in GBNF": lambda: {"guided_grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(7000))
                         + 'r7000 ::= "a"'},
-    "alternatives in GBNF": {"guided_grammar": "root ::= " + "a|" * (_HALF - 50) + 'a\na ::= "x"'},
-    "brackets in GBNF": {"guided_grammar": "root ::= " + "(" * (MAX_GRAMMAR_BYTES - 50)},
-    "nested brackets in GBNF": {"guided_grammar": "root ::= " + ("(" * 150 + '"a" "b"' + ")" * 150 + " ") * 400},
-    "a literal in GBNF": {"guided_grammar": 'root ::= "' + "a" * (MAX_GRAMMAR_BYTES - 50) + '"'},
-    "comments in GBNF": {"guided_grammar": "# a\n" * (_HALF // 2 - 50) + 'root ::= "a"'},
-    "optional rules": {"guided_grammar": "start: " + "a? " * 43_000 + '\na: "a"'},
-    "a long name": {"guided_grammar": "a" * MAX_GRAMMAR_BYTES},
-    "far beyond the limit": {"guided_grammar": "\n" * (16 << 20)},
-    "a regular expression": {"guided_regex": "a?" * (_HALF - 50)},
-    "classes in a regular expression": {"guided_regex": r"\d" * (8 << 20)},
-    "choices": {"guided_choice": ["a"] * 1_000_000},
-    "different choices": {"guided_choice": [str(i) for i in range(12_000)]},
-    "properties": response_format({"properties": {f"a{i}": {} for i in range(5000)}}),
-    "an enumeration": response_format({"enum": [f"a{i}" for i in range(11_000)]}),
-    "definitions": response_format({"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i // 2}"} for i in range(3000)}}),
-    "a schema far beyond the limit": response_format({"enum": [f"a{i}" for i in range(1_000_000)]}),
-    "tools": {"tools": [tool(i) for i in range(1000)]},
-    "tools with properties": {"tools": [tool(i, 20) for i in range(80)], "tool_choice": "required"},
-    "tools far beyond the limit": {"tools": [tool(i) for i in range(50_000)]},
-    "tools and a format": {"tools": [tool(i) for i in range(500)], "response_format": {"type": "json_object"}},
+    "alternatives in GBNF": lambda: {"guided_grammar": "root ::= " + "a|" * (_HALF - 50) + 'a\na ::= "x"'},
+    "brackets in GBNF": lambda: {"guided_grammar": "root ::= " + "(" * (MAX_GRAMMAR_BYTES - 50)},
+    "nested brackets in GBNF": lambda: {"guided_grammar": "root ::= " + f'{"(" * 150}"a" "b"{")" * 150} ' * 400},
+    "a literal in GBNF": lambda: {"guided_grammar": 'root ::= "' + "a" * (MAX_GRAMMAR_BYTES - 50) + '"'},
+    "comments in GBNF": lambda: {"guided_grammar": "# a\n" * (_HALF // 2 - 50) + 'root ::= "a"'},
+    "optional rules": lambda: {"guided_grammar": "start: " + "a? " * 43_000 + '\na: "a"'},
+    "a long name": lambda: {"guided_grammar": "a" * MAX_GRAMMAR_BYTES},
+    "far beyond the limit": lambda: {"guided_grammar": "\n" * (16 << 20)},
+    "a regular expression": lambda: {"guided_regex": "a?" * (_HALF - 50)},
+    "classes in a regular expression": lambda: {"guided_regex": r"\d" * (8 << 20)},
+    "choices": lambda: {"guided_choice": ["a"] * 1_000_000},
+    "different choices": lambda: {"guided_choice": [str(i) for i in range(12_000)]},
+    "properties": lambda: response_format({"properties": {f"a{i}": {} for i in range(5000)}}),
+    "an enumeration": lambda: response_format({"enum": [f"a{i}" for i in range(11_000)]}),
+    "definitions": lambda: response_format({"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i // 2}"} for i in range(3000)}}),
+    "a schema far beyond the limit": lambda: response_format({"enum": [f"a{i}" for i in range(1_000_000)]}),
+    "tools": lambda: {"tools": [tool(i) for i in range(1000)]},
+    "tools with properties": lambda: {"tools": [tool(i, 20) for i in range(80)], "tool_choice": "required"},
+    "tools far beyond the limit": lambda: {"tools": [tool(i) for i in range(50_000)]},
+    "tools and a format": lambda: {"tools": [tool(i) for i in range(500)], "response_format": {"type": "json_object"}},
 }  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def test_no_chain_overflows_the_stack_of_the_process_that_checks_it() -> None:
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_value_of_each_field_is_read_in_bounded_time_and_memory(reader: BodyReader, name: str) -> None:
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-    body = msgspec.json.encode(chat | LARGEST[name])
+    body = msgspec.json.encode(chat | LARGEST[name]())
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.process_time()
     try:
