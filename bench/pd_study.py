@@ -22,17 +22,18 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.support.report import Aim, Report, add_common_options, finish
+from tandem.deploy.config import ClusterConfig
+from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.planning.player import Player, TraceRequest
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape
-from tandem.protocol.messages.membership import Role
 
 NUM_WORKERS = 4
 ELASTIC = "elastic"
-LAYOUTS: dict[str, tuple[Role, ...]] = {
-    ELASTIC: ("any", "any", "any", "any"),
-    "1P3D": ("prefill", "decode", "decode", "decode"),
-    "2P2D": ("prefill", "prefill", "decode", "decode"),
-    "3P1D": ("prefill", "prefill", "prefill", "decode"),
+LAYOUTS = {
+    ELASTIC: {"prefill": 0, "decode": 0, "workers": 4},
+    "1P3D": {"prefill": 1, "decode": 3},
+    "2P2D": {"prefill": 2, "decode": 2},
+    "3P1D": {"prefill": 3, "decode": 1},
 }
 LOADS = (0.4, 0.7, 0.9)
 TTFT_LIMIT, TPOT_LIMIT = 5.0, 3.0
@@ -45,8 +46,6 @@ WORKER = WorkerFigures(
     max_model_len=8192, kv_s_per_token=0.0008 / 64,
 )  # fmt: skip
 """8 MiB of KV at 10 GB/s for a block."""
-SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "decode_prefill_threshold": 64}
-"""The defaults of `tandem up`."""
 
 
 def decode_s(num_sequences: int) -> float:
@@ -98,7 +97,8 @@ def measure(shape: TrafficShape, load: float, layout: str, seconds: float) -> di
     """Plays the same requests for every layout."""
     requests = shape.requests(random.Random(f"{shape.name} {load}"), load * shape.capacity_per_s(), seconds)
     ttft_s, tpot_s = shape.limits_s()
-    planned = planned_shape(WORKER, LAYOUTS[layout], itl_slo_ms=round(1000 * tpot_s), **SETTINGS)
+    config = ClusterConfig(**LAYOUTS[layout], itl_slo_ms=round(1000 * tpot_s))
+    planned = planned_shape(WORKER, with_device_defaults(config, on_gpus=False))
     figures = Player(requests, planned).play().summary(ttft_s, tpot_s)
     return {
         "shape": shape.name,

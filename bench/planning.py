@@ -51,9 +51,9 @@ from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.planning.player import Player
 from tandem.deploy.planning.trace import read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
-from tandem.protocol.messages.membership import Role, StatusReport
+from tandem.protocol.messages.membership import StatusReport
 
-LAYOUTS: dict[str, list[Role]] = {"1P1D": ["prefill", "decode"], "elastic-2": ["any", "any"]}
+LAYOUTS = {"1P1D": {"prefill": 1, "decode": 1}, "elastic-2": {"prefill": 0, "decode": 0, "workers": 2}}
 CALIBRATION = {
     "llama100m": poisson(16, 3.0, ChatTurn(400, 48)),
     "tiny": poisson(200, 100.0, ChatTurn(300, 48)),
@@ -112,15 +112,8 @@ def step_gap_s(addresses: list[str]) -> float:
 
 
 def predicted(figures: WorkerFigures, layout: str, trace: Path) -> dict[str, float]:
-    config = with_device_defaults(ClusterConfig(), on_gpus=False)
-    shape = planned_shape(
-        figures,
-        LAYOUTS[layout],
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        decode_prefill_threshold=config.decode_prefill_threshold,
-    )
-    summary = Player(read_trace(trace, figures.max_model_len), shape).play().summary()
+    config = with_device_defaults(ClusterConfig(**LAYOUTS[layout]), on_gpus=False)
+    summary = Player(read_trace(trace, figures.max_model_len), planned_shape(figures, config)).play().summary()
     if summary["errors"]:
         raise SystemExit(f"error: simulated requests failed: {summary['errors']}")
     return {

@@ -25,14 +25,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
 from bench.support.report import Report, add_common_options, finish
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
-from tandem.protocol.messages.membership import Role
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.cluster.router import Router
@@ -44,7 +42,7 @@ from tandem.simulator.engine import StepTimes
 from tandem.simulator.network import Connection
 from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.run import hidden_logs, seeded_ids
-from tandem.simulator.scenario import ClusterShape
+from tandem.simulator.scenario import ClusterShape, cluster_config
 from tandem.simulator.timeline import ProcessLoop, Timeline
 
 STEP_TIMES = StepTimes(fixed_s=0.02, per_prompt_token_s=0.01, per_sequence_s=0.002)
@@ -126,7 +124,7 @@ class Load:
     is_over: bool = False
 
     def begin(self) -> None:
-        self.cluster.launcher.call_later(self.rng.expovariate(self.requests_per_s), self._next)
+        self.cluster.world.call_later(self.rng.expovariate(self.requests_per_s), self._next)
 
     def _next(self) -> None:
         if self.is_over:
@@ -189,12 +187,8 @@ def run(
     """Returns the figures of one cluster."""
     rng = random.Random(f"scale {num_workers} {num_proxies}")
     num_prefill = num_workers // 2
-    roles: list[Role] = ["prefill"] * num_prefill
-    roles += ["decode"] * (num_workers - num_prefill)
-    shape = ClusterShape(
-        tuple(roles), num_proxies, num_blocks=64, max_queued=10_000, lease_s=10.0, block_s=0.002, failure_share=0.0,
-        step_times=STEP_TIMES, keeps_kv=False,
-    )  # fmt: skip
+    config = cluster_config(prefill=num_prefill, decode=num_workers - num_prefill, proxies=num_proxies)
+    shape = ClusterShape(config, num_blocks=64, step_times=STEP_TIMES, keeps_kv=False)
     meter, problems = Meter(), Counter[str]()
     timeline = Timeline(rng, lambda name, error: problems.update([f"{type(error).__name__}: {error}"]))
     rss_before = _rss_mib()
@@ -223,7 +217,7 @@ def run(
         meter.clear()
         begun, real = timeline.now, time.monotonic()
         load = Load(cluster, rng, load_share * num_prefill / MEAN_PROMPT_S)
-        cluster.launcher.call_soon(load.begin)
+        cluster.world.call_soon(load.begin)
         if has_faults:
             figures["zone_loss"] = _with_faults(cluster, timeline, load, begun, seconds, num_workers)
         else:
@@ -254,25 +248,19 @@ def _with_faults(
     zone = list(cluster.workers.values())[::4]
     num_before, killed_at = len(load.ttfts_s), timeline.now
     for worker in zone:
-        cluster.launcher.call_soon(worker.exit)
+        cluster.world.call_soon(worker.exit)
     whole_at = _run_until_whole(cluster, timeline, num_workers, begun + seconds / 2)
     num_after = len(load.ttfts_s)
     timeline.run(lambda: False, begun + seconds / 2)
     interval_s = seconds / 2 / num_workers
     for number, name in enumerate(cluster.workers):
-        cluster.launcher.call_later(number * interval_s, partial(_drain, cluster, name))
+        cluster.world.call_later(number * interval_s, cluster.launcher.launcher.restart, name)
     timeline.run(lambda: False, begun + seconds)
     return {
         "workers": len(zone),
         "whole_again_s": round(whole_at - killed_at, 2),
         "ttft_ms_meanwhile": _percentiles(load.ttfts_s[num_before:num_after]),
     }
-
-
-def _drain(cluster: SimulatedCluster, name: str) -> None:
-    worker = cluster.workers[name]
-    if not worker.loop.is_dead and hasattr(worker, "worker"):
-        worker.loop.call_soon(worker.worker.drain)
 
 
 def _run_until_whole(cluster: SimulatedCluster, timeline: Timeline, num_workers: int, deadline: float) -> float:

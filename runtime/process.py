@@ -18,6 +18,7 @@ from tandem.runtime.lifetime import die_with_parent, leave
 from tandem.runtime.logs import LogFormat, setup_logging
 from tandem.runtime.tasks import start
 
+EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_RETIRED = 3
 """Exit code of a worker that was drained for good and must not be restarted."""
@@ -39,7 +40,7 @@ def run_process(name: str, log_level: str, make: Callable[[], Service], log_form
     `make` is called on the loop. Exits by os._exit, because a thread that waits for a dead peer would block a normal
     exit.
     """
-    run_to_exit(name, log_level, lambda: uvloop.run(_serve(make)), signal.SIGINT, log_format)
+    run_to_exit(name, log_level, lambda: uvloop.run(serve(make)), signal.SIGINT, log_format)
 
 
 def run_to_exit(
@@ -59,18 +60,27 @@ def run_to_exit(
     exit_code = 0
     try:
         main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        exit_code = EXIT_BAD_CONFIG
-    except Retired:
-        exit_code = EXIT_RETIRED
-    except BaseException:
-        logging.getLogger(name).exception("the process failed")
-        exit_code = 1
+    except BaseException as error:
+        exit_code = exit_code_of(error)
+        if exit_code == EXIT_BAD_CONFIG:
+            print(f"error: {error}", file=sys.stderr)
+        elif exit_code == EXIT_FAILED:
+            logging.getLogger(name).exception("the process failed")
     leave(exit_code)
 
 
-async def _serve(make: Callable[[], Service]) -> None:
+def exit_code_of(error: BaseException) -> int:
+    """Returns the exit code of a process that this error has ended."""
+    match error:
+        case ConfigError():
+            return EXIT_BAD_CONFIG
+        case Retired():
+            return EXIT_RETIRED
+    return EXIT_FAILED
+
+
+async def serve(make: Callable[[], Service]) -> None:
+    """Runs `make()`'s service on the running loop until it ends or signals end it. Raises what the service raises."""
     service = make()
     stopped_early = asyncio.Event()
 

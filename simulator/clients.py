@@ -40,15 +40,13 @@ class Clients:
         self._note = note
 
     def send(self, request: Request, proxy: SimulatedProxy) -> None:
-        if proxy.loop.is_dead:
-            self._end(request, "connection refused")
-            return
-        self._of_proxies[proxy.name].add(request.number)
+        proxy.num_open += 1
+        self._of_proxies[proxy.proxy_id].add(request.number)
         proxy.loop.call_soon(lambda: start(self._serve(request, proxy)))
 
-    def on_proxy_killed(self, name: str) -> None:
-        """Clients of a dead proxy see their connections break."""
-        for number in self._of_proxies.pop(name, set()):
+    def on_proxy_end(self, proxy_id: str) -> None:
+        """Clients of a proxy that has ended see their connections break."""
+        for number in self._of_proxies.pop(proxy_id, set()):
             if number not in self.outcomes:
                 self.outcomes[number] = "connection broke"
 
@@ -76,8 +74,10 @@ class Clients:
             outcome = error.code
             if outcome == "overloaded" and not proxy.table.workers():  # as of a proxy that has known none
                 outcome = "no_worker_ready"
-            if outcome not in EXPECTED_ERRORS or (outcome in LATE_ERRORS and request.timeout_s == NO_TIMEOUT_S):
+            is_expected = outcome in EXPECTED_ERRORS or (outcome == "request_aborted" and not proxy.accepts)
+            if not is_expected or (outcome in LATE_ERRORS and request.timeout_s == NO_TIMEOUT_S):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
+        proxy.num_open -= 1
         self._end(request, outcome)
 
     async def _read(self, request: Request, deltas: AsyncGenerator[TextDelta, None]) -> bool:

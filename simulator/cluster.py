@@ -1,25 +1,105 @@
-"""The simulated cluster: its launcher starts its processes, and starts them again when they end; faults strike them."""
+"""The simulated cluster: the real launcher starts its processes and keeps them running; faults strike them."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import random
-from collections.abc import Callable
-from functools import partial
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import get_args
 
-from tandem.protocol.codec import Codec
-from tandem.protocol.messages.membership import FromProxyControl, WorkerExited
+from tandem.deploy.launch import draining
+from tandem.deploy.launch.admin_socket import SOCKET_NAME
+from tandem.deploy.launch.cluster_client import Questions
+from tandem.protocol.messages.membership import Role, SetWorkerRole, WorkerOrdered
+from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
+from tandem.protocol.messaging import Network
+from tandem.runtime.errors import ConfigError, TandemError
+from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import PathFaults, Wires
 from tandem.simulator.network import SimulatedNetwork, Switch
-from tandem.simulator.processes import Machine, OnDelta, SimulatedProxy, SimulatedWorker
+from tandem.simulator.processes import Machine, OnDelta, SimulatedProcess, SimulatedProxy, SimulatedWorker
 from tandem.simulator.scenario import ClusterShape, Fault
-from tandem.simulator.timeline import Timeline
+from tandem.simulator.site import SimulatedLauncher, endpoint_of
+from tandem.simulator.timeline import ProcessLoop, Timeline
+
+RESTART_S = 0.1
+"""From the end of a launcher to the start of the next one."""
+COMMAND_TIMEOUT_S = 60.0
+"""Of an operator's command, for each process that it restarts."""
+
+
+class Operator(Questions):
+    """Somebody who gives commands beside the launcher, such as `tandem restart`. note: gets a line of the log."""
+
+    place = "the simulated cluster"
+
+    def __init__(self, switch: Switch, loop: ProcessLoop, num_proxies: int, note: Callable[[str], None]) -> None:
+        self.num_running = 0
+        """Commands."""
+        self._switch = switch
+        self._loop = loop
+        self._num_proxies = num_proxies
+        self._note = note
+
+    def launcher_endpoint(self) -> str:
+        return endpoint_of(SOCKET_NAME)
+
+    def proxy_endpoints(self) -> list[str]:
+        return [endpoint_of(f"proxy-{number}") for number in range(self._num_proxies)]
+
+    def not_running(self) -> ConfigError:
+        return ConfigError("no cluster")
+
+    def open_network(self, *, to_proxies: bool) -> Network:
+        return SimulatedNetwork(self._switch, self._loop)
+
+    def restart(self, *names: str) -> None:
+        """`tandem restart`: drains and restarts the named processes, or all, one at a time."""
+        self._give("restart", lambda: draining.restart(self, list(names), COMMAND_TIMEOUT_S, self._note))
+
+    def drain(self, name: str) -> None:
+        """`tandem drain`: a worker leaves for good."""
+        self._give("drain", lambda: draining.drain(self, name, COMMAND_TIMEOUT_S, self._note))
+
+    def scale(self, counts: ScaleCluster) -> None:
+        self._give(f"scale {counts}", lambda: self.ask_launcher(counts, ClusterScaled))
+
+    def restore(self, counts: ScaleCluster) -> None:
+        """`tandem scale`, again and again until the launcher takes it."""
+
+        async def scale() -> None:
+            while True:
+                with suppress(TandemError):
+                    await self.ask_launcher(counts, ClusterScaled)
+                    return
+                await asyncio.sleep(1.0)
+
+        self._give(f"restore {counts}", scale)
+
+    def set_role(self, name: str, role: Role) -> None:
+        self._give(f"{name} takes role {role}", lambda: self.ask_proxies(SetWorkerRole(name, role), WorkerOrdered))
+
+    def _give(self, command: str, act: Callable[[], Awaitable[object]]) -> None:
+        async def given() -> None:
+            outcome = "done"
+            try:
+                await act()
+            except TandemError as error:
+                outcome = error.message
+            self.num_running -= 1
+            self._note(f"operator: {command}: {outcome}")
+
+        self.num_running += 1
+        self._loop.call_soon(lambda: start(given()))
 
 
 class SimulatedCluster:
     """All processes of one run. report(rule, details): called when a rule is broken. note: gets a line of the log.
 
-    on_proxy_killed: called with a proxy's name, when its clients' connections break.
+    on_proxy_end: called with a proxy's id, when its clients' connections break.
     """
 
     def __init__(
@@ -29,117 +109,139 @@ class SimulatedCluster:
         rng: random.Random,
         report: Callable[[str, str], None],
         note: Callable[[str], None],
-        on_proxy_killed: Callable[[str], None] = lambda name: None,
+        on_proxy_end: Callable[[str], None] = lambda proxy_id: None,
         on_delta: OnDelta = lambda sequence, attempt, delta: None,
     ) -> None:
         self.shape = shape
-        self.launcher = timeline.new_loop("launcher")
-        self.workers: dict[str, SimulatedWorker] = {}
-        self.proxies: dict[str, SimulatedProxy] = {}
-        self.proxies_by_id: dict[str, SimulatedProxy] = {}
-        """Also those that are dead."""
-        self.has_faults = True
+        self.world = timeline.new_loop("world")
+        """For what happens outside of processes."""
+        self.has_faults, self.is_restored = True, False
         self.switch = Switch(timeline, shape.max_queued, shape.max_latency_s)
         faults = PathFaults(
             block_s=lambda: rng.uniform(0.5, 1.5) * shape.block_s,
             breaks=lambda: self.has_faults and rng.random() < shape.failure_share,
             corrupts=lambda: self.has_faults and rng.random() < shape.corrupt_share,
         )
-        self._machine = Machine(timeline, self.switch, shape, Wires(faults), report, on_delta=on_delta)
+        self._machine = Machine(
+            timeline, self.world, self.switch, shape, Wires(faults), report, note, on_delta, on_proxy_end
+        )  # fmt: skip
         self._note = note
-        self._on_proxy_killed = on_proxy_killed
-        self._pids = itertools.count(1000)
-        self._proxy_numbers = itertools.count()
-        self._roles = {f"{role}-{number}": role for number, role in enumerate(shape.roles)}
-        self.launcher.call_soon(self._begin)
+        self.operator = Operator(self.switch, timeline.new_loop("operator"), shape.config.proxies, note)
+        self.workers, self.proxies = self._machine.workers, self._machine.proxies
+        self.proxies_by_id = self._machine.proxies_by_id
+        self.num_launchers = 0
+        self._start_launcher()
 
-    def _begin(self) -> None:
-        """Runs on the launcher's loop, as its timers do."""
-        for number in range(self.shape.num_proxies):
-            self._start_proxy(f"proxy-{number}")
-        for name in self._roles:
-            self._start_worker(name)
-        network = SimulatedNetwork(self.switch, self.launcher)
-        codec: Codec[FromProxyControl] = Codec(FromProxyControl)
-        self._controls = [
-            network.dealer(f"ipc:///simulated/proxy-{number}", codec, lambda message: None, peer="proxy")
-            for number in range(self.shape.num_proxies)
-        ]
+    def _start_launcher(self) -> None:
+        self.num_launchers += 1
+        self.launcher = SimulatedLauncher(self._machine, "launcher", 0, self._on_launcher_end)
 
-    def _start_proxy(self, name: str) -> None:
-        self._note(f"{name} starts")
-        proxy = SimulatedProxy(self._machine, name, next(self._proxy_numbers))
-        self.proxies[name] = self.proxies_by_id[proxy.proxy_id] = proxy
+    def _on_launcher_end(self, code: int) -> None:
+        self.world.call_later(RESTART_S, self._start_launcher)
 
-    def _start_worker(self, name: str) -> None:
-        shape = self.shape
-        pids = [next(self._pids) for _ in range(shape.num_ranks)]
-        self._note(f"{name} starts as {pids[0]}")
-        endpoints = [f"ipc:///simulated/proxy-{number}" for number in range(shape.num_proxies)]
-        worker = self.workers[name] = SimulatedWorker(self._machine, pids, name, self._roles[name], endpoints)
-        self._machine.watch_exit(self.launcher, pids[0], partial(self._on_exit, worker))
-
-    def _on_exit(self, worker: SimulatedWorker) -> None:
-        self._note(f"{worker.worker_id} ({worker.pids[0]}) has exited")
-        for control in self._controls if self.shape.reports_exits else ():
-            control.send(WorkerExited(worker.worker_id, worker.pids[0], has_crashed=False))
-        self.launcher.call_later(self.shape.restart_s, self._start_worker, worker.worker_id)
+    def end_faults(self) -> None:
+        """Data paths break no more, and the operator wants as many workers as at the start."""
+        self.has_faults, self.is_restored = False, True
+        self.operator.restore(ScaleCluster(**self.shape.config.counts))
 
     def strike(self, fault: Fault) -> None:
-        """Lets a fault happen. Called on the launcher's loop."""
+        """Lets a fault happen."""
         workers, proxies = list(self.workers.values()), list(self.proxies.values())
+        if not workers or not proxies:
+            return  # the launcher has just ended
         worker, proxy = workers[fault.target % len(workers)], proxies[fault.target % len(proxies)]
         other = workers[fault.other % len(workers)]
-        struck = proxy.name if "proxy" in fault.kind else worker.worker_id
-        self._note(f"fault: {fault.kind}, {struck}, {fault.duration_s:.3f} s")
+        struck: SimulatedProcess = worker
+        if "proxy" in fault.kind or "launcher" in fault.kind:
+            struck = proxy if "proxy" in fault.kind else self.launcher
+        self._note(f"fault: {fault.kind}, {struck.name}, {fault.duration_s:.3f} s")
         match fault.kind:
-            case "kill":
-                worker.exit()
-            case "leave":
-                if not worker.loop.is_dead and hasattr(worker, "worker"):
-                    worker.loop.call_soon(worker.worker.drain)
-            case "freeze":
-                for loop in worker.loops:
+            case "kill" | "kill proxy" | "kill launcher":
+                struck.exit()
+            case "leave" | "leave proxy":
+                struck.send_signal(signal.SIGTERM)
+            case "freeze" | "freeze proxy" | "freeze launcher":
+                for loop in struck.loops:
                     loop.freeze()
-                    self.launcher.call_later(fault.duration_s, loop.wake)
+                    self.world.call_later(fault.duration_s, loop.wake)
+            case "fail starts":
+                self._machine.fails_until[worker.name] = self._machine.timeline.now + fault.duration_s
+                worker.exit()
+            case "lose host":
+                self._lose_host(worker.host, fault.duration_s)
             case "break connections":
-                self.switch.break_connections(lambda one, two: worker.worker_id in (one, two))
+                self.switch.break_connections(lambda one, two: worker.name in (one, two))
             case "partition":
-                peer = proxy.name if fault.other % 2 else other.worker_id
-                self._cut(fault, (worker.worker_id, peer), (peer, worker.worker_id))
+                peer = proxy.name if fault.other % 2 else other.name
+                self._cut(fault, (worker.name, peer), (peer, worker.name))
             case "one-way partition":
-                ends = (worker.worker_id, proxy.name if fault.other % 2 else other.worker_id)
+                ends = (worker.name, proxy.name if fault.other % 2 else other.name)
                 self._cut(fault, ends if fault.other % 4 < 2 else ends[::-1])
             case "isolate":
-                ends_of = [(worker.worker_id, each) for each in self.proxies]
+                ends_of = [(worker.name, each) for each in self.proxies]
                 self._cut(fault, *ends_of, *(ends[::-1] for ends in ends_of))
             case "partition launcher":
-                self._cut(fault, *((self.launcher.name, each) for each in self.proxies))
-            case "kill proxy":
-                if not proxy.loop.is_dead:
-                    proxy.exit()
-                    self._on_proxy_killed(proxy.name)
-                    self.launcher.call_later(self.shape.restart_s, self._start_proxy, proxy.name)
-            case "freeze proxy":
-                proxy.loop.freeze()
-                self.launcher.call_later(fault.duration_s, proxy.loop.wake)
+                self._cut(fault, *(("launcher", each) for each in self.proxies))
+            case "restart all":
+                self.operator.restart()
+            case "drain for good":
+                self.operator.drain(worker.name)
+            case "change role":
+                self.operator.set_role(worker.name, get_args(Role)[fault.other % 3])
+            case "scale":
+                counts = 1 + fault.target % 3, 1 + fault.other % 3
+                is_elastic = self.shape.config.workers > 0
+                self.operator.scale(ScaleCluster(any=sum(counts)) if is_elastic else ScaleCluster(*counts))
+
+    def _lose_host(self, host: int, duration_s: float) -> None:
+        """Host 0, which has the launcher and the proxies, stays."""
+        if host:
+            self._machine.lost_until[host] = self._machine.timeline.now + duration_s
+            for worker in list(self.workers.values()):
+                if worker.host == host:
+                    worker.vanish()
 
     def _cut(self, fault: Fault, *cuts: tuple[str, str]) -> None:
         for ends in cuts:
             self.switch.cut(*ends)
-            self.launcher.call_later(fault.duration_s, self.switch.heal, *ends)
+            self.world.call_later(fault.duration_s, self.switch.heal, *ends)
 
     def process(self, pid: int) -> SimulatedWorker:
-        return self._machine.processes[pid]
+        worker = self._machine.processes[pid]
+        assert isinstance(worker, SimulatedWorker)
+        return worker
 
     def not_whole(self) -> str | None:
         """Returns what is missing for a cluster at rest, or None."""
+        if self.operator.num_running:
+            return "obeys a command"
+        if (problem := self._missing_in_launcher()) is not None:
+            return f"the launcher {problem}"
         for proxy in self.proxies.values():
             if (problem := self._missing_in_proxy(proxy)) is not None:
                 return f"{proxy.name} {problem}"
         for name, worker in self.workers.items():
             if (problem := self._missing_in_worker(worker)) is not None:
                 return f"{name} {problem}"
+        return None
+
+    def _missing_in_launcher(self) -> str | None:
+        """All processes that run are the launcher's, and it keeps running as many of each role as it was told to."""
+        if self.launcher.loop.is_dead or not self.launcher.is_ready:
+            return "is not ready"
+        counts = self.launcher.launcher.counts
+        if self.is_restored and not self.shape.config.autoscale and counts != self.shape.config.counts:
+            return f"keeps {counts} running"
+        known = {each.name: each.pid for each in self.launcher.launcher.processes}
+        if (children := self.launcher.site.children.keys()) != known.keys():
+            return f"still stops {children - known.keys()}"
+        running = {
+            process.name: pid
+            for pid, process in self._machine.processes.items()
+            if pid == process.pids[0] and not process.loop.is_dead and process is not self.launcher
+        }
+        if running != known:
+            return f"has started {known}, but {running} run"
         return None
 
     def _missing_in_proxy(self, proxy: SimulatedProxy) -> str | None:
@@ -164,6 +266,9 @@ class SimulatedCluster:
         for name, worker in self.workers.items():
             if worker.loop.is_dead or worker.epoch is None or known.get(name) != worker.epoch:
                 return f"does not know {name}"
+        roles = Counter(worker.role for worker in proxy.table.workers())
+        if roles != Counter(self.launcher.launcher.counts):
+            return f"knows the roles {dict(roles)}, the launcher {self.launcher.launcher.counts}"
         return None
 
     def _missing_in_worker(self, worker: SimulatedWorker) -> str | None:
@@ -174,7 +279,7 @@ class SimulatedCluster:
         num_pairs, num_incoming = len(traffic.status()), len(list(traffic._incoming_table.pairs()))
         if len(traffic._incoming._receivers) != num_incoming:
             return f"has {len(traffic._incoming._receivers)} receivers for {num_incoming} pairs"
-        if worker.network.num_dealers != self.shape.num_proxies + num_pairs:
+        if worker.network.num_dealers != self.shape.config.proxies + num_pairs:
             return f"has {worker.network.num_dealers} connections for {num_pairs} pairs"
         blocks = scheduler.blocks
         if blocks.num_quarantined or blocks.num_free != blocks.num_blocks:

@@ -28,10 +28,10 @@ class SimulatedConnector:
     """What workers ask of a `kv_transfer.connector.KVConnector`."""
 
     one_sided: bool
-    crosses_hosts: bool = True
+    crosses_hosts: bool
 
 
-CONNECTORS = {"ipc": SimulatedConnector(one_sided=True), "gloo": SimulatedConnector(one_sided=False)}
+CONNECTORS = {"ipc": SimulatedConnector(True, False), "gloo": SimulatedConnector(False, True)}
 """By the names of real ones that behave as they do."""
 
 

@@ -32,9 +32,9 @@ class Invariants:
         self._report = report
         self._seen: dict[tuple[str, str], float] = {}  # since when something is as it may only be for a while
         self._by_epoch: dict[str, SimulatedWorker] = {}
-        cluster.launcher.call_later(CHECK_S, self._check)
+        cluster.world.call_later(CHECK_S, self._check)
         if cluster.shape.max_latency_s < 0.01:
-            cluster.launcher.call_later(SHOWN_S, self._check_views)
+            cluster.world.call_later(SHOWN_S, self._check_views)
 
     def _check_views(self) -> None:
         workers = self._cluster.workers
@@ -47,8 +47,8 @@ class Invariants:
 
     def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
         """Checks why a proxy has removed a worker."""
-        worker = self._cluster.workers[worker_id]
-        if reason.startswith("its process") and not worker.loop.is_dead and epoch == worker.epoch:
+        worker = self._cluster.workers.get(worker_id)
+        if worker is not None and reason.startswith("its process") and not worker.loop.is_dead and epoch == worker.epoch:
             self._report("a running worker is taken for one that has exited", f"{worker_id} ({epoch}): {reason}")
 
     def check_delta(self, sequence: DispatchedSequence, attempt: Attempt, delta: TokenDelta) -> None:
@@ -63,10 +63,10 @@ class Invariants:
         hashes = BlockHasher(self._cluster.shape.block_size, "simulated").prompt_hashes(stored)
         has_room = blocks.num_blocks >= 100 and blocks.num_free - blocks.num_cached > blocks.num_blocks // 2
         if has_room and len(blocks.match(hashes)) < len(hashes):
-            self._report("a finished sequence is not cached", f"{worker.worker_id}: {attempt.attempt_id}")
+            self._report("a finished sequence is not cached", f"{worker.name}: {attempt.attempt_id}")
 
     def _check(self) -> None:
-        self._cluster.launcher.call_later(CHECK_S, self._check)
+        self._cluster.world.call_later(CHECK_S, self._check)
         now, seen = self._timeline.now, self._seen
         self._seen = {}
         for rule, details, limit_s in self._waits():
@@ -86,7 +86,7 @@ class Invariants:
                 yield from self._of_proxy(proxy)
 
     def _of_worker(self, worker: SimulatedWorker) -> Iterator[tuple[str, str, float]]:
-        now, name = self._timeline.now, worker.worker_id
+        now, name = self._timeline.now, worker.name
         prefill, decode = worker.worker._scheduler.prefill, worker.worker._scheduler.decode
         held = {key for key, prompt in prefill._by_request.items() if not prompt.ended} | decode._by_request.keys()
         for proxy_id, attempt_id in sorted(held):
@@ -103,7 +103,7 @@ class Invariants:
                 yield "a request is held beyond its deadline", f"{name}: {sequence.attempt_id}", 0
         for waiting in decode._by_transfer.values():
             prefill_worker = self._by_epoch.get(waiting.prefill_epoch)
-            if prefill_worker is None or worker.loop not in prefill_worker.watched_by:
+            if prefill_worker is None or prefill_worker.has_left or worker.loop not in prefill_worker.watched_by:
                 continue
             exited_at = [loop.ended_at for loop in prefill_worker.loops if loop.ended_at is not None]
             if waiting.arrived_at < min(exited_at) and max(exited_at) < now - 1:
@@ -129,8 +129,8 @@ class Invariants:
             elif is_closed and self._is_calm(worker.loop, peer.loop):
                 yield "a prompt waits for a transfer that is closed", f"{name}: {transfer_id}", CHECK_S
         for pair in table.pairs():
-            other = self._cluster.workers[pair.peer.worker_id]
-            if pair.state != "ready" or other.presence is None or other.pids[0] == pair.peer.pid:
+            other = self._cluster.workers.get(pair.peer.worker_id)
+            if other is None or pair.state != "ready" or other.presence is None or other.pids[0] == pair.peer.pid:
                 continue
             if pair.pair_id in other.worker._traffic._incoming_table._by_id:
                 yield "a pair leads to another process", f"{name}: {pair.pair_id}", 0

@@ -223,8 +223,9 @@ class _Router(_Socket):
         on_message: Callable[[bytes, Any], None],
     ) -> None:
         super().__init__(switch, loop, refusals, endpoint, codec)
-        assert endpoint not in switch.routers, f"{endpoint} is bound"
-        switch.routers[endpoint] = self
+        before = switch.routers.get(endpoint)
+        assert before is None or before.loop is not loop, f"{endpoint} is bound"
+        switch.routers[endpoint] = self  # in place of a process that ends, as the file of an ipc socket is replaced
         self._on_message = on_message
         self._peers: dict[bytes, Connection] = {}
 
@@ -248,7 +249,8 @@ class _Router(_Socket):
     def close(self) -> None:
         if not self._is_over:
             self._is_closed = True
-            del self._switch.routers[self.endpoint]
+            if self._switch.routers.get(self.endpoint) is self:
+                del self._switch.routers[self.endpoint]
             for connection in list(self._peers.values()):
                 connection.end()
 
@@ -279,7 +281,7 @@ class _Dealer(_Socket):
         if self._is_closed and not self._unsent:
             return
         router = self._switch.routers.get(self.endpoint)
-        if router is None or not self._switch.can_connect(self.loop.name, router.loop.name):
+        if router is None or router.loop.is_dead or not self._switch.can_connect(self.loop.name, router.loop.name):
             if not self._is_closed:
                 self.loop.call_later(RECONNECT_S, self._connect)
             return

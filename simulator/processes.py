@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable
+import itertools
+import math
+import signal
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tandem.engine.block_manager import BlockManager
-from tandem.engine.config import EngineConfig
+from tandem.deploy.processes.supervisor import EXIT_LOST
 from tandem.engine.loaded_model import LoadedModel
-from tandem.protocol.messages.membership import Role, WorkerLoad
+from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.answer_budget import AnswerBudget
@@ -28,7 +33,10 @@ from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
+from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.proxy.text.token_text import TokenText
+from tandem.runtime.errors import RequestAborted
+from tandem.runtime.process import EXIT_FAILED, exit_code_of, serve
 from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
 from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
@@ -44,6 +52,9 @@ from tandem.worker.worker import Worker
 
 FOLLOWER_EXIT_S = 0.3
 """Time in which the ranks of a worker end after the first one, at most."""
+SILENT_S = 2.0, 6.0
+"""Time in which the ends of connections to a host that has vanished notice it (`protocol.network`)."""
+PROXY_POLL_S = 0.05
 
 
 OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
@@ -51,18 +62,35 @@ OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 
 @dataclass(frozen=True)
 class Machine:
-    """What all processes share. processes: workers by the process ids of their ranks."""
+    """What all processes share. processes: by the process ids of their ranks. note: gets a line of the log.
+
+    workers, proxies: the last process of each name that the present launcher has started.
+    """
 
     timeline: Timeline
+    world: ProcessLoop
+    """For what happens outside of processes."""
     switch: Switch
     shape: ClusterShape
     wires: Wires
     report: Callable[[str, str], None]
-    processes: dict[int, SimulatedWorker] = field(default_factory=dict)
-    on_delta: OnDelta = lambda sequence, attempt, delta: None
+    note: Callable[[str], None]
+    on_delta: OnDelta
     """Called when a proxy takes tokens of an attempt."""
+    on_proxy_end: Callable[[str], None]
+    """Called with the id of a proxy when its clients' connections break."""
+    processes: dict[int, SimulatedProcess] = field(default_factory=dict)
+    workers: dict[str, SimulatedWorker] = field(default_factory=dict)
+    proxies: dict[str, SimulatedProxy] = field(default_factory=dict)
+    proxies_by_id: dict[str, SimulatedProxy] = field(default_factory=dict)
+    """Also those that are dead."""
+    fails_until: dict[str, float] = field(default_factory=dict)
+    """Until when processes of a name fail to start."""
+    lost_until: dict[int, float] = field(default_factory=dict)
+    """Until when a host cannot be used."""
     stored: dict[str, Stored] = field(default_factory=dict)
     """Blocks in tiers, by tier; host memory belongs to one worker, and outlives its process."""
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
 
     def watch_exit(self, loop: ProcessLoop, pid: int, on_exit: Callable[[], None]) -> Callable[[], None]:
         """Implements `runtime.exits.WatchExit` for the process of this loop."""
@@ -79,48 +107,111 @@ class Machine:
         return end
 
 
-class SimulatedWorker:
-    """One worker: the process that talks, and those of its other ranks. pids: rank 0's first."""
+class SimulatedProcess:
+    """One process, or the ranks of a worker, rank 0 first. on_end: called with the exit code.
+
+    A process that the cluster starts later than with itself needs `ClusterShape.boot_s` before it does anything.
+    """
 
     def __init__(
-        self, machine: Machine, pids: list[int], worker_id: str, role: Role, proxies: list[str]
+        self, machine: Machine, name: str, host: int, on_end: Callable[[int], None], num_ranks: int = 1
     ) -> None:  # fmt: skip
-        shape = machine.shape
-        self.pids, self.worker_id, self.role = pids, worker_id, role
+        self.name, self.host = name, host
+        self.pids = [next(machine.numbers) for _ in range(num_ranks)]
         self.loops = [
-            machine.timeline.new_loop(f"{worker_id} rank {rank}" if rank else worker_id) for rank in range(len(pids))
+            machine.timeline.new_loop(f"{name} rank {rank}" if rank else name) for rank in range(num_ranks)
         ]
         self.loop = self.loops[0]
         self.has_left = False
         self.watched_by: list[ProcessLoop] = []  # when it ended
         self.watches: list[tuple[ProcessLoop, int, Callable[[], None]]] = []
         self._machine = machine
-        machine.processes.update(dict.fromkeys(pids, self))
-        self._config = WorkerConfig(
-            worker_id, role, f"ipc:///simulated/{worker_id}", proxies,
-            EngineConfig(
-                "simulated", device="cpu", max_num_batched_tokens=shape.max_num_batched_tokens,
-                max_num_seqs=shape.max_num_seqs, block_size=shape.block_size,
-            ),
-            metrics_host="", kv_lease_s=shape.lease_s, drain_timeout_s=20.0, itl_slo_ms=shape.itl_slo_ms,
-            kv_checksums=shape.checksums,
-        )  # fmt: skip
-        self.loop.call_soon(self._start)
+        self._on_end = on_end
+        machine.processes.update(dict.fromkeys(self.pids, self))
+        machine.note(f"{name} starts as {self.pids[0]}")
+        self.loop.call_later(machine.shape.boot_s if machine.timeline.now else 0.0, self.boot)
+
+    def boot(self) -> None:
+        raise NotImplementedError
 
     def loop_of(self, pid: int) -> ProcessLoop:
         return self.loops[self.pids.index(pid)]
 
-    def _start(self) -> None:
-        self.network = SimulatedNetwork(self._machine.switch, self.loop)
-        self.worker = Worker(self._config, self._load, lambda config: self.network, self.loop.time)
-        self.task = start(self.worker.run())
-        self.task.add_done_callback(self._ended)
+    def new_network(self) -> SimulatedNetwork:
+        return SimulatedNetwork(self._machine.switch, self.loop)
 
-    def _ended(self, task: Any) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            self._machine.report("a worker failed", f"{self.worker_id}: {task.exception()!r}")
+    def run(self, main: Awaitable[None]) -> None:
+        """Runs the main function of a process, and ends the process with it."""
+        start(main).add_done_callback(self._on_main_ended)
+
+    def _on_main_ended(self, task: asyncio.Task[None]) -> None:
+        error = task.exception()
+        code = exit_code_of(error) if error is not None else 0
+        if code == EXIT_FAILED:
+            self._machine.report("a process failed", f"{self.name}: {error!r}")
         self.has_left = True
-        self.exit()
+        self.exit(code)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        handler = self.loop.signal_handlers.get(number)
+        if handler is None:
+            self.exit(-number)
+        else:
+            self.loop.call_soon(handler)
+
+    def exit(self, code: int = -signal.SIGKILL) -> None:
+        """Ends the process at once. Its peers learn of it from the kernel, and its other ranks end."""
+        if self.loop.is_dead:
+            return
+        self._machine.note(f"{self.name} ({self.pids[0]}) exits with {code}")
+        self._end_rank(0)
+        self._machine.switch.on_killed(self.name)
+        self.watched_by = [loop for loop, pid, _ in self.watches if pid == self.pids[0]]
+        for rank in range(1, len(self.pids)):
+            delay_s = self._machine.timeline.rng.uniform(0.0, FOLLOWER_EXIT_S)
+            self.loops[rank].call_later(delay_s, self._end_rank, rank)
+        self._on_end(code)
+
+    def vanish(self) -> None:
+        """Ends the process with its host. No kernel is left to tell its peers."""
+        if self.loop.is_dead:
+            return
+        for loop in self.loops:
+            loop.kill()
+        silent_s = self._machine.timeline.rng.uniform(*SILENT_S)
+        self._machine.world.call_later(silent_s, self._close_connections)
+        self._on_end(EXIT_LOST)
+
+    def _close_connections(self) -> None:
+        self._machine.switch.on_killed(self.name)
+        for loop in self.loops:
+            self._machine.wires.on_killed(loop)
+
+    def _end_rank(self, rank: int) -> None:
+        self.loops[rank].kill()
+        self._machine.wires.on_killed(self.loops[rank])
+        for loop, pid, on_exit in self.watches:
+            if pid == self.pids[rank]:
+                loop.call_later(self._machine.switch.latency_s(), on_exit)
+
+
+class SimulatedWorker(SimulatedProcess):
+    """One worker: the process that talks, and those of its other ranks."""
+
+    def __init__(self, machine: Machine, config: WorkerConfig, host: int, on_end: Callable[[int], None]) -> None:
+        self._config = msgspec.structs.replace(
+            config, metrics_host="", kv_lease_s=machine.shape.lease_s, kv_checksums=machine.shape.checksums
+        )
+        self.role = config.role
+        super().__init__(machine, config.worker_id, host, on_end, config.engine.tensor_parallel_size)
+
+    def boot(self) -> None:
+        self.network = self.new_network()
+        self.run(serve(self._make))
+
+    def _make(self) -> Worker:
+        self.worker = Worker(self._config, self._load, lambda config: self.network, self.loop.time)
+        return self.worker
 
     async def _load(self, config: WorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
         machine, shape = self._machine, self._machine.shape
@@ -130,7 +221,7 @@ class SimulatedWorker:
         machine.wires.pools.update(zip(self.pids, own, strict=True))
         cpu: Any = SimpleNamespace(type="cpu")
         loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, cpu, cpu, layout)
-        connectors: Any = {name: each for name, each in CONNECTORS.items() if shape.connector in ("auto", name)}
+        connectors: Any = {name: each for name, each in CONNECTORS.items() if shape.config.kv_connector in ("auto", name)}
         nothing: Any = SimpleNamespace(get=lambda *_: None, close=lambda: None)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
@@ -138,12 +229,12 @@ class SimulatedWorker:
         pools: Any = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
         return EngineHost(
             ranks, loaded, BlockManager(shape.num_blocks, shape.block_size), 1024, engine, pools, connectors,
-            nothing, nothing, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit),
+            nothing, nothing, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit), f"host {self.host}",
         )  # fmt: skip
 
     def _tiers(self, pools: list[Pool]) -> SimulatedTiers:
         machine, rng = self._machine, self._machine.timeline.rng
-        keys = {name: f"host of {self.worker_id}" if name == "host" else name for name in machine.shape.tiers}
+        keys = {name: f"memory of {self.name} on {self.host}" if name == "host" else name for name in machine.shape.tiers}
         stored = {name: machine.stored.setdefault(key, {}) for name, key in keys.items()}
         faults = machine.wires.faults
         return SimulatedTiers(
@@ -161,7 +252,7 @@ class SimulatedWorker:
         return self.presence.info.epoch if self.presence is not None else None
 
     def _on_corrupt(self, where: str) -> None:
-        self._machine.report("corrupt KV", f"{self.worker_id}: {where}")
+        self._machine.report("corrupt KV", f"{self.name}: {where}")
 
     def load(self) -> WorkerLoad:
         """Returns the load now, which its next report may have."""
@@ -171,36 +262,18 @@ class SimulatedWorker:
         """Reports a block that no transfer expects, as it may belong to another request by now."""
         transfers = self.worker._scheduler.decode._transfers.values()
         if not self.loop.is_dead and not any(block_id in transfer.own_block_ids for transfer in transfers):
-            self._machine.report("a block is written that no transfer expects", f"{self.worker_id}: block {block_id}")
-
-    def exit(self) -> None:
-        """Ends the process at once, as SIGKILL does. Its peers learn of it from the kernel, and its other ranks end."""
-        if self.loop.is_dead:
-            return
-        self._end_rank(0)
-        self._machine.switch.on_killed(self.worker_id)
-        self.watched_by = [loop for loop, pid, _ in self.watches if pid == self.pids[0]]
-        for rank in range(1, len(self.pids)):
-            delay_s = self._machine.timeline.rng.uniform(0.0, FOLLOWER_EXIT_S)
-            self.loops[rank].call_later(delay_s, self._end_rank, rank)
-
-    def _end_rank(self, rank: int) -> None:
-        self.loops[rank].kill()
-        self._machine.wires.on_killed(self.loops[rank])
-        for loop, pid, on_exit in self.watches:
-            if pid == self.pids[rank]:
-                loop.call_later(self._machine.switch.latency_s(), on_exit)
+            self._machine.report("a block is written that no transfer expects", f"{self.name}: block {block_id}")
 
 
 @functools.cache
-def tokenizer() -> Tokenizer:
-    """Returns a tokeniser whose words are numbers."""
-    return Tokenizer(WordLevel({str(number): number for number in range(VOCAB_SIZE)}, unk_token="0"))  # noqa: S106
-
-
-@functools.cache
-def token_text() -> TokenText:
-    return TokenText(tokenizer())
+def model_text() -> tuple[Any, TokenText]:
+    """Returns what a proxy needs of `proxy.text.model_text.ModelText`. Words are numbers."""
+    words = {str(number): number for number in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))  # noqa: S106
+    text = SimpleNamespace(
+        tokenizer=tokenizer, eos_token_ids=frozenset[int](), sampling_defaults=SamplingDefaults()
+    )  # fmt: skip
+    return text, TokenText(tokenizer)
 
 
 class ObservedDispatcher(Dispatcher):
@@ -217,44 +290,45 @@ class ObservedDispatcher(Dispatcher):
         return delta
 
 
-class SimulatedProxy:
+class SimulatedProxy(SimulatedProcess):
     """One process of a proxy, from its control socket to the tokens and texts that its HTTP routes send."""
 
-    def __init__(self, machine: Machine, name: str, number: int) -> None:
-        self.name = name
-        self.endpoint = f"ipc:///simulated/{name}"
-        self.loop = machine.timeline.new_loop(name)
-        self._machine = machine
-        self.proxy_id = f"{name}-{number}"
+    def __init__(self, machine: Machine, config: ProxyConfig, on_end: Callable[[int], None]) -> None:
+        self._config = config
         self.block_size = machine.shape.block_size
-        self._shape = machine.shape
-        self.loop.call_soon(self._start)
+        self.proxy_id = f"{config.proxy_id}-{next(machine.numbers)}"
+        self.num_open = 0
+        """Requests of clients."""
+        self.stops_at = math.inf
+        """When requests in flight are ended; no new ones are accepted if it is known."""
+        super().__init__(machine, config.proxy_id, 0, on_end)
 
-    def _start(self) -> None:
-        network = self.network = SimulatedNetwork(self._machine.switch, self.loop)
-        shape = self._shape
-        config = ProxyConfig(
-            self.name, self.endpoint, "simulated", "simulated", num_proxies=shape.num_proxies,
-            worker_wait_s=shape.worker_wait_s,
-        )  # fmt: skip
-        threshold = shape.decode_prefill_threshold
-        self.table = WorkerTable(config.worker_silence_s, decode_may_prefill=threshold > 0)
+    @property
+    def accepts(self) -> bool:
+        """Whether it takes connections. Others wait at its socket, which the launcher keeps open."""
+        return not self.loop.is_dead and hasattr(self, "control") and math.isinf(self.stops_at)
+
+    def boot(self) -> None:
+        network, config = self.new_network(), self._config
+        self.network = network
+        self.table = WorkerTable(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
         connections = WorkerConnections(network, self.proxy_id)
         metrics = self.metrics = ProxyMetrics()
-        self.router = Router(self.table, threshold, config.num_proxies, rng=self._machine.timeline.rng)
+        rng = self._machine.timeline.rng
+        router = Router(self.table, config.decode_prefill_threshold, config.num_proxies, rng=rng)
         self.dispatcher = ObservedDispatcher(
             self._machine.on_delta,
             self.proxy_id,
-            self.router,
+            router,
             connections,
             metrics,
             config.worker_wait_s,
             clock=self.loop.time,
         )
-        text: Any = SimpleNamespace(tokenizer=tokenizer(), eos_token_ids=frozenset[int]())
+        text, token_text = model_text()
         self.services = GenerationServices(
             text=text,
-            token_text=token_text(),
+            token_text=token_text,
             readers=SimpleNamespace(),  # type: ignore[arg-type]  # prompts are tokens
             worker_table=self.table,
             admission=Admission(config.max_waiting_requests, self.loop.time),
@@ -266,6 +340,7 @@ class SimulatedProxy:
             ttft_slo_s=None,
         )
         state: Any = SimpleNamespace(
+            text=text,
             worker_table=self.table,
             dispatcher=self.dispatcher,
             metrics=metrics,
@@ -273,7 +348,21 @@ class SimulatedProxy:
             admission=self.services.admission,
         )
         self.control = Control(network, config, self.proxy_id, state, connections)
+        for number, grace_s in ((signal.SIGTERM, config.drain_timeout_s), (signal.SIGINT, config.shutdown_grace_s)):
+            self.loop.add_signal_handler(number, self._stop, grace_s)
 
-    def exit(self) -> None:
-        self.loop.kill()
-        self._machine.switch.on_killed(self.name)
+    def exit(self, code: int = -signal.SIGKILL) -> None:
+        super().exit(code)
+        self._machine.on_proxy_end(self.proxy_id)
+
+    def _stop(self, grace_s: float) -> None:
+        """Does what `proxy.server.ProxyServer` does."""
+        if math.isinf(self.stops_at):
+            self.run(self._until_idle())
+        self.stops_at = self.loop.time() + grace_s
+
+    async def _until_idle(self) -> None:
+        while self.num_open:
+            if self.loop.time() >= self.stops_at:
+                self.dispatcher.fail_all(RequestAborted("the server is shutting down"))
+            await asyncio.sleep(PROXY_POLL_S)

@@ -27,6 +27,10 @@ RECOVERY_S = 100.0
 cluster is whole. The longest wait is that for a worker, 60 s (`proxy.config.ProxyConfig.worker_wait_s`); a pair is
 opened again within 27 s."""
 
+RESTART_ALL_S = 240.0
+"""Time to restart all processes one after the other, as they need up to 10 s each."""
+CONNECT_S = 0.05
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -120,21 +124,22 @@ class _Run:
             rng,
             self.report,
             self._note,
-            self._clients.on_proxy_killed,
+            self._clients.on_proxy_end,
             lambda *taken: self._invariants.check_delta(*taken),
         )
         self._invariants = Invariants(self._cluster, self._timeline, self.report)
         for request in scenario.requests:
-            self._cluster.launcher.call_at(request.at, self._send, request)
+            self._cluster.world.call_at(request.at, self._send, request)
         for fault in scenario.faults:
-            self._cluster.launcher.call_at(fault.at, self._cluster.strike, fault)
+            self._cluster.world.call_at(fault.at, self._cluster.strike, fault)
 
     def run(self) -> Result:
         begun = [request.at for request in self._scenario.requests]
         last = max([START_S, *begun, *(fault.at + fault.duration_s for fault in self._scenario.faults)])
         self._timeline.run(self._is_broken, last)
-        self._cluster.has_faults = False
+        self._cluster.end_faults()
         recovered_at = last + RECOVERY_S + self._scenario.shipping_s
+        recovered_at += RESTART_ALL_S * any(fault.kind == "restart all" for fault in self._scenario.faults)
         self._expect("a request does not end", self._unfinished, recovered_at)
         self._expect("the cluster does not recover", self._cluster.not_whole, recovered_at + 60)
         shape = self._scenario.cluster
@@ -153,7 +158,12 @@ class _Run:
         self._invariants.on_lost(worker_id, epoch, reason)
 
     def _send(self, request: Request) -> None:
-        self._clients.send(request, self._cluster.proxies[f"proxy-{request.proxy}"])
+        """Sends a request once its proxy accepts connections."""
+        proxy = self._cluster.proxies.get(f"proxy-{request.proxy}")
+        if proxy is None or not proxy.accepts:
+            self._cluster.world.call_later(CONNECT_S, self._send, request)
+        else:
+            self._clients.send(request, proxy)
 
     def _is_broken(self) -> bool:
         return bool(self._result.violations)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
-from tandem.protocol.messages.membership import Role
+import msgspec
+
+from tandem.deploy.config import ClusterConfig
+from tandem.deploy.device_defaults import with_device_defaults
 from tandem.simulator.engine import StepTimes, answer
 
+Command = Literal["leave", "leave proxy", "restart all", "drain for good", "change role", "scale"]
+"""What operators do."""
 FaultKind = Literal[
-    "kill", "freeze", "leave", "break connections", "partition", "one-way partition", "isolate", "kill proxy",
-    "freeze proxy", "partition launcher",
-]  # fmt: skip
+    "kill", "freeze", "break connections", "partition", "one-way partition", "isolate", "kill proxy", "freeze proxy",
+    "partition launcher", "kill launcher", "freeze launcher", "fail starts", "lose host",
+] | Command  # fmt: skip
 """A one-way partition: one process can no longer connect to the other. Isolated: cut off from all proxies."""
-FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+COMMANDS: tuple[Command, ...] = get_args(Command)
+FAULT_KINDS: tuple[FaultKind, ...] = get_args(get_args(FaultKind)[0]) + COMMANDS
+MODEL = "simulated"
 NO_TIMEOUT_S = 600.0
 """Longer than any run."""
 START_S, LOAD_S = 2.0, 18.0
@@ -51,46 +58,48 @@ class Fault:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """What a simulated cluster consists of."""
+    """What a simulated cluster consists of. config: what its operator has set."""
 
-    roles: tuple[Role, ...]
-    num_proxies: int
+    config: ClusterConfig
     num_blocks: int
     """KV blocks of each worker."""
-    max_queued: int
+    max_queued: int = 10_000
     """Messages on one connection that have not been read."""
-    lease_s: float
-    block_s: float
+    lease_s: float = 10.0
+    block_s: float = 0.002
     """Mean seconds to write one block to another worker."""
-    failure_share: float
+    failure_share: float = 0.0
     """Share of the blocks after which a path breaks."""
     step_times: StepTimes = field(default_factory=StepTimes)
     block_size: int = 8
     max_model_len: int = 512
-    max_num_batched_tokens: int = 64
-    max_num_seqs: int = 8
-    itl_slo_ms: int = 0
-    decode_prefill_threshold: int = 0
     max_latency_s: float = 0.002
     """Of a message."""
     keeps_kv: bool = True
     """Whether engines keep and check the content of KV blocks, which costs time with each token of a context."""
     corrupt_share: float = 0.0
     """Share of the blocks that a path changes on the way. More than none only with checksums."""
-    num_ranks: int = 1
-    """Processes of each worker."""
-    connector: str = "auto"
-    """`auto` for one-sided paths, `gloo` for two-sided ones."""
     checksums: bool = False
     tiers: tuple[str, ...] = ()
     overlaps: bool = False
     """Whether steps are submitted while the ones before run."""
-    worker_wait_s: float = 60.0
-    """How long a prompt waits for a worker that can take it."""
-    reports_exits: bool = True
-    """Whether a launcher tells the proxies of processes that have exited."""
-    restart_s: float = 0.8
-    """From the exit of a process to its successor's start."""
+    boot_s: float = 0.6
+    """Time from the start of a process to its first act, but for those that start with the cluster."""
+    num_hosts: int = 1
+    max_workers: int = 512
+    """For which the hosts have room."""
+
+    def with_config(self, **settings: Any) -> ClusterShape:
+        """Returns the shape with other settings of the operator."""
+        return replace(self, config=msgspec.structs.replace(self.config, **settings))
+
+
+def cluster_config(**settings: Any) -> ClusterConfig:
+    """Returns settings of an operator that suit simulated workers."""
+    few: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "decode_prefill_threshold": 0}
+    return with_device_defaults(
+        ClusterConfig(model=MODEL, served_model_name=MODEL, drain_timeout_s=20.0, **few | settings), on_gpus=False
+    )
 
 
 @dataclass(frozen=True)
@@ -112,32 +121,35 @@ class Scenario:
 def draw(seed: int) -> Scenario:
     """Returns the scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
-    roles: list[Role] = []
+    counts = {"prefill": rng.choice([1, 1, 2, 4]), "decode": rng.choice([1, 1, 2, 4])}
     if rng.random() < 0.4:
-        roles += ["any"] * rng.choice([1, 2, 2, 4])
-    else:
-        roles += ["prefill"] * rng.choice([1, 1, 2, 4])
-        roles += ["decode"] * rng.choice([1, 1, 2, 4])
-    num_proxies = rng.choice([1, 1, 2, 4])
+        counts = {"prefill": 0, "decode": 0, "workers": rng.choice([1, 2, 2, 4])}
     end = START_S + rng.choice([0.3, 1.0, 5.0, LOAD_S])
+    checksums = rng.random() < 0.25
     cluster = ClusterShape(
-        roles=tuple(roles),
-        num_proxies=num_proxies,
+        config=cluster_config(
+            **counts,
+            proxies=rng.choice([1, 1, 2, 4]),
+            tensor_parallel_size=rng.choice([1, 1, 1, 2]),
+            kv_connector=rng.choice(["auto", "auto", "gloo"]),
+            worker_wait_s=rng.choice([1.0, 60.0, 60.0]),
+            autoscale=rng.random() < 0.25,
+            autoscale_ttft_ms=rng.choice([50, 500]),
+            autoscale_max_workers=8,
+        ),
         num_blocks=rng.choice([26, 40, 100, 400]),
         max_queued=rng.choice([3_000, 10_000]),  # more than a worker sends to a silent proxy before it is lost
         lease_s=rng.choice([0.5, 2.0, 10.0]),
         block_s=rng.choice([0.0001, 0.002, 0.02, 0.1, 0.3]),
         failure_share=rng.choice([0.0, 0.0, 0.003]),
-        corrupt_share=rng.choice([0.0, 0.003]) if (checksums := rng.random() < 0.25) else 0.0,
-        num_ranks=rng.choice([1, 1, 1, 2]),
-        connector=rng.choice(["auto", "auto", "gloo"]),
+        corrupt_share=rng.choice([0.0, 0.003]) if checksums else 0.0,
         checksums=checksums,
         tiers=rng.choice([(), (), ("host",), ("disk",), ("host", "disk"), ("disk", "store")]),
         overlaps=rng.random() < 0.3,
         max_latency_s=rng.choice([0.002, 0.002, 0.02, 0.08]),
-        worker_wait_s=rng.choice([1.0, 60.0, 60.0]),
-        reports_exits=rng.random() < 0.7,
-        restart_s=rng.choice([0.8, 0.8, 0.8, 10.0]),
+        boot_s=rng.choice([0.6, 0.6, 0.6, 10.0]),
+        num_hosts=rng.choice([1, 1, 1, 2, 3]),
+        max_workers=10,
         step_times=StepTimes(rng.choice([0.004, 0.004, 0.1])),
     )
     return Scenario(seed, cluster, _requests(rng, cluster, end), _faults(rng, end))
@@ -165,7 +177,7 @@ def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Re
             Request(
                 number,
                 at=at,
-                proxy=rng.randrange(cluster.num_proxies),
+                proxy=rng.randrange(cluster.config.proxies),
                 prompt=prompt[: limit - max_tokens],
                 max_tokens=max_tokens,
                 num_sequences=rng.choice([1, 1, 1, 2, 4]),
@@ -180,7 +192,7 @@ def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Re
 
 def _faults(rng: random.Random, end: float) -> tuple[Fault, ...]:
     """Some follow the one before closely, or strike the same process."""
-    kinds = rng.sample(FAULT_KINDS, rng.choice([1, 2, len(FAULT_KINDS)]))
+    kinds = rng.sample(rng.choice([COMMANDS, FAULT_KINDS, FAULT_KINDS]), rng.choice([1, 2, len(COMMANDS)]))
     faults: list[Fault] = []
     for _ in range(rng.choice([0, 1, 3, 8])):
         last = faults[-1] if faults and rng.random() < 0.4 else None

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any
 
 _MIN_TASKS = 100
@@ -102,6 +103,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._is_queued = False
         self._tasks: list[asyncio.Task[Any]] = []  # kept: what is collected runs its `finally` blocks
         self._max_tasks = _MIN_TASKS  # then those that are done are left out
+        self.signal_handlers: dict[int, Callable[[], object]] = {}
 
     # ---- the process's fate
 
@@ -205,6 +207,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         if not self._is_dead:
             self._timeline.add_timer(self, handle)
         return handle
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
+        self.signal_handlers[sig] = partial(callback, *args)
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)

@@ -14,6 +14,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.loaded_model import LoadedModel
 from tandem.kv_transfer.connector import KVConnector
 from tandem.runtime.exits import WatchExit, watch_exit
+from tandem.runtime.host import host_id
 from tandem.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class EngineHost:
     grammars: Grammars
     adapters: Adapters
     watch_exit: WatchExit = field(default=watch_exit)
-    """Reports the exits of peers' processes."""
+    """Reports the exits of peers' processes on this host."""
+    host_id: str = field(default_factory=host_id)
 
     @property
     def device(self) -> str:

@@ -29,7 +29,6 @@ from tandem.protocol.messages.transfer import (
 from tandem.protocol.messaging import Network
 from tandem.protocol.worker_actions import Action, Receive, SendToPeer, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
-from tandem.runtime.host import host_id
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
@@ -78,7 +77,7 @@ class KVTraffic:
             worker=info,
             pids=host.pids,
             layout=host.pools.layout,
-            host_id=host_id(),
+            host_id=host.host_id,
             device=host.device,
             connectors=list(host.connectors),
             checksums=config.kv_checksums,
@@ -86,7 +85,7 @@ class KVTraffic:
         )
         self._incoming_table = IncomingPairTable(
             layout=host.pools.layout,
-            host_id=host_id(),
+            host_id=host.host_id,
             device=host.device,
             connectors=host.connectors,
             checksums=config.kv_checksums,

@@ -23,7 +23,6 @@ from tandem.protocol.messages.membership import (
 from tandem.protocol.messaging import Network
 from tandem.protocol.worker_actions import Action
 from tandem.runtime.drain import Drain, Retired
-from tandem.runtime.host import host_id
 from tandem.runtime.threads import show_thread_name
 from tandem.runtime.whole_file import write_whole
 from tandem.telemetry.worker_metrics import WorkerMetrics
@@ -38,7 +37,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 
 
-def new_worker_info(config: WorkerConfig, endpoint: str, pid: int, metrics: WorkerMetrics) -> WorkerInfo:
+def new_worker_info(
+    config: WorkerConfig, endpoint: str, pid: int, host_id: str, metrics: WorkerMetrics
+) -> WorkerInfo:
     """Returns this worker's identity under a new epoch. Raises ConfigError if the /metrics address is not available."""
     return WorkerInfo(
         worker_id=config.worker_id,
@@ -48,7 +49,7 @@ def new_worker_info(config: WorkerConfig, endpoint: str, pid: int, metrics: Work
         pid=pid,
         num_ranks=config.engine.tensor_parallel_size,
         metrics_address=metrics.serve(config.metrics_host) if config.metrics_host else "",
-        host_id=host_id(),
+        host_id=host_id,
     )
 
 

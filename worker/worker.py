@@ -122,7 +122,7 @@ class Worker:
         )
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
         self._router = network.router(config.endpoint, codec, self._on_message)
-        info = new_worker_info(config, self._router.endpoint, host.pids[0], self._metrics)
+        info = new_worker_info(config, self._router.endpoint, host.pids[0], host.host_id, self._metrics)
         self._traffic = KVTraffic(
             config,
             info,

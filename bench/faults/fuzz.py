@@ -33,7 +33,7 @@ from bench.faults.fuzz_messages import MessageFuzzer, sender
 from bench.faults.fuzz_replay import ReplayingProxy
 from bench.support.processes import num_descriptors, process_memory
 from bench.support.report import Aim, Report, add_common_options, finish
-from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.dispatch import ToProxy, ToWorker
 from tandem.protocol.messages.membership import (

@@ -24,7 +24,7 @@ from bench.gpu.part import Part
 from bench.gpu.served import served
 from bench.noise_model import ensure_noise_model
 from bench.support.servers import MODEL
-from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import WorkerReport
 
 NUM_PROMPTS, NUM_OUTPUT = 8, 32

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.deploy.commands.cluster_client import ClusterClient
-from tandem.deploy.commands.draining import until
+from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.launch.draining import until
 from tandem.protocol.messages.membership import Role, SetWorkerRole, StatusReport, WorkerOrdered
 from tandem.runtime.errors import ConfigError
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.deploy.autoscale.planner import counts_text
-from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, Role, StatusReport
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.runtime.errors import ConfigError, InternalError, Overloaded

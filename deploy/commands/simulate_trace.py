@@ -12,7 +12,6 @@ from rich.console import Console
 from tandem.deploy.commands.status import plain_table
 from tandem.deploy.config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
-from tandem.protocol.messages.membership import Role
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.whole_file import write_whole
 
@@ -38,18 +37,9 @@ def simulate_trace(
     figures = read_figures(step_times)
     requests = read_trace(trace, figures.max_model_len)
     config = with_device_defaults(config, on_gpus=config.device == "cuda")
-    roles: list[Role] = [role for role, count in config.counts.items() for _ in range(count)]
-    shape = planned_shape(
-        figures,
-        roles,
-        config.proxies,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        decode_prefill_threshold=config.decode_prefill_threshold,
-        itl_slo_ms=config.itl_slo_ms,
-    )
+    shape = planned_shape(figures, config)
     began_at = time.monotonic()
-    played = Player(requests, shape, config.ttft_slo_ms / 1000 or None).play()
+    played = Player(requests, shape).play()
     took_s = time.monotonic() - began_at
     limits = {name: ms / 1000 for name, ms in (("ttft_s", config.ttft_slo_ms), ("itl_s", config.itl_slo_ms)) if ms}
     summary = played.summary(**limits)

@@ -117,17 +117,15 @@ def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Player:
-    """Plays one trace. ttft_slo_s: as `--ttft-slo-ms`, or None. seed: of the order of events and the proxies' choices.
+    """Plays one trace. seed: of the order of events and the proxies' choices.
 
     A turn of a chat is not sent before the one that it follows has ended.
     """
 
-    def __init__(
-        self, trace: Sequence[TraceRequest], shape: ClusterShape, ttft_slo_s: float | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, trace: Sequence[TraceRequest], shape: ClusterShape, seed: int = 0) -> None:
         self._trace = trace
         self._shape = shape
-        self._ttft_slo_s = ttft_slo_s
+        self._ttft_slo_s = shape.config.ttft_slo_ms / 1000 or None
         self._served: dict[int, Served] = {}
         self._num_ended = 0
         self._gaps_s = array("d")
@@ -159,7 +157,7 @@ class Player:
 
     def play(self) -> Played:
         """Returns when all requests have ended."""
-        self.cluster.launcher.call_at(self._began_at, self._arrive, 0)
+        self.cluster.world.call_at(self._began_at, self._arrive, 0)
         with hidden_logs(), seeded_ids(self._rng):
             self._timeline.run(lambda: self._num_ended == len(self._trace), math.inf)
             for loop in self._timeline.loops:
@@ -172,7 +170,7 @@ class Player:
         """Sends a request, unless it must wait, and lets the next one come at its time."""
         request = self._trace[number]
         if number + 1 < len(self._trace):
-            self.cluster.launcher.call_at(self._began_at + self._trace[number + 1].at, self._arrive, number + 1)
+            self.cluster.world.call_at(self._began_at + self._trace[number + 1].at, self._arrive, number + 1)
         parent = request.follows
         if parent is not None and not self._has_ended(parent):
             self._held[parent].append(number)
@@ -218,7 +216,7 @@ class Player:
             served.error = error.code
         self._num_ended += 1
         for turn in self._held.pop(number, ()):
-            self.cluster.launcher.call_soon(self._send, turn)
+            self.cluster.world.call_soon(self._send, turn)
 
 
 def prompt_of(trace: Sequence[TraceRequest], number: int) -> list[int]:

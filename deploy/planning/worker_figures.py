@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from tandem.deploy.config import ClusterConfig
 from tandem.deploy.planning.player import MeasuredStepTimes
-from tandem.protocol.messages.membership import Role, StatusReport
+from tandem.protocol.messages.membership import StatusReport
 from tandem.runtime.errors import ConfigError
-from tandem.simulator.scenario import ClusterShape
+from tandem.simulator.scenario import MODEL, ClusterShape
 
 _Seconds = Annotated[float, Meta(ge=0, le=3600)]
 _Count = Annotated[int, Meta(ge=1, le=100_000_000)]
@@ -69,16 +70,14 @@ def read_figures(file: Path) -> WorkerFigures:
         ) from error
 
 
-def planned_shape(figures: WorkerFigures, roles: Sequence[Role], num_proxies: int = 1, **settings: Any) -> ClusterShape:
-    """Returns the shape of a cluster without faults. settings: of `ClusterShape`."""
+def planned_shape(figures: WorkerFigures, config: ClusterConfig, lease_s: float = 10.0) -> ClusterShape:
+    """Returns the shape of a cluster without faults."""
     return ClusterShape(
-        roles=tuple(roles),
-        num_proxies=num_proxies,
+        config=msgspec.structs.replace(config, model=MODEL, served_model_name=MODEL),
         num_blocks=figures.num_blocks,
         max_queued=1_000_000,
-        lease_s=settings.pop("lease_s", 10.0),
+        lease_s=lease_s,
         block_s=figures.kv_s_per_token * figures.block_size,
-        failure_share=0.0,
         step_times=MeasuredStepTimes(
             figures.fixed_step_s, 1 / figures.prompt_tokens_per_s, figures.step_s_per_sequence, figures.step_gap_s
         ),
@@ -86,5 +85,4 @@ def planned_shape(figures: WorkerFigures, roles: Sequence[Role], num_proxies: in
         max_model_len=figures.max_model_len,
         max_latency_s=0.0003,
         keeps_kv=False,
-        **settings,
     )

@@ -13,7 +13,7 @@ import pytest
 
 from bench.noise_model import ensure_noise_model
 from bench.ports import free_port
-from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys

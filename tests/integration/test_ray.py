@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from bench.ports import free_port
-from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.network_keys import make_keys

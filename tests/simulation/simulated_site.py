@@ -9,7 +9,6 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,16 +19,13 @@ from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.network import SimulatedNetwork
 from tandem.simulator.run import hidden_logs, logged_errors, seeded_ids
-from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape, Fault, FaultKind, Request
+from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape, Fault, FaultKind, Request, cluster_config
 from tandem.simulator.timeline import Timeline
 
-FIXED = ClusterShape(
-    roles=("prefill", "prefill", "decode", "decode"), num_proxies=2, num_blocks=100, max_queued=10_000,
-    lease_s=10.0, block_s=0.002, failure_share=0.0,
-)  # fmt: skip
-"""Workers prefill-0, prefill-1, decode-2 and decode-3."""
-ELASTIC = replace(FIXED, roles=("any", "any", "any"))
-"""Workers any-0, any-1 and any-2."""
+FIXED = ClusterShape(cluster_config(prefill=2, decode=2, proxies=2), num_blocks=100)
+"""Workers prefill-0, prefill-1, decode-0 and decode-1."""
+ELASTIC = FIXED.with_config(prefill=0, decode=0, workers=3)
+"""Workers worker-0, worker-1 and worker-2."""
 START_LIMIT_S = 20.0
 END_LIMIT_S = 160.0
 """As `simulator.run.RECOVERY_S` and the minute after it."""
@@ -59,7 +55,7 @@ class SimulatedSite:
         self.timeline = Timeline(rng, lambda name, error: self.report("an error", f"{name}: {error!r}"))
         self.clients = LeavingClients(self.report, self._note)
         self.cluster = SimulatedCluster(
-            shape, self.timeline, rng, self.report, self._note, self.clients.on_proxy_killed
+            shape, self.timeline, rng, self.report, self._note, self.clients.on_proxy_end
         )  # fmt: skip
         self.requests: list[Request] = []
         self.answers: list[Any] = []
@@ -132,7 +128,7 @@ class SimulatedSite:
         """name: of a worker or a proxy."""
         names = list(self.cluster.proxies if "proxy" in name else self.cluster.workers)
         fault = Fault(self.timeline.now, kind, names.index(name), 0, duration_s)
-        self.cluster.launcher.call_soon(self.cluster.strike, fault)
+        self.cluster.world.call_soon(self.cluster.strike, fault)
 
     def cut(self, name: str, *others: str) -> None:
         """Cuts a process off from others, or from all."""
@@ -144,7 +140,7 @@ class SimulatedSite:
 
     def tell(self, message: msgspec.Struct, proxy: int = 0) -> None:
         """Sends what an operator's command sends to a proxy."""
-        network = SimulatedNetwork(self.cluster.switch, self.cluster.launcher)
+        network = SimulatedNetwork(self.cluster.switch, self.cluster.world)
         codec: Codec[FromProxyControl] = Codec(FromProxyControl)
         endpoint = f"ipc:///simulated/proxy-{proxy}"
         before = len(self.answers)

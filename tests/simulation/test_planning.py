@@ -6,7 +6,6 @@ import json
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,19 +15,26 @@ from tandem.deploy.planning.player import Played, Player, TraceRequest, prompt_o
 from tandem.deploy.planning.trace import MAX_REQUESTS, read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
 from tandem.engine.step_times import StepTimes
-from tandem.protocol.messages.membership import PairTraffic, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
+from tandem.protocol.messages.membership import PairTraffic, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.runtime.errors import ConfigError
+from tandem.simulator.scenario import ClusterShape, cluster_config
 
 FIGURES = WorkerFigures(
     prompt_tokens_per_s=2000.0, fixed_step_s=0.02, step_s_per_sequence=0.002, num_blocks=400, block_size=16,
     max_model_len=2048,
 )  # fmt: skip
-LAYOUTS: list[list[Role]] = [["any"], ["any", "any"], ["prefill", "decode"]]
+Layout = dict[str, int]
+ONE_ELASTIC, TWO_ELASTIC = ({"prefill": 0, "decode": 0, "workers": number} for number in (1, 2))
+PAIR = {"prefill": 1, "decode": 1}
+LAYOUTS = [ONE_ELASTIC, TWO_ELASTIC, PAIR]
 
 
-def play(trace: list[TraceRequest], roles: list[Role], slo_s: float | None = None, **settings: Any) -> Played:
-    shape = planned_shape(FIGURES, roles, max_num_batched_tokens=512, max_num_seqs=64, **settings)
-    return Player(trace, shape, slo_s).play()
+def shape_of(figures: WorkerFigures, **settings: int) -> ClusterShape:
+    return planned_shape(figures, cluster_config(max_num_batched_tokens=512, max_num_seqs=64, **settings))
+
+
+def play(trace: list[TraceRequest], layout: Layout, **settings: int) -> Played:
+    return Player(trace, shape_of(FIGURES, **layout, **settings)).play()
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -151,10 +157,10 @@ def test_figures_that_do_not_fit_are_refused(tmp_path: Path, content: bytes, err
 # ---- playing
 
 
-@pytest.mark.parametrize("roles", LAYOUTS)
-def test_a_request_alone_takes_the_time_of_its_steps(roles: list[Role]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_request_alone_takes_the_time_of_its_steps(layout: Layout) -> None:
     """Messages take at most 0.3 ms each; a prompt of 500 tokens takes 250 ms, and a step of one sequence 22 ms."""
-    [served] = play([TraceRequest(0.0, 500, 11)], roles).served
+    [served] = play([TraceRequest(0.0, 500, 11)], layout).served
     assert served.ttft_s == pytest.approx(0.25, abs=0.003)
     assert served.tpot_s == pytest.approx(0.022, abs=0.0005)
     assert served.num_tokens == 11 and not served.error
@@ -162,7 +168,7 @@ def test_a_request_alone_takes_the_time_of_its_steps(roles: list[Role]) -> None:
 
 def test_transfers_and_gaps_between_steps_take_their_time() -> None:
     figures = msgspec.structs.replace(FIGURES, kv_s_per_token=0.001, step_gap_s=0.005)
-    shape = planned_shape(figures, ["prefill", "decode"], max_num_batched_tokens=512, max_num_seqs=64)
+    shape = shape_of(figures, **PAIR)
     played = Player([TraceRequest(0.0, 512, 3)], shape).play()
     [served] = played.served
     assert served.ttft_s == pytest.approx(0.256 + 0.005, abs=0.003)
@@ -173,17 +179,17 @@ def test_transfers_and_gaps_between_steps_take_their_time() -> None:
 
 def test_the_second_turn_of_a_chat_computes_its_new_tokens() -> None:
     trace = [TraceRequest(0.0, 1000, 41), TraceRequest(0.5, 1200, 2, follows=0)]
-    [first, turn] = play(trace, ["any"]).served
+    [first, turn] = play(trace, ONE_ELASTIC).served
     assert turn.sent_at == pytest.approx(first.last_at, abs=0.001), "not before the answer"
     assert turn.ttft_s == pytest.approx(160 / 2000, abs=0.01)
 
 
 def test_requests_wait_for_each_other_and_are_refused_as_by_the_cluster() -> None:
     trace = [TraceRequest(0.0, 1000, 2)] * 8
-    all_served = play(trace, ["any"]).summary(ttft_s=2.0)
+    all_served = play(trace, ONE_ELASTIC).summary(ttft_s=2.0)
     assert all_served["ttft_ms"]["max"] > 3500 and all_served["goodput"] < 0.6 and not all_served["errors"]
     trace = [TraceRequest(0.0, 1000, 2), *[TraceRequest(2.0, 1000, 2)] * 8]  # speeds are known by then
-    refusing = play(trace, ["any"], slo_s=2.0).summary(ttft_s=2.0)
+    refusing = play(trace, ONE_ELASTIC, ttft_slo_ms=2000).summary(ttft_s=2.0)
     assert refusing["errors"]["ttft_slo_unreachable"] > 2
     assert refusing["ttft_ms"]["max"] < 2600
 
@@ -191,7 +197,7 @@ def test_requests_wait_for_each_other_and_are_refused_as_by_the_cluster() -> Non
 def test_the_simulated_worker_measures_the_steps_that_it_was_given() -> None:
     """So the model of the steps is the product's own."""
     trace = [TraceRequest(0.3 * number, 200, 40) for number in range(30)]
-    played = play(trace, ["any"])
+    played = play(trace, ONE_ELASTIC)
     [worker] = played.cluster.workers.values()
     times: StepTimes = worker.worker._scheduler._step_times
     assert times.fixed_s == pytest.approx(FIGURES.fixed_step_s, rel=0.05)
@@ -201,7 +207,7 @@ def test_the_simulated_worker_measures_the_steps_that_it_was_given() -> None:
 
 def test_a_seed_decides_everything() -> None:
     trace = [TraceRequest(0.1 * number, 100, 20) for number in range(20)]
-    assert play(trace, ["any", "any"]).served == play(trace, ["any", "any"]).served
+    assert play(trace, TWO_ELASTIC).served == play(trace, TWO_ELASTIC).served
 
 
 def test_percentiles() -> None:
@@ -244,27 +250,27 @@ def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
 # ---- what placement is worth
 
 
-@pytest.mark.parametrize("roles", LAYOUTS)
-def test_reports_count_each_prompt_and_each_sequence_once(roles: list[Role]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reports_count_each_prompt_and_each_sequence_once(layout: Layout) -> None:
     """Workers tell what they received from what they computed, and what they shipped from what ended on them."""
     trace = [TraceRequest(0.04 * number, 256, 30) for number in range(60)]
-    loads = [worker.worker._scheduler.load() for worker in play(trace, roles).cluster.workers.values()]
+    loads = [worker.worker._scheduler.load() for worker in play(trace, layout).cluster.workers.values()]
     num_tokens = sum(load.num_prompt_tokens - load.num_cached_tokens - load.num_received_tokens for load in loads)
     assert num_tokens == sum(request.num_prompt_tokens for request in trace)
     assert sum(load.num_finished - load.num_shipped for load in loads) == len(trace)
     assert sum(load.num_shipped for load in loads) == sum(load.num_received for load in loads)
-    assert len(roles) == 1 or sum(load.num_shipped for load in loads)
+    assert layout is ONE_ELASTIC or sum(load.num_shipped for load in loads)
 
 
 def test_preempted_requests_still_get_their_tokens() -> None:
     figures = msgspec.structs.replace(FIGURES, num_blocks=48)
-    shape = planned_shape(figures, ["any", "any"], max_num_batched_tokens=512, max_num_seqs=64)
+    shape = shape_of(figures, **TWO_ELASTIC)
     played = Player([TraceRequest(0.01 * number, 100, 300) for number in range(12)], shape).play()
     assert sum(worker.worker._scheduler.load().num_preempted for worker in played.cluster.workers.values())
     assert [served.num_tokens for served in played.served] == [300] * 12
 
 
-EIGHT: list[Role] = [*["prefill"] * 8, *["decode"] * 8]
+EIGHT = {"prefill": 8, "decode": 8}
 
 
 def chats(rng: random.Random, num_chats: int, turns_per_s: float) -> list[TraceRequest]:
@@ -288,7 +294,7 @@ def chats(rng: random.Random, num_chats: int, turns_per_s: float) -> list[TraceR
 def test_chats_are_routed_to_their_prefixes() -> None:
     """Of a chat's later turns only the new message must be computed: at most 100 tokens and a block of 16."""
     trace = chats(random.Random(1), 60, 20.0)
-    played = play(trace, EIGHT, num_proxies=2)
+    played = play(trace, EIGHT, proxies=2)
     loads = [worker.worker._scheduler.load() for worker in played.cluster.workers.values() if worker.role == "prefill"]
     num_tokens = sum(load.num_prompt_tokens for load in loads)
     must_compute = sum(116 if request.follows is not None else 612 for request in trace)
@@ -300,7 +306,7 @@ def test_load_is_balanced_between_proxies_with_the_same_stale_reports() -> None:
     """Four proxies send some 16 prompts in the time between two reports of a worker."""
     rng = random.Random(2)
     trace = [TraceRequest(number / 60, rng.randint(50, 350), 20) for number in range(900)]
-    played = play(trace, EIGHT, num_proxies=4)
+    played = play(trace, EIGHT, proxies=4)
     computed = [
         load.num_prompt_tokens for worker in played.cluster.workers.values()
         if worker.role == "prefill" and (load := worker.worker._scheduler.load())
@@ -312,8 +318,8 @@ def test_load_is_balanced_between_proxies_with_the_same_stale_reports() -> None:
 def test_early_rejection_keeps_goodput_past_saturation() -> None:
     """Two workers compute four prompts of 1,000 tokens per second; six arrive."""
     trace = [TraceRequest(number / 6, 1000, 2) for number in range(180)]
-    late = play(trace, ["any", "any"]).summary(ttft_s=1.0)
-    refusing = play(trace, ["any", "any"], slo_s=1.0).summary(ttft_s=1.0)
+    late = play(trace, TWO_ELASTIC).summary(ttft_s=1.0)
+    refusing = play(trace, TWO_ELASTIC, ttft_slo_ms=1000).summary(ttft_s=1.0)
     assert late["goodput"] < 0.25 < 0.5 < refusing["goodput"]
     slow = [TraceRequest(number / 2, 1000, 2) for number in range(40)]
-    assert play(slow, ["any", "any"], slo_s=1.0).summary(ttft_s=1.0)["goodput"] > 0.95
+    assert play(slow, TWO_ELASTIC, ttft_slo_ms=1000).summary(ttft_s=1.0)["goodput"] > 0.95

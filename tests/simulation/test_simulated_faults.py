@@ -24,11 +24,11 @@ SILENCE_S = 3.5
 """Of a worker, after which proxies give it up (`proxy.config.ProxyConfig.worker_silence_s`)."""
 STEP_S = 0.06
 """Between two moments at which a fault strikes. A request takes about 0.3 s."""
-TWO_SIDED = replace(FIXED, connector="gloo", overlaps=True)
+TWO_SIDED = replace(FIXED.with_config(kv_connector="gloo"), overlaps=True)
 SHAPES = (FIXED, TWO_SIDED, ELASTIC)
 ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES, ids=["fixed", "two-sided", "elastic"])
-PAIR = replace(FIXED, roles=("prefill", "decode"))
-"""Workers prefill-0 and decode-1, without a substitute."""
+PAIR = FIXED.with_config(prefill=1, decode=1)
+"""Workers prefill-0 and decode-0, without a substitute."""
 
 
 def moments(shape: ClusterShape, act: Callable[[SimulatedSite, int], None]) -> Counter[str]:
@@ -66,7 +66,7 @@ def is_replaced(site: SimulatedSite, name: str, epoch: str) -> bool:
         *((fault, shape) for fault in ("kill", "freeze") for shape in SHAPES),
         *(("stall", SHAPES[1]), ("drain", SHAPES[2])),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.connector + "-" + value.roles[0],
+    ids=lambda value: value if isinstance(value, str) else value.config.kv_connector + "-" + ("any" if value.config.workers else "prefill"),
 )
 @pytest.mark.parametrize("side", [0, 1], ids=["computes", "decodes"])
 def test_a_worker_fails_at_each_moment_and_its_request_finishes(fault: str, side: int, shape: ClusterShape) -> None:
@@ -168,8 +168,8 @@ def test_requests_wait_when_every_decode_worker_is_lost() -> None:
     with simulated_site() as site:
         for number in range(6):
             site.ask(50, 100, proxy=number % 2, num_sequences=1 + number % 3)
-        site.until(lambda: all(site.scheduler(name).decode.num_running for name in ("decode-2", "decode-3")))
-        for name in ("decode-2", "decode-3"):
+        site.until(lambda: all(site.scheduler(name).decode.num_running for name in ("decode-0", "decode-1")))
+        for name in ("decode-0", "decode-1"):
             site.strike("kill", name)
         assert site.finish(20.0) == ["finished"] * 6
         assert site.num_migrated() >= 6
@@ -177,8 +177,9 @@ def test_requests_wait_when_every_decode_worker_is_lost() -> None:
 
 def test_prompts_for_a_dead_worker_do_not_stay_with_its_successor() -> None:
     """No launcher reports the exit, so the proxy queues the prompt for the address where the next process listens."""
-    with simulated_site(replace(PAIR, reports_exits=False)) as site:
+    with simulated_site(PAIR) as site:
         prefill, decode = site.cluster.workers
+        site.cut("launcher", "proxy-0", "proxy-1")
         site.cut("proxy-0", prefill)
         site.cluster.switch.cut(decode, "proxy-0")  # it is reached before it can register
         site.strike("kill", decode)
@@ -215,7 +216,7 @@ def test_a_slow_network_costs_no_worker_and_no_pair(monkeypatch: pytest.MonkeyPa
         assert (site.epochs(), site.pairs(), site.num_migrated()) == (epochs, pairs, 0)
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-2"])
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_a_worker_rejoins_after_it_was_cut_off(name: str) -> None:
     with simulated_site() as site:
         before, pids = site.epochs(), site.cluster.workers[name].pids
@@ -252,11 +253,11 @@ def test_prompts_whose_decode_worker_hears_no_proxy_are_tried_with_another() -> 
 def test_only_the_pair_is_lost_whose_workers_are_cut_off_from_each_other() -> None:
     with simulated_site() as site:
         epochs, pairs = site.epochs(), site.pairs()
-        cut = epochs["prefill-0"], epochs["decode-2"]
+        cut = epochs["prefill-0"], epochs["decode-0"]
         for number in range(8):
             site.ask(proxy=number % 2)
         site.pass_time(0.1)
-        site.cut("prefill-0", "decode-2")
+        site.cut("prefill-0", "decode-0")
         site.until(lambda: site.pairs() == pairs - {cut}, 10.0)
         for number in range(8):
             site.ask(proxy=number % 2)
@@ -295,7 +296,7 @@ def test_requests_are_served_after_idleness(shape: ClusterShape) -> None:
         assert (site.epochs(), site.pairs(), site.num_migrated()) == (epochs, pairs, 0)
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-2"])
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_blocks_of_a_frozen_worker_are_free_or_in_quarantine(name: str) -> None:
     """A frozen prefill worker may still write, so that blocks at its peers wait for its exit or its word."""
     with simulated_site(replace(FIXED, num_blocks=400)) as site:
@@ -309,7 +310,7 @@ def test_blocks_of_a_frozen_worker_are_free_or_in_quarantine(name: str) -> None:
         loads = {each: site.scheduler(each).load() for each in site.cluster.workers if each != name}
         held = {each: load.num_blocks - load.num_free_blocks for each, load in loads.items()}
         assert held == {each: load.num_quarantined_blocks for each, load in loads.items()}
-        if name == "decode-2":
+        if name == "decode-0":
             assert not any(held.values()), "prefill workers hold nothing for it"
         else:
             assert any(held.values())
@@ -323,7 +324,7 @@ def test_expired_leases_leave_the_pairs_usable() -> None:
         for _ in range(6):
             site.ask(400, 20)
         site.until(lambda: site.phase() == "shipping")
-        for name in ("decode-2", "decode-3"):
+        for name in ("decode-0", "decode-1"):
             site.strike("freeze", name, 2.0)
         assert site.finish(20.0) == ["finished"] * 6
         assert sum(site.scheduler(name).prefill.num_expired_leases for name in ("prefill-0", "prefill-1")) > 0
@@ -335,7 +336,7 @@ def test_prompts_wait_while_decode_is_out_of_blocks() -> None:
     with simulated_site(replace(FIXED, num_blocks=64)) as site:
         for number in range(8):
             site.ask(256, 200, proxy=number % 2)
-        decodes = [site.scheduler(name).decode for name in ("decode-2", "decode-3")]
+        decodes = [site.scheduler(name).decode for name in ("decode-0", "decode-1")]
         site.until(lambda: all(decode.num_running and decode.num_waiting for decode in decodes))
         assert site.finish() == ["finished"] * 8
         assert site.num_migrated() == 0
@@ -365,7 +366,7 @@ def test_streams_do_not_notice_that_roles_change() -> None:
         for second in range(10):
             for number in range(4):
                 site.ask(100 + 10 * number, 100, proxy=number % 2, num_sequences=1 + number % 2)
-            name, role = f"any-{site.timeline.rng.randrange(3)}", site.timeline.rng.choice(get_args(Role))
+            name, role = f"worker-{site.timeline.rng.randrange(3)}", site.timeline.rng.choice(get_args(Role))
             site.tell(SetWorkerRole(name, role), proxy=second % 2)
             error = site.answers[-1].error
             assert not error or "last worker" in error, error
@@ -378,18 +379,18 @@ def test_streams_do_not_notice_that_roles_change() -> None:
 
 def test_a_changed_role_decides_where_prompts_run() -> None:
     with simulated_site(ELASTIC) as site:
-        roles: dict[str, Role] = {"any-0": "decode", "any-1": "prefill", "any-2": "decode"}
+        roles: dict[str, Role] = {"worker-0": "decode", "worker-1": "prefill", "worker-2": "decode"}
         for name, role in roles.items():
             site.tell(SetWorkerRole(name, role))
             assert site.answers[-1].error == ""
-        site.tell(SetWorkerRole("any-1", "decode"))
+        site.tell(SetWorkerRole("worker-1", "decode"))
         assert "last worker that may prefill" in site.answers[-1].error
         site.pass_time(2.0)
         before = {name: site.scheduler(name).load().num_prompt_tokens for name in site.cluster.workers}
         site.ask(200, 10)
         site.until(site.has_ended)
         after = {name: site.scheduler(name).load().num_prompt_tokens for name in site.cluster.workers}
-        assert after["any-1"] - before["any-1"] == 200
+        assert after["worker-1"] - before["worker-1"] == 200
         for name in site.cluster.workers:
             site.tell(SetWorkerRole(name, "any"))
         site.finish()

@@ -18,7 +18,7 @@ import httpx
 
 from bench.noise_model import ensure_noise_model
 from bench.ports import free_port
-from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import log_dir, runtime_dir
 from tandem.protocol.messages.membership import Role, SetWorkerRole, StatusReport, WorkerOrdered, WorkerReport
 from tests.support.launchers import Process, start_launcher

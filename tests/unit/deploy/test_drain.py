@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.deploy.commands import draining
+from tandem.deploy.launch import draining
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PairStatus,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tandem.deploy.commands import draining
+from tandem.deploy.launch import draining
 from tandem.deploy.commands.role import set_role
 from tandem.protocol.messages.membership import Role, SetWorkerRole, StatusReport, WorkerOrdered
 from tandem.runtime.errors import ConfigError, InternalError

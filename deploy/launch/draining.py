@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 
-from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.launch.cluster_client import Questions
 from tandem.protocol.messages.membership import DrainWorker, StatusReport, WorkerOrdered
 from tandem.protocol.messages.operations import LaunchedProcess, ListProcesses, RestartProcess
 from tandem.runtime.errors import ConfigError, InternalError, Overloaded
 
 _POLL_S = 0.2
+_print = partial(print, flush=True)
 
 
-async def drain(cluster: ClusterClient, worker_id: str, timeout_s: float) -> None:
-    """Drains a worker and waits until it has left.
+async def drain(cluster: Questions, worker_id: str, timeout_s: float, show: Callable[[str], None] = _print) -> None:
+    """Drains a worker and waits until it has left. show: gets a line for each step.
 
     Raises ConfigError for an unknown name, InternalError when it has not left within `timeout_s`.
     """
@@ -28,7 +30,7 @@ async def drain(cluster: ClusterClient, worker_id: str, timeout_s: float) -> Non
     answers = await cluster.ask_proxies(DrainWorker(worker_id), WorkerOrdered)
     if all(answer.error for answer in answers):
         raise ConfigError(answers[0].error)
-    print(f"{worker_id} is draining", flush=True)
+    show(f"{worker_id} is draining")
 
     async def has_left(reports: list[StatusReport]) -> bool:
         # The launcher counts a worker until its process has ended: a `tandem scale` before that would be wrong.
@@ -36,11 +38,13 @@ async def drain(cluster: ClusterClient, worker_id: str, timeout_s: float) -> Non
         return worker_id not in _epochs(reports) and not has_process
 
     await until(cluster, timeout_s, f"{worker_id} has not left", has_left)
-    print(f"{worker_id} has left", flush=True)
+    show(f"{worker_id} has left")
 
 
-async def restart(cluster: ClusterClient, names: list[str], timeout_s: float) -> None:
-    """Restarts the named processes, or all of them, one at a time.
+async def restart(
+    cluster: Questions, names: list[str], timeout_s: float, show: Callable[[str], None] = _print
+) -> None:
+    """Restarts the named processes, or all of them, one at a time. show: gets a line for each step.
 
     Raises ConfigError for an unknown name, InternalError when a process is not back within `timeout_s`.
     """
@@ -50,15 +54,17 @@ async def restart(cluster: ClusterClient, names: list[str], timeout_s: float) ->
         raise ConfigError(f"no process is called {unknown[0]}; the cluster runs {', '.join(known)}")
     # Workers first, so that each proxy finds all of them when it returns.
     for name in sorted(names or known, key=lambda name: (name.startswith("proxy-"), name)):
-        await _restart_one(cluster, known[name], timeout_s)
+        await _restart_one(cluster, known[name], timeout_s, show)
 
 
-async def _restart_one(cluster: ClusterClient, old: LaunchedProcess, timeout_s: float) -> None:
+async def _restart_one(
+    cluster: Questions, old: LaunchedProcess, timeout_s: float, show: Callable[[str], None]
+) -> None:
     name = old.name
     before = await cluster.status()
     old_epoch, num_pairs = _epochs(before).get(name), _num_ready_pairs(before)
     old_proxy = next((report.proxy_id for report in before if report.proxy_id.startswith(f"{name}-")), None)
-    print(f"{name} (process {old.pid}) is draining", flush=True)
+    show(f"{name} (process {old.pid}) is draining")
     await cluster.processes(RestartProcess(name))
 
     async def is_back(reports: list[StatusReport]) -> bool:
@@ -74,11 +80,11 @@ async def _restart_one(cluster: ClusterClient, old: LaunchedProcess, timeout_s: 
         return _epochs(reports).get(name, old_epoch) != old_epoch
 
     await until(cluster, timeout_s, f"{name} has not come back", is_back)
-    print(f"{name} is back", flush=True)
+    show(f"{name} is back")
 
 
 async def until(
-    cluster: ClusterClient, timeout_s: float, failure: str, holds: Callable[[list[StatusReport]], Awaitable[bool]]
+    cluster: Questions, timeout_s: float, failure: str, holds: Callable[[list[StatusReport]], Awaitable[bool]]
 ) -> None:
     """Waits until `holds` is true of the proxies' reports.
 

@@ -1,0 +1,177 @@
+"""The place where a simulated cluster's processes run: hosts that start, signal and lose them.
+
+The launcher is the product's. It watches processes through `deploy.sites.site.Site`, which this site implements as
+`deploy.sites.ray_site` does: a worker whose host is lost starts on another host, with the role that it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.deploy.launch.launcher import Launcher
+from tandem.deploy.processes.process_configs import Place, ProcessConfigs
+from tandem.deploy.processes.supervisor import EXIT_LOST, OnExit, Supervised
+from tandem.protocol.messages.membership import Role
+from tandem.runtime.errors import ConfigError, InternalError
+from tandem.runtime.process import EXIT_FAILED
+from tandem.simulator.processes import Machine, SimulatedProcess, SimulatedProxy, SimulatedWorker
+
+FOLDER = Path("/simulated")
+LOST_S = 1.0, 5.0
+"""Time after which a site knows that it has lost a host."""
+FAILING_S = 0.05
+"""Lifetime of a process that fails to start."""
+
+Start = Callable[[Callable[[int], None]], SimulatedProcess]
+"""Starts a process; its argument is called with the exit code."""
+
+
+class SimulatedChild(Supervised):
+    """A process that the launcher keeps running."""
+
+    def __init__(self, name: str, machine: Machine, start: Start, on_exit: OnExit) -> None:
+        super().__init__(name, FOLDER / f"{name}.log", on_exit)
+        self._machine = machine
+        self._start = start
+        self._process: SimulatedProcess | None = None
+
+    async def run_once(self) -> int:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[int] = loop.create_future()
+
+        def on_end(code: int) -> None:
+            rng = self._machine.timeline.rng
+            delay_s = rng.uniform(*LOST_S) if code == EXIT_LOST else self._machine.switch.latency_s()
+            loop.call_later(delay_s, ended.set_result, code)
+
+        self.num_starts += 1
+        self._process = process = self._start(on_end)
+        self.last_pid = process.pids[0]
+        if self._machine.timeline.now < self._machine.fails_until.get(self.name, 0.0):
+            process.loop.call_later(FAILING_S, process.exit, EXIT_FAILED)
+        return await ended
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def log_tail(self) -> str:
+        return ""
+
+
+class SimulatedSite:
+    """Implements `deploy.sites.site.Site`. Proxies run on host 0, beside the launcher, and workers on all hosts."""
+
+    on_gpus = False
+    is_preloaded = True
+    media_cache_endpoint = ""
+
+    def __init__(self, machine: Machine) -> None:
+        self.progress_files: dict[str, Path] = {}
+        self.children: dict[str, SimulatedChild] = {}
+        self._machine = machine
+        self._configs = ProcessConfigs(machine.shape.config)
+        self._roles: dict[str, Role] = {}
+
+    def http_hosts(self) -> list[str]:
+        return []
+
+    def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
+        machine = self._machine
+
+        def start(on_end: Callable[[int], None]) -> SimulatedProxy:
+            proxy = SimulatedProxy(machine, self._configs.proxy(name, Place(endpoint_of(name))), on_end)
+            machine.proxies[name] = machine.proxies_by_id[proxy.proxy_id] = proxy
+            return proxy
+
+        on_endpoint(name, endpoint_of(name))
+        return self._child(name, start, on_exit)
+
+    def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
+        machine = self._machine
+        proxies = [endpoint_of(f"proxy-{number}") for number in range(machine.shape.config.proxies)]
+        if len(self._roles) >= machine.shape.max_workers:
+            raise ConfigError(f"no room for {name}")
+
+        def start(on_end: Callable[[int], None]) -> SimulatedWorker:
+            host = self._host_of(name)
+            place = Place(endpoint_of(f"{host}/{name}"), proxy_endpoints=proxies)
+            config = self._configs.worker(self._roles[name], name, place)
+            worker = machine.workers[name] = SimulatedWorker(machine, config, host, on_end)
+            return worker
+
+        self._roles[name] = role
+        return self._child(name, start, on_exit)
+
+    def _child(self, name: str, start: Start, on_exit: OnExit) -> Supervised:
+        child = self.children[name] = SimulatedChild(name, self._machine, start, on_exit)
+        return child
+
+    def _host_of(self, name: str) -> int:
+        """Returns a host that is there."""
+        now, lost = self._machine.timeline.now, self._machine.lost_until
+        hosts = [host for host in range(self._machine.shape.num_hosts) if now >= lost.get(host, 0.0)]
+        return hosts[zlib.crc32(name.encode()) % len(hosts)]
+
+    def make_media_cache(self, on_exit: OnExit) -> None:
+        return None
+
+    def forget(self, name: str) -> None:
+        del self.children[name], self._roles[name]
+        self._machine.workers.pop(name, None)
+
+    def set_proxy_endpoints(self, endpoints: list[str]) -> None:
+        pass
+
+    def set_role(self, name: str, role: Role) -> None:
+        self._roles[name] = role
+
+    def renew_preloaded(self) -> None:
+        pass
+
+    def stop_listening(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedLauncher(SimulatedProcess):
+    """The process of the real launcher. Others end with it, as the kernel tells them of its end."""
+
+    is_ready = False
+
+    def boot(self) -> None:
+        machine = self._machine
+        self.site = SimulatedSite(machine)
+        self.launcher = Launcher(machine.shape.config, self.site, self.new_network(), FOLDER)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.loop.add_signal_handler(number, self.launcher.stop)
+        self.run(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self.launcher.run(lambda text, fraction: None, self._on_ready)
+        except InternalError as error:  # processes that failed when they were started
+            self._machine.note(f"launcher: {error.message}")
+
+    def _on_ready(self, stages: str) -> None:
+        self._machine.note(f"ready: {stages}")
+        self.is_ready = True
+
+    def exit(self, code: int = -signal.SIGKILL) -> None:
+        if self.loop.is_dead:
+            return
+        super().exit(code)
+        self._machine.workers.clear()
+        self._machine.proxies.clear()
+        for process in list(self._machine.processes.values()):
+            process.send_signal(signal.SIGINT)  # see `runtime.lifetime.die_with_parent`
+
+
+def endpoint_of(name: str) -> str:
+    return f"ipc://{FOLDER}/{name}"
