@@ -30,10 +30,10 @@ from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape
 NUM_WORKERS = 4
 ELASTIC = "elastic"
 LAYOUTS = {
-    ELASTIC: {"prefill": 0, "decode": 0, "workers": 4},
-    "1P3D": {"prefill": 1, "decode": 3},
-    "2P2D": {"prefill": 2, "decode": 2},
-    "3P1D": {"prefill": 3, "decode": 1},
+    ELASTIC: ClusterConfig(prefill=0, decode=0, workers=4),
+    "1P3D": ClusterConfig(prefill=1, decode=3),
+    "2P2D": ClusterConfig(prefill=2, decode=2),
+    "3P1D": ClusterConfig(prefill=3, decode=1),
 }
 LOADS = (0.4, 0.7, 0.9)
 TTFT_LIMIT, TPOT_LIMIT = 5.0, 3.0
@@ -97,7 +97,7 @@ def measure(shape: TrafficShape, load: float, layout: str, seconds: float) -> di
     """Plays the same requests for every layout."""
     requests = shape.requests(random.Random(f"{shape.name} {load}"), load * shape.capacity_per_s(), seconds)
     ttft_s, tpot_s = shape.limits_s()
-    config = ClusterConfig(**LAYOUTS[layout], itl_slo_ms=round(1000 * tpot_s))
+    config = msgspec.structs.replace(LAYOUTS[layout], itl_slo_ms=round(1000 * tpot_s))
     planned = planned_shape(WORKER, with_device_defaults(config, on_gpus=False))
     figures = Player(requests, planned).play().summary(ttft_s, tpot_s)
     return {

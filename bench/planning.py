@@ -53,7 +53,7 @@ from tandem.deploy.planning.trace import read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
 from tandem.protocol.messages.membership import StatusReport
 
-LAYOUTS = {"1P1D": {"prefill": 1, "decode": 1}, "elastic-2": {"prefill": 0, "decode": 0, "workers": 2}}
+LAYOUTS = {"1P1D": ClusterConfig(), "elastic-2": ClusterConfig(prefill=0, decode=0, workers=2)}
 CALIBRATION = {
     "llama100m": poisson(16, 3.0, ChatTurn(400, 48)),
     "tiny": poisson(200, 100.0, ChatTurn(300, 48)),
@@ -112,7 +112,7 @@ def step_gap_s(addresses: list[str]) -> float:
 
 
 def predicted(figures: WorkerFigures, layout: str, trace: Path) -> dict[str, float]:
-    config = with_device_defaults(ClusterConfig(**LAYOUTS[layout]), on_gpus=False)
+    config = with_device_defaults(LAYOUTS[layout], on_gpus=False)
     summary = Player(read_trace(trace, figures.max_model_len), planned_shape(figures, config)).play().summary()
     if summary["errors"]:
         raise SystemExit(f"error: simulated requests failed: {summary['errors']}")

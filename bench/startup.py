@@ -27,8 +27,8 @@ from bench.ports import free_port
 from bench.support.processes import family_cpu_s
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import tandem as tandem_command
-from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.supervisor import STABLE_AFTER_S
 from tandem.protocol.messages.membership import StatusReport
 

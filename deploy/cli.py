@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tandem.deploy.launch import draining
-from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.commands.role import set_role
 from tandem.deploy.commands.scale import scale
 from tandem.deploy.config import BlockSize, ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
+from tandem.deploy.launch import draining
+from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import ConfigError, TandemError

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_jobs: set[asyncio.Task[None]] = set()
+jobs: set[asyncio.Task[None]] = set()
 """asyncio itself keeps weak references to tasks."""
 
 
@@ -31,13 +31,13 @@ def start_job(
     """Starts work that nobody awaits. An exception is logged, then `on_failure` is called. It may be cancelled."""
 
     def on_end(task: asyncio.Task[None]) -> None:
-        _jobs.discard(task)
+        jobs.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", name, exc_info=error)
             on_failure()
 
     task = start(work, name)
-    _jobs.add(task)
+    jobs.add(task)
     task.add_done_callback(on_end)
     return task
 
@@ -58,8 +58,8 @@ def keep_running(work: Callable[[], Awaitable[None]], name: str, restart_after_s
             await asyncio.sleep(restart_after_s)
 
     task = start(kept(), name)
-    _jobs.add(task)
-    task.add_done_callback(_jobs.discard)
+    jobs.add(task)
+    task.add_done_callback(jobs.discard)
     return task
 
 

@@ -27,6 +27,7 @@ from tandem.simulator.timeline import ProcessLoop, Timeline
 
 RESTART_S = 0.1
 """From the end of a launcher to the start of the next one."""
+SCALE_INTERVAL_S = 5.0
 COMMAND_TIMEOUT_S = 60.0
 """Of an operator's command, for each process that it restarts."""
 
@@ -67,17 +68,16 @@ class Operator(Questions):
     def scale(self, counts: ScaleCluster) -> None:
         self._give(f"scale {counts}", lambda: self.ask_launcher(counts, ClusterScaled))
 
-    def restore(self, counts: ScaleCluster) -> None:
-        """`tandem scale`, again and again until the launcher takes it."""
+    def insist(self, counts: ScaleCluster) -> None:
+        """`tandem scale`, again and again: a worker that leaves or an order that is lost changes the numbers later."""
 
         async def scale() -> None:
             while True:
                 with suppress(TandemError):
                     await self.ask_launcher(counts, ClusterScaled)
-                    return
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(SCALE_INTERVAL_S)
 
-        self._give(f"restore {counts}", scale)
+        self._loop.call_soon(lambda: start(scale()))
 
     def set_role(self, name: str, role: Role) -> None:
         self._give(f"{name} takes role {role}", lambda: self.ask_proxies(SetWorkerRole(name, role), WorkerOrdered))
@@ -142,7 +142,7 @@ class SimulatedCluster:
     def end_faults(self) -> None:
         """Data paths break no more, and the operator wants as many workers as at the start."""
         self.has_faults, self.is_restored = False, True
-        self.operator.restore(ScaleCluster(**self.shape.config.counts))
+        self.operator.insist(ScaleCluster(**self.shape.config.counts))
 
     def strike(self, fault: Fault) -> None:
         """Lets a fault happen."""

@@ -48,7 +48,12 @@ class Invariants:
     def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
         """Checks why a proxy has removed a worker."""
         worker = self._cluster.workers.get(worker_id)
-        if worker is not None and reason.startswith("its process") and not worker.loop.is_dead and epoch == worker.epoch:
+        if (
+            worker is not None
+            and reason.startswith("its process")
+            and not worker.loop.is_dead
+            and epoch == worker.epoch
+        ):
             self._report("a running worker is taken for one that has exited", f"{worker_id} ({epoch}): {reason}")
 
     def check_delta(self, sequence: DispatchedSequence, attempt: Attempt, delta: TokenDelta) -> None:

@@ -16,8 +16,8 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tandem.engine.block_manager import BlockManager
 from tandem.deploy.processes.supervisor import EXIT_LOST
+from tandem.engine.block_manager import BlockManager
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
@@ -118,9 +118,7 @@ class SimulatedProcess:
     ) -> None:  # fmt: skip
         self.name, self.host = name, host
         self.pids = [next(machine.numbers) for _ in range(num_ranks)]
-        self.loops = [
-            machine.timeline.new_loop(f"{name} rank {rank}" if rank else name) for rank in range(num_ranks)
-        ]
+        self.loops = [machine.timeline.new_loop(f"{name} rank {rank}" if rank else name) for rank in range(num_ranks)]
         self.loop = self.loops[0]
         self.has_left = False
         self.watched_by: list[ProcessLoop] = []  # when it ended
@@ -234,7 +232,9 @@ class SimulatedWorker(SimulatedProcess):
 
     def _tiers(self, pools: list[Pool]) -> SimulatedTiers:
         machine, rng = self._machine, self._machine.timeline.rng
-        keys = {name: f"memory of {self.name} on {self.host}" if name == "host" else name for name in machine.shape.tiers}
+        keys = {
+            name: f"memory of {self.name} on {self.host}" if name == "host" else name for name in machine.shape.tiers
+        }
         stored = {name: machine.stored.setdefault(key, {}) for name, key in keys.items()}
         faults = machine.wires.faults
         return SimulatedTiers(
@@ -315,11 +315,11 @@ class SimulatedProxy(SimulatedProcess):
         connections = WorkerConnections(network, self.proxy_id)
         metrics = self.metrics = ProxyMetrics()
         rng = self._machine.timeline.rng
-        router = Router(self.table, config.decode_prefill_threshold, config.num_proxies, rng=rng)
+        self.router = Router(self.table, config.decode_prefill_threshold, config.num_proxies, rng=rng)
         self.dispatcher = ObservedDispatcher(
             self._machine.on_delta,
             self.proxy_id,
-            router,
+            self.router,
             connections,
             metrics,
             config.worker_wait_s,

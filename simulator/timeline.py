@@ -13,6 +13,8 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
+from tandem.runtime.tasks import jobs
+
 _MIN_TASKS = 100
 
 
@@ -139,6 +141,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
                     task.get_coro().close()
         finally:
             asyncio._set_running_loop(None)
+        jobs.difference_update(self._tasks)
 
     @property
     def is_dead(self) -> bool:
@@ -208,7 +211,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             self._timeline.add_timer(self, handle)
         return handle
 
-    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
+    def add_signal_handler(  # type: ignore[override]
+        self, sig: int, callback: Callable[..., object], *args: Any
+    ) -> None:
         self.signal_handlers[sig] = partial(callback, *args)
 
     def create_future(self) -> asyncio.Future[Any]:

@@ -37,9 +37,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 
 
-def new_worker_info(
-    config: WorkerConfig, endpoint: str, pid: int, host_id: str, metrics: WorkerMetrics
-) -> WorkerInfo:
+def new_worker_info(config: WorkerConfig, endpoint: str, pid: int, host_id: str, metrics: WorkerMetrics) -> WorkerInfo:
     """Returns this worker's identity under a new epoch. Raises ConfigError if the /metrics address is not available."""
     return WorkerInfo(
         worker_id=config.worker_id,

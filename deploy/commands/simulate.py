@@ -49,8 +49,9 @@ def simulate(seed: int | None, seeds: str, limit_s: float, log: Path | None) -> 
         if result.violations:
             print(f"seed {number}: {result.violations[0]}")
             smaller, result = shrink(scenario, result)
+            config = smaller.cluster.config
             print(
-                f"smallest run found: {len(smaller.cluster.roles)} workers, {smaller.cluster.num_proxies} proxies, "
+                f"smallest run found: {sum(config.counts.values())} workers, {config.proxies} proxies, "
                 f"{len(smaller.requests)} of {len(scenario.requests)} requests, "
                 f"{len(smaller.faults)} of {len(scenario.faults)} faults"
             )

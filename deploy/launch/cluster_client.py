@@ -143,7 +143,10 @@ async def _ask(
     kinds: tuple[type, ...],
     timeout_s: float,
 ) -> list[Any]:
-    """Asks every endpoint and returns the answers of `kinds` that arrive in time, at most one for each. Ends `network`."""
+    """Asks every endpoint and returns the answers of `kinds` that arrive in time, at most one for each.
+
+    network: ended afterwards.
+    """
     received: asyncio.Queue[Any] = asyncio.Queue()
     sockets: list[MessageDealer] = []
     answers: list[Any] = []

@@ -41,9 +41,7 @@ async def drain(cluster: Questions, worker_id: str, timeout_s: float, show: Call
     show(f"{worker_id} has left")
 
 
-async def restart(
-    cluster: Questions, names: list[str], timeout_s: float, show: Callable[[str], None] = _print
-) -> None:
+async def restart(cluster: Questions, names: list[str], timeout_s: float, show: Callable[[str], None] = _print) -> None:
     """Restarts the named processes, or all of them, one at a time. show: gets a line for each step.
 
     Raises ConfigError for an unknown name, InternalError when a process is not back within `timeout_s`.
@@ -57,9 +55,7 @@ async def restart(
         await _restart_one(cluster, known[name], timeout_s, show)
 
 
-async def _restart_one(
-    cluster: Questions, old: LaunchedProcess, timeout_s: float, show: Callable[[str], None]
-) -> None:
+async def _restart_one(cluster: Questions, old: LaunchedProcess, timeout_s: float, show: Callable[[str], None]) -> None:
     name = old.name
     before = await cluster.status()
     old_epoch, num_pairs = _epochs(before).get(name), _num_ready_pairs(before)

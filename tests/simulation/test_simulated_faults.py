@@ -66,7 +66,11 @@ def is_replaced(site: SimulatedSite, name: str, epoch: str) -> bool:
         *((fault, shape) for fault in ("kill", "freeze") for shape in SHAPES),
         *(("stall", SHAPES[1]), ("drain", SHAPES[2])),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.config.kv_connector + "-" + ("any" if value.config.workers else "prefill"),
+    ids=lambda value: (
+        value
+        if isinstance(value, str)
+        else value.config.kv_connector + "-" + ("any" if value.config.workers else "prefill")
+    ),
 )
 @pytest.mark.parametrize("side", [0, 1], ids=["computes", "decodes"])
 def test_a_worker_fails_at_each_moment_and_its_request_finishes(fault: str, side: int, shape: ClusterShape) -> None:

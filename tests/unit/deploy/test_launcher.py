@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.config import ClusterConfig
+from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.launch.launcher import Launcher
 from tandem.deploy.processes.runtime_dir import create_runtime_dir
 from tandem.deploy.processes.supervisor import OnExit, Supervised

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tandem.deploy.launch import draining
 from tandem.deploy.commands.role import set_role
+from tandem.deploy.launch import draining
 from tandem.protocol.messages.membership import Role, SetWorkerRole, StatusReport, WorkerOrdered
 from tandem.runtime.errors import ConfigError, InternalError
 from tests.unit.deploy.test_scaling import report
