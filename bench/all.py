@@ -21,11 +21,11 @@ from bench.support.report_page import draw, page, read_reports
 
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = (
-    "router_decisions", "pd_study", "simulation.autoscale",
+    "router_decisions", "pd_study", "autoscale",
     "engine", "kv_transfer", "kv_tiers", "disaggregation", "event_loop", "media_storm", "overload", "exam",
     "faults.chaos", "faults.fault_matrix", "faults.fuzz",
 )  # fmt: skip
-QUICK = ("router_decisions", "simulation.autoscale", "kv_transfer")
+QUICK = ("router_decisions", "autoscale", "kv_transfer")
 """Benchmarks whose short runs are meaningful."""
 QUICK_LIMIT_S = 90.0
 LIMIT_S = 3600.0

@@ -18,7 +18,7 @@ from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.engine import answer
 from tandem.simulator.processes import SimulatedProxy
-from tandem.simulator.scenario import NO_TIMEOUT_S, Request
+from tandem.simulator.scenario import MODEL, NO_TIMEOUT_S, Request
 from tandem.telemetry.request_log import RequestRecord
 
 LATE_ERRORS = {"deadline_exceeded", "ttft_slo_unreachable"}
@@ -53,7 +53,7 @@ class Clients:
     async def _serve(self, request: Request, proxy: SimulatedProxy) -> None:
         """Does what an HTTP route does: reads all deltas of a request, and closes the generator."""
         token_ids = pack_token_ids(list(request.prompt))
-        hashes = pack_short_hashes(BlockHasher(proxy.block_size, "simulated").prompt_hashes(token_ids))
+        hashes = pack_short_hashes(BlockHasher(proxy.block_size, MODEL).prompt_hashes(token_ids))
         wanted = GenerationRequest(
             prompt=RenderedPrompts([Prompt(token_ids, len(request.prompt), prefix_hashes=hashes)]),
             max_tokens=request.max_tokens,
@@ -64,15 +64,17 @@ class Clients:
             priority=request.priority,
             timeout=request.timeout_s,
         )
-        record = RequestRecord(f"request {request.number}", "simulated", arrived_at=proxy.loop.time())
-        generation, outcome = Generation(proxy.services, wanted, record, f"client {request.number % 3}"), "finished"
+        record = RequestRecord(f"request {request.number}", MODEL, arrived_at=proxy.loop.time())
+        outcome = "finished"
         try:
+            await proxy.readiness.limits()
+            generation = Generation(proxy.services, wanted, record, f"client {request.number % 3}")
             async with aclosing(generation.deltas()) as deltas:
                 if not await self._read(request, deltas):
                     outcome = "client left"
         except TandemError as error:
             outcome = error.code
-            if outcome == "overloaded" and not proxy.table.workers():  # as of a proxy that has known none
+            if outcome == "overloaded" and not proxy.table.workers():  # none has come
                 outcome = "no_worker_ready"
             is_expected = outcome in EXPECTED_ERRORS or (outcome == "request_aborted" and not proxy.accepts)
             if not is_expected or (outcome in LATE_ERRORS and request.timeout_s == NO_TIMEOUT_S):

@@ -110,7 +110,6 @@ class Machine:
 class SimulatedProcess:
     """One process, or the ranks of a worker, rank 0 first. on_end: called with the exit code.
 
-    A process that the cluster starts later than with itself needs `ClusterShape.boot_s` before it does anything.
     """
 
     def __init__(
@@ -127,7 +126,11 @@ class SimulatedProcess:
         self._on_end = on_end
         machine.processes.update(dict.fromkeys(self.pids, self))
         machine.note(f"{name} starts as {self.pids[0]}")
-        self.loop.call_later(machine.shape.boot_s if machine.timeline.now else 0.0, self.boot)
+        self.loop.call_later(self._boot_s(), self.boot)
+
+    def _boot_s(self) -> float:
+        shape, is_first = self._machine.shape, self._machine.timeline.now == 0.0
+        return shape.first_boot_s if is_first else shape.boot_s
 
     def boot(self) -> None:
         raise NotImplementedError
@@ -219,7 +222,9 @@ class SimulatedWorker(SimulatedProcess):
         machine.wires.pools.update(zip(self.pids, own, strict=True))
         cpu: Any = SimpleNamespace(type="cpu")
         loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, cpu, cpu, layout)
-        connectors: Any = {name: each for name, each in CONNECTORS.items() if shape.config.kv_connector in ("auto", name)}
+        connectors: Any = {
+            name: each for name, each in CONNECTORS.items() if shape.config.kv_connector in ("auto", name)
+        }
         nothing: Any = SimpleNamespace(get=lambda *_: None, close=lambda: None)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
@@ -339,12 +344,13 @@ class SimulatedProxy(SimulatedProcess):
             request_timeout_s=config.request_timeout_s,
             ttft_slo_s=None,
         )
+        self.readiness = WorkerReadiness(self.table, config.max_waiting_requests, config.worker_wait_s)
         state: Any = SimpleNamespace(
             text=text,
             worker_table=self.table,
             dispatcher=self.dispatcher,
             metrics=metrics,
-            readiness=WorkerReadiness(self.table, config.max_waiting_requests, config.worker_wait_s),
+            readiness=self.readiness,
             admission=self.services.admission,
         )
         self.control = Control(network, config, self.proxy_id, state, connections)

@@ -30,6 +30,8 @@ opened again within 27 s."""
 RESTART_ALL_S = 240.0
 """Time to restart all processes one after the other, as they need up to 10 s each."""
 CONNECT_S = 0.05
+LOOK_S = 0.2
+"""Between two looks whether the cluster is at rest."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,10 @@ class _Run:
 
     def _expect(self, rule: str, missing: Callable[[], str | None], deadline: float) -> None:
         """Runs until nothing is missing. Reports a violation if that takes too long."""
-        if not self._timeline.run(lambda: self._is_broken() or missing() is None, deadline):
-            self.report(rule, str(missing()))
+        while not self._is_broken() and missing() is not None:
+            if self._timeline.now >= deadline:
+                self.report(rule, str(missing()))
+            self._timeline.run(self._is_broken, self._timeline.now + LOOK_S)
 
     def _unfinished(self) -> str | None:
         ended = self._clients.outcomes

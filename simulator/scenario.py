@@ -24,7 +24,7 @@ FAULT_KINDS: tuple[FaultKind, ...] = get_args(get_args(FaultKind)[0]) + COMMANDS
 MODEL = "simulated"
 NO_TIMEOUT_S = 600.0
 """Longer than any run."""
-START_S, LOAD_S = 2.0, 18.0
+START_S, LOAD_S = 2.0, 15.0
 """Requests and faults begin after `START_S`, and within at most `LOAD_S`."""
 
 
@@ -84,7 +84,9 @@ class ClusterShape:
     overlaps: bool = False
     """Whether steps are submitted while the ones before run."""
     boot_s: float = 0.6
-    """Time from the start of a process to its first act, but for those that start with the cluster."""
+    """Time from the start of a process to its first act."""
+    first_boot_s: float = 0.0
+    """Of the processes that start with the cluster."""
     num_hosts: int = 1
     max_workers: int = 512
     """For which the hosts have room."""
@@ -147,7 +149,7 @@ def draw(seed: int) -> Scenario:
         tiers=rng.choice([(), (), ("host",), ("disk",), ("host", "disk"), ("disk", "store")]),
         overlaps=rng.random() < 0.3,
         max_latency_s=rng.choice([0.002, 0.002, 0.02, 0.08]),
-        boot_s=rng.choice([0.6, 0.6, 0.6, 10.0]),
+        boot_s=rng.choice([0.6, 0.6, 0.6, 5.0]),
         num_hosts=rng.choice([1, 1, 1, 2, 3]),
         max_workers=10,
         step_times=StepTimes(rng.choice([0.004, 0.004, 0.1])),

@@ -32,8 +32,6 @@ class Scalable(Protocol):
     @property
     def reports(self) -> list[StatusReport]: ...
 
-    def ask_for_reports(self) -> None: ...
-
     def scale(self, counts: Mapping[Role, int]) -> None: ...
 
 
@@ -54,7 +52,6 @@ class Autoscaler:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            self._cluster.ask_for_reports()
             await asyncio.sleep(INTERVAL_S)
             self.observe(loop.time(), self._cluster.reports)
 

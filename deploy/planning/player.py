@@ -31,7 +31,7 @@ from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape
 from tandem.simulator.timeline import Timeline
 
 START_S = 60
-"""Limit on the time until all workers and pairs are ready."""
+"""Limit on the time until all workers and pairs are ready, once they have started."""
 HASHED_TOKENS = 512
 """Tokens of a block that `hash_ids` names."""
 
@@ -136,12 +136,12 @@ class Player:
             self._timeline = Timeline(rng, self._on_error)
             self.cluster = SimulatedCluster(shape, self._timeline, rng, self._on_report, lambda line: None)
             self._rng = rng
-            for second in range(1, START_S):
+            for second in range(1, START_S + int(shape.boot_s)):
                 self._timeline.run(lambda: False, second)
                 if (missing := self.cluster.not_whole()) is None:
                     break
             else:
-                raise ConfigError(f"the simulated cluster is not ready after {START_S} s: {missing}")
+                raise ConfigError(f"the simulated cluster is not ready after {second} s: {missing}")
         self._began_at = self._timeline.now
 
     def _on_error(self, name: str, error: BaseException) -> None:

@@ -22,7 +22,8 @@ _Count = Annotated[int, Meta(ge=1, le=100_000_000)]
 class WorkerFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a worker computes with, as `protocol.messages.membership.WorkerLoad` reports it.
 
-    kv_s_per_token: to transfer the KV of one token to another worker. step_gap_s: between two steps.
+    kv_s_per_token: to transfer the KV of one token to another worker. step_gap_s: between two steps. start_s: from the
+    start of a worker to its first request.
     """
 
     prompt_tokens_per_s: Annotated[float, Meta(gt=0, le=1e9)]
@@ -33,6 +34,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: _Count
     kv_s_per_token: _Seconds = 0.0
     step_gap_s: _Seconds = 0.0
+    start_s: _Seconds = 10.0
 
     @classmethod
     def of_reports(cls, reports: Sequence[StatusReport]) -> WorkerFigures:
@@ -85,4 +87,6 @@ def planned_shape(figures: WorkerFigures, config: ClusterConfig, lease_s: float 
         max_model_len=figures.max_model_len,
         max_latency_s=0.0003,
         keeps_kv=False,
+        first_boot_s=figures.start_s,
+        boot_s=figures.start_s,
     )

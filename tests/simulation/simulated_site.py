@@ -45,7 +45,7 @@ class LeavingClients(Clients):
         await super()._serve(request, proxy)
 
 
-class SimulatedSite:
+class DrivenCluster:
     """Starts with all workers ready."""
 
     def __init__(self, shape: ClusterShape, seed: int = 0) -> None:
@@ -99,8 +99,23 @@ class SimulatedSite:
             stops_after=None,
         )  # fmt: skip
         self.requests.append(request)
-        self.clients.send(request, self.cluster.proxies[f"proxy-{proxy}"])
+        self._send(request)
         return number
+
+    def _send(self, request: Request) -> None:
+        proxy = self.cluster.proxies.get(f"proxy-{request.proxy}")
+        if proxy is None or not proxy.accepts:  # its socket stays open
+            self.cluster.world.call_later(0.05, self._send, request)
+        else:
+            self.clients.send(request, proxy)
+
+    def keep_asking(self, interval_s: float, limit_s: float, done: Callable[[], bool]) -> None:
+        """Sends a request by each proxy in turn, again and again until the condition holds."""
+        until_s = self.timeline.now + limit_s
+        while not done():
+            assert self.timeline.now < until_s, "\n".join([*self.log, f"not within {limit_s} s"])
+            self.ask(60, 20, proxy=len(self.requests) % len(self.cluster.proxies))
+            self.pass_time(interval_s)
 
     def disconnect(self, number: int) -> None:
         """The client of a request goes away."""
@@ -125,9 +140,10 @@ class SimulatedSite:
     # ---- what happens to processes
 
     def strike(self, kind: FaultKind, name: str, duration_s: float = 0.0) -> None:
-        """name: of a worker or a proxy."""
+        """name: of a worker, a proxy or the launcher."""
         names = list(self.cluster.proxies if "proxy" in name else self.cluster.workers)
-        fault = Fault(self.timeline.now, kind, names.index(name), 0, duration_s)
+        number = names.index(name) if name != "launcher" else 0
+        fault = Fault(self.timeline.now, kind, number, 0, duration_s)
         self.cluster.world.call_soon(self.cluster.strike, fault)
 
     def cut(self, name: str, *others: str) -> None:
@@ -194,9 +210,9 @@ class SimulatedSite:
 
 
 @contextmanager
-def simulated_site(shape: ClusterShape = FIXED, seed: int = 0) -> Iterator[SimulatedSite]:
+def simulated_site(shape: ClusterShape = FIXED, seed: int = 0) -> Iterator[DrivenCluster]:
     with hidden_logs(), seeded_ids(random.Random(seed)):
-        site = SimulatedSite(shape, seed)
+        site = DrivenCluster(shape, seed)
         try:
             with logged_errors(site.report):
                 site.pass_time(1.0)

@@ -18,7 +18,7 @@ from tandem.decode_worker.scheduler import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.membership import Role, SetWorkerRole
 from tandem.simulator.network import Switch
 from tandem.simulator.scenario import ClusterShape
-from tests.simulation.simulated_site import ELASTIC, FIXED, SimulatedSite, simulated_site
+from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
 
 SILENCE_S = 3.5
 """Of a worker, after which proxies give it up (`proxy.config.ProxyConfig.worker_silence_s`)."""
@@ -31,7 +31,7 @@ PAIR = FIXED.with_config(prefill=1, decode=1)
 """Workers prefill-0 and decode-0, without a substitute."""
 
 
-def moments(shape: ClusterShape, act: Callable[[SimulatedSite, int], None]) -> Counter[str]:
+def moments(shape: ClusterShape, act: Callable[[DrivenCluster, int], None]) -> Counter[str]:
     """Has something happen at each moment of a request, each in a cluster of its own. Beside the request runs another
     one, by another proxy.
 
@@ -53,7 +53,7 @@ def moments(shape: ClusterShape, act: Callable[[SimulatedSite, int], None]) -> C
     raise AssertionError("unreachable")
 
 
-def is_replaced(site: SimulatedSite, name: str, epoch: str) -> bool:
+def is_replaced(site: DrivenCluster, name: str, epoch: str) -> bool:
     return site.epochs().get(name, epoch) != epoch
 
 
@@ -76,7 +76,7 @@ def is_replaced(site: SimulatedSite, name: str, epoch: str) -> bool:
 def test_a_worker_fails_at_each_moment_and_its_request_finishes(fault: str, side: int, shape: ClusterShape) -> None:
     """Others finish it when its worker is killed or frozen. A worker that drains or stalls for a second finishes it."""
 
-    def act(site: SimulatedSite, struck: int) -> None:
+    def act(site: DrivenCluster, struck: int) -> None:
         name, began_at, epochs = site.placement()[side], site.timeline.now, site.epochs()
         match fault:
             case "kill":
@@ -107,7 +107,7 @@ def test_a_worker_fails_at_each_moment_and_its_request_finishes(fault: str, side
 
 @pytest.mark.parametrize("fault", ["kill", "freeze", "stall"])
 def test_a_proxy_fails_at_each_moment_and_requests_of_the_other_finish(fault: str) -> None:
-    def act(site: SimulatedSite, struck: int) -> None:
+    def act(site: DrivenCluster, struck: int) -> None:
         epochs = site.epochs(1)
         if fault == "kill":
             site.strike("kill proxy", "proxy-0")
@@ -123,7 +123,7 @@ def test_a_proxy_fails_at_each_moment_and_requests_of_the_other_finish(fault: st
 
 @ALL_SHAPES
 def test_a_client_leaves_at_each_moment(shape: ClusterShape) -> None:
-    def act(site: SimulatedSite, struck: int) -> None:
+    def act(site: DrivenCluster, struck: int) -> None:
         pairs = site.pairs()
         site.disconnect(struck)
         site.until(lambda: site.cluster.proxies["proxy-0"].dispatcher.num_running == 0, 0.1)
@@ -347,20 +347,6 @@ def test_prompts_wait_while_decode_is_out_of_blocks() -> None:
 
 
 # ---- operators
-
-
-def test_a_rolling_restart_loses_no_request() -> None:
-    with simulated_site() as site:
-        before = site.epochs()
-        for name in before:
-            for number in range(6):
-                site.ask(proxy=number % 2)
-            site.pass_time(0.1)
-            site.strike("leave", name)
-            site.until(partial(is_replaced, site, name, before[name]))
-            assert set(site.finish()) == {"finished"}
-        assert not set(before.values()) & set(site.epochs().values())
-        assert site.num_migrated() == 0
 
 
 def test_streams_do_not_notice_that_roles_change() -> None:

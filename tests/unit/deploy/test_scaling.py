@@ -246,8 +246,6 @@ class Recorded:
         self.counts: dict[Role, int] = {"prefill": 1, "decode": 1, "any": 0}
         self.reports: list[StatusReport] = []
 
-    def ask_for_reports(self) -> None: ...
-
     def scale(self, counts: dict[Role, int]) -> None:  # type: ignore[override]
         self.counts = dict(counts)
 

@@ -1,1 +1,0 @@
-"""Router and planner in simulated time, with synthetic or recorded traffic."""

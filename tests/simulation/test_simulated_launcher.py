@@ -1,0 +1,127 @@
+"""The real launcher in simulated time: it restarts, drains, scales and moves the processes of a cluster that serves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from tandem.deploy.launch.hang_detector import MAX_SILENCE_S
+from tandem.protocol.messages.operations import ScaleCluster
+from tandem.simulator.engine import StepTimes
+from tandem.simulator.site import LOST_S
+from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
+
+
+def obey(site: DrivenCluster, limit_s: float = 60.0) -> None:
+    """Has the load of a request every 0.1 s until the operator's command is done. No request fails."""
+    site.keep_asking(0.1, limit_s, lambda: site.cluster.operator.num_running == 0)
+    assert set(site.finish()) == {"finished"}
+    assert any(line.endswith(": done") for line in site.log), site.log[-1]
+
+
+def pids(site: DrivenCluster) -> dict[str, int]:
+    return {each.name: each.pid for each in site.cluster.launcher.launcher.processes}
+
+
+def test_a_rolling_restart_replaces_each_process_and_loses_no_request() -> None:
+    with simulated_site() as site:
+        before, epochs = pids(site), site.epochs()
+        site.cluster.operator.restart()
+        obey(site)
+        order = [line.split()[1] for line in site.log if line.endswith("is back")]
+        assert order == ["decode-0", "decode-1", "prefill-0", "prefill-1", "proxy-0", "proxy-1"]
+        assert pids(site).keys() == before.keys() and not set(pids(site).values()) & set(before.values())
+        assert not set(site.epochs().values()) & set(epochs.values())
+        assert site.num_migrated() == 0
+
+
+def test_workers_move_before_others_start_or_stop() -> None:
+    with simulated_site() as site:
+        before = pids(site)
+        site.cluster.operator.scale(ScaleCluster(prefill=1, decode=4))
+        obey(site)
+        assert site.cluster.launcher.launcher.counts == {"prefill": 1, "decode": 4, "any": 0}
+        assert before.items() < pids(site).items() and pids(site).keys() - before.keys() == {"decode-2"}
+        assert Counter(report.worker.role for report in site.reports().values()) == {"prefill": 1, "decode": 4}
+        site.cluster.operator.scale(ScaleCluster(prefill=1, decode=1))
+        obey(site)
+        assert len(site.epochs()) == 2 and site.num_migrated() == 0
+
+
+def test_a_drained_worker_is_not_started_again() -> None:
+    with simulated_site() as site:
+        site.cluster.operator.drain("decode-0")
+        obey(site)
+        assert site.epochs().keys() == {"prefill-0", "prefill-1", "decode-1"} and site.num_migrated() == 0
+
+
+def test_a_worker_that_fails_to_start_is_started_ever_more_rarely() -> None:
+    with simulated_site() as site:
+        starts_before = {each.name: each.num_starts for each in site.cluster.launcher.launcher.processes}
+        site.strike("fail starts", "decode-0", 10.0)
+        site.keep_asking(0.2, 60.0, lambda: len(site.epochs()) < 4)
+        site.keep_asking(0.2, 60.0, lambda: len(site.epochs()) == 4)
+        assert set(site.finish()) == {"finished"}
+        starts = {each.name: each.num_starts for each in site.cluster.launcher.launcher.processes}
+        changed = {name: starts[name] - number for name, number in starts_before.items() if starts[name] != number}
+        assert changed.keys() == {"decode-0"} and 4 <= changed["decode-0"] <= 7
+
+
+def test_a_cluster_ends_with_its_launcher_and_starts_with_the_next_one() -> None:
+    with simulated_site() as site:
+        before = pids(site)
+        site.ask(200, 60)
+        site.pass_time(0.1)
+        site.strike("kill launcher", "launcher")
+        site.pass_time(0.2)
+        site.ask(200, 60)  # waits until a proxy accepts it
+        assert site.finish() == ["request_aborted", "finished"]
+        assert pids(site).keys() == before.keys() and not set(pids(site).values()) & set(before.values())
+
+
+def test_requests_are_served_while_the_launcher_is_frozen() -> None:
+    with simulated_site() as site:
+        epochs = site.epochs()
+        site.strike("freeze launcher", "launcher", 20.0)
+        site.strike("kill", "decode-0")
+        site.keep_asking(0.5, 30.0, lambda: len(site.requests) == 30)
+        assert "decode-0" not in site.epochs(), "nobody starts it"
+        assert set(site.finish()) == {"finished"}
+        assert site.epochs()["decode-0"] != epochs["decode-0"]
+
+
+def test_a_proxy_that_hangs_is_replaced() -> None:
+    with simulated_site() as site:
+        before = pids(site)
+        site.strike("freeze proxy", "proxy-0", 120.0)
+        site.until(lambda: pids(site)["proxy-0"] != before["proxy-0"], MAX_SILENCE_S + 5)
+        assert {name for name, pid in pids(site).items() if before[name] != pid} == {"proxy-0"}
+        site.ask()
+        assert site.finish(20.0) == ["finished"]
+
+
+def test_workers_of_a_lost_host_start_on_another_one_with_their_roles() -> None:
+    shape = replace(ELASTIC.with_config(workers=4), num_hosts=2)
+    with simulated_site(shape) as site:
+        there = [name for name, worker in site.cluster.workers.items() if worker.host == 1]
+        assert 0 < len(there) < 4
+        site.cluster.operator.set_role(there[0], "decode")
+        obey(site)
+        before = site.epochs()
+        site.strike("lose host", there[0], 60.0)
+        site.keep_asking(0.2, LOST_S[1] + 10, lambda: len(site.epochs().items() - before.items()) == len(there))
+        assert set(site.finish()) == {"finished"}
+        assert {worker.host for worker in site.cluster.workers.values()} == {0}
+        assert site.reports()[there[0]].worker.role == "decode"
+        assert {name: epoch for name, epoch in site.epochs().items() if name not in there}.items() <= before.items()
+
+
+def test_the_planner_starts_workers_under_load_and_stops_them_afterwards() -> None:
+    config = {"autoscale": True, "autoscale_ttft_ms": 300, "autoscale_max_workers": 4, "prefill": 1, "decode": 1}
+    shape = replace(FIXED.with_config(**config), step_times=StepTimes(0.02, 0.002, 0.002), num_blocks=400)
+    with simulated_site(shape) as site:
+        site.keep_asking(0.4, 60.0, lambda: len(site.epochs()) == 3)
+        assert set(site.finish()) == {"finished"}
+        site.until(lambda: len(site.epochs()) == 2, 200.0)
+        site.finish()
+        assert site.num_migrated() == 0
