@@ -126,7 +126,7 @@ def measure(trace: list[TraceRequest], config: ClusterConfig) -> dict[str, Any]:
 
 def layouts(most: int) -> dict[str, ClusterConfig]:
     """Returns clusters with fixed numbers of workers and with a planner, which may have as many."""
-    fixed = [(most - 2, 2), (most // 2, most - most // 2), (2, most - 2)]
+    fixed = [(most - 2, 2), (most // 2, most - most // 2)]
     found = {f"fixed {prefill}P{decode}D": _config(prefill=prefill, decode=decode) for prefill, decode in fixed}
     found[f"fixed {most} elastic"] = _config(prefill=0, decode=0, workers=most)
     planned: dict[str, Any] = {"autoscale": True, "autoscale_max_workers": most}
@@ -167,7 +167,7 @@ def main() -> None:
     add_common_options(parser)
     parser.add_argument("--trace", type=Path, default=None, help="recorded trace to play instead of the synthetic ones")
     parser.add_argument("--seed", type=int, default=1, help="seed of the synthetic traces")
-    parser.add_argument("--minutes", type=float, default=15.0, help="length of the synthetic traces")
+    parser.add_argument("--minutes", type=float, default=10.0, help="length of the synthetic traces")
     parser.add_argument("--max-workers", type=int, default=6)
     arguments = parser.parse_args()
     if arguments.trace is not None:

@@ -108,9 +108,7 @@ class Machine:
 
 
 class SimulatedProcess:
-    """One process, or the ranks of a worker, rank 0 first. on_end: called with the exit code.
-
-    """
+    """One process, or the ranks of a worker, rank 0 first. on_end: called with the exit code."""
 
     def __init__(
         self, machine: Machine, name: str, host: int, on_end: Callable[[int], None], num_ranks: int = 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
+
 from tandem.deploy.launch.hang_detector import MAX_SILENCE_S
 from tandem.protocol.messages.operations import ScaleCluster
 from tandem.simulator.engine import StepTimes
@@ -116,12 +118,13 @@ def test_workers_of_a_lost_host_start_on_another_one_with_their_roles() -> None:
         assert {name: epoch for name, epoch in site.epochs().items() if name not in there}.items() <= before.items()
 
 
-def test_the_planner_starts_workers_under_load_and_stops_them_afterwards() -> None:
-    config = {"autoscale": True, "autoscale_ttft_ms": 300, "autoscale_max_workers": 4, "prefill": 1, "decode": 1}
-    shape = replace(FIXED.with_config(**config), step_times=StepTimes(0.02, 0.002, 0.002), num_blocks=400)
+@pytest.mark.parametrize("layout", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "workers": 2}])
+def test_the_planner_starts_workers_under_load_and_stops_them_afterwards(layout: dict[str, int]) -> None:
+    config = FIXED.with_config(autoscale=True, autoscale_ttft_ms=300, autoscale_max_workers=4, **layout)
+    shape = replace(config, step_times=StepTimes(0.02, 0.002, 0.002), num_blocks=400)
     with simulated_site(shape) as site:
-        site.keep_asking(0.4, 60.0, lambda: len(site.epochs()) == 3)
+        site.keep_asking(0.4 if layout["prefill"] else 0.1, 60.0, lambda: len(site.epochs()) >= 3)
         assert set(site.finish()) == {"finished"}
-        site.until(lambda: len(site.epochs()) == 2, 200.0)
+        site.until(lambda: len(site.epochs()) < 3, 200.0)
         site.finish()
         assert site.num_migrated() == 0

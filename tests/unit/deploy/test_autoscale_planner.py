@@ -1,8 +1,7 @@
-"""The planner: its arithmetic, stability and limits, and its results on simulated traces."""
+"""The planner: its arithmetic, stability and limits. `tests/simulation/test_autoscaling.py` has it act."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import msgspec
@@ -10,9 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.simulation.autoscale import bursty, diurnal, planner_for, play, shifting
-from bench.simulation.cluster import Speeds
-from bench.simulation.foresight import Foresight
 from tandem.deploy.autoscale.demand import Demand, DemandMeter, StepTime
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, decode_needed, elastic_needed, prefill_needed
 from tandem.deploy.autoscale.queueing import late_fraction, servers_needed, wait_probability
@@ -253,74 +249,6 @@ def test_proposals_stay_within_the_limits(course: list[tuple[Demand, int]]) -> N
         proposal = planner.propose(now, demand, prefill, decode)
         prefill, decode = proposal.prefill, proposal.decode
         assert prefill >= 2 and decode >= 1 and prefill + decode <= 9 and proposal.any == 0
-
-
-# ---- simulated traces
-
-SPEEDS = Speeds(boot_s=10.0)
-
-
-def test_a_daily_cycle_needs_fewer_workers_at_the_same_slos() -> None:
-    trace = diurnal(random.Random(2), 900.0)
-    fixed = play(trace, SPEEDS, 5, 5, None)
-    planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 10))
-    assert planned["goodput"] > 0.97
-    assert planned["worker_hours"] < 0.85 * fixed["worker_hours"]
-
-
-def test_it_follows_a_changing_prefill_decode_ratio() -> None:
-    trace = shifting(random.Random(3), 900.0)
-    planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 10))
-    same_size = [play(trace, SPEEDS, p, 10 - p, None)["goodput"] for p in (4, 5, 6)]
-    assert planned["goodput"] > max(same_size)
-
-
-def test_a_shift_from_long_prompts_to_long_answers_is_followed_by_moves_without_new_processes() -> None:
-    """Each mix lasts for less than DOWN_AFTER_S and needs most of the seven workers."""
-    trace = shifting(random.Random(3), 230.0, per_s=6.0)
-    planned = play(trace, SPEEDS, 5, 2, planner_for(SPEEDS, 7))
-    fixed = [play(trace, SPEEDS, p, 7 - p, None)["goodput"] for p in range(2, 6)]
-    assert planned["moves"] >= 2 and planned["starts"] == 0 and planned["most_workers"] == 7
-    assert planned["goodput"] > max(fixed)
-
-
-def test_an_elastic_cluster_grows_and_shrinks_and_serves_both_mixes() -> None:
-    trace = shifting(random.Random(3), 900.0)
-    planned = play(trace, SPEEDS, 0, 0, planner_for(SPEEDS, 10), num_any=2)
-    assert planned["moves"] == 0 and planned["starts"] > 0 and planned["most_workers"] <= 10
-    assert planned["goodput"] > max(play(trace, SPEEDS, p, 10 - p, None)["goodput"] for p in (4, 5, 6))
-    daily = diurnal(random.Random(2), 900.0)
-    whole = play(daily, SPEEDS, 0, 0, None, num_any=10)
-    planned = play(daily, SPEEDS, 0, 0, planner_for(SPEEDS, 10), num_any=2)
-    assert whole["goodput"] > 0.97 and planned["goodput"] > 0.95
-    assert planned["worker_hours"] < 0.85 * whole["worker_hours"]
-
-
-def test_bursts_are_served_better_than_by_equal_fixed_worker_hours() -> None:
-    trace = bursty(random.Random(4), 1500.0)
-    planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16))
-    num_workers = int(planned["worker_hours"] * 3600 / trace[-1].at)
-    fixed = play(trace, SPEEDS, (num_workers + 1) // 2, num_workers // 2, None)
-    assert fixed["worker_hours"] <= planned["worker_hours"]
-    assert planned["goodput"] > fixed["goodput"]
-
-
-def test_refusing_late_requests_leaves_room_for_later_ones() -> None:
-    trace = bursty(random.Random(4), 1500.0)
-    planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16))
-    refusing = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16), ttft_slo_s=1.0)
-    assert refusing["refused"] > 0
-    assert refusing["goodput"] > planned["goodput"] and refusing["worker_hours"] < planned["worker_hours"]
-
-
-def test_no_planner_beats_one_that_knows_the_trace() -> None:
-    trace = shifting(random.Random(3), 900.0)
-    planner = planner_for(SPEEDS, 10)
-    foresight = Foresight(trace, SPEEDS, planner.config)
-    foreseen = play(trace, SPEEDS, *foresight.at_start, foresight)
-    planned = play(trace, SPEEDS, 1, 1, planner)
-    assert foreseen["goodput"] > planned["goodput"]
-    assert foreseen["worker_hours"] < planned["worker_hours"]
 
 
 # ---- early detection
