@@ -34,7 +34,8 @@ def report(attack: Attack, checkout: Path, folder: Path) -> str:
     flags = ["--api-keys-file", str(keys), "--data-dir", str(folder / "data"), "--max-waiting-requests", "4096"]
     flags += ["--max-body-mib", "64", "--kv-cache-gib", "0.25"]
     if attack in MARKED_ATTACKS:
-        flags += ["--model", str(marker_model(folder)), "--served-model-name", MODEL, "--tool-call-parser", "hermes"]
+        model = marker_model(folder, "<|start|>")
+        flags += ["--model", str(model), "--served-model-name", MODEL, "--tool-call-parser", "openai"]
     is_other = checkout != Path.cwd()
     python = str(checkout / ".venv/bin/python") if is_other else sys.executable
     cluster = Cluster(*flags, python=python, cwd=checkout if is_other else None)
@@ -44,9 +45,8 @@ def report(attack: Attack, checkout: Path, folder: Path) -> str:
     watching = threading.Thread(target=limit_memory, args=(cluster.launcher_pid, killed, has_ended))
     watching.start()
     try:
-        plan = Plan(
-            cluster.url, "key-of-the-tenant", large_prompt_bytes=20_000 if attack in MARKED_ATTACKS else 200_000
-        )
+        large = 20_000 if attack in MARKED_ATTACKS else 200_000
+        plan = Plan(cluster.url, "key-of-the-tenant", large_prompt_bytes=large, polled=("/live", "/v1/files"))
         with SecondTenant(plan, cluster.launcher_pid) as tenant:
             attacker = Attacker(cluster, "key-of-the-attacker", folder)
             attacking = threading.Thread(target=attack.run, args=(attacker,), daemon=True)

@@ -15,7 +15,7 @@ NUM_TOKENS = 500
 """Of each choice. Its 8,000 markers took a second of the event loop when the work was quadratic."""
 
 
-def marker_model(folder: Path, marker: str = "<tool_call>") -> Path:
+def marker_model(folder: Path, marker: str) -> Path:
     """Makes a model whose last token is many markers, and returns its folder."""
     model = folder / "model"
     model.mkdir()
