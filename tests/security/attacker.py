@@ -58,10 +58,15 @@ class Attacker:
 
 @dataclass(frozen=True)
 class Attack:
-    """max_gap_s, max_grown_bytes: bounds for the stream of the second tenant and for the memory of all processes."""
+    """Work of one client, and what it may cost the second tenant and the server.
+
+    max_gap_s: of the tenant's stream. max_batch_s: for each of its batches, whose lines come after all other requests.
+    max_grown_bytes: by how much all processes of the server may grow.
+    """
 
     run: Callable[[Attacker], object]
     max_gap_s: float = 2.0
+    max_batch_s: float = 30.0
     max_grown_bytes: int = 400 << 20
 
     @property

@@ -6,12 +6,14 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.faults.streams import descendants
 from tests.security.attacker import Attack, Attacker
-from tests.support.cluster import MODEL
+from tests.support.cluster import MODEL, Cluster
 
 
 def lark_chain(length: int) -> str:
@@ -130,6 +132,7 @@ def idle_scrapers(attacker: Attacker) -> None:
     """Connections to the metrics of each worker that never end their request, while the operator scrapes them."""
     groups = httpx.get(f"{attacker.cluster.admin_url}/sd").json()
     addresses = [group["targets"][0] for group in groups if "worker" in group["labels"]]
+    num_before = num_threads(attacker.cluster)
     with ExitStack() as connections:
         for address in addresses:
             host, _, port = address.rpartition(":")
@@ -140,6 +143,11 @@ def idle_scrapers(attacker: Attacker) -> None:
             for _ in range(5):
                 answers = list(threads.map(lambda address: httpx.get(f"http://{address}/metrics"), addresses))
                 assert addresses and all(answer.status_code == 200 for answer in answers)
+        assert num_threads(attacker.cluster) - num_before < 20 * len(addresses)
+
+
+def num_threads(cluster: Cluster) -> int:
+    return sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in descendants(cluster.launcher_pid))
 
 
 ATTACKS = [

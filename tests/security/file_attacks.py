@@ -42,7 +42,7 @@ def late_lines(attacker: Attacker) -> None:
     lines = "\n".join(json.dumps({"custom_id": str(number), **line}) for number in range(60))
     if (file_id := uploaded(attacker, lines.encode())) is not None:
         made = [attacker.send("/v1/batches", batch_of(file_id)) for _ in range(3)]
-        time.sleep(6)
+        time.sleep(8)
         for answer in made:
             if answer is not None and answer.status_code == 200:
                 attacker.send(f"/v1/batches/{answer.json()['id']}/cancel", b"{}")
@@ -107,7 +107,7 @@ def blocking_adapters(attacker: Attacker) -> None:
 
 FILE_ATTACKS = [
     Attack(line_breaks),
-    Attack(late_lines),
+    Attack(late_lines, max_batch_s=5.0),
     Attack(slow_uploads),
     Attack(equal_request_ids),
     Attack(blocking_adapters),

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.extended
 
 MAX_LATENCY_S = 10.0
 """For first events, large prompts and polls: a share of the readers, on a machine that does other work."""
-MAX_BATCH_S = 30.0
-"""Lines of batches come after all other requests."""
 
 
 @pytest.fixture(scope="module")
@@ -38,4 +36,4 @@ def test_a_second_tenant_is_served_beside(attack: Attack, cluster: Cluster, tmp_
     with SecondTenant(plan, cluster.launcher_pid) as tenant:
         attack.run(Attacker(cluster, "key-of-the-attacker", tmp_path))
     print(f"\n{attack.name}: {tenant.verdict}")
-    tenant.verdict.check(attack.max_gap_s, MAX_LATENCY_S, attack.max_grown_bytes, MAX_BATCH_S)
+    tenant.verdict.check(attack.max_gap_s, MAX_LATENCY_S, attack.max_grown_bytes, attack.max_batch_s)
