@@ -15,6 +15,7 @@ from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.runtime import forked_process
+from tests.support import light_preload
 
 ENV = {"CUDA_VISIBLE_DEVICES": "3"}
 
@@ -26,9 +27,14 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
 
 
-def run(tmp_path: Path, test: Callable[[PreloadedWorker], Awaitable[None]], **variables: str) -> None:
+def run(
+    tmp_path: Path,
+    test: Callable[[PreloadedWorker], Awaitable[None]],
+    module: str = light_preload.__name__,
+    **variables: str,
+) -> None:
     async def main() -> None:
-        workers = PreloadedWorker(variables, True, tmp_path, "tests.support.light_preload")
+        workers = PreloadedWorker(variables, True, tmp_path, module)
         workers.spawn_once()
         try:
             if not variables:
@@ -85,22 +91,38 @@ def test_without_the_process_running_workers_go_on_and_the_next_one_starts_plain
     run(tmp_path, test)
 
 
-def test_a_renewed_process_has_the_new_code_and_takes_no_worker_with_it(tmp_path: Path) -> None:
+def test_code_that_changes_on_disk_is_that_of_workers_after_a_renewal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "upgraded_preload.py"
+    code = Path(light_preload.__file__).read_text()
+    file.write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{tmp_path}")
+
     async def test(workers: PreloadedWorker) -> None:
-        output = LogFile(tmp_path / "decode-0.log")
-        old = await workers.start("decode-0.json", output, ENV)
-        assert old is not None and workers._server is not None
-        first = workers._server.pid
+        started = []
+
+        async def start(name: str) -> str:
+            """Returns what the worker writes first."""
+            output = LogFile(tmp_path / name)
+            worker = await workers.start(name, output, ENV)
+            assert worker is not None
+            started.append(worker)
+            return await content(output.file)
+
+        before = await start("decode-0")
+        file.write_text(code.replace("print(arguments, ", 'print("new code", arguments, '))
+        crashed_and_back = await start("decode-1")
         workers.renew()
         await workers.until_loaded()
-        assert workers._server.pid != first
-        new = await workers.start("decode-0.json", output, ENV)
-        assert new is not None and old.returncode is None
-        for each in (old, new):
-            each.kill()
-            await each.wait()
+        assert "new code" in await start("decode-2")
+        assert "new code" not in before + crashed_and_back
+        assert all(worker.returncode is None for worker in started), "workers outlive the process they were forked from"
+        for worker in started:
+            worker.kill()
+            await worker.wait()
 
-    run(tmp_path, test)
+    run(tmp_path, test, "upgraded_preload")
 
 
 def test_a_process_that_has_started_a_thread_forks_no_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
