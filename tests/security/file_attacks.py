@@ -1,4 +1,4 @@
-"""Attacks through files: uploads, batches, stored responses, and adapters that an operator's call names."""
+"""Attacks through files: uploads, batches, and adapters that an operator's call names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 
 from tests.security.attacker import TIMEOUT_S, Attack, Attacker
-from tests.support.cluster import MODEL
 
 
 def uploaded(attacker: Attacker, content: bytes) -> str | None:
@@ -68,19 +67,6 @@ def slow_uploads(attacker: Attacker) -> None:
             time.sleep(0.3)
 
 
-def equal_request_ids(attacker: Attacker) -> None:
-    """Responses under one id, which are stored at the same time."""
-    tool = {"type": "function", "name": "f", "description": "x" * 500_000, "parameters": {}}
-    body = {"model": MODEL, "max_output_tokens": 2, "input": "hi", "tools": [tool], "tool_choice": "none"}
-    headers = {"x-request-id": "the-same"}
-    with ThreadPoolExecutor(16) as threads:
-        answers = list(threads.map(lambda _: attacker.send("/v1/responses", body, **headers), range(32)))
-    for answer in answers:
-        assert answer is not None and answer.status_code == 200, answer
-    stored = attacker.send(f"/v1/responses/{answers[0].json()['id']}")  # type: ignore[union-attr]
-    assert stored is not None and stored.json()["object"] == "response"
-
-
 def blocking_adapters(attacker: Attacker) -> None:
     """Adapters whose files are no regular files, loaded by 40 calls at once."""
     bodies = []
@@ -109,6 +95,5 @@ FILE_ATTACKS = [
     Attack(line_breaks),
     Attack(late_lines, max_batch_s=5.0),
     Attack(slow_uploads),
-    Attack(equal_request_ids),
     Attack(blocking_adapters),
 ]
