@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from tandem.runtime.command_line import show_command_line
@@ -47,9 +48,10 @@ def load(on_cpu: bool) -> None:
     with importing():
         for module in (*MODULES, *(CPU_MODULES if on_cpu else ())):
             importlib.import_module(module)
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        with suppress(ImportError):  # another transformers: each worker makes them
+            from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        get_checkpoint_conversion_mapping("llama")  # makes all of them, from 900 regular expressions, and keeps them
+            get_checkpoint_conversion_mapping("llama")  # makes those of all models, from 900 regular expressions
         if on_cpu:
             from tandem.engine.cpu.compiler import load_compiler
 

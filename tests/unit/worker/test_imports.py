@@ -60,7 +60,7 @@ char *secure_getenv(const char *name) { return getenv(name); }
 """Writes the names of the variables that libraries read to descriptor FD."""
 
 PROGRAM = """
-import json, os, sys
+import json, os, re, sys
 fd = int(sys.argv[1])
 kind = type(os.environ)
 read = kind.__getitem__, kind.__contains__
@@ -95,7 +95,12 @@ num_threads = int(os.read(threads, 10))
 before = set(sys.modules)
 njit(lambda x: x + 1)(1)
 late = sorted(set(sys.modules) - before)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+compiled, compile_pattern = [], re._compiler.compile
+re._compiler.compile = lambda *arguments: (compiled.append(arguments[0]), compile_pattern(*arguments))[1]
+get_checkpoint_conversion_mapping("llama")
 found = dict(imported=imported, unsafe=unsafe, files=files, num_threads=num_threads, late=late, collections=collections)
+found["compiled"] = len(compiled)
 print(json.dumps(found))
 """
 
@@ -135,6 +140,10 @@ def test_the_preloaded_process_can_be_forked(found: dict[str, Any]) -> None:
 
 def test_the_preloaded_process_imports_without_the_collector(found: dict[str, Any]) -> None:
     assert not found["collections"], "it would scan the modules again and again: a quarter of the time"
+
+
+def test_the_names_of_weights_are_ready(found: dict[str, Any]) -> None:
+    assert found["compiled"] == 0, "each worker would compile 900 regular expressions"
 
 
 def test_what_differs_between_workers_is_read_after_the_fork(found: dict[str, Any]) -> None:
