@@ -57,6 +57,13 @@ def test_a_drained_worker_is_not_started_again() -> None:
         assert site.epochs().keys() == {"prefill-0", "prefill-1", "decode-1"} and site.num_migrated() == 0
 
 
+def test_proxies_learn_at_once_that_a_worker_has_crashed() -> None:
+    with simulated_site() as site:
+        site.strike("kill", "decode-0")
+        site.until(lambda: "decode-0" not in site.epochs(0) | site.epochs(1), 0.1)
+        site.finish()
+
+
 def test_a_worker_that_fails_to_start_is_started_ever_more_rarely() -> None:
     with simulated_site() as site:
         starts_before = {each.name: each.num_starts for each in site.cluster.launcher.launcher.processes}
