@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,14 @@ from tandem.simulator.site import LOST_S
 from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
 
 
-def obey(site: DrivenCluster, limit_s: float = 60.0) -> None:
+def obey(site: DrivenCluster, look: Callable[[], object] = lambda: None) -> None:
     """Has the load of a request every 0.1 s until the operator's command is done. No request fails."""
-    site.keep_asking(0.1, limit_s, lambda: site.cluster.operator.num_running == 0)
+
+    def is_done() -> bool:
+        look()
+        return site.cluster.operator.num_running == 0
+
+    site.keep_asking(0.1, 60.0, is_done)
     assert set(site.finish()) == {"finished"}
     assert any(line.endswith(": done") for line in site.log), site.log[-1]
 
@@ -26,10 +32,17 @@ def pids(site: DrivenCluster) -> dict[str, int]:
 
 
 def test_a_rolling_restart_replaces_each_process_and_loses_no_request() -> None:
-    with simulated_site() as site:
+    num_pairs: list[int] = []
+
+    def look() -> None:
+        if not any("proxy-0 (" in line and "draining" in line for line in site.log):
+            num_pairs.append(len(site.pairs()))
+
+    with simulated_site(replace(FIXED, boot_s=2.0)) as site:
         before, epochs = pids(site), site.epochs()
         site.cluster.operator.restart()
-        obey(site)
+        obey(site, look)
+        assert min(num_pairs) == 2, "of four; one worker is away at a time"
         order = [line.split()[1] for line in site.log if line.endswith("is back")]
         assert order == ["decode-0", "decode-1", "prefill-0", "prefill-1", "proxy-0", "proxy-1"]
         assert pids(site).keys() == before.keys() and not set(pids(site).values()) & set(before.values())
