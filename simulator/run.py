@@ -185,11 +185,14 @@ class _Run:
         return f"requests {missing}"
 
     def _check_undisturbed(self) -> None:
-        """Without faults no lease expires, and no attempt is lost."""
+        """Without faults no lease expires, and no attempt is lost, unless the planner stops workers.
+
+        A prompt that waits for a place in a decode worker's steps is tried again when its prefill worker leaves.
+        """
         for name, worker in self._cluster.workers.items():
             if num := worker.worker._scheduler.prefill.num_expired_leases:
                 self.report("leases expired without a fault", f"{name}: {num}")
-        for proxy in self._cluster.proxies.values():
+        for proxy in self._cluster.proxies.values() if not self._scenario.cluster.config.autoscale else ():
             if num := int(proxy.metrics.migrated._value.get()):
                 self.report("attempts were lost without a fault", f"{proxy.name}: {num}")
 

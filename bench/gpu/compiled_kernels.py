@@ -139,11 +139,11 @@ def attention_launches(
     return found
 
 
-def launches(sizes: LayerSizes) -> list[Launch]:
-    """Returns the launches of a layer with and without fused kernels."""
-    found = attention_launches(sizes)
+def launches(sizes: LayerSizes, lengths: Sequence[int] = (2, 1)) -> list[Launch]:
+    """Returns the launches of a layer with and without fused kernels. lengths: new tokens of each sequence."""
+    found = attention_launches(sizes, lengths)
     dtype = sizes.dtype
-    rows, norm = (torch.empty((*shape, sizes.hidden_size), dtype=dtype) for shape in ((3,), ()))
+    rows, norm = (torch.empty((*shape, sizes.hidden_size), dtype=dtype) for shape in ((sum(lengths),), ()))
     gate_up = torch.empty((len(rows), 2 * sizes.intermediate_size), dtype=dtype)
     with recorded_launches(found):
         torch.ops.tandem.rms_norm(rows, norm, 1e-5)
