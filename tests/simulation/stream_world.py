@@ -56,7 +56,9 @@ class Worker:
         while True:
             self._device.wait_until(lambda: bool(self._steps))
             compute, on_done = self._steps.popleft()
-            self._runner._launch = lambda batch, before, compute=compute: compute() or (lambda _: (None, lambda tokens: []))
+            self._runner._launch = lambda batch, before, compute=compute: (
+                compute() or (lambda _: (None, lambda tokens: []))
+            )
             with self._device.stream(self._stream):
                 model_runner.ModelRunner.run(self._runner, Batch([]))
             self._post(on_done)
