@@ -150,7 +150,7 @@ def _read_config(file: Path, content: bytes) -> tuple[int, float]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
         raise InvalidAdapter(f"{file}: r is {rank!r}, but must be a whole number from 1 to {MAX_RANK}.", "lora_path")
-    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:  # also of integers and NaN
+    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:  # integers may be larger
         raise InvalidAdapter(f"{file}: lora_alpha is {alpha!r}, but must be a number.", "lora_path")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

@@ -2,8 +2,8 @@
 
 Status is heartbeat and load report in one; the proxy's answer to it is the proxy's heartbeat. A proxy that goes silent
 or restarts under a new id is lost, and its requests are aborted. If a proxy no longer knows this worker, it has
-declared the worker lost: it is registered with again, and ends those of its requests that are still here. An epoch is
-one process.
+declared the worker lost. The worker registers with it again, and keeps its requests until the proxy ends them
+(AbortAllAttempts). An epoch is one process.
 """
 
 from __future__ import annotations

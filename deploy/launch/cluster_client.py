@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -127,11 +128,10 @@ class ClusterClient(Questions):
 
     def open_network(self, *, to_proxies: bool) -> Network:
         """Protects traffic to proxies on other nodes; local sockets need no protection."""
-        network = self._network
-        if not self.is_remote:
-            file = self.folder / NETWORK_FILE
-            is_on_nodes = to_proxies and file.exists()
-            network = msgspec.json.decode(file.read_bytes(), type=NetworkConfig) if is_on_nodes else NetworkConfig()
+        network = self._network if self.is_remote else NetworkConfig()
+        if to_proxies and not self.is_remote:
+            with suppress(FileNotFoundError):  # there are no proxies on other nodes, or the cluster has just ended
+                network = msgspec.json.decode((self.folder / NETWORK_FILE).read_bytes(), type=NetworkConfig)
         return new_context("operator", network)
 
 

@@ -127,7 +127,7 @@ class OutgoingPairTable:
     _num_opened: int = 0
     _view: dict[str, WorkerInfo] = field(default_factory=dict)  # all workers, by epoch
     _by_epoch: dict[str, OutgoingPair] = field(default_factory=dict)  # by the decode worker's epoch
-    _closed: OrderedDict[str, list[str]] = field(default_factory=OrderedDict)  # by the same; see OpenPair
+    _closed: OrderedDict[str, list[str]] = field(default_factory=OrderedDict)  # pair ids by decode epoch, see OpenPair
     _by_id: dict[str, OutgoingPair] = field(default_factory=dict)  # including dropped pairs until they are closed
 
     def pairs(self) -> Iterable[OutgoingPair]:
