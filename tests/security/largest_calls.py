@@ -98,7 +98,7 @@ _PARAMETER = re.compile(r"\{\w+(?::path)?\}")
 
 
 class ReadNames:
-    """Notes which headers and query parameters the proxy reads, while it is the context."""
+    """Notes which headers and query parameters the proxy reads, once installed."""
 
     def __init__(self) -> None:
         self.headers: set[str] = set()
