@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from tandem.deploy.removed_flags import REMOVED_FLAGS
 from tandem.engine.config import Device, Dtype, KVCacheDtype, LoadFormat, Quantization
 from tandem.kv_transfer.registry import check_name
 from tandem.kv_transfer.tiers.store_url import parse_store_url
@@ -366,11 +365,9 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
 
 
 def unknown_name(name: str, what: str, known: Sequence[str]) -> str:
-    """Returns the error message for an unknown flag or key: its replacement if it was removed, else a near match."""
+    """Returns the error message for an unknown flag or key: it suggests a near match."""
     key = name.lstrip("-").replace("-", "_").lower()
     shown = flag_name if name.startswith("--") else str
-    if key in REMOVED_FLAGS:
-        return f"{what} {name} was removed: {REMOVED_FLAGS[key]}"
     near = difflib.get_close_matches(key, known, 1, 0.5)
     hint = f"did you mean {shown(near[0])}?" if near else "docs/configuration.md lists all settings"
     return f"unknown {what} {name}; {hint}"

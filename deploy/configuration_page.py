@@ -16,8 +16,7 @@ _INTRODUCTION = """\
 
 `tandem up` takes these settings as flags or as keys of a TOML file (`--config FILE`), where `-` is written `_`. Flags
 override the file. `tandem worker` takes the same ones, except for `--workers`, `--prefill`, `--decode`, `--proxies`,
-and `--ray`; `--join` and `--name` are for `tandem worker` only. Settings of earlier versions are refused with a message
-that names the replacement (`deploy/removed_flags.py`).
+and `--ray`; `--join` and `--name` are for `tandem worker` only.
 
 This page is generated from `deploy/config.py` by `python -m tandem.deploy.configuration_page`.
 """

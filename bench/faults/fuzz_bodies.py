@@ -15,7 +15,7 @@ _VALUES: tuple[Any, ...] = (
 _FIELDS = (
     "prompt", "messages", "input", "model", "max_tokens", "max_output_tokens", "temperature", "top_p", "n", "stop",
     "stream", "seed", "logprobs", "top_logprobs", "logit_bias", "tools", "tool_choice", "response_format",
-    "structured_outputs", "guided_json", "guided_grammar", "guided_regex", "chat_template", "chat_template_kwargs",
+    "structured_outputs", "chat_template", "chat_template_kwargs",
     "documents", "reasoning_effort", "priority", "user", "tokens", "echo", "unknown_field", "stream_options", "min_p",
     "min_tokens", "ignore_eos", "bad_words", "cache_salt", "timeout", "store", "verbosity", "truncation", "text",
     "reasoning", "thinking", "system", "instructions", "previous_response_id", "prompt_logprobs", "use_beam_search",
@@ -86,10 +86,6 @@ def _typed(field: str, rng: random.Random) -> Any:
             return {"type": "json_schema", "json_schema": {"name": "a", "schema": rng.choice(_SCHEMAS)}}
         case "structured_outputs":
             return rng.choice([{"json": rng.choice(_SCHEMAS)}, {"grammar": rng.choice(_GRAMMARS)}, {"regex": "(a|b)+"}])
-        case "guided_json":
-            return rng.choice(_SCHEMAS)
-        case "guided_grammar":
-            return rng.choice(_GRAMMARS)
         case "chat_template":
             return rng.choice(_TEMPLATES)
         case "stop" | "stop_sequences" | "bad_words":

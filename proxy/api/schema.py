@@ -13,8 +13,6 @@ from msgspec import Meta
 
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatMessage, JsonObject
 from tandem.proxy.api.output_fields import (
-    Choices,
-    GrammarText,
     NamedToolChoice,
     ResponseFormat,
     StructuredOutputs,
@@ -152,10 +150,6 @@ class GenerationFields(NotServed):
     structured_outputs: Annotated[
         StructuredOutputs | None, doc("output that follows a JSON schema, regex, grammar or list of choices")
     ] = None
-    guided_json: Annotated[str | JsonObject | None, doc("older name of structured_outputs.json")] = None
-    guided_regex: Annotated[GrammarText | None, doc("older name of structured_outputs.regex")] = None
-    guided_choice: Annotated[Choices | None, doc("older name of structured_outputs.choice")] = None
-    guided_grammar: Annotated[GrammarText | None, doc("older name of structured_outputs.grammar")] = None
     thinking_token_budget: Annotated[
         ThinkingBudget | None, doc("tokens of thinking after which the answer must begin; -1: no limit")
     ] = None

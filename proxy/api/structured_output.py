@@ -88,47 +88,47 @@ def checked_grammar(text: str, param: str) -> str:
 
 
 def _constraint(request: GenerationFields) -> Constraint | None:
-    guided = StructuredOutputs(request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
-    wrapped = request.structured_outputs
-    structured = [] if wrapped is None else _constraints(wrapped, "structured_outputs.")
-    if wrapped is not None and len(structured) != 1:
+    given = _response_format(request.response_format)
+    if request.structured_outputs is None:
+        return given
+    constraint = _structured_outputs(request.structured_outputs)
+    if given is not None:
+        raise InvalidRequest(
+            f"{given.param} and {constraint.param} exclude each other; leave one out.", constraint.param
+        )
+    return constraint
+
+
+def _response_format(field: ResponseFormat | None) -> Constraint | None:
+    if field is None or field.type == "text":
+        return None
+    if field.type == "json_object":
+        return _json(_ANY_OBJECT, "response_format")
+    if field.json_schema is None:
+        raise InvalidRequest("response_format of type json_schema requires json_schema.", "response_format.json_schema")
+    schema = _ANY_OBJECT if field.json_schema.schema is None else field.json_schema.schema
+    return _json(schema, "response_format.json_schema.schema", field.json_schema.strict is True)
+
+
+def _structured_outputs(fields: StructuredOutputs) -> Constraint:
+    found = []
+    if fields.json is not None:
+        found.append(_json(fields.json, "structured_outputs.json"))
+    if fields.regex is not None:
+        found.append(_lark(f"/{regex_to_lark(fields.regex)}/", "structured_outputs.regex"))
+    if fields.choice is not None:
+        options = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in fields.choice)
+        found.append(_lark(options, "structured_outputs.choice"))
+    if fields.grammar is not None:
+        found.append(Constraint(fields.grammar, "structured_outputs.grammar"))
+    if fields.json_object:
+        found.append(_json(_ANY_OBJECT, "structured_outputs.json_object"))
+    if len(found) != 1:
         raise InvalidRequest(
             "structured_outputs must have exactly one of json, regex, choice, grammar and json_object.",
             "structured_outputs",
         )
-    given = [*_response_format(request.response_format), *structured, *_constraints(guided, "guided_")]
-    if len(given) > 1:
-        raise InvalidRequest(
-            f"{given[0].param} and {given[1].param} exclude each other; leave one out.", given[1].param
-        )
-    return given[0] if given else None
-
-
-def _response_format(field: ResponseFormat | None) -> list[Constraint]:
-    if field is None or field.type == "text":
-        return []
-    if field.type == "json_object":
-        return [_json(_ANY_OBJECT, "response_format")]
-    if field.json_schema is None:
-        raise InvalidRequest("response_format of type json_schema requires json_schema.", "response_format.json_schema")
-    schema = _ANY_OBJECT if field.json_schema.schema is None else field.json_schema.schema
-    return [_json(schema, "response_format.json_schema.schema", field.json_schema.strict is True)]
-
-
-def _constraints(fields: StructuredOutputs, prefix: str) -> list[Constraint]:
-    found = []
-    if fields.json is not None:
-        found.append(_json(fields.json, f"{prefix}json"))
-    if fields.regex is not None:
-        found.append(_lark(f"/{regex_to_lark(fields.regex)}/", f"{prefix}regex"))
-    if fields.choice is not None:
-        options = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in fields.choice)
-        found.append(_lark(options, f"{prefix}choice"))
-    if fields.grammar is not None:
-        found.append(Constraint(fields.grammar, f"{prefix}grammar"))
-    if fields.json_object:
-        found.append(_json(_ANY_OBJECT, f"{prefix}json_object"))
-    return found
+    return found[0]
 
 
 def _lark(start: str, param: str) -> Constraint:

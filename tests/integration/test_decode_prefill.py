@@ -23,7 +23,7 @@ BODIES: list[dict[str, Any]] = [
         "max_tokens": 12,
         "n": 2,
         "seed": 1,
-        "guided_choice": ["alpha", "beta and more"],
+        "structured_outputs": {"choice": ["alpha", "beta and more"]},
         "ignore_eos": False,
     },
     {"prompt": SHORT, "max_tokens": 1, "temperature": 0, "n": 2, "logprobs": 1},

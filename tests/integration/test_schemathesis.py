@@ -26,9 +26,7 @@ CHECKS = [
     openapi_checks.negative_data_rejection,
 ]
 HANG_S = 120.0
-CONSTRAINTS = (
-    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
-)  # fmt: skip
+CONSTRAINTS = ("response_format", "structured_outputs", "tools")
 """Fields that exclude each other, which the schema cannot express."""
 DOCUMENT = openapi_document(MODEL, has_api_key=False)
 OPERATIONS = [result.ok() for result in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]

@@ -117,7 +117,11 @@ def test_grammars_survive_preemption(client: openai.OpenAI, cluster: Cluster) ->
     def run(seed: int) -> str:
         if seed == 0:
             return str(chat(client, seed=seed, max_completion_tokens=300).choices[0].message.content)
-        fields = {"seed": seed, "max_completion_tokens": 700, "extra_body": {"guided_json": list_schema}}
+        fields = {
+            "seed": seed,
+            "max_completion_tokens": 700,
+            "extra_body": {"structured_outputs": {"json": list_schema}},
+        }
         if seed % 2:
             [result] = joined(chat(client, stream=True, **fields)).values()
             assert result["finish_reason"] == "stop"
@@ -140,13 +144,15 @@ def test_other_kinds_of_grammar(client: openai.OpenAI) -> None:
         assert answer.choices[0].finish_reason == "stop"
         return answer.choices[0].text
 
-    assert re.fullmatch(r"[A-Z]{3}-\d{2}é?", complete(guided_regex=r"[A-Z]{3}-[0-9]{2}é?", ignore_eos=True))
-    assert complete(guided_choice=['yes "sir"', "no"]) in ('yes "sir"', "no")
+    assert re.fullmatch(
+        r"[A-Z]{3}-\d{2}é?", complete(structured_outputs={"regex": r"[A-Z]{3}-[0-9]{2}é?"}, ignore_eos=True)
+    )
+    assert complete(structured_outputs={"choice": ['yes "sir"', "no"]}) in ('yes "sir"', "no")
     assert complete(structured_outputs={"choice": ["left", "right"]}, top_k=5, repetition_penalty=1.5) in (
         "left",
         "right",
     )
-    assert re.fullmatch(r"(ab)+c", complete(guided_grammar='start: "ab"~1..5 "c"', min_tokens=3))
+    assert re.fullmatch(r"(ab)+c", complete(structured_outputs={"grammar": 'start: "ab"~1..5 "c"'}, min_tokens=3))
     assert re.fullmatch(
         r"[01]{4}", complete(structured_outputs={"grammar": 'root ::= bit bit bit bit\nbit ::= "0" | "1"'})
     )
@@ -164,7 +170,11 @@ def test_other_kinds_of_grammar(client: openai.OpenAI) -> None:
 
 def test_logprobs_ignore_the_grammar(client: openai.OpenAI) -> None:
     answer = client.completions.create(
-        model=MODEL, prompt="Say:", max_tokens=9, logprobs=3, extra_body={"guided_choice": ["forty-two"]}
+        model=MODEL,
+        prompt="Say:",
+        max_tokens=9,
+        logprobs=3,
+        extra_body={"structured_outputs": {"choice": ["forty-two"]}},
     )
     result = answer.choices[0].logprobs
     assert result is not None and result.token_logprobs is not None and result.top_logprobs is not None
@@ -233,12 +243,12 @@ def quotes(noise_model: Path) -> list[int]:
     [
         ({"response_format": BAD_FORMAT}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"extra_body": {"guided_regex": "(a"}}, "guided_regex"),
-        ({"extra_body": {"guided_grammar": "start: nothing"}}, "guided_grammar"),
-        ({"extra_body": {"guided_grammar": "root ::= ("}}, "guided_grammar"),
-        ({"extra_body": {"guided_regex": "a", "guided_choice": ["a"]}}, "guided_choice"),
+        ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs.regex"),
+        ({"extra_body": {"structured_outputs": {"grammar": "start: nothing"}}}, "structured_outputs.grammar"),
+        ({"extra_body": {"structured_outputs": {"grammar": "root ::= ("}}}, "structured_outputs.grammar"),
+        ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}}, "structured_outputs"),
         ({"extra_body": {"structured_outputs": {}}}, "structured_outputs"),
-        ({"extra_body": {"guided_regex": "a", "allowed_token_ids": [1]}}, "allowed_token_ids"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}, "allowed_token_ids": [1]}}, "allowed_token_ids"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
@@ -254,5 +264,5 @@ def test_invalid_grammars_are_refused_by_the_proxy(client: openai.OpenAI, fields
 def test_grammars_with_unknown_tokens_are_refused_by_the_worker(client: openai.OpenAI) -> None:
     """Only workers compile grammars with the model's vocabulary."""
     with pytest.raises(openai.BadRequestError, match="token"):
-        chat(client, extra_body={"guided_grammar": "start: <|no_such_token|>"})
+        chat(client, extra_body={"structured_outputs": {"grammar": "start: <|no_such_token|>"}})
     assert chat(client, max_completion_tokens=3).usage.completion_tokens == 3

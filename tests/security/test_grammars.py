@@ -34,7 +34,7 @@ for make in CHAINS.values():
     for number in (15, 30, 330, 990, 1038, 2675, longest):
         text = make(number)
         try:
-            grammar.check_grammar(text, "guided_grammar")
+            grammar.check_grammar(text, "structured_outputs.grammar")
         except InvalidRequest:
             continue
         num_served += 1
@@ -56,23 +56,27 @@ def response_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
 
+def structured(**fields: Any) -> dict[str, Any]:
+    return {"structured_outputs": fields}
+
+
 LARGEST: dict[str, Callable[[], dict[str, Any]]] = {
-    "line breaks": lambda: {"guided_grammar": "\n" * MAX_GRAMMAR_BYTES},
-    "blank lines": lambda: {"guided_grammar": " \n" * _HALF},
-    "a chain in GBNF": lambda: {"guided_grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(7000))
-                        + 'r7000 ::= "a"'},
-    "alternatives in GBNF": lambda: {"guided_grammar": "root ::= " + "a|" * (_HALF - 50) + 'a\na ::= "x"'},
-    "brackets in GBNF": lambda: {"guided_grammar": "root ::= " + "(" * (MAX_GRAMMAR_BYTES - 50)},
-    "nested brackets in GBNF": lambda: {"guided_grammar": "root ::= " + f'{"(" * 150}"a" "b"{")" * 150} ' * 400},
-    "a literal in GBNF": lambda: {"guided_grammar": 'root ::= "' + "a" * (MAX_GRAMMAR_BYTES - 50) + '"'},
-    "comments in GBNF": lambda: {"guided_grammar": "# a\n" * (_HALF // 2 - 50) + 'root ::= "a"'},
-    "optional rules": lambda: {"guided_grammar": "start: " + "a? " * 43_000 + '\na: "a"'},
-    "a long name": lambda: {"guided_grammar": "a" * MAX_GRAMMAR_BYTES},
-    "far beyond the limit": lambda: {"guided_grammar": "\n" * (16 << 20)},
-    "a regular expression": lambda: {"guided_regex": "a?" * (_HALF - 50)},
-    "classes in a regular expression": lambda: {"guided_regex": r"\d" * (8 << 20)},
-    "choices": lambda: {"guided_choice": ["a"] * 1_000_000},
-    "different choices": lambda: {"guided_choice": [str(i) for i in range(12_000)]},
+    "line breaks": lambda: structured(grammar="\n" * MAX_GRAMMAR_BYTES),
+    "blank lines": lambda: structured(grammar=" \n" * _HALF),
+    "a chain in GBNF": lambda: structured(grammar="root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(7000))
+                                          + 'r7000 ::= "a"'),
+    "alternatives in GBNF": lambda: structured(grammar="root ::= " + "a|" * (_HALF - 50) + 'a\na ::= "x"'),
+    "brackets in GBNF": lambda: structured(grammar="root ::= " + "(" * (MAX_GRAMMAR_BYTES - 50)),
+    "nested brackets in GBNF": lambda: structured(grammar="root ::= " + f'{"(" * 150}"a" "b"{")" * 150} ' * 400),
+    "a literal in GBNF": lambda: structured(grammar='root ::= "' + "a" * (MAX_GRAMMAR_BYTES - 50) + '"'),
+    "comments in GBNF": lambda: structured(grammar="# a\n" * (_HALF // 2 - 50) + 'root ::= "a"'),
+    "optional rules": lambda: structured(grammar="start: " + "a? " * 43_000 + '\na: "a"'),
+    "a long name": lambda: structured(grammar="a" * MAX_GRAMMAR_BYTES),
+    "far beyond the limit": lambda: structured(grammar="\n" * (16 << 20)),
+    "a regular expression": lambda: structured(regex="a?" * (_HALF - 50)),
+    "classes in a regular expression": lambda: structured(regex=r"\d" * (8 << 20)),
+    "choices": lambda: structured(choice=["a"] * 1_000_000),
+    "different choices": lambda: structured(choice=[str(i) for i in range(12_000)]),
     "properties": lambda: response_format({"properties": {f"a{i}": {} for i in range(5000)}}),
     "an enumeration": lambda: response_format({"enum": [f"a{i}" for i in range(11_000)]}),
     "definitions": lambda: response_format({"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i // 2}"} for i in range(3000)}}),

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tandem.deploy.cli import _parser
-from tandem.deploy.config import ClusterConfig, flag_name, load_config, num_cores, settings
+from tandem.deploy.config import ClusterConfig, load_config, num_cores, settings
 from tandem.deploy.configuration_page import PAGE, page
-from tandem.deploy.removed_flags import REMOVED_FLAGS
 from tandem.runtime.errors import ConfigError
 
 
@@ -98,29 +97,6 @@ def test_clients_with_keys_of_their_own_do_not_go_before_others() -> None:
 
 def test_tandem_up_takes_at_most_73_flags() -> None:
     assert len(_parser().parse_args(["up"]).known_flags) <= 73
-
-
-@pytest.mark.parametrize("key", REMOVED_FLAGS)
-@pytest.mark.parametrize("command", [["up"], ["worker", "decode"]])
-def test_removed_flags_and_keys_name_their_replacement(tmp_path: Path, command: list[str], key: str) -> None:
-    assert key not in ClusterConfig.__struct_fields__
-    file = tmp_path / "cluster.toml"
-    file.write_text(f"{key} = 1\n")
-    for refuse in (
-        lambda: load_config(file, {}),
-        lambda: _parser().parse_args([*command, flag_name(key), "1"]),
-        lambda: _parser().parse_args([*command, f"{flag_name(key)}=1"]),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            refuse()
-        assert "was removed" in refused.value.message and REMOVED_FLAGS[key] in refused.value.message
-
-
-def test_replacements_of_removed_flags_exist() -> None:
-    flags = {flag_name(setting.key) for setting in settings()}
-    for text in REMOVED_FLAGS.values():
-        for word in text.replace(";", " ").replace(",", " ").split():
-            assert not word.startswith("--") or word in flags or word.startswith("--resources"), word
 
 
 @pytest.mark.parametrize(

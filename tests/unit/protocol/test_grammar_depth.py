@@ -39,21 +39,21 @@ def test_references_and_nested_values_are_levels(text: str, depth: int) -> None:
 @pytest.mark.parametrize("kind", CHAINS)
 def test_chains_are_refused_beyond_the_limit_and_served_within_it(kind: str) -> None:
     length = bisect_right(range(1100), MAX_GRAMMAR_DEPTH, key=lambda n: grammar_depth(CHAINS[kind](n))) - 1
-    check_grammar(CHAINS[kind](length), "guided_grammar")
+    check_grammar(CHAINS[kind](length), "structured_outputs.grammar")
     for beyond in (length + 1, 2 * length, 3 * length):
         if len(CHAINS[kind](beyond)) <= MAX_GRAMMAR_BYTES:
             with pytest.raises(InvalidRequest, match=f"too deeply nested.* more than {MAX_GRAMMAR_DEPTH} levels"):
-                check_grammar(CHAINS[kind](beyond), "guided_grammar")
+                check_grammar(CHAINS[kind](beyond), "structured_outputs.grammar")
 
 
 def test_rules_and_schemas_that_refer_to_each_other_are_served() -> None:
     rules = [f'r{i}: "a" r{(i + 1) % 300} | "b" r{(7 * i) % 300} | "c"' for i in range(300)]
-    check_grammar("\n".join(["start: r0", *rules]), "guided_grammar")
+    check_grammar("\n".join(["start: r0", *rules]), "structured_outputs.grammar")
     definitions = {
         f"d{i}": {"type": "object", "properties": {f"p{j}": {"$ref": f"#/$defs/d{(i * j + 1) % 60}"} for j in range(5)}}
         for i in range(60)
     }
-    check_grammar(schema({"$ref": "#/$defs/d0", "$defs": definitions}), "guided_grammar")
+    check_grammar(schema({"$ref": "#/$defs/d0", "$defs": definitions}), "structured_outputs.grammar")
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ def test_hostile_grammars_stay_within_limits() -> None:
     ]
     for text in hostile:
         try:
-            check_grammar(text, "guided_grammar")
+            check_grammar(text, "structured_outputs.grammar")
             allowed(matcher_of(text), [])
         except InvalidRequest as error:
             assert "\n" not in error.message

@@ -64,10 +64,10 @@ def schema(value: Any, strict: bool | None = None) -> dict[str, Any]:
         ({"response_format": schema({"enum": ["é", 2]})}, ['"é"', "2"], ["1"]),
         ({"response_format": schema({"type": "array", "uniqueItems": True}, strict=False)}, ["[1, 1]"], ["{}"]),
         ({"response_format": schema({"type": "array", "uniqueItems": True})}, ["[1, 1]"], ["{}"]),
-        ({"guided_json": '{"type": "integer"}'}, ["-12"], ["1.5"]),
-        ({"guided_regex": r'a/b\d"[/]'}, ['a/b1"/'], ["a/bx"]),
-        ({"guided_choice": ['a "b"', "ü\n"]}, ['a "b"', "ü\n"], ["a"]),
-        ({"guided_grammar": 'start: "a"+'}, ["aaa"], ["b", ""]),
+        ({"structured_outputs": {"json": '{"type": "integer"}'}}, ["-12"], ["1.5"]),
+        ({"structured_outputs": {"regex": r'a/b\d"[/]'}}, ['a/b1"/'], ["a/bx"]),
+        ({"structured_outputs": {"choice": ['a "b"', "ü\n"]}}, ['a "b"', "ü\n"], ["a"]),
+        ({"structured_outputs": {"grammar": 'start: "a"+'}}, ["aaa"], ["b", ""]),
         ({"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}, ["a", "b"], ["c"]),
         ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
         ({"tools": [TOOL, OTHER], "tool_choice": "required"},
@@ -119,17 +119,20 @@ def test_requests_without_constraints_have_no_grammar(reader: BodyReader, fields
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "requires json_schema"),
         ({"response_format": schema({"uniqueItems": True}, True)}, "response_format.json_schema.schema", "uniqueItems"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
-        ({"guided_json": "[1"}, "guided_json", "must be a JSON schema"),
-        ({"guided_regex": "(?=a)"}, "guided_regex", "look-around"),
-        ({"guided_grammar": "root ::= ("}, "guided_grammar", "neither a Lark nor a GBNF"),
-        ({"guided_choice": ["x" * 65536, "y" * 65536]}, "guided_choice", f"at most {MAX_GRAMMAR_BYTES}"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "exclude each other"),
+        ({"structured_outputs": {"json": "[1"}}, "structured_outputs.json", "must be a JSON schema"),
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
+        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar", "neither a Lark nor a GBNF"),
+        ({"structured_outputs": {"choice": ["x" * 65536, "y" * 65536]}}, "structured_outputs.choice",
+         f"at most {MAX_GRAMMAR_BYTES}"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs.regex",
+         "exclude each other"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one"),
-        ({"guided_regex": "a", "bad_words": ["b"]}, "bad_words", "exclude each other"),
+        ({"structured_outputs": {"regex": "a"}, "bad_words": ["b"]}, "bad_words", "exclude each other"),
         ({"tool_choice": "required"}, "tool_choice", "requires tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
         ({"tools": [TOOL, TOOL]}, "tools", "different names"),
-        ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "cannot be combined with tools"),
+        ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex",
+         "cannot be combined with tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "regex"),
     ],
 )  # fmt: skip
@@ -152,11 +155,11 @@ def test_ignored_keywords_of_a_schema_are_logged_once(reader: BodyReader, caplog
 
 
 def test_a_grammar_requires_a_token_that_ends_the_answer(reader: BodyReader, text: ModelText) -> None:
-    request = read(reader, {"guided_regex": "a", "ignore_eos": True})
+    request = read(reader, {"structured_outputs": {"regex": "a"}, "ignore_eos": True})
     assert request.stop_conditions(5, LIMITS, text.eos_token_ids).stop_token_ids == text.eos_token_ids != frozenset()
     with pytest.raises(InvalidRequest, match="give one in stop_token_ids"):
         request.stop_conditions(5, LIMITS, frozenset())
-    given = read(reader, {"guided_regex": "a", "stop_token_ids": [7]})
+    given = read(reader, {"structured_outputs": {"regex": "a"}, "stop_token_ids": [7]})
     assert given.stop_conditions(5, LIMITS, frozenset()).stop_token_ids == {7}
 
 

@@ -274,7 +274,10 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"use_beam_search": True, "stop": "a"}, 'stop is "a", which is not supported'),
     ({"use_beam_search": True, "thinking_token_budget": 5}, "thinking_token_budget is 5, which is not supported"),
     ({"use_beam_search": True, "echo": True, "logprobs": 1}, "echo with use_beam_search"),
-    ({"use_beam_search": True, "guided_regex": "a"}, "guided_regex is not supported with use_beam_search"),
+    (
+        {"use_beam_search": True, "structured_outputs": {"regex": "a"}},
+        "structured_outputs.regex is not supported with use_beam_search",
+    ),
 ]
 
 
