@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.support.report import Aim, Report, add_common_options, finish
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.planning.player import Player, TraceRequest
 from tandem.deploy.planning.trace import read_trace

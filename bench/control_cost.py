@@ -31,8 +31,8 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.refusals import Refusals
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.control import Control
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.worker.registration import Registration
 

@@ -25,8 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.engine.batch import Batch, BatchItem, Sample
-from tandem.engine.config import EngineConfig
 from tandem.engine.cpu.packed_linear import PackedLinear
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.layers.linear import MergedLinear
 from tandem.engine.loaded_model import LoadedModel

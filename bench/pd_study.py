@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.support.report import Aim, Report, add_common_options, finish
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.planning.player import Player, TraceRequest
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape

@@ -46,7 +46,7 @@ from bench.ports import free_port
 from bench.support.latency import RequestTrace, summarise
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import server, tandem
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.planning.player import Player
 from tandem.deploy.planning.trace import read_trace

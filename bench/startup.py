@@ -56,8 +56,8 @@ def write_checkpoint(folder: Path, num_bytes: int) -> float:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tandem.engine.config import EngineConfig
     from tandem.engine.cuda.step_graphs import GraphLimits
+    from tandem.engine.engine_config import EngineConfig
     from tandem.engine.kv_pool import KVPool
     from tandem.engine.loading.model_loader import load_model
     from tandem.engine.model_runner import ModelRunner

@@ -18,9 +18,17 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from tandem.deploy.cluster_config import (
+    BlockSize,
+    ClusterConfig,
+    bracketed,
+    flag_name,
+    load_config,
+    settings,
+    unknown_name,
+)
 from tandem.deploy.commands.role import set_role
 from tandem.deploy.commands.scale import scale
-from tandem.deploy.config import BlockSize, ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
 from tandem.deploy.launch import draining
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import Role

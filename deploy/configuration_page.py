@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import NODEFAULT
 
-from tandem.deploy.config import flag_name, settings
+from tandem.deploy.cluster_config import flag_name, settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
@@ -18,7 +18,7 @@ _INTRODUCTION = """\
 override the file. `tandem worker` takes the same ones, except for `--workers`, `--prefill`, `--decode`, `--proxies`,
 and `--ray`; `--join` and `--name` are for `tandem worker` only.
 
-This page is generated from `deploy/config.py` by `python -m tandem.deploy.configuration_page`.
+This page is generated from `deploy/cluster_config.py` by `python -m tandem.deploy.configuration_page`.
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 
 _CPU = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_waiting_requests": 1024}
 _GPU = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_waiting_requests": 4096}

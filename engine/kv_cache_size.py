@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tandem.engine.batch import Batch, BatchItem, Sample
-from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.step_graphs import GraphLimits
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool, block_bytes
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.model_runner import ModelRunner

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import ConfigError

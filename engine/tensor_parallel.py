@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore  # typed here, not where it is exported
 
 from tandem.engine.batch import Batch, Sample
-from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.step_graphs import GraphLimits
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.loaded_model import LoadedModel

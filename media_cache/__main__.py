@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.media_cache.server import MediaCacheServer
 from tandem.runtime.process import run_process
 

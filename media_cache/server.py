@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.media_cache.segments import Segments, max_segments
 from tandem.media_cache.store import Action, Drop, Entry, MediaStore
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec

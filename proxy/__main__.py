@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
         return 2
     die_with_parent(signal.SIGINT)
     os.environ |= ONE_THREAD
-    from tandem.proxy.config import read_config  # imports numpy
+    from tandem.proxy.proxy_config import read_config  # imports numpy
 
     try:
         config = read_config(Path(arguments[0]))

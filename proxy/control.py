@@ -38,10 +38,10 @@ from tandem.protocol.messages.membership import (
 from tandem.protocol.messages.plausible import plausible_status
 from tandem.protocol.messaging import Network
 from tandem.proxy.cluster.worker_table import CHECK_INTERVAL_S, MembershipChange
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.observe.serving_figures import serving_figures
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError, InvalidMessage, ProtocolError
 from tandem.runtime.whole_file import write_whole
 

@@ -28,7 +28,6 @@ from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.control import Control
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
@@ -41,6 +40,7 @@ from tandem.proxy.http.client_connection import track_requests
 from tandem.proxy.http.connection_limits import ConnectionLimits, affordable_connections
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText

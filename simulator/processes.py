@@ -26,13 +26,13 @@ from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.control import Control
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import RequestAborted
@@ -46,9 +46,9 @@ from tandem.simulator.tiers import SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog
-from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.worker import Worker
+from tandem.worker.worker_config import WorkerConfig
 
 FOLLOWER_EXIT_S = 0.3
 """Time in which the ranks of a worker end after the first one, at most."""

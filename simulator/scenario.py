@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.simulator.engine import StepTimes, answer
 

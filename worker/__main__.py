@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.runtime.garbage_collection import importing
 from tandem.runtime.process import run_process
-from tandem.worker.config import WorkerConfig
+from tandem.worker.worker_config import WorkerConfig
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from tandem.engine.loaded_model import LoadedModel
 from tandem.kv_transfer.connector import KVConnector
 from tandem.runtime.exits import WatchExit, watch_exit
 from tandem.runtime.host import host_id
-from tandem.worker.config import WorkerConfig
+from tandem.worker.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
     from tandem.engine.lora.adapters import Adapters

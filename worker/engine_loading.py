@@ -22,9 +22,9 @@ from tandem.protocol.lora_files import InvalidAdapter
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.garbage_collection import freeze_loaded_objects
-from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.follower import run_follower
+from tandem.worker.worker_config import WorkerConfig
 
 
 async def load_engine_host(config: WorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:

@@ -30,13 +30,13 @@ from tandem.protocol.messaging import Network
 from tandem.protocol.worker_actions import Action, Receive, SendToPeer, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import IncomingPairTable
 from tandem.worker.pairs.outgoing import OutgoingPairs
 from tandem.worker.pairs.outgoing_table import OutgoingPairTable
 from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 

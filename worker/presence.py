@@ -26,11 +26,11 @@ from tandem.runtime.drain import Drain, Retired
 from tandem.runtime.threads import show_thread_name
 from tandem.runtime.whole_file import write_whole
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.registration import Registration
 from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 

@@ -50,13 +50,13 @@ from tandem.protocol.worker_actions import (
 )
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import LoadHost
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.presence import Presence, new_worker_info
 from tandem.worker.scheduler import WorkerScheduler
 from tandem.worker.step_loop import StepLoop
 from tandem.worker.tier_traffic import TierTraffic
+from tandem.worker.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from bench.gpu.step_profile import profile_steps
 from tandem.engine import model_runner
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import Batch, BatchItem, Sample
-from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.step_graphs import GraphLimits
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tandem.deploy.autoscale.demand import DemandMeter
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, Proposal, counts_text
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.protocol.messages.membership import Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.protocol.messages.operations import PlanReport
 from tandem.runtime.errors import ConfigError

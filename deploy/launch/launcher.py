@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.deploy.autoscale.autoscaler import Autoscaler
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S, Watchdog
 from tandem.deploy.launch.loading_bar import fraction_loaded

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.launch.launcher import Launcher, OnProgress, worker_name
 from tandem.deploy.processes.runtime_dir import create_runtime_dir, log_dir

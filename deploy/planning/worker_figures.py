@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.planning.player import MeasuredStepTimes
 from tandem.protocol.messages.membership import StatusReport
 from tandem.runtime.errors import ConfigError

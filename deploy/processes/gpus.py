@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tandem.engine.config import Device
+from tandem.engine.engine_config import Device
 from tandem.runtime.errors import ConfigError
 
 _QUERY_TIMEOUT_S = 20.0

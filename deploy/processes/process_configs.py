@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from tandem.deploy.config import ClusterConfig
-from tandem.engine.config import EngineConfig
+from tandem.deploy.cluster_config import ClusterConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.kv_transfer.tiers.tier import TiersConfig
-from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.lora_files import InvalidAdapter, read_adapter
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.cluster.adapter_table import NamedAdapter
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.api_keys import ApiKeys, KeyFile, parse_keys
 from tandem.proxy.media.source import MediaLimits
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
-from tandem.worker.config import WorkerConfig
+from tandem.worker.worker_config import WorkerConfig
 
 PROXY_GRACE_S = 1.5
 """Seconds that running streams may continue after the cluster is stopped."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
-from tandem.deploy.config import ClusterConfig, bracketed
+from tandem.deploy.cluster_config import ClusterConfig, bracketed
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.gpus import least_used, visible_gpus

@@ -22,7 +22,7 @@ from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S
-from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.forked_process import ForkedProcess

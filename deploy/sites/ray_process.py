@@ -18,12 +18,12 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tandem.deploy.config import bracketed
+from tandem.deploy.cluster_config import bracketed
 from tandem.deploy.processes.process_configs import Place
 from tandem.deploy.processes.supervisor import EXIT_LOST, STABLE_AFTER_S, OnExit, Supervised, has_crashed
 from tandem.deploy.sites.ray_actor import NodePlace, ProcessActor, ProcessEnd
 from tandem.deploy.sites.ray_host_memory import RayHostMemory
-from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
 from tandem.runtime.process import EXIT_BAD_CONFIG
 

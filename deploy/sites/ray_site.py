@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.deploy.config import ClusterConfig, bracketed
+from tandem.deploy.cluster_config import ClusterConfig, bracketed
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.preloaded import PRELOAD_MODULE
 from tandem.deploy.processes.process_configs import ProcessConfigs, process_environment
@@ -23,7 +23,7 @@ from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
 from tandem.deploy.processes.supervisor import RESTART_DELAY_S, OnExit, Supervised
 from tandem.deploy.sites.ray_actor import NodePlace
 from tandem.deploy.sites.site import WORKER_MODULE
-from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part, load_keys

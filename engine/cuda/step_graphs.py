@@ -22,9 +22,9 @@ import torch
 
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
-from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.step_tensors import SPLIT, StepTensors, num_splits
 from tandem.engine.cuda.streams import Capture
+from tandem.engine.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.allocator_warmup import no_allocator_warmup
 from tandem.engine.loading.dummy_weights import dummy_recipe, make_dummy_model

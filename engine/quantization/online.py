@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.engine.config import Quantization
+from tandem.engine.engine_config import Quantization
 from tandem.engine.quantization.checkpoint import check_no_experts, refusal
 from tandem.engine.quantization.linears import FP8, Fp8Linear, Int8Linear, QuantizedLinear, quantized_rows
 from tandem.engine.quantization.schemes import w8a8_problem

@@ -10,7 +10,6 @@ from starlette.types import ASGIApp
 
 from tandem.proxy.admission.browser_rules import BrowserRules, is_loopback
 from tandem.proxy.answers.errors import AdminAddressIsOpen
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.browsers import with_cors, with_rules
@@ -20,6 +19,7 @@ from tandem.proxy.http.routes.generation import generation_routes
 from tandem.proxy.http.routes.responses import response_routes
 from tandem.proxy.http.routes.server import server_routes
 from tandem.proxy.http.starlette_app import starlette_app
+from tandem.proxy.proxy_config import ProxyConfig
 
 
 def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:

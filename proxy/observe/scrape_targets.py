@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.proxy.config import ProxyConfig
+from tandem.proxy.proxy_config import ProxyConfig
 
 _EVERY_ADDRESS = ("0.0.0.0", "::", "")
 

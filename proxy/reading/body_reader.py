@@ -20,8 +20,8 @@ from tandem.proxy.api.responses_request import InputItem
 from tandem.proxy.api.structured_output import checked_grammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.parsers.parser_names import reasoning_format, tool_format
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer, Room

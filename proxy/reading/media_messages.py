@@ -11,8 +11,8 @@ from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.source import InvalidMedia
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind
 from tandem.proxy.text.prompt import ContextLengthExceeded
 from tandem.runtime.errors import ErrorInfo, ProtocolError, TandemError

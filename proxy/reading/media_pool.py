@@ -24,9 +24,9 @@ from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.media.source import MAX_CLIENT_SHARE
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind
 from tandem.proxy.reading.media_messages import (
     ENTRY,

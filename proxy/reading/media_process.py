@@ -28,10 +28,10 @@ from tandem.protocol.messages.media_cache import GrantedMedia, MediaKey, WantedM
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
 from tandem.proxy.media.memory_limit import limit_memory
 from tandem.proxy.media.source import MAX_CLIENT_SHARE
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,
     MEDIA_FD,

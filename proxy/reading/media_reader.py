@@ -11,10 +11,10 @@ from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.fetch import read_local
 from tandem.proxy.media.processor import MediaProcessor, MediaSize, PreparedMedia
 from tandem.proxy.media.source import MediaSource
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.media_messages import MediaJob
 from tandem.proxy.text.model_text import ModelText

@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from tandem.proxy.config import ProxyConfig
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
 from tandem.runtime.fork_server import Entry, main_channel, num_data_bytes, serve_forks

@@ -18,7 +18,7 @@ import pytest
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import WorkerReport
-from tandem.worker.config import WorkerConfig
+from tandem.worker.worker_config import WorkerConfig
 from tests.faults.leaks import Footprint
 from tests.faults.streams import wait_until
 from tests.support.cluster import MODEL, Cluster

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tandem.deploy.processes.runtime_dir import log_dir
-from tandem.worker import config as module_of_workers
+from tandem.worker import worker_config as module_of_workers
 from tests.support.cluster import Cluster, tandem
 from tests.support.steady_load import SteadyLoad
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_cache_size import fit_kv_cache, largest_step
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model

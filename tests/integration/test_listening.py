@@ -14,8 +14,8 @@ import pytest
 
 import tandem.proxy.http.client_connection
 from bench.ports import free_port
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.connection_limits import ConnectionLimits
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.server import HttpListener, _listen_socket
 from tandem.runtime.listen_socket import bind
 from tests.support.certificate import make_certificate

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from bench.ports import free_port
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.worker.config import WorkerConfig
+from tandem.worker.worker_config import WorkerConfig
 from tests.integration.test_ray_gpus import one_node
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]

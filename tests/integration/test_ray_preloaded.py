@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bench.ports import free_port
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tests.integration.test_ray_gpus import one_node
 from tests.integration.test_ray_host_memory import until

@@ -32,7 +32,6 @@ from tandem.proxy.api.response_store import ResponseStore, StoredResponse
 from tandem.proxy.api.responses_request import ResponseRequest, options_of
 from tandem.proxy.batches.batch import BatchObject, BatchRequest
 from tandem.proxy.batches.file_store import StoredFile, client_folder
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES
@@ -43,6 +42,7 @@ from tandem.proxy.http.routes.generation import generation_routes
 from tandem.proxy.http.routes.responses import response_routes
 from tandem.proxy.http.routes.server import server_routes
 from tandem.proxy.http.starlette_app import ApiRoute
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.server import serve

@@ -25,8 +25,8 @@ from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.logprobs import completion_logprobs, prompt_logprobs
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InvalidRequest

@@ -19,11 +19,11 @@ from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app import make_app
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.routes.batches import MAX_UPLOADS_PER_CLIENT
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading import body_reader
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.runtime.errors import InvalidRequest

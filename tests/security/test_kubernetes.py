@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import yaml
 
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.protocol.network_keys import PARTS
 
 ROOT = Path(__file__).parents[2]

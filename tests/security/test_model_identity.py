@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.engine.config import EngineConfig, LoadFormat
+from tandem.engine.engine_config import EngineConfig, LoadFormat
 from tandem.engine.loading import model_identity, model_loader
 from tandem.engine.loading.model_identity import SAMPLE_BYTES, folder_identity
 from tandem.engine.loading.model_loader import load_model
 from tandem.kv_transfer.handshake import agree
-from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.media_cache.server import MediaCacheServer
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
 from tandem.protocol.media_client import MediaCacheClient

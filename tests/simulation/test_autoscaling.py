@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from bench.autoscale import measure, shifting
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 
 
 def test_a_shift_from_long_prompts_to_long_answers_is_followed_by_moves_without_new_processes() -> None:

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from tandem.engine import model_runner
-from tandem.engine.config import EngineConfig
 from tandem.engine.cuda import streams
 from tandem.engine.cuda.step_graphs import GraphLimits
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.quantization.int4_linear import Int4Linear, packed_values

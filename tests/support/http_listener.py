@@ -12,8 +12,8 @@ from typing import Any
 import uvloop
 
 from bench.ports import free_port
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.connection_limits import ConnectionLimits
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.server import HttpListener
 from tandem.runtime.listen_socket import bind
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.media_cache.server import MediaCacheServer
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.media_segment import map_segment
@@ -21,8 +21,8 @@ from tandem.protocol.messages.media_cache import MediaCacheStatus, MediaKey
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.sockets import new_context
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.source import MediaLimits
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import (
     FROM_PROCESS,
     FromMediaProcess,

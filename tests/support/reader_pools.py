@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import cast
 from unittest import mock
 
-from tandem.proxy.config import ProxyConfig
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.runtime import forked_process

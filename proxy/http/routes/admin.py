@@ -21,10 +21,10 @@ from tandem.protocol.lora_files import read_adapter
 from tandem.protocol.messages.membership import Role, WorkerReport
 from tandem.proxy.answers.errors import RoleRefused, UnknownRequest, UnknownWorker
 from tandem.proxy.api.field_errors import decode_body
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.starlette_app import ApiRoute, answer, fixed_answer, json_answer
 from tandem.proxy.observe.scrape_targets import scrape_targets
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.threads import Threads
 from tandem.telemetry.proxy_metrics import CONTENT_TYPE

@@ -20,11 +20,11 @@ from tandem.proxy.api.responses import (
 )
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.adapter_table import NamedAdapter
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.routes.admin import PAGE_HEADERS
 from tandem.proxy.http.starlette_app import ApiRoute, fixed_answer, json_answer
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import Overloaded
 from tandem.runtime.threads import Threads
 from tandem.runtime.version import own_version

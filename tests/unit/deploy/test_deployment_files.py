@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tandem.deploy import cli
-from tandem.deploy.config import load_config
+from tandem.deploy.cluster_config import load_config
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -167,7 +167,7 @@ def test_the_compose_file_names_what_it_declares() -> None:
 
 
 def test_every_setting_may_be_in_the_config_file(tmp_path: Path) -> None:
-    from tandem.deploy.config import ClusterConfig
+    from tandem.deploy.cluster_config import ClusterConfig
 
     file = tmp_path / "cluster.toml"
     file.write_bytes(msgspec.toml.encode(ClusterConfig()))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.deploy.cli import _parser
-from tandem.deploy.config import ClusterConfig, load_config
+from tandem.deploy.cluster_config import ClusterConfig, load_config
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.gpus import least_used
 from tandem.runtime.errors import ConfigError

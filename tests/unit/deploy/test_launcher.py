@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.launch.launcher import Launcher
 from tandem.deploy.processes.runtime_dir import create_runtime_dir

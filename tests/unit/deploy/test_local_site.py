@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from bench.ports import free_port
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs
 from tandem.deploy.sites.local import LocalSite, make_disk_folder
 from tandem.kv_transfer.tiers.tier import TiersConfig
-from tandem.proxy.config import ProxyConfig
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
-from tandem.worker.config import WorkerConfig
+from tandem.worker.worker_config import WorkerConfig
 from tests.unit.deploy.test_host_memory import held
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tandem.deploy.autoscale.autoscaler import Autoscaler, freshest_loads
+from tandem.deploy.cluster_config import ClusterConfig, load_config
 from tandem.deploy.commands.scale import is_scaled, parse_counts
 from tandem.deploy.commands.status import plan_lines
-from tandem.deploy.config import ClusterConfig, load_config
 from tandem.deploy.launch.launcher import Launcher
 from tandem.deploy.processes.supervisor import EXIT_LOST, OnExit, Supervised
 from tandem.protocol.messages.membership import (

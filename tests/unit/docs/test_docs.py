@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tandem.deploy import cli
-from tandem.deploy.config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig
 from tandem.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

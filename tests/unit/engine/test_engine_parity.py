@@ -43,7 +43,7 @@ from transformers import (
 
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.block_manager import BlockManager
-from tandem.engine.config import EngineConfig, KVCacheDtype
+from tandem.engine.engine_config import EngineConfig, KVCacheDtype
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner

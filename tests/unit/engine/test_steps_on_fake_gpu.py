@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tandem.engine.batch import Batch, BatchItem, Sample
-from tandem.engine.config import EngineConfig
 from tandem.engine.cuda import experts
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.cuda.streams import upload
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling import sampler

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tandem.deploy.config import load_config
+from tandem.deploy.cluster_config import load_config
 from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.handshake import agree, offered_connectors
 from tandem.kv_transfer.ranks.rank_pool import RankPool

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.kv_transfer.checksums import combine

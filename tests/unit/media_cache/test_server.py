@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from tandem.engine.vision.media_tensors import open_tensors
-from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.media_cache.server import MediaCacheServer
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.media_segment import map_segment, write_segment

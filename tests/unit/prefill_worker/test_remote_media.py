@@ -21,7 +21,7 @@ import torch
 from bench.ports import free_port
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.prompt_media import PromptMedia
-from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.media_cache.server import MediaCacheServer
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import PromptFetches, RemoteMedia

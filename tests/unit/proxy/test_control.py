@@ -27,8 +27,8 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.refusals import Refusals
 from tandem.proxy.cluster.router import PromptShape
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.control import Control
+from tandem.proxy.proxy_config import ProxyConfig
 from tests.support.clocked_loop import ClockedLoop
 from tests.support.proxy_cluster import DECODE, PREFILL, Cluster
 

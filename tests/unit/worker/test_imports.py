@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.runtime.forked_process import ONE_THREAD
-from tandem.worker.config import WorkerConfig
+from tandem.worker.worker_config import WorkerConfig
 
 UNUSED = {
     "tandem.deploy": "the launcher's",

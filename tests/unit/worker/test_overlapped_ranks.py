@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tandem.engine import tensor_parallel
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.tensor_parallel import LeadingRunner, TensorParallelGroup

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.batch import Batch, ItemOutput
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.loaded_model import LoadedModel

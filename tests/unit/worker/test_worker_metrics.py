@@ -17,8 +17,8 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.observe.scrape_targets import scrape_targets
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
 from tandem.telemetry.worker_metrics import LOAD_FIELDS, TIER_FIELDS, WorkerMetrics
 

@@ -23,11 +23,11 @@ from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
-from tandem.engine.config import EngineConfig, KVCacheDtype
 from tandem.engine.cuda import attention_kernel, step_tensors, triton_attention
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host, num_splits
 from tandem.engine.cuda.triton_attention import TritonAttention, triton_problem
+from tandem.engine.engine_config import EngineConfig, KVCacheDtype
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import BatchItem
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.transfer import KVLayout

@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu.compiled_kernels import LayerSizes, bound, is_supported, launches, resources, variants
 from tandem.engine.batch import Batch, BatchItem, Sample
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.layers.fused_layer import FusedLayer
 from tandem.engine.loading.model_loader import load_model
 from tandem.protocol.messages.generation import SamplingParams

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig
 
 from tandem.engine.attention.interface import ATTENTION_NAME
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loading.model_loader import load_model
 
 COMMON = {

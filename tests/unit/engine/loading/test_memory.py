@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.layers.fused_layer import FusedLayer
 from tandem.engine.layers.fusing import fuse_layers
 from tandem.engine.loading import model_loader, model_probe

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loading.model_loader import load_model
 from tandem.runtime.errors import ConfigError
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.torch_version import TorchVersion
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.quantized_linears import join
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.layers.linear import is_plain
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.quantization.int4_linear import Int4Groups, Int4Linear

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.engine.layers.fusing import MixingAttention
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.quantization.layer_share import LayerShare

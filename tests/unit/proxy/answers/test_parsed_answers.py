@@ -13,11 +13,11 @@ from tokenizers import AddedToken
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.proxy.admission.answer_budget import UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
 from tandem.proxy.answers.parsed_answers import ParsedAnswers, ParsedChoice
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.output_parser import OutputParser
 from tandem.proxy.parsers.tool_formats import ToolFormat
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.errors import InvalidRequest

@@ -16,9 +16,9 @@ from tandem.protocol.messages.adapter import AdapterRef
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.app import make_admin_app
 from tandem.proxy.http.bodies import RequestBodies
+from tandem.proxy.proxy_config import ProxyConfig
 
 
 def test_the_loop_runs_while_another_proxy_holds_the_lock(tmp_path: Path) -> None:

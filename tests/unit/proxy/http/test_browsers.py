@@ -9,10 +9,10 @@ from unittest.mock import MagicMock
 import pytest
 from starlette.testclient import TestClient
 
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app import make_admin_app, make_app
 from tandem.proxy.http.app_state import AppState
+from tandem.proxy.proxy_config import ProxyConfig
 
 PAGE = "https://chat.example.com"
 SIMPLE = {"Content-Type": "text/plain", "Origin": "https://evil.example", "Host": "127.0.0.1:8000"}

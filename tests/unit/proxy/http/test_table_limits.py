@@ -12,7 +12,7 @@ from tandem.protocol.messages.membership import PROTOCOL_VERSION, PrefixUpdate, 
 from tandem.proxy.cluster import prefix_index, worker_table
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.config import ProxyConfig
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading import reader_pool
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool

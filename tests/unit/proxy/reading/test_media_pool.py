@@ -16,7 +16,7 @@ from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.config import ProxyConfig
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import (
     TO_PROCESS,
     CancelMediaJob,

@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoProcessor
 
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.config import ProxyConfig
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import CancelMediaJob, MediaJob, MediaJobDone, MediaJobFailed
 from tandem.proxy.reading.media_reader import MediaReader
 from tandem.runtime.errors import InvalidRequest, RequestAborted

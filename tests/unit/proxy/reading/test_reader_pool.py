@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.config import ProxyConfig
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading import reader_connection, reader_pool, reader_process
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.job_queue import JobQueue

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from tandem.proxy.config import ProxyConfig
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.deploy.cli import _parser
-from tandem.deploy.config import ClusterConfig, load_config, num_cores, settings
+from tandem.deploy.cluster_config import ClusterConfig, load_config, num_cores, settings
 from tandem.deploy.configuration_page import PAGE, page
 from tandem.runtime.errors import ConfigError
 

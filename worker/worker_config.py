@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.engine.config import EngineConfig
+from tandem.engine.engine_config import EngineConfig
 from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.membership import Role

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from tandem.engine.config import Device, Dtype, KVCacheDtype, LoadFormat, Quantization
+from tandem.engine.engine_config import Device, Dtype, KVCacheDtype, LoadFormat, Quantization
 from tandem.kv_transfer.registry import check_name
 from tandem.kv_transfer.tiers.store_url import parse_store_url
 from tandem.protocol.messages.membership import Role
