@@ -215,9 +215,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "text writes lines for people; json writes one object per line.")] = "text"
     otlp_endpoint: Annotated[str, _in("logging", description=
         "URL that receives traces, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none.")] = ""
-    metrics_compat: Annotated[Literal["none", "vllm"], _in("logging", description=
-        "vllm adds metrics under vLLM's names to the proxy's /metrics, for its dashboards and for the Gateway API's "
-        "endpoint picker.")] = "none"
     # fmt: on
 
     @property

@@ -65,7 +65,6 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       or waiting for it. trust_remote_code: of the processor.
     Observability:
       otlp_endpoint: URL for traces (OTLP over HTTP); empty for none.
-      metrics_compat: vllm adds vLLM's names to /metrics, see `telemetry.vllm_names`.
     """
 
     proxy_id: str
@@ -124,7 +123,6 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_format: LogFormat = "text"
     peer_endpoints: list[str] = []
     otlp_endpoint: str = ""
-    metrics_compat: Literal["none", "vllm"] = "none"
 
     def response_store(self) -> ResponseStore | None:
         return ResponseStore(Path(self.response_folder)) if self.response_folder else None

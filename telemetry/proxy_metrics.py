@@ -15,16 +15,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.values import MutexValue, ValueClass
 
 from tandem.telemetry.stages import PLACEMENTS, STAGES, AttemptTimes, stage_times
-from tandem.telemetry.vllm_names import E2E_BOUNDS_S, ITL_BOUNDS_S, TTFT_BOUNDS_S
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_LONG_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_LONG_S = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 60, 80, 120,
+    160, 320, 640, 2560,
+)  # fmt: skip
 _STEP_S = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10,
 )  # fmt: skip
@@ -100,14 +101,13 @@ class ProxyMetrics:
         self.worker_refusals = self._gauge(
             "tandem_worker_refusals", "Refusals on a worker's sockets since its start.", "livemax", "worker", "reason"
         )
-        step_bounds_s = _merged(_STEP_S, ITL_BOUNDS_S)
-        self.ttft = self._histogram("tandem_time_to_first_token_seconds", "TTFT.", _merged(_LONG_S, TTFT_BOUNDS_S))
+        self.ttft = self._histogram("tandem_time_to_first_token_seconds", "TTFT.", _LONG_S)
         self.per_token = TokenTally(
-            self._histogram("tandem_inter_token_latency_seconds", "ITL.", step_bounds_s),
+            self._histogram("tandem_inter_token_latency_seconds", "ITL.", _STEP_S),
             self.generation_tokens,
         )
-        self.tpot = self._histogram("tandem_request_time_per_output_token_seconds", "TPOT.", step_bounds_s)
-        self.e2e = self._histogram("tandem_e2e_request_latency_seconds", "E2E.", _merged(_LONG_S, E2E_BOUNDS_S))
+        self.tpot = self._histogram("tandem_request_time_per_output_token_seconds", "TPOT.", _STEP_S)
+        self.e2e = self._histogram("tandem_e2e_request_latency_seconds", "E2E.", _LONG_S)
         self.stages = {
             name: self._histogram(f"tandem_request_{name}_time_seconds", documentation, _STAGE_S)
             for name, documentation in STAGES.items()
@@ -151,21 +151,12 @@ class ProxyMetrics:
         text: bytes = generate_latest(self._merged_registry())
         return text
 
-    def families(self) -> list[Metric]:
-        """Returns the same values as objects."""
-        return list(self._merged_registry().collect())
-
     def _merged_registry(self) -> CollectorRegistry:
         if ValueClass is MutexValue:
             return self.registry
         registry = CollectorRegistry()  # values are in files
         MultiProcessCollector(registry)
         return registry
-
-
-def _merged(own: tuple[float, ...], others: tuple[float, ...]) -> tuple[float, ...]:
-    """Returns the bounds of both, so that the counts for each can be read exactly."""
-    return tuple(sorted({*own, *others}))
 
 
 class TokenTally:

@@ -164,7 +164,6 @@ _ROUTES: tuple[tuple[str, Callable[[random.Random], dict[str, Any]]], ...] = (
     ("/v1/messages/count_tokens", _message),
     ("/v1/responses", _response),
     ("/v1/embeddings", _embedding),
-    ("/invocations", _chat),
     ("/tokenize", _chat),
     ("/tokenize", _completion),
     ("/detokenize", _tokens),

@@ -150,7 +150,6 @@ class ProcessConfigs:
             log_format=cluster.log_format,
             peer_endpoints=place.peer_endpoints,
             otlp_endpoint=cluster.otlp_endpoint,
-            metrics_compat=cluster.metrics_compat,
         )
 
     def media_cache(self, endpoint: str, tcp_endpoint: str = "", tcp_endpoint_file: str = "") -> MediaCacheConfig:

@@ -12,7 +12,6 @@ from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.answers import Answers, Choice
 from tandem.proxy.answers.json_parts import Holes, JsonArray, JsonText, Part, pieces
 from tandem.proxy.answers.logprobs import chat_logprobs
-from tandem.proxy.answers.prompt_part import PromptPart
 from tandem.proxy.api.responses import (
     AssistantMessage,
     ChatChoice,
@@ -66,7 +65,7 @@ class ChatAnswers(Answers):
         parts: list[Part] = []
         for each in range(self._request.n):
             holes = Holes()
-            choice = ChatChunkChoice(each, ChatDelta(self._role(each), ""))
+            choice = ChatChunkChoice(each, ChatDelta(self._request.role, ""))
             chunk = ChatCompletionChunk(
                 self._id,
                 self._generation.created,
@@ -77,18 +76,10 @@ class ChatAnswers(Answers):
             )
             parts += [b"data: ", *holes.fill(chunk), b"\n\n"]
         for each in range(self._request.n):
-            if prefix := self._prefix(each):
-                choice = ChatChunkChoice(each, ChatDelta(content=prefix))
+            if self._request.prefix:
+                choice = ChatChunkChoice(each, ChatDelta(content=self._request.prefix))
                 parts.append(self._event([choice], self._chunk_usage(each, 0)))
         return parts
-
-    def _role(self, index: int) -> str:
-        """index: of a sequence."""
-        return self._request.roles[index // self._request.n]
-
-    def _prefix(self, index: int) -> str:
-        """Returns the text with which the answer repeats the last message. index: of a sequence."""
-        return self._request.prefixes[index // self._request.n]
 
     def _new_choice(self, index: int) -> EncodedChatChoice:
         return EncodedChatChoice(index, self._held)
@@ -112,8 +103,8 @@ class ChatAnswers(Answers):
                 self._model,
                 shown,
                 self._usage(),
-                self._prompt_logprobs_hole(self._only_prompt, holes),
-                self._prompt_id_hole(self._only_prompt, holes),
+                self._prompt_logprobs_hole(self._prompt_of(0), holes),
+                self._prompt_id_hole(self._prompt_of(0), holes),
             )
         )
 
@@ -124,13 +115,8 @@ class ChatAnswers(Answers):
     def _message(self, choice: Choice, holes: Holes) -> tuple[AssistantMessage, ChatFinishReason | None]:
         """Returns what a whole answer shows of a choice's text, and why the choice ends."""
         texts = [JsonText(self._held.grow), choice.text]
-        texts[0].push(self._prefix(choice.index))
-        return AssistantMessage(holes.text(*texts), self._role(choice.index)), choice.finish_reason
-
-    @property
-    def _only_prompt(self) -> PromptPart | None:
-        """The part that repeats the prompt. A batch of chats repeats none of its prompts, as in vLLM."""
-        return self._prompt_of(0) if len(self._request.roles) == 1 else None
+        texts[0].push(self._request.prefix)
+        return AssistantMessage(holes.text(*texts), self._request.role), choice.finish_reason
 
     def _logprobs(self, delta: TextDelta) -> ChatLogprobs | None:
         if self._num_top is None:

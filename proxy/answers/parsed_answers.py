@@ -101,9 +101,9 @@ class ParsedAnswers(ChatAnswers):
 
     def _message(self, choice: Any, holes: Holes) -> tuple[AssistantMessage, ChatFinishReason | None]:
         parsed, finish_reason = choice.parsed()
-        content = self._prefix(choice.index) + parsed.content
+        content = self._request.prefix + parsed.content
         reasoning = parsed.reasoning if self._request.include_reasoning else ""
-        message = AssistantMessage(content, self._role(choice.index), reasoning=reasoning or None)
+        message = AssistantMessage(content, self._request.role, reasoning=reasoning or None)
         if parsed.names:
             calls = [replace(call, index=UNSET) for call in _calls(parsed)]
             message = replace(message, content=content or None, tool_calls=calls)

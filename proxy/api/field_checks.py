@@ -8,7 +8,6 @@ from tandem.proxy.api.field_errors import shown_value
 from tandem.proxy.api.sampling_fields import num_logprobs
 from tandem.proxy.api.schema import (
     DECIMAL_ID,
-    BatchChatCompletionRequest,
     ChatFields,
     CompletionRequest,
     GenerationFields,
@@ -23,8 +22,6 @@ _NOT_WITH_BEAMS = {
     "prompt_logprobs": None, "logprob_token_ids": None, "tools": None, "thinking_token_budget": -1,
 }  # fmt: skip
 """Fields that a beam search does not take, and their neutral values."""
-_NOT_IN_BATCHES = {"stream": False, "n": 1, "use_beam_search": False, "tools": None}
-"""Fields that a batch of chats does not take, and their neutral values."""
 
 
 def check_logprobs(request: GenerationFields, max_logprobs: int) -> None:
@@ -78,13 +75,3 @@ def check_beam_search(request: GenerationFields, is_prompt_only: bool) -> None:
         raise InvalidRequest(
             "echo with use_beam_search repeats the prompt without logprobs and before an answer; leave one out.", "echo"
         )
-
-
-def check_batch(request: BatchChatCompletionRequest) -> None:
-    for field, neutral in _NOT_IN_BATCHES.items():
-        if (value := getattr(request, field)) not in (None, neutral, []):
-            raise InvalidRequest(
-                f"{field} is {shown_value(value)}, which batches of chats do not support; leave it out, or send "
-                "the chats one by one to /v1/chat/completions.",
-                field,
-            )

@@ -57,8 +57,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: how the model writes its thinking; None if it is not separated from the answer.
     begins_thinking: for each prompt, whether it ends with the opening of the thinking; empty before tokenising.
     media_lease: keeps the prompt's media in the cache. The owner of the request calls `release_media`.
-    is_chat: the answer has messages. roles, prefixes: of each chat: the role of its answer, and the text of its last
-    message if the answer begins with that.
+    is_chat: the answer has messages. role: of the answer to a chat. prefix: the text of the chat's last message if the
+    answer begins with that.
     """
 
     prompt: AnyPrompt
@@ -78,8 +78,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool = False
     media_lease: MediaLease | None = None
     is_chat: bool = False
-    roles: list[str] = []
-    prefixes: list[str] = []
+    role: str = "assistant"
+    prefix: str = ""
     adapter: NamedAdapter | None = None
     embedding: EmbeddingOptions | None = None
     response: ResponseOptions | None = None

@@ -253,22 +253,6 @@ class HealthResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str | None = None
 
 
-class ServerLoad(msgspec.Struct, frozen=True):
-    """server_load: sequences in flight on the proxy that answers."""
-
-    server_load: int
-
-
-class ServerInfo(msgspec.Struct, frozen=True):
-    """max_model_len: None while no worker is ready. sampling_defaults: for fields that requests leave out. config:
-    settings of the proxy."""
-
-    version: str
-    max_model_len: int | None
-    sampling_defaults: dict[str, float]
-    config: dict[str, str | float | bool]
-
-
 class TokenizeResponse(msgspec.Struct, frozen=True):
     """max_model_len: None while no worker is ready. token_strs: as the vocabulary writes them."""
 

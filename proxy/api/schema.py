@@ -269,24 +269,6 @@ class ChatCompletionRequest(ChatFields, kw_only=True):
     messages: Messages
 
 
-class BatchChatCompletionRequest(ChatFields, kw_only=True):
-    """vLLM's `/v1/chat/completions/batch`: several chats, one choice for each. Not with stream, tools, n or beams."""
-
-    messages: Annotated[
-        Annotated[
-            list[Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_CHAT_MESSAGES)]], Meta(min_length=1)
-        ],
-        doc("the chats"),
-    ]
-
-
-class InvocationKind(msgspec.Struct):
-    """The fields by which requests to `/invocations` differ: a chat has messages, a completion has a prompt."""
-
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
     """OpenAI's `/v1/embeddings`, with vLLM's extensions."""
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.admission.admission import MAX_INPUTS
-from tandem.proxy.api.chat_prompts import ChatPromptBuilder, check_chat_size
+from tandem.proxy.api.chat_prompts import ChatPromptBuilder
 from tandem.proxy.api.field_checks import (
-    check_batch,
     check_beam_search,
     check_logprobs,
     check_token_ids,
@@ -26,14 +24,12 @@ from tandem.proxy.api.responses_chat import without_references
 from tandem.proxy.api.responses_request import InputItem, ResponseRequest, options_of
 from tandem.proxy.api.sampling_fields import given_fields, num_prompt_logprobs, num_top, sampling_params
 from tandem.proxy.api.schema import (
-    BatchChatCompletionRequest,
     ChatCompletionRequest,
     ChatFields,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     GenerationFields,
-    InvocationKind,
     NotServed,
     TokenizeRequest,
     neutral_values,
@@ -44,7 +40,7 @@ from tandem.proxy.media.source import InvalidMedia
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
-from tandem.proxy.text.prompt import ChatBatch, ChatPrompt, CompletionPrompt
+from tandem.proxy.text.prompt import ChatPrompt, CompletionPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import InvalidRequest
 
@@ -62,7 +58,6 @@ R = TypeVar(
     "R",
     CompletionRequest,
     ChatCompletionRequest,
-    BatchChatCompletionRequest,
     TokenizeRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -113,7 +108,6 @@ class BodyDecoder:
         self._reasoning = reasoning
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
-        self._chat_batch = msgspec.json.Decoder(BatchChatCompletionRequest)
         self._response = msgspec.json.Decoder(ResponseRequest)
         self._message = msgspec.json.Decoder(MessageRequest)
         self._count_tokens = msgspec.json.Decoder(CountTokensRequest)
@@ -173,19 +167,6 @@ class BodyDecoder:
             )
         return prompt
 
-    def chat_batch(self, body: bytes) -> GenerationRequest:
-        request = self._decode(self._chat_batch, body)
-        check_batch(request)
-        num_chats = len(request.messages)
-        self._check_num_prompts(lambda most: min(num_chats, most + 1), 1, "messages")
-        params = [[f"messages[{i}][{j}]" for j in range(len(chat))] for i, chat in enumerate(request.messages)]
-        check_chat_size([*chain(*request.messages)], [*chain(*params)])
-        prompts = [self._chats.prompt(request, *chat) for chat in zip(request.messages, params, strict=True)]
-        for each in prompts:
-            if each.media:
-                raise each.media[0].refused("batches of chats take text only; send this chat to /v1/chat/completions")
-        return self._check_chat(request, ChatBatch(prompts), prompts)
-
     def embedding(self, body: bytes) -> GenerationRequest:
         request = self._decode(self._embedding, body)
         defaults = self._embedding_defaults
@@ -214,16 +195,6 @@ class BodyDecoder:
             embedding=options,
             **given_fields(request, ("priority", "request_id", "truncate_prompt_tokens", "cache_salt")),
         )
-
-    def invocation(self, body: bytes) -> Literal["completion", "chat"]:
-        """Returns what a request to `/invocations` is."""
-        try:
-            kind = msgspec.json.decode(body, type=InvocationKind)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequest(f"The body is not a JSON object: {error}.") from error
-        if (kind.messages is msgspec.UNSET) == (kind.prompt is msgspec.UNSET):
-            raise InvalidRequest("Send either messages (a chat) or prompt (a completion).", "messages")
-        return "completion" if kind.messages is msgspec.UNSET else "chat"
 
     def tokenize(self, body: bytes) -> tuple[str | ChatPrompt, bool, bool]:
         """Returns the prompt, whether the tokeniser adds its own tokens, and whether the answer has strings."""
@@ -257,7 +228,10 @@ class BodyDecoder:
 
     def _checked_chat(self, request: ChatCompletionRequest, params: list[str] | None = None) -> GenerationRequest:
         prompt = self._chats.prompt(request, request.messages, params)
-        return self._check_chat(request, prompt, [prompt])
+        param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        checked = self._check(request, prompt, getattr(request, param), param)
+        prefix = prompt.last_text if request.echo else ""
+        return msgspec.structs.replace(checked, is_chat=True, role=prompt.answer_role, prefix=prefix)
 
     def _check_num_prompts(self, num_prompts: Callable[[int], int], n: int, param: str) -> None:
         """num_prompts: counts the prompts up to one more than its argument."""
@@ -269,22 +243,10 @@ class BodyDecoder:
                 param if max_prompts else "n",
             )
 
-    def _check_chat(
-        self, request: ChatFields, prompt: ChatPrompt | ChatBatch, prompts: list[ChatPrompt]
-    ) -> GenerationRequest:
-        param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        checked = self._check(request, prompt, getattr(request, param), param)
-        return msgspec.structs.replace(
-            checked,
-            is_chat=True,
-            roles=[each.answer_role for each in prompts],
-            prefixes=[each.last_text if request.echo else "" for each in prompts],
-        )
-
     def _check(
         self,
         request: GenerationFields,
-        prompt: ChatPrompt | ChatBatch | CompletionPrompt,
+        prompt: ChatPrompt | CompletionPrompt,
         max_tokens: int | None,
         max_tokens_param: str,
     ) -> GenerationRequest:

@@ -33,8 +33,8 @@ MAX_TOKENIZED_BYTES = 4 << 20
 MAX_DETOKENIZED_CHARACTERS = 16 << 20
 """Text that `/detokenize` returns."""
 
-BodyKind = Literal["completion", "chat", "chat_batch", "invocation", "embedding", "message", "response"]
-"""invocation: a completion or a chat. message: of Anthropic's Messages API. response: of OpenAI's Responses API."""
+BodyKind = Literal["completion", "chat", "embedding", "message", "response"]
+"""message: of Anthropic's Messages API. response: of OpenAI's Responses API."""
 
 _STORED = (b'"previous_response_id"', b'"item_reference"', b"\\u")
 """A key may be written with escapes too."""
@@ -84,12 +84,9 @@ class BodyReader:
         cache_scope: of the client's API key; part of the request's cache_salt. A priority sooner than clients may have
         counts as the soonest that they may have.
         """
-        if kind == "invocation":
-            kind = self._decoder.invocation(body)
         decode: dict[str, Callable[[bytes], GenerationRequest]] = {
             "completion": self._decoder.completion,
             "chat": self._decoder.chat,
-            "chat_batch": self._decoder.chat_batch,
             "embedding": self._decoder.embedding,
             "message": self._decoder.message,
             "response": lambda body: self._decoder.response(

@@ -22,13 +22,10 @@ from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
-from tandem.runtime.regular_file import read_regular
 
 log = logging.getLogger(__name__)
 
 _PROBE_TEXT = "tandem"
-_MAX_CONFIG_BYTES = 16 << 20
-"""Size of tokenizer_config.json where it is shown to clients."""
 
 
 @functools.cache
@@ -75,25 +72,6 @@ class ModelText:
     def chat_template(self) -> str | None:
         """The model's template; all of them if it has several."""
         return "\n".join(self._templates.by_name.values()) or None
-
-    def tokenizer_info(self) -> dict[str, Any]:
-        """Returns tokenizer_config.json with the chat template and the texts of special tokens. Raises ConfigError."""
-        try:
-            content = read_regular(self.folder / "tokenizer_config.json", _MAX_CONFIG_BYTES)
-            info = msgspec.json.decode(content, type=dict[str, Any])
-        except FileNotFoundError:
-            info = {}
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"cannot read {self.folder / 'tokenizer_config.json'}: {error}") from error
-        for name, value in info.items():
-            if name.endswith("_token") and isinstance(value, dict):
-                info[name] = value.get("content")
-        info.setdefault("tokenizer_class", type(self._backend).__name__)
-        added = self.tokenizer.get_added_tokens_decoder()
-        info["added_tokens_decoder"] = {str(token_id): token.content for token_id, token in added.items()}
-        templates = self._templates.by_name
-        info["chat_template"] = templates if len(templates) > 1 else next(iter(templates.values()), None)
-        return info
 
     def render_chat(self, prompt: ChatPrompt) -> str:
         """Renders the chat in transformers' jinja sandbox. Raises InvalidRequest."""

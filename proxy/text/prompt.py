@@ -59,12 +59,6 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
         return content if isinstance(content, str) else "\n".join(p["text"] for p in content if p["type"] == "text")
 
 
-class ChatBatch(msgspec.Struct, frozen=True, tag=True):
-    """Several chats of one request. They take text only and have the same template."""
-
-    chats: list[ChatPrompt]
-
-
 class CompletionPrompt(msgspec.Struct, frozen=True, tag=True):
     """json: the request's `prompt`, not decoded yet because it may contain a million token ids. param: its field."""
 
@@ -126,7 +120,7 @@ class RenderedPrompts(msgspec.Struct, frozen=True, tag=True):
     prompts: list[Prompt]
 
 
-AnyPrompt = ChatPrompt | ChatBatch | MediaPrompt | CompletionPrompt | RenderedPrompts
+AnyPrompt = ChatPrompt | MediaPrompt | CompletionPrompt | RenderedPrompts
 
 
 def has_token_ids(prompt: AnyPrompt) -> bool:
@@ -140,5 +134,4 @@ def has_media(prompt: AnyPrompt) -> bool:
 
 def has_own_template(prompt: AnyPrompt) -> bool:
     """Returns whether the client brings its own template, which may take long to render."""
-    chats = prompt.chats if isinstance(prompt, ChatBatch) else [prompt]
-    return any(isinstance(chat, ChatPrompt) and chat.template is not None for chat in chats)
+    return isinstance(prompt, ChatPrompt) and prompt.template is not None

@@ -24,7 +24,6 @@ from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import (
     AnyPrompt,
     CachedMedia,
-    ChatBatch,
     ChatPrompt,
     CompletionPrompt,
     ContextLengthExceeded,
@@ -105,8 +104,6 @@ class Renderer:
             case ChatPrompt():
                 text = self.chat_text(prompt)
                 return [self._tokenize(text, limits, room, prompt.add_special_tokens, "messages")]
-            case ChatBatch(chats):
-                return [rendered for chat in chats for rendered in self._tokens(chat, limits, room)]
             case MediaPrompt():
                 return [self._tokenize_media(prompt, limits, room)]
             case CompletionPrompt(json, add_special_tokens, param):

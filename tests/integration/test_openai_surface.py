@@ -200,34 +200,10 @@ def test_truncation_sides(client: openai.OpenAI) -> None:
         assert complete(client, [5, 6, 7, 8, 9], extra=extra).choices[0].prompt_token_ids == kept
 
 
-def test_batches_of_chats(http: httpx.Client, client: openai.OpenAI) -> None:
-    chats = [[{"role": "user", "content": text}] for text in ("Hello", "Goodbye")]
-    common = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-    body = http.post("/v1/chat/completions/batch", json={"messages": chats, **common}).json()
-    alone = [chat(client, messages=messages).choices[0].message.content for messages in chats]
-    assert [choice["message"]["content"] for choice in body["choices"]] == alone
-    refused = http.post("/v1/chat/completions/batch", json={"messages": chats, "n": 2})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
-
-
-def test_other_endpoints_of_vllm(http: httpx.Client, client: openai.OpenAI) -> None:
-    fields = {"temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}
-    invoked = http.post("/invocations", json={**fields, "ignore_eos": True}).json()
-    answered = chat(client)
-    assert answered.model_dump(exclude_unset=True).keys() == invoked.keys()
-    assert answered.model_dump()["choices"] == invoked["choices"], "no key of the client's types is left out"
-    assert http.post("/invocations", json={"prompt": "The"}).json()["object"] == "text_completion"
-    assert http.post("/invocations", json={}).status_code == 400
-    assert http.get("/ping").status_code == http.post("/ping").status_code == 200
-    assert http.get("/load").json() == {"server_load": 0}
-    info = http.get("/server_info").json()
-    assert info["max_model_len"] == MAX_MODEL_LEN and info["config"]["max_logprobs"] == -1
-    assert KEY not in http.get("/server_info").text
-    assert http.get("/tokenizer_info").json()["chat_template"]
+def test_tokenize_shows_a_chats_tokens_and_the_models_limit(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-    tokens = http.post(
-        "/tokenize", json={"messages": fields["messages"], "tools": tools, "return_token_strs": True}
-    ).json()
+    tokens = http.post("/tokenize", json={"messages": messages, "tools": tools, "return_token_strs": True}).json()
     assert tokens["max_model_len"] == MAX_MODEL_LEN and len(tokens["token_strs"]) == tokens["count"]
 
 

@@ -314,7 +314,6 @@ def all_structs() -> Any:
     from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
     from tandem.proxy.api.responses_request import ResponseRequest
     from tandem.proxy.api.schema import (
-        BatchChatCompletionRequest,
         ChatCompletionRequest,
         CompletionRequest,
         DetokenizeRequest,
@@ -325,7 +324,6 @@ def all_structs() -> Any:
     return {
         "completion": CompletionRequest,
         "chat": ChatCompletionRequest,
-        "chat_batch": BatchChatCompletionRequest,
         "embedding": EmbeddingRequest,
         "message": MessageRequest,
         "response": ResponseRequest,

@@ -88,7 +88,7 @@ def test_calls_with_the_largest_heads_forms_and_bodies_cost_the_loop_little(tmp_
     ("max_bytes", "kinds"),
     [
         (1 << 20, ("completion", "chat", "embedding", "message", "response")),
-        (1 << 17, ("chat_batch", "tokenize", "detokenize", "count_tokens")),  # further forms of the same fields
+        (1 << 17, ("tokenize", "detokenize", "count_tokens")),  # further forms of the same fields
         (1 << 20, ("adapter",)),  # the limit for its configuration
         (16 << 20, ("batch_file",)),  # the limit for a line
     ],

@@ -29,7 +29,6 @@ from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.threads import Threads
 from tandem.telemetry.proxy_metrics import CONTENT_TYPE
 from tandem.telemetry.request_log import NUM_KEPT
-from tandem.telemetry.vllm_names import adapter_gauge, cache_gauge, load_gauges, vllm_text
 
 log = logging.getLogger(__name__)
 
@@ -111,14 +110,6 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
 
     async def metrics(request: Request) -> Response:
         text = await rendering.run(state.metrics.render)  # takes milliseconds
-        if config.metrics_compat == "vllm":
-            loads = [worker.load for worker in table.report(asyncio.get_running_loop().time())]
-            information = [adapter_gauge([adapter.name for adapter in state.adapters.all()])]
-            if loads:
-                information.append(cache_gauge(table.block_size, sum(load.num_blocks for load in loads)))
-            text += await rendering.run(
-                lambda: vllm_text(state.metrics.families(), load_gauges(loads), config.served_model_name, information)
-            )
         return answer(request, text, CONTENT_TYPE)
 
     async def service_discovery(request: Request) -> Response:

@@ -38,10 +38,8 @@ from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
 from tandem.runtime.logs import serving
-from tandem.telemetry.vllm_names import load_gauges, orca_header
 
 TIMEOUT_HEADER = "x-request-timeout"
-LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -64,8 +62,6 @@ def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     return [
         ApiRoute("POST", "/v1/completions", partial(generate, "completion")),
         ApiRoute("POST", "/v1/chat/completions", partial(generate, "chat")),
-        ApiRoute("POST", "/v1/chat/completions/batch", partial(generate, "chat_batch")),
-        ApiRoute("POST", "/invocations", partial(generate, "invocation")),
         ApiRoute("POST", "/v1/embeddings", partial(generate, "embedding")),
         ApiRoute("POST", "/v1/responses", partial(generate, "response")),
         ApiRoute("POST", "/v1/messages", partial(generate, "message")),
@@ -108,7 +104,7 @@ async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, reques
         answers = _answers(kind, state, generation, model, cache_scope)
         if isinstance(answers, EmbeddingAnswer) or not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
-            return WholeAnswer(whole, {**id_header(request), **_load_header(state, request)}, answers.release)
+            return WholeAnswer(whole, id_header(request), answers.release)
         events = with_timeline(answers.events(), record) if has_timeline else answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before it if it comes soon.
         first = await begun(request.receive, events, KEEP_ALIVE_S)
@@ -117,14 +113,6 @@ async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, reques
     except BaseException:
         asked.release_media()  # the client may have disconnected before the generation began
         raise
-
-
-def _load_header(state: AppState, request: Request) -> dict[str, str]:
-    """Returns the ORCA load report that the request asks for."""
-    if (wanted := request.headers.get(LOAD_FORMAT_HEADER)) is None:
-        return {}
-    workers = state.worker_table.report(asyncio.get_running_loop().time())
-    return orca_header(wanted, load_gauges(worker.load for worker in workers))
 
 
 async def _transform(
@@ -189,7 +177,7 @@ async def _read_body(
     limits = await state.readiness.limits()
     if state.media is None:
         return await state.readers.read(kind, body, limits, cache_scope)
-    if kind in ("chat", "invocation", "message", "response") and mentions_media(body):
+    if kind in ("chat", "message", "response") and mentions_media(body):
         return await state.media.read(kind, body, limits, client, cache_scope)
     try:
         return await state.readers.read(kind, body, limits, cache_scope)

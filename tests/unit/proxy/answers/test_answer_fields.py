@@ -194,23 +194,6 @@ def test_an_echo_of_token_ids_has_special_tokens() -> None:
     play(test)
 
 
-def test_a_batch_has_a_choice_for_each_chat() -> None:
-    async def test(cluster: Cluster) -> None:
-        chats = [[{"role": "user", "content": text}] for text in ("ab", "cde")]
-        body = await answer(cluster, "chat_batch", ["x", "yz"], messages=chats, return_token_ids=True)
-        assert [(c["index"], c["message"]["content"]) for c in body["choices"]] == [(0, "x"), (1, "yz")]
-        assert body["usage"]["prompt_tokens"] == 5 and body["prompt_token_ids"] is None
-
-    play(test)
-
-
-def test_invocations_are_answered_by_what_they_are() -> None:
-    async def test(cluster: Cluster) -> None:
-        assert (await answer(cluster, "invocation", ["x"]))["object"] == "chat.completion"
-
-    play(test)
-
-
 def test_usage_counts_the_tokens_of_media() -> None:
     async def test(cluster: Cluster) -> None:
         body = json.dumps({"prompt": "abcdef", "max_tokens": 1}).encode()

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tandem.proxy.api.messages_request import MessageRequest
 from tandem.proxy.api.responses_request import ResponseRequest
 from tandem.proxy.api.schema import (
-    BatchChatCompletionRequest,
     ChatCompletionRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -34,7 +33,6 @@ def test_a_wrong_field_of_a_key_that_occurs_twice_is_refused(again: bytes) -> No
 MINIMAL: dict[str, Any] = {
     "completion": (CompletionRequest, {"prompt": "a"}),
     "chat": (ChatCompletionRequest, {"messages": [{"role": "user", "content": "a"}]}),
-    "chat_batch": (BatchChatCompletionRequest, {"messages": [[{"role": "user", "content": "a"}]]}),
     "embedding": (EmbeddingRequest, {"input": "a"}),
     "tokenize": (TokenizeRequest, {"prompt": "a"}),
     "message": (MessageRequest, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),

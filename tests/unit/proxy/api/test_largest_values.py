@@ -114,11 +114,6 @@ TOO_MANY: dict[str, tuple[Callable[[bytes], GenerationRequest], dict[str, Any], 
         "chat_template_kwargs",
     ),
     "documents": (chat, {"messages": user("a"), "documents": [{}] * (MAX_TEMPLATE_VALUES + 1)}, "documents"),
-    "chats of a batch": (
-        DECODER.chat_batch,
-        {"messages": [user([TEXT] * (MAX_CHAT_PARTS // 2))] * 3},
-        "messages[2][0]",
-    ),
 }
 
 

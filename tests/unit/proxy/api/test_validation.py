@@ -16,7 +16,7 @@ from tandem.proxy.answers.errors import error_body, status_of
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.text.prompt import ChatBatch, ChatPrompt, ContextLengthExceeded
+from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
 from tandem.proxy.text.rendering import check_prompt_length, split_prompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import InvalidRequest
@@ -214,45 +214,17 @@ def test_chat_content_that_is_not_text(content: Any) -> None:
 
 
 def test_an_echo_of_a_chat_repeats_the_last_message_of_the_answers_role() -> None:
-    def echoed(messages: list[dict[str, Any]], **fields: Any) -> tuple[list[str], list[str]]:
+    def echoed(messages: list[dict[str, Any]], **fields: Any) -> tuple[str, str]:
         body = json.dumps({"messages": messages, "echo": True, **fields}).encode()
         request = DECODER.chat(body)
-        return request.roles, request.prefixes
+        return request.role, request.prefix
 
     asked = {"role": "user", "content": "Hi"}
     begun = {"role": "assistant", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}
-    assert echoed([asked]) == (["assistant"], [""])
-    assert echoed([asked, begun], continue_final_message=True) == (["assistant"], ["A\nB"])
-    assert echoed([asked], add_generation_prompt=False) == (["user"], ["Hi"])
-    assert echoed([asked, begun], continue_final_message=True, echo=False)[1] == [""]
-
-
-def test_batches_of_chats() -> None:
-    def batch(*contents: str, **fields: Any) -> GenerationRequest:
-        messages = [[{"role": "user", "content": content}] for content in contents]
-        return DECODER.chat_batch(json.dumps({"messages": messages, **fields}).encode())
-
-    request = batch("a", "b", temperature=0.5)
-    assert isinstance(request.prompt, ChatBatch) and request.is_chat and request.roles == ["assistant"] * 2
-    assert [chat.messages[0]["content"] for chat in request.prompt.chats] == ["a", "b"]
-    function = {"type": "function", "function": {"name": "f"}}
-    for fields in ({"n": 2}, {"stream": True}, {"use_beam_search": True}, {"tools": [function]}):
-        [(field, _)] = fields.items()
-        with pytest.raises(InvalidRequest) as caught:
-            batch("a", **fields)
-        assert caught.value.param == field
-    with pytest.raises(InvalidRequest, match=r"messages is \[\]"):
-        batch()
-    with pytest.raises(InvalidRequest, match="1025 times 1"):
-        batch(*["a"] * 1025)
-
-
-def test_invocations_are_completions_or_chats() -> None:
-    assert DECODER.invocation(b'{"prompt": "a"}') == "completion"
-    assert DECODER.invocation(b'{"messages": []}') == "chat"
-    for body in (b"{}", b'{"prompt": "a", "messages": []}', b"[]", b"{"):
-        with pytest.raises(InvalidRequest):
-            DECODER.invocation(body)
+    assert echoed([asked]) == ("assistant", "")
+    assert echoed([asked, begun], continue_final_message=True) == ("assistant", "A\nB")
+    assert echoed([asked], add_generation_prompt=False) == ("user", "Hi")
+    assert echoed([asked, begun], continue_final_message=True, echo=False)[1] == ""
 
 
 WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
