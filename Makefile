@@ -92,7 +92,7 @@ gpu-check:
 
 # Collects those wheels in .whl/1, .whl/2 and so on, less than 64 MiB each; needs a network. ARGS=3.12 only for that Python.
 gpu-wheels: setup
-	$(BIN)/python -m bench.gpu.wheels .whl $(ARGS)
+	$(BIN)/python -m tools.gpu_wheels .whl $(ARGS)
 
 format: setup
 	$(BIN)/ruff format .

@@ -22,8 +22,7 @@ from bench.support.report_page import draw, page, read_reports
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = (
     "router_decisions", "pd_study", "autoscale",
-    "engine", "kv_transfer", "kv_tiers", "disaggregation", "event_loop", "media_storm", "overload", "exam",
-    "faults.chaos", "faults.fault_matrix", "faults.fuzz",
+    "engine", "kv_transfer", "kv_tiers", "disaggregation", "event_loop", "media_storm",
 )  # fmt: skip
 QUICK = ("router_decisions", "autoscale", "kv_transfer")
 """Benchmarks whose short runs are meaningful."""
@@ -70,10 +69,9 @@ def run_all(names: list[str], out: Path, quick: bool) -> dict[str, str]:
 
 def run(name: str, out: Path, quick: bool) -> str:
     """Runs one benchmark in its own process. Returns the reason of a failure, or an empty string."""
-    stem = name.rpartition(".")[2]
     limit_s = QUICK_LIMIT_S if quick else LIMIT_S
-    command = [sys.executable, "-m", f"bench.{name}", "--json", str(out / f"{stem}.json"), *["--quick"] * quick]
-    with (out / f"{stem}.log").open("w") as log:
+    command = [sys.executable, "-m", f"bench.{name}", "--json", str(out / f"{name}.json"), *["--quick"] * quick]
+    with (out / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             status = process.wait(limit_s)
@@ -81,7 +79,7 @@ def run(name: str, out: Path, quick: bool) -> str:
             return f"not finished after {limit_s:.0f} s"
         finally:
             stop(process)
-    return "" if status == 0 else f"exit status {status}, see {stem}.log"
+    return "" if status == 0 else f"exit status {status}, see {name}.log"
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -35,10 +35,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kv_transfer_processes import raw_transfer_ms
-from bench.noise_model import ensure_noise_model
-from bench.ports import free_port
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import server, tandem
+from tests.support.noise_model import ensure_noise_model
+from tests.support.ports import free_port
 
 LENGTHS = (256, 1024, 4096)
 CHUNK = 512

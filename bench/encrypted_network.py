@@ -3,7 +3,7 @@
     python -m bench.encrypted_network [--quick] [--json FILE]
 
 A proxy and a decode worker are on one host, a prefill worker on the other, joined by a link of 10 Gbit/s (network
-namespaces, veth, token buckets: see `bench.support.linked_hosts`; needs root). So prompts, first tokens and KV caches
+namespaces, veth, token buckets: see `tests.support.linked_hosts`; needs root). So prompts, first tokens and KV caches
 cross the network: over CURVE and TLS, or in the clear (--insecure-network). Both clusters run at once and get the same
 prompts in turn, one at a time. The time to the second token includes the transfer of the KV cache, 32 KiB per token.
 The clusters and the link share the cores, so on few cores encryption weighs more than between real hosts.
@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.disaggregation import StreamClient, make_model
-from bench.ports import free_port
-from bench.support.linked_hosts import LinkedHosts
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import MODEL, STOP_TIMEOUT_S, server, tandem
 from tandem.protocol.network_keys import make_keys
+from tests.support.linked_hosts import LinkedHosts
+from tests.support.ports import free_port
 
 RATE = "10gbit"
 NUM_PROMPT_TOKENS = 1000

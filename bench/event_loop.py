@@ -27,12 +27,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from bench.noise_model import ensure_noise_model
-from bench.ports import free_port
 from bench.support.latency import Distribution
 from bench.support.poller import CONTROL, Poller
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import MODEL, add_vllm_options, server, tandem, vllm
+from tests.support.noise_model import ensure_noise_model
+from tests.support.ports import free_port
 
 MAX_MODEL_LEN = 32_768
 BURSTS = ("completions", "chat", "truncated")

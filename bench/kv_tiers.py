@@ -37,11 +37,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.disaggregation import StreamClient
-from bench.noise_model import ensure_noise_model
-from bench.ports import free_port
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import server, tandem
 from tests.support.mooncake import MooncakeStore, mooncake_environment
+from tests.support.noise_model import ensure_noise_model
+from tests.support.ports import free_port
 
 CHATS, TURNS, FIRST_TOKENS, NEW_TOKENS, OUTPUT_TOKENS = 8, 10, 600, 48, 16
 PROMPT_TOKENS, CONCURRENCY, NUM_PROMPTS, THROUGHPUT_ROUNDS = 512, 4, 12, 4

@@ -20,12 +20,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from bench.ports import free_port
 from bench.support.images import chat_body, jpeg
 from bench.support.latency import Distribution
 from bench.support.poller import CONTROL, Poller
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import add_vllm_options, server, tandem, vllm
+from tests.support.ports import free_port
 
 NUM_WARM_UP = 8
 MAX_LATENCY_MS = 50.0

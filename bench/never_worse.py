@@ -41,10 +41,10 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.ports import free_port
 from bench.support.latency import RequestTrace, read_events, summarise
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import MODEL, server, tandem, vllm_serve
+from tests.support.ports import free_port
 
 SERVERS = {
     "elastic-1": ("--workers", "1"),

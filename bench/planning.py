@@ -42,7 +42,6 @@ from bench.never_worse import (
     log,
     poisson,
 )
-from bench.ports import free_port
 from bench.support.latency import RequestTrace, summarise
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import server, tandem
@@ -52,6 +51,7 @@ from tandem.deploy.planning.player import Player
 from tandem.deploy.planning.trace import read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
 from tandem.protocol.messages.membership import StatusReport
+from tests.support.ports import free_port
 
 LAYOUTS = {"1P1D": ClusterConfig(), "elastic-2": ClusterConfig(prefill=0, decode=0, workers=2)}
 CALIBRATION = {

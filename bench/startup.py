@@ -23,7 +23,6 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.ports import free_port
 from bench.support.processes import family_cpu_s
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import tandem as tandem_command
@@ -31,6 +30,7 @@ from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.supervisor import STABLE_AFTER_S
 from tandem.protocol.messages.membership import StatusReport
+from tests.support.ports import free_port
 
 TIMEOUT_S = 120.0
 POLL_S = 0.02

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from bench.noise_model import ensure_noise_model
 from tandem.runtime.garbage_collection import freeze_without_collecting
 from tests.progress import ProgressPlugin
 from tests.selection import NEW_EXAMPLES, group_of, select
 from tests.support.cluster import Cluster
+from tests.support.noise_model import ensure_noise_model
 
 # Modules and collected tests live as long as the session. The collector would scan them while they are made, a third of
 # the CPU time of collecting, and again during the tests.

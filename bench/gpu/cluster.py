@@ -20,8 +20,8 @@ from transformers import LlamaConfig
 from bench.gpu.engine import LLAMA_8B, SMALL
 from bench.gpu.part import Part
 from bench.gpu.served import served
-from bench.noise_model import ensure_noise_model
 from bench.support.servers import MODEL
+from tests.support.noise_model import ensure_noise_model
 
 CONFIGURATIONS = {"cluster": ("--prefill", "1", "--decode", "1"), "one engine": ("--workers", "1")}
 RATES = (4, 16, 32)

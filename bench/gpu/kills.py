@@ -22,10 +22,10 @@ from typing import Any
 from bench.gpu.kv_transfer import why_not_nccl
 from bench.gpu.part import Part
 from bench.gpu.served import served
-from bench.noise_model import ensure_noise_model
 from bench.support.servers import MODEL
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import WorkerReport
+from tests.support.noise_model import ensure_noise_model
 
 NUM_PROMPTS, NUM_OUTPUT = 8, 32
 MIN_EQUAL = {"cpu": 1.0, "cuda": 0.9}

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.gpu.part import Part
-from bench.ports import free_port
 from bench.support.servers import server, tandem
 from tandem.deploy.processes.runtime_dir import log_dir
+from tests.support.ports import free_port
 
 _START_LIMIT_S = {"cuda": 75.0, "cpu": 300.0}
 _TAIL_CHARACTERS = 3000

@@ -34,7 +34,7 @@ class Aim(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`benchmark` is the module below `bench`; `measured_on` an ISO date; `commit` the short hash of the code."""
+    """`measured_on` is an ISO date, `commit` the short hash of the code."""
 
     benchmark: str
     command: str
@@ -48,7 +48,8 @@ class Report(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, benchmark: str, figures: dict[str, Any], aims: list[Aim] | None = None) -> Report:
         arguments = [Path(a).name if "/" in a and "://" not in a else a for a in sys.argv[1:]]
-        command = " ".join(["python", "-m", f"bench.{benchmark}", *arguments])
+        spec = sys.modules["__main__"].__spec__  # of the module that `python -m` runs
+        command = " ".join(["python", "-m", spec.name if spec else benchmark, *arguments])
         return cls(
             benchmark,
             command,

@@ -1,4 +1,4 @@
-"""The demo model that comes with the package. It is trained by `bench.demo_model.train`."""
+"""The demo model that comes with the package. It is trained by `tools.demo_model.train`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The fault matrix: strikes a process while a request is in a given phase, and checks the outcome.
 
-`python -m bench.faults.fault_matrix` goes through all of it, tests/faults/test_matrix.py through a part.
+`python -m tests.faults.fault_matrix` goes through all of it, tests/faults/test_matrix.py through a part.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.noise_model import ensure_noise_model
 from tandem.protocol.network_keys import make_keys
 from tests.support.cluster import MODEL, Cluster, children_of, tandem
 from tests.support.faulty_network import FaultyNetwork, unavailable_reason
 from tests.support.faulty_switch import Fault
 from tests.support.nixl import nixl_environment
+from tests.support.noise_model import ensure_noise_model
 from tests.support.steady_load import TIMEOUT_S, SteadyLoad
 
 PROXY, PREFILL, DECODE = range(3)

@@ -17,9 +17,9 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from bench.gpu.check import PARTS
-from bench.gpu.wheels import needed
 from tests.support.hidden_packages import hide_packages
 from tests.unit.bench.test_gpu_check import SHORT_PARTS
+from tools.gpu_wheels import needed
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,6 +1,6 @@
 """Each kind of process is killed, frozen or drained once, and leaves no descriptor, thread, file or memory behind.
 
-`python -m bench.faults.fault_matrix` goes through all phases; so does `tests/simulation/test_simulated_faults.py`, in
+`python -m tests.faults.fault_matrix` goes through all phases; so does `tests/simulation/test_simulated_faults.py`, in
 simulated time.
 """
 

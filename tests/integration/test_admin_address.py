@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from bench.ports import free_port
 from tests.support.fake_workers import Proxy, make_tokenizer
+from tests.support.ports import free_port
 
 KEY = "a-client's-key"
 KEEP_ALIVE_S = 1.0

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.ports import free_port
 from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.ports import free_port
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

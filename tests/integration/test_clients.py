@@ -1,4 +1,4 @@
-"""The locust load test reports TTFT and ITL, and its tables agree with the figures of bench.latency."""
+"""The locust load test reports TTFT and ITL, and its tables agree with the figures of bench.support.latency."""
 
 from __future__ import annotations
 

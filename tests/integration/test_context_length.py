@@ -6,10 +6,10 @@ import subprocess
 
 import httpx
 
-from bench.ports import free_port
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.processes.runtime_dir import log_dir
 from tests.support.cluster import Cluster, tandem
+from tests.support.ports import free_port
 
 SMALL = ("--model", str(DEMO_MODEL), "--device", "cpu", "--dtype", "float32", "--threads-per-worker", "1")
 TOKENS_1500 = "0.00716"  # GiB for about 1,500 tokens; the limit of the model is 2,048

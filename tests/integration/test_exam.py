@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from bench.demo_model.exam import exam
-from bench.exam import GREEDY, ask_all, by_transformers, share_right
 from tandem.deploy.demo_model import DEMO_MODEL
+from tests.integration.exam import GREEDY, ask_all, by_transformers, share_right
 from tests.support.cluster import MODEL, Cluster
+from tools.demo_model.exam import exam
 
 QUESTIONS = exam()[::8]
 OPTIONS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.faults.fuzz import MAX_PROXY_GROWTH_MIB, MAX_WORKER_GROWTH_MIB, run
+from tests.security.fuzzing.fuzz_cluster import MAX_PROXY_GROWTH_MIB, MAX_WORKER_GROWTH_MIB, run
 from tests.support.cluster import Cluster
 
 NUM_INPUTS = 3000

@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.ports import free_port
 from tests.support.cluster import NOW
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.ports import free_port
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.noise_model import ensure_noise_model
-from bench.ports import free_port
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import Overloaded
 from tests.support.cluster import NOW, Cluster, children_of, command_line, is_copy, tandem
+from tests.support.noise_model import ensure_noise_model
+from tests.support.ports import free_port
 
 SMALL = ("--kv-cache-gib", "0.05", "--kv-connector", "tcp", "--device", "cpu")
 QUESTION = {"model": "tandem-demo", "prompt": "one two three four", "max_tokens": 8, "temperature": 0}

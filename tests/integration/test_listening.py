@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import tandem.proxy.http.client_connection
-from bench.ports import free_port
 from tandem.proxy.http.connection_limits import ConnectionLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.server import HttpListener, _listen_socket
 from tandem.runtime.listen_socket import bind
 from tests.support.certificate import make_certificate
 from tests.support.http_listener import GET, LAST_GET, LIMIT_S, bodies, echo, ignore_body, play, respond, served, until
+from tests.support.ports import free_port
 
 
 @pytest.fixture(scope="module")

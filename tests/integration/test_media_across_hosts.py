@@ -13,7 +13,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.ports import free_port
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.media_cache import MediaCacheStatus
@@ -22,6 +21,7 @@ from tandem.protocol.network_keys import make_keys
 from tandem.runtime.host import host_id
 from tests.support.cluster import Cluster, children_of, tandem
 from tests.support.media_proxy import ask_cache
+from tests.support.ports import free_port
 from tests.support.served_vision_models import Part, body_of, generated_by_transformers, save_served_model
 from tests.support.vision_model import clip, picture
 

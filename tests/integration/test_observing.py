@@ -19,11 +19,11 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.ports import free_port
 from tandem.telemetry.stages import PLACEMENTS, STAGES
 from tests.support.cluster import MODEL, NOW, Cluster
 from tests.support.fake_workers import wait_until
 from tests.support.grafana import queries
+from tests.support.ports import free_port
 
 SECRET = "xyzzy-the-prompt-is-nobodys-business"
 KEY = "sk-not-in-any-log"

@@ -10,8 +10,8 @@ import httpx
 import pytest
 import torch
 
-from bench.ports import free_port
 from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.ports import free_port
 from tests.support.quantised_checkpoints import QuantisedCheckpoint, gptq, make_checkpoint
 
 NUM_NEW_TOKENS = 24

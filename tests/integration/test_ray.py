@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.ports import free_port
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import StatusReport
@@ -27,6 +26,7 @@ from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import TandemError
 from tests.support.cluster import Cluster, is_alive, tandem
 from tests.support.media_proxy import data_url, image_part
+from tests.support.ports import free_port
 from tests.support.vision_model import encoded, picture, save_model
 
 pytestmark = [

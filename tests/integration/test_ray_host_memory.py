@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from bench.ports import free_port
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.worker.worker_config import WorkerConfig
 from tests.integration.test_ray_gpus import one_node
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 

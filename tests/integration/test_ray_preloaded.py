@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.ports import free_port
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tests.integration.test_ray_gpus import one_node
 from tests.integration.test_ray_host_memory import until
 from tests.support.cluster import is_alive
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 

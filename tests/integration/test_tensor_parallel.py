@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.ports import free_port
 from tests.support.cluster import MODEL, Cluster, children_of, is_alive, is_copy, tandem
+from tests.support.ports import free_port
 
 NUM_NEW_TOKENS = 16
 LENGTHS = [1, 63, 64, 129, 300, 700]

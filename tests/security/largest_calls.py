@@ -26,8 +26,6 @@ import msgspec
 import uvloop
 from starlette.datastructures import Headers, QueryParams
 
-from bench.noise_model import ensure_noise_model
-from bench.ports import free_port
 from tandem.proxy.api.response_store import ResponseStore, StoredResponse
 from tandem.proxy.api.responses_request import ResponseRequest, options_of
 from tandem.proxy.batches.batch import BatchObject, BatchRequest
@@ -49,6 +47,8 @@ from tandem.proxy.server import serve
 from tandem.proxy.text.model_text import ModelText
 from tests.security.largest_bodies import bodies
 from tests.security.largest_values import measured
+from tests.support.noise_model import ensure_noise_model
+from tests.support.ports import free_port
 
 KEY = "key-of-the-client"
 MAX_HEAD = 60_000

@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 
-from bench.noise_model import ensure_noise_model
 from tandem.protocol.lora_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from tandem.proxy.batches.batch_lines import IndexedLine, check_lines, read_lines, request_body
 from tandem.proxy.cluster.worker_table import ModelLimits
@@ -25,6 +24,7 @@ from tandem.proxy.reading.body_reader import BodyKind, BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.errors import TandemError
 from tests.security.largest_bodies import adapter_files, all_structs, batch_files, bodies
+from tests.support.noise_model import ensure_noise_model
 
 LIMITS = ModelLimits(2048, 2048, "m", 64)
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from bench.faults.fuzz_connection import MODEL, run
-from bench.faults.fuzz_connection_inputs import Expected, make_input, split_answers
+from tests.security.fuzzing.fuzz_connection import MODEL, run
+from tests.security.fuzzing.fuzz_connection_inputs import Expected, make_input, split_answers
 
 NUM_INPUTS = 1000
 

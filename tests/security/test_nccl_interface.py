@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.ports import free_port
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.processes.log_file import LogFile
@@ -18,6 +17,7 @@ from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
+from tests.support.ports import free_port
 
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Two workers on one GPU may form a group, and up to 32 streams have a hardware queue each."""

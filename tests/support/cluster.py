@@ -16,12 +16,12 @@ from typing import Self
 
 import httpx
 
-from bench.noise_model import ensure_noise_model
-from bench.ports import free_port
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import log_dir, runtime_dir
 from tandem.protocol.messages.membership import Role, SetWorkerRole, StatusReport, WorkerOrdered, WorkerReport
 from tests.support.launchers import Process, start_launcher
+from tests.support.noise_model import ensure_noise_model
+from tests.support.ports import free_port
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0

@@ -21,7 +21,6 @@ from typing import Any, Self
 import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bench.ports import free_port
 from tandem.engine.prefix_log import PrefixLog
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import (
@@ -50,6 +49,7 @@ from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.worker.registration import Registration
+from tests.support.ports import free_port
 
 MAX_MODEL_LEN = 256
 TEMPLATE = (

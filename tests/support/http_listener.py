@@ -11,11 +11,11 @@ from typing import Any
 
 import uvloop
 
-from bench.ports import free_port
 from tandem.proxy.http.connection_limits import ConnectionLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.server import HttpListener
 from tandem.runtime.listen_socket import bind
+from tests.support.ports import free_port
 
 LIMIT_S = 20
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -19,11 +19,11 @@ import torch
 
 from bench.gpu import kernels
 from bench.gpu.check import LIMIT_S, PARTS, PartOfCheck, result_table, run_all
-from bench.gpu.compiled_kernels import RecordedKernels, bound
-from bench.gpu.wheels import LEFT_OUT, locked, needed, pieces
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.cuda import attention_kernel, triton_attention
 from tandem.runtime import version
+from tests.support.compiled_kernels import RecordedKernels, bound
+from tools.gpu_wheels import LEFT_OUT, locked, needed, pieces
 
 ROOT = Path(__file__).parents[3]
 WRITES = "import json, sys; print('a line'); json.dump({'passed': 1}, open(sys.argv[-1], 'w'))"

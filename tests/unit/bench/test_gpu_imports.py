@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
-from bench.gpu.wheels import ONLY_WITHOUT_GPU, needed
 from tests.support.hidden_packages import hide_packages
+from tools.gpu_wheels import ONLY_WITHOUT_GPU, needed
 
 ROOT = Path(__file__).parents[3]
+OURS = ("tandem", "bench", "tests", "tools")
 WITH_TORCH = {"numpy", "torch", "torchvision", "triton"}
 OTHERS = {
     "ray": "with --ray only",
@@ -35,7 +36,7 @@ def modules_in(folder: str) -> list[str]:
 def file_of(module: str) -> Path | None:
     """Returns the file of a module of ours."""
     first, *rest = module.split(".")
-    if first not in ("tandem", "bench", "tests"):
+    if first not in OURS:
         return None
     path = ROOT.joinpath(*rest) if first == "tandem" else ROOT.joinpath(first, *rest)
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
@@ -64,7 +65,7 @@ def imported() -> dict[str, set[str]]:
         seen.add(module)
         for name in imports(file):
             first = name.partition(".")[0]
-            if first in ("tandem", "bench", "tests"):
+            if first in OURS:
                 queue.append(name)
             elif first not in sys.stdlib_module_names:
                 found.setdefault(first, set()).add(module)

@@ -17,11 +17,11 @@ def test_the_page_lists_aims_failures_dates_and_commits() -> None:
     report = Report(
         "engine", "python -m bench.engine", {"cores": 2}, {"python": "3.11"}, {}, aims, "2026-11-23", "abc1234"
     )
-    text = page({"engine": report}, {"faults.fuzz": "exit status 1, see fuzz.log"}, {}, "Results")
+    text = page({"engine": report}, {"kv_tiers": "exit status 1, see kv_tiers.log"}, {}, "Results")
     assert "| ms | 36.6 | at most 40 | yes |" in text
     assert "| GB/s | 3 | at least 4 | no |" in text
     assert "| [engine](#engine) | 1 of 2 | 2026-11-23 | abc1234 | `python -m bench.engine` |" in text
-    assert "| faults.fuzz | failed: exit status 1, see fuzz.log | | | `python -m bench.faults.fuzz` |" in text
+    assert "| kv_tiers | failed: exit status 1, see kv_tiers.log | | | `python -m bench.kv_tiers` |" in text
     assert "cores 2" in text and "python 3.11" in text
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.ports import free_port
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs
@@ -20,6 +19,7 @@ from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
 from tandem.worker.worker_config import WorkerConfig
+from tests.support.ports import free_port
 from tests.unit.deploy.test_host_memory import held
 
 

@@ -18,7 +18,6 @@ import msgspec
 import pytest
 import torch
 
-from bench.ports import free_port
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.prompt_media import PromptMedia
 from tandem.media_cache.media_cache_config import MediaCacheConfig
@@ -36,6 +35,7 @@ from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError, InvalidRequest, Overloaded, WorkerLost
+from tests.support.ports import free_port
 
 GRID = torch.tensor([[1, 4, 4]])
 NUM_PATCHES = 1 << 18

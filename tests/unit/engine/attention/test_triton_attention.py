@@ -15,12 +15,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
-from bench.gpu.compiled_kernels import LayerSizes, attention_launches, compiled, launches
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.batch import BatchItem
 from tandem.engine.cuda import attention_kernel
 from tandem.engine.cuda import triton_attention as backend
 from tandem.engine.cuda.triton_attention import triton_attention
+from tests.support.compiled_kernels import LayerSizes, attention_launches, compiled, launches
 from tests.support.interpreted import run_interpreted
 
 MAX_SHARED_BYTES = 99 * 1024

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.compiled_kernels import CAPABILITIES, LayerSizes, cell, launches, table, variants
+from tests.support.compiled_kernels import CAPABILITIES, LayerSizes, cell, launches, table, variants
 
 DOCS = Path(__file__).parents[3] / "docs/gpu.md"
 
@@ -16,7 +16,7 @@ def test_the_page_has_the_table_of_one_generation() -> None:
     column = 1 + CAPABILITIES.index(90)
     on_page = {row[0]: row[column] for row in rows if len(row) == 1 + len(CAPABILITIES)}
     for name, launch in variants(launches(LayerSizes())).items():
-        assert on_page.get(name) == cell(launch, 90), "python -m bench.gpu.compiled_kernels prints the table"
+        assert on_page.get(name) == cell(launch, 90), "python -m tests.support.compiled_kernels prints the table"
 
 
 @pytest.mark.extended

@@ -16,7 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 
-from bench.faults.fuzz_bodies import encoded, random_body
+from tests.security.fuzzing.fuzz_bodies import encoded, random_body
 
 _TIMEOUT_S = 60.0
 _LAST_CHUNK = b"\r\n0\r\n\r\n"

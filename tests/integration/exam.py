@@ -1,6 +1,6 @@
 """Asks a cluster the 500 questions of the demo model's exam and compares the answers with transformers.
 
-    python -m bench.exam [--quick] [--during chaos] [--json FILE]
+    python -m tests.integration.exam [--quick] [--during chaos] [--json FILE]
 
 Three runs: greedy in float32 (answers must equal those of transformers), greedy in bfloat16, and temperature 0.7 with
 the question's number as seed. With --during chaos: greedy in float32 while workers are killed, frozen and drained.
@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.demo_model.exam import SEED, Question, exam, rows, score
-from bench.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.deploy.demo_model import DEMO_MODEL
+from tests.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
 from tests.support.cluster import Cluster
+from tools.demo_model.exam import SEED, Question, exam, rows, score
 
 NUM_AT_ONCE, NUM_IN_CHAOS = 16, 6
 MIN_FAULTS = 10
@@ -37,7 +37,7 @@ GREEDY, WARM = 0.0, 0.7
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.exam", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.integration.exam", description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="model folder")
     parser.add_argument("--during", choices=["chaos"], help="inject faults meanwhile")
     parser.add_argument("--url", help="only ask this running server, greedy and at temperature 0.7")

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from random import Random
 from typing import NamedTuple
 
-from bench.demo_model.chats import all_small_talk, exercise, is_kept_for_exam
-from bench.demo_model.lessons import Turn
-from bench.demo_model.memory import about_list, numbered_list
-from bench.demo_model.stories import story
+from tools.demo_model.chats import all_small_talk, exercise, is_kept_for_exam
+from tools.demo_model.lessons import Turn
+from tools.demo_model.memory import about_list, numbered_list
+from tools.demo_model.stories import story
 
 SEED = 500
 EXERCISES = {

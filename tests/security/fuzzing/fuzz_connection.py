@@ -1,6 +1,6 @@
 """Fuzzes the HTTP connection with raw bytes: pipelining, chunks, trailers, upgrades, slow writes, half-closes, resets.
 
-    python -m bench.faults.fuzz_connection [--inputs 100000] [--seed N] [--json FILE]
+    python -m tests.security.fuzzing.fuzz_connection [--inputs 100000] [--seed N] [--json FILE]
 
 Starts two proxies with fake workers, one of them with TLS. Every request that arrives complete must get its complete
 answer, every connection must be closed in time, and at the end no connection may be open and no memory have leaked.
@@ -24,9 +24,9 @@ from typing import Any
 
 import uvloop
 
-from bench.faults.fuzz_connection_inputs import Input, make_input, split_answers
 from bench.support.processes import num_descriptors, process_memory
 from bench.support.report import Aim, Report, add_common_options, finish
+from tests.security.fuzzing.fuzz_connection_inputs import Input, make_input, split_answers
 from tests.support.certificate import make_certificate
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
 
@@ -205,9 +205,7 @@ def main() -> None:
     options = parser.parse_args()
     figures = run(2000 if options.quick else options.inputs, options.seed)
     growth = max(each["memory_growth_mib"] for each in figures.values())
-    finish(
-        Report.of("faults.fuzz_connection", figures, [Aim.of("memory growth, MiB", growth, 64, "lower")]), options.json
-    )
+    finish(Report.of("fuzz_connection", figures, [Aim.of("memory growth, MiB", growth, 64, "lower")]), options.json)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bench.demo_model.chats import Chat, Stage, all_small_talk, training_chat
-from bench.demo_model.lessons import LESSONS
+from tools.demo_model.chats import Chat, Stage, all_small_talk, training_chat
+from tools.demo_model.lessons import LESSONS
 
 VOCAB_SIZE = 2048
 MAX_MODEL_LEN = 2048

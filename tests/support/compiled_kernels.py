@@ -1,6 +1,6 @@
 """Compiles our Triton kernels for GPUs that are not here, and tells what a program takes there.
 
-    python -m bench.gpu.compiled_kernels        prints the table of docs/gpu.md
+    python -m tests.support.compiled_kernels        prints the table of docs/gpu.md
 
 The kernels are compiled for the arguments with which the product launches them, in the sizes of Llama-3.1-8B with norms
 of queries and keys as in Qwen3. It needs Triton, but no GPU.

@@ -1,6 +1,6 @@
 """Soak test on a host that is merely slow: no worker may be lost, and no request may fail.
 
-    python -m bench.faults.stalled_host [--minutes 10] [--seed N] [--quick] [--json FILE]
+    python -m tests.faults.stalled_host [--minutes 10] [--seed N] [--quick] [--json FILE]
 
 A prefill and two decode workers serve random requests while programs that only compute compete for the processors: four
 for each of at most two cores. Every few seconds a worker is stopped for 0.5 to 2.4 s, which is just below the silence
@@ -106,7 +106,7 @@ async def disturb(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.stalled_host", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.stalled_host", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=7)
     add_common_options(parser)
@@ -123,7 +123,7 @@ def main() -> None:
         Aim.of("workers lost that did not exit", len(figures["lost"]), 0, "lower"),
         Aim.of("failed requests", sum(figures["failed"].values()), 0, "lower"),
     ]
-    finish(Report.of("faults.stalled_host", figures, aims), arguments.json)
+    finish(Report.of("stalled_host", figures, aims), arguments.json)
 
 
 if __name__ == "__main__":

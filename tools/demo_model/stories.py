@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from bench.demo_model.lessons import Turn
-from bench.demo_model.texts import TEXTS
+from tools.demo_model.lessons import Turn
+from tools.demo_model.texts import TEXTS
 
 
 def story(rng: Random) -> Turn:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from random import Random
 from typing import NamedTuple
 
-from bench.demo_model.lessons import LESSONS, Lessons, Turn
-from bench.demo_model.memory import KINDS, about_list, numbered_list
-from bench.demo_model.small_talk import MOODS, about_tandem, small_talk
-from bench.demo_model.stories import story
-from bench.demo_model.texts import TEXTS
+from tools.demo_model.lessons import LESSONS, Lessons, Turn
+from tools.demo_model.memory import KINDS, about_list, numbered_list
+from tools.demo_model.small_talk import MOODS, about_tandem, small_talk
+from tools.demo_model.stories import story
+from tools.demo_model.texts import TEXTS
 
 _EXAM_SHARE = 16
 """One in this many exercises is reserved for the exam."""

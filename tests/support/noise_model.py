@@ -1,6 +1,6 @@
 """A small Llama with random weights and its own tokeniser, for tests and benchmarks. Made on first use and cached.
 
-Its output is noise of any length. `python -m bench.noise_model FOLDER` writes it to FOLDER/model.
+Its output is noise of any length. `python -m tests.support.noise_model FOLDER` writes it to FOLDER/model.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.demo_model.tokenizer import CHAT_TEMPLATE, MAX_MODEL_LEN, SPECIAL_TOKENS, VOCAB_SIZE
 from tandem.deploy.processes.runtime_dir import cache_dir
 from tandem.runtime.errors import InternalError
+from tools.demo_model.tokenizer import CHAT_TEMPLATE, MAX_MODEL_LEN, SPECIAL_TOKENS, VOCAB_SIZE
 
 VERSION = 2
 """Part of the name of the cache folder; increment it with every change to the model."""
@@ -29,7 +29,7 @@ def ensure_noise_model() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = subprocess.run(  # a subprocess, so that the caller does not import torch
-            [sys.executable, "-m", "bench.noise_model", scratch], capture_output=True, text=True, timeout=300
+            [sys.executable, "-m", "tests.support.noise_model", scratch], capture_output=True, text=True, timeout=300
         )
         if made.returncode != 0:
             raise InternalError(f"cannot make the noise model: {made.stderr.strip().splitlines()[-1:]}")

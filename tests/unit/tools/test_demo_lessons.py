@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.demo_model.chats import Stage, is_kept_for_exam, training_chat
-from bench.demo_model.exam import Question, exam, score
-from bench.demo_model.lessons import LESSONS
-from bench.demo_model.memory import about_list, numbered_list
-from bench.demo_model.stories import story
-from bench.demo_model.tokenizer import ChatEncoder, train_tokenizer
+from tools.demo_model.chats import Stage, is_kept_for_exam, training_chat
+from tools.demo_model.exam import Question, exam, score
+from tools.demo_model.lessons import LESSONS
+from tools.demo_model.memory import about_list, numbered_list
+from tools.demo_model.stories import story
+from tools.demo_model.tokenizer import ChatEncoder, train_tokenizer
 
 SEEDS = st.integers(0, 2**32)
 STAGE = Stage(LESSONS)
@@ -104,7 +104,7 @@ def encoder() -> ChatEncoder:
 def test_the_encoder_agrees_with_the_chat_template(encoder: ChatEncoder) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    from bench.demo_model.tokenizer import CHAT_TEMPLATE
+    from tools.demo_model.tokenizer import CHAT_TEMPLATE
 
     chat = training_chat(Random(3), 64, STAGE)
     messages = [] if chat.system is None else [{"role": "system", "content": chat.system}]

@@ -1,6 +1,6 @@
 """Fuzzes a real cluster: the ZeroMQ sockets of all its processes, with every message type, and the HTTP endpoint.
 
-    python -m bench.faults.fuzz [--inputs 100000] [--seed N] [--quick] [--json FILE]
+    python -m tests.security.fuzzing.fuzz_cluster [--inputs 100000] [--seed N] [--quick] [--json FILE]
 
 After each round a real request must get the same response as before. At the end every process must still run, and no
 block, request, descriptor or memory may have leaked. The seed determines the inputs.
@@ -26,11 +26,6 @@ import msgspec
 import uvloop
 import zmq
 
-from bench.faults.fuzz_cache import fuzz_cache
-from bench.faults.fuzz_connection import ConnectionFuzzer
-from bench.faults.fuzz_http import HttpFuzzer
-from bench.faults.fuzz_messages import MessageFuzzer, sender
-from bench.faults.fuzz_replay import ReplayingProxy
 from bench.support.processes import num_descriptors, process_memory
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.deploy.launch.cluster_client import ClusterClient
@@ -49,6 +44,11 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.operations import FromLauncher, GetPlan, ListProcesses, RestartProcess
 from tandem.protocol.messages.transfer import ToDecodePeer, ToPrefillPeer
+from tests.security.fuzzing.fuzz_cache import fuzz_cache
+from tests.security.fuzzing.fuzz_connection import ConnectionFuzzer
+from tests.security.fuzzing.fuzz_http import HttpFuzzer
+from tests.security.fuzzing.fuzz_messages import MessageFuzzer, sender
+from tests.security.fuzzing.fuzz_replay import ReplayingProxy
 from tests.support.cluster import Cluster
 
 MODEL = "tandem-demo"
@@ -286,7 +286,7 @@ def main() -> None:
     ]
     for name in ("http_outcomes", "replay_outcomes", "refusals", "memory_growth_mib"):
         print(name, figures[name])
-    finish(Report.of("faults.fuzz", figures, aims), options.json)
+    finish(Report.of("fuzz_cluster", figures, aims), options.json)
 
 
 if __name__ == "__main__":

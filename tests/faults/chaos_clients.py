@@ -1,4 +1,4 @@
-"""Clients of `bench.faults.chaos`: send requests of all sizes, sometimes disconnect early, and check every response."""
+"""Clients of `tests.faults.chaos`: send requests of all sizes, sometimes disconnect early, and check every response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from bench.faults.reference_model import ReferenceModel
+from tests.faults.reference_model import ReferenceModel
 
 NUM_QUESTIONS = 24
 CANCEL_SHARE = 0.1

@@ -7,7 +7,7 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
-from bench.demo_model.texts import TEXTS
+from tools.demo_model.texts import TEXTS
 
 
 class Turn(NamedTuple):

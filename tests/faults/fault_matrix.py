@@ -1,6 +1,6 @@
 """Injects each fault into each kind of process in each phase of a request.
 
-    python -m bench.faults.fault_matrix [--role R] [--fault F] [--phase P] [--layout any] [--quick] [--json FILE]
+    python -m tests.faults.fault_matrix [--role R] [--fault F] [--phase P] [--layout any] [--quick] [--json FILE]
 
 {prefill, decode, proxy, media cache} x {SIGKILL, SIGSTOP, SIGSTOP then SIGCONT, SIGTERM} x {queued, prefilling,
 shipping, first token, decoding, finishing}, decode workers during local prefill, and clients that disconnect in each
@@ -77,7 +77,7 @@ def figures(results: list[Result]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.fault_matrix", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.fault_matrix", description=__doc__)
     for name in ("role", "fault", "phase"):
         choices = dict.fromkeys(getattr(case, name) for case in all_cases("fixed"))
         parser.add_argument(f"--{name}", choices=list(choices), help="run only these cases")
@@ -107,7 +107,7 @@ def report(results: list[Result]) -> Report:
         Aim.of("responses with wrong tokens", sum(not each.is_same for each in results), 0, "lower"),
         Aim.of("cases with any problem", sum(bool(each.problems) for each in results), 0, "lower"),
     ]
-    return Report.of("faults.fault_matrix", figures(results), aims)
+    return Report.of("fault_matrix", figures(results), aims)
 
 
 if __name__ == "__main__":

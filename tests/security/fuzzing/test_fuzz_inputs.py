@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from bench.faults.fuzz_bodies import encoded, random_body
-from bench.faults.fuzz_http import HttpFuzzer
+from tests.security.fuzzing.fuzz_bodies import encoded, random_body
+from tests.security.fuzzing.fuzz_http import HttpFuzzer
 
 NUM_DRAWN = 3000
 

@@ -1,6 +1,6 @@
 """Kills, freezes and drains random processes of a cluster, and changes roles of its workers.
 
-Used by `bench.faults.chaos` and `bench.exam`.
+Used by `tests.faults.chaos` and `tests.integration.exam`.
 """
 
 from __future__ import annotations

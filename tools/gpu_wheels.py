@@ -1,6 +1,6 @@
 """Collects the wheels that `make gpu-check` needs on a machine that has torch 2.11 or newer and no network.
 
-    python -m bench.gpu.wheels FOLDER [PYTHON ...]
+    python -m tools.gpu_wheels FOLDER [PYTHON ...]
 
 Linux on x86-64; Python 3.11 and 3.12, or those that are named. Versions and hashes are those of requirements.lock.
 torch, what it brings (Triton, NVIDIA's libraries) and torchvision, which fits only one torch, are left out. The wheels
@@ -23,7 +23,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12")
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 4, -1)] + ["manylinux2014_x86_64"]
 """glibc 2.35 or newer runs all of them: Ubuntu 22.04, Debian 12."""

@@ -1,4 +1,4 @@
-"""Trains the demo model: `python -m bench.demo_model.train [FOLDER]`. Reproducible for the same seed and machine.
+"""Trains the demo model: `python -m tools.demo_model.train [FOLDER]`. Reproducible for the same seed and machine.
 
 Rows are chats of several turns; the loss covers the assistant's tokens. Matrices are trained with Muon (Jordan et al.,
 2024), the rest with AdamW. Weights are float32; products are bfloat16 on CPUs with AMX and float32 on others, where
@@ -21,12 +21,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from bench.demo_model.chats import Chat, Stage, all_small_talk, training_chat
-from bench.demo_model.lessons import HARD_LESSONS, LESSONS, SHORT_COUNTS
-from bench.demo_model.loss_plot import check_plotting, plot_losses
-from bench.demo_model.memory import KINDS
-from bench.demo_model.tokenizer import MAX_MODEL_LEN, VOCAB_SIZE, ChatEncoder, save_tokenizer, train_tokenizer
 from tandem.deploy.demo_model import DEMO_MODEL
+from tools.demo_model.chats import Chat, Stage, all_small_talk, training_chat
+from tools.demo_model.lessons import HARD_LESSONS, LESSONS, SHORT_COUNTS
+from tools.demo_model.loss_plot import check_plotting, plot_losses
+from tools.demo_model.memory import KINDS
+from tools.demo_model.tokenizer import MAX_MODEL_LEN, VOCAB_SIZE, ChatEncoder, save_tokenizer, train_tokenizer
 
 SEED = 1
 NUM_STEPS = 5000
@@ -171,7 +171,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.demo_model.train", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_model.train", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=DEMO_MODEL)
     parser.add_argument("--plot", type=Path, default=Path("docs/demo_model_loss.svg"), help="file for the loss plot")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

@@ -1,6 +1,6 @@
 """Soak test: load on a real cluster while its processes are killed, frozen and drained.
 
-    python -m bench.faults.chaos [--minutes 10] [--seed N] [--change-roles] [--quick] [--json FILE]
+    python -m tests.faults.chaos [--minutes 10] [--seed N] [--change-roles] [--quick] [--json FILE]
 
 Two proxies, two prefill and two decode workers. Requests arrive at 80 % of the measured capacity, one client in ten
 disconnects early, and bursts exceed the waiting limit. With --change-roles, a random worker gets a random role every
@@ -22,15 +22,15 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.faults.chaos_clients import ChaosQuestion, Clients, make_questions
-from bench.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
-from bench.faults.reference_model import ReferenceModel
-from bench.noise_model import ensure_noise_model
 from bench.support.processes import ProcessMemory, cluster_memory
 from bench.support.report import Aim, Report, add_common_options, finish
+from tests.faults.chaos_clients import ChaosQuestion, Clients, make_questions
+from tests.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
 from tests.faults.leaks import Footprint, shared_memory
+from tests.faults.reference_model import ReferenceModel
 from tests.faults.streams import wait_until
 from tests.support.cluster import Cluster
+from tests.support.noise_model import ensure_noise_model
 
 LOAD = 0.8
 NUM_AT_ONCE = 12
@@ -130,7 +130,7 @@ def max_growth(before: dict[str, ProcessMemory], after: dict[str, ProcessMemory]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--change-roles", action="store_true")
@@ -149,7 +149,7 @@ def main() -> None:
         Aim.of("leaked descriptors, files and segments", len(figures["leaks"]), 0, "lower"),
         Aim.of("largest growth of a process's own memory, end / start", figures["max_growth"], MAX_GROWTH, "lower"),
     ]  # fmt: skip
-    finish(Report.of("faults.chaos", figures, aims), arguments.json)
+    finish(Report.of("chaos", figures, aims), arguments.json)
 
 
 if __name__ == "__main__":

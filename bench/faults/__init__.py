@@ -1,1 +1,0 @@
-"""Benchmarks that inject faults or invalid input into a real cluster."""

@@ -1,0 +1,1 @@
+"""Fuzzers of a cluster: its sockets, its HTTP endpoint and raw connections."""
