@@ -19,9 +19,7 @@ WINDOW_S = 8.0
 _CHANCE = 2.0
 """Standard deviations of a Poisson count that are attributed to chance."""
 _REMEMBERED = 0.98
-"""Weight that earlier observations of step times and output lengths keep at each observation (half-life 34)."""
-_LEAST_SPREAD = 0.05
-"""Relative spread of batch sizes below which the two coefficients of the step time cannot be separated."""
+"""Weight that earlier observations of output lengths keep at each observation (half-life 34)."""
 _FULL = 0.05
 """Share of free blocks below which a decode worker counts as full."""
 
@@ -36,7 +34,8 @@ class Demand(msgspec.Struct, frozen=True):
     speed: prompt tokens per second that one prefill worker computes; 0 before the first measurement.
     most_sequences, most_used_blocks: maximum within the window of the sums over all decode workers.
     mean_output_tokens: tokens generated per sequence; 0 before the first has ended.
-    fixed_step_s, step_s_per_sequence: coefficients of the decode step time; 0 before the first step.
+    fixed_step_s, step_s_per_sequence: coefficients of the decode step time, means of what the workers measured; 0
+    before the first step.
     decode_is_full: a decode worker has no free capacity, so prompts may wait for decode instead of prefill.
     refused_per_s: requests refused because too many waited.
     growth_per_s: arrivals minus ends of sequences on decode, if significant, else 0.
@@ -82,40 +81,6 @@ class Demand(msgspec.Struct, frozen=True):
         return max(0.0, (step_s - self.fixed_step_s) / self.step_s_per_sequence)
 
 
-class StepTime:
-    """Fits step time = fixed_s + s_per_sequence * sequences by least squares with exponential forgetting.
-
-    Until batches of different sizes were seen the line goes through the origin, which overestimates the effect of
-    adding or removing workers.
-    """
-
-    def __init__(self) -> None:
-        self._sums = [0.0] * 5  # of 1, n, s, n * n and n * s over the samples (n sequences, s seconds)
-
-    def forget(self) -> None:
-        """Reduces the weight of earlier samples; called once per observation."""
-        self._sums = [_REMEMBERED * each for each in self._sums]
-
-    def add(self, num_sequences: int, step_s: float) -> None:
-        terms = (1, num_sequences, step_s, num_sequences * num_sequences, num_sequences * step_s)
-        self._sums = [sum(pair) for pair in zip(self._sums, terms, strict=True)]
-
-    @property
-    def coefficients(self) -> tuple[float, float]:
-        """(fixed_s, s_per_sequence); zeros before the first sample."""
-        weight, n, s, nn, ns = self._sums
-        if weight < 1e-6 or nn <= 0:
-            return 0.0, 0.0
-        mean_n, mean_s = n / weight, s / weight
-        variance = nn / weight - mean_n * mean_n
-        if variance > (_LEAST_SPREAD * mean_n) ** 2:
-            slope = (ns / weight - mean_n * mean_s) / variance
-            fixed = mean_s - slope * mean_n
-            if slope > 0 and fixed >= 0:
-                return fixed, slope
-        return 0.0, ns / nn
-
-
 class _Sample(NamedTuple):
     """One observation, summed over all workers. Counts up to `ended` run since the start; the last two are current."""
 
@@ -134,13 +99,13 @@ class DemandMeter:
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
-        self._step_time = StepTime()
         self._counters: dict[str, tuple[int, int]] = {}  # epoch: computed tokens, finished prompts
         self._num_refused: int | None = None
         self._tokens = self._prompts = self._refused = 0  # summed differences
         self._samples: deque[_Sample] = deque()
         self._num_ended = 0
         self._speed = 0.0
+        self._fixed_step_s = self._step_s_per_sequence = 0.0
         self._finished: dict[str, int] = {}  # epoch of a decode worker: finished sequences
         self._output_tokens = self._ended = 0.0  # with forgetting
         self._observed_at: float | None = None
@@ -171,7 +136,6 @@ class DemandMeter:
         old = self._samples[0]
         duration_s = now - old.at
         came, ended = new.prefilled - old.prefilled, new.ended - old.ended
-        fixed_s, s_per_sequence = self._step_time.coefficients
 
         def rate(count: float) -> float:
             return max(0.0, count / duration_s) if duration_s > 0 else 0.0
@@ -188,8 +152,8 @@ class DemandMeter:
             most_used_blocks=max(sample.used_blocks for sample in self._samples),
             blocks_per_decode=min((load.num_blocks for _, load in decodes), default=0),
             mean_output_tokens=self._output_tokens / self._ended if self._ended > 0.5 else 0.0,
-            fixed_step_s=fixed_s,
-            step_s_per_sequence=s_per_sequence,
+            fixed_step_s=self._fixed_step_s,
+            step_s_per_sequence=self._step_s_per_sequence,
             decode_is_full=any(self._is_full(load) for _, load in decodes),
             refused_per_s=rate(new.refused - old.refused),
             growth_per_s=rate(came - ended - _CHANCE * math.sqrt(came + ended)),
@@ -237,11 +201,10 @@ class DemandMeter:
         measured = [load.prompt_tokens_per_s for _, load in prefills if load.prompt_tokens_per_s > 0]
         if measured:
             self._speed = sum(measured) / len(measured)
-        self._step_time.forget()
-        for info, load in decodes:
-            step_s = (load.fixed_step_s + load.step_s_per_sequence * load.num_decoding) or load.step_time_s
-            if (num_sequences := _num_sequences(info, load)) and step_s > 0:
-                self._step_time.add(num_sequences, step_s)
+        stepped = [load for _, load in decodes if load.fixed_step_s + load.step_s_per_sequence > 0]
+        if stepped:
+            self._fixed_step_s = sum(load.fixed_step_s for load in stepped) / len(stepped)
+            self._step_s_per_sequence = sum(load.step_s_per_sequence for load in stepped) / len(stepped)
 
 
 def _num_sequences(info: WorkerInfo, load: WorkerLoad) -> int:

@@ -131,7 +131,7 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
     in_time = max(1.0, MAX_UTILISATION * in_time)
     num_sequences = demand.most_sequences + demand.growth_per_s * config.foresee_s
     work = 0.0
-    if demand.step_s_per_sequence > 0:
+    if demand.fixed_step_s + demand.step_s_per_sequence > 0:
         # Little's law: number of sequences at the current arrival rate if steps take as long as they may.
         step_s = demand.fixed_step_s + demand.step_s_per_sequence * in_time
         arriving = demand.asked_over_served * demand.prompts_per_s * demand.mean_output_tokens * step_s

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.deploy.autoscale.demand import Demand, DemandMeter, StepTime
+from tandem.deploy.autoscale.demand import Demand, DemandMeter
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, decode_needed, elastic_needed, prefill_needed
 from tandem.deploy.autoscale.queueing import late_fraction, servers_needed, wait_probability
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
@@ -70,16 +70,13 @@ def test_the_fewest_servers_that_keep_the_wait_are_chosen(load: float, service_s
         assert late_fraction(count - 1, load, service_s, wait_s) > 0.05 or count - 1 < load
 
 
-def test_step_times_are_fitted_from_batches_of_different_sizes() -> None:
-    step = StepTime()
-    for count in (5, 40, 10, 60):
-        step.add(count, 0.01 + 0.0005 * count)
-    assert step.coefficients == pytest.approx((0.01, 0.0005))
-    same = StepTime()
-    same.add(20, 0.02)
-    same.add(20, 0.02)
-    assert same.coefficients == pytest.approx((0.0, 0.001))  # through the origin
-    assert StepTime().coefficients == (0.0, 0.0)
+def test_step_times_are_means_of_what_the_workers_measured() -> None:
+    meter = DemandMeter(64)
+    loads = [WorkerLoad(), *(WorkerLoad(fixed_step_s=0.01, step_s_per_sequence=each) for each in (0.0004, 0.0006))]
+    workers = [(worker("decode", str(i)), load) for i, load in enumerate(loads)]
+    for seen in (workers, workers[:1]):  # the last measurement is remembered
+        demand = meter.observe(0.0, seen)
+        assert (demand.fixed_step_s, demand.step_s_per_sequence) == pytest.approx((0.01, 0.0005))
 
 
 def test_a_worker_restart_does_not_distort_rates() -> None:
@@ -259,7 +256,10 @@ def test_sequences_that_come_and_do_not_end_ask_for_workers_before_they_are_ther
     for second in range(9):
         prefill = WorkerLoad(num_prompt_tokens=1000 * second, num_finished=10 * second, prompt_tokens_per_s=9000)
         running = min(64, 10 * second)  # it is full; others wait with prefill
-        decode = WorkerLoad(num_running=running, step_time_s=0.01 + 0.001 * running, num_blocks=9, num_free_blocks=1)
+        decode = WorkerLoad(
+            num_running=running, step_time_s=0.01 + 0.001 * running, num_blocks=9, num_free_blocks=1,
+            fixed_step_s=0.01, step_s_per_sequence=0.001,
+        )  # fmt: skip
         demand = meter.observe(second, [(worker("prefill"), prefill), (worker("decode"), decode)])
     assert demand.growth_per_s == pytest.approx((80 - 2 * 80**0.5) / 8)
     near, far = (decode_needed(demand, PlannerConfig(foresee_s=s)).num_workers for s in (1.0, 30.0))
