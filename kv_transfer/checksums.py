@@ -1,6 +1,6 @@
 """Checksums of KV blocks (TANDEM_KV_CHECKSUMS=1, for debugging): detect blocks that were corrupted in transfer.
 
-A block's checksum is the XOR of one hash per head, salted with the head's index in the whole model. Ranks can
+A block's checksum is the XOR of one hash per head, seeded with the head's index in the whole model. Ranks can
 therefore hash their own heads, and the result does not depend on the tensor-parallel size. A CRC would not do: it is
 linear, so two swapped heads would cancel out.
 """
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from hashlib import blake2b
 from operator import xor
 from typing import TYPE_CHECKING
+
+from xxhash import xxh3_64_intdigest
 
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
@@ -34,8 +35,7 @@ def rank_checksums(blocks: torch.Tensor, block_ids: Sequence[int], layout: KVLay
         for plane in range(len(planes)):
             for head in range(layout.num_kv_heads):
                 index = plane * layout.total_kv_heads + first_head + head
-                digest = blake2b(planes[plane, head].data, digest_size=8, salt=index.to_bytes(8, "little")).digest()
-                checksum ^= int.from_bytes(digest, "little")
+                checksum ^= xxh3_64_intdigest(planes[plane, head].data, seed=index)
         checksums.append(checksum)
     return checksums
 
