@@ -71,16 +71,6 @@ def test_missing_config_file(tmp_path: Path) -> None:
     assert "cannot read" in refused("--config", str(tmp_path / "none.toml"))
 
 
-def test_nccl_needs_gpus() -> None:
-    message = refused("--kv-connector", "nccl", "--device", "cpu")
-    assert "nccl" in message and "cpu" in message
-
-
-def test_max_model_len_above_the_models_limit() -> None:
-    message = refused("--max-model-len", "99999")
-    assert "99999" in message and "2048" in message
-
-
 def test_status_without_a_cluster() -> None:
     done = run("status", "--port", str(free_port()))
     assert done.returncode == 2 and "no cluster runs" in done.stderr

@@ -246,6 +246,12 @@ REFUSED = {
 }
 
 
+def test_a_length_above_the_models_is_refused(tmp_path: Path) -> None:
+    LlamaConfig(**COMMON).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="--max-model-len 257 exceeds the model's limit of 256"):
+        load_model(EngineConfig(str(tmp_path), device="cpu", load_format="dummy", max_model_len=257))
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_unsupported_configurations_are_refused_in_one_line(kind: str, tmp_path: Path) -> None:
     config, reason = REFUSED[kind]

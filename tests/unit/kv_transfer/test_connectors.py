@@ -238,6 +238,8 @@ def test_unknown_connectors_list_the_known_ones() -> None:
         offered_connectors("pigeon", "cpu")
     with pytest.raises(ConfigError, match="nccl"):
         offered_connectors("gloo", "cuda")
+    with pytest.raises(ConfigError, match="nccl.* cpu"):
+        offered_connectors("nccl", "cpu")
 
 
 ids = st.lists(st.integers(0, 30), unique=True, max_size=30)

@@ -277,8 +277,9 @@ SHAPE: dict[str, Any] = {
 
 @pytest.fixture
 def runner(tmp_path: Path) -> ModelRunner:
-    torch.manual_seed(4)
-    MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=10)).save_pretrained(tmp_path)
+    torch.manual_seed(11)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # the kernels' own tests have more
+    MistralForCausalLM(MistralConfig(**SHAPE | heads, sliding_window=10)).save_pretrained(tmp_path)
     return new_runner(tmp_path)
 
 
@@ -307,7 +308,7 @@ def test_a_model_generates_the_same_from_recorded_graphs(runner: ModelRunner) ->
     assert set(captured) == {*runner._graphs.decode_shapes, *runner._graphs.chunk_shapes}
     graphs.num_replays = 0
     assert generate(runner) == expected
-    assert graphs.num_replays == 7, "every step runs from a graph: the last ones beside a prompt, too"
+    assert graphs.num_replays == 5, "every step runs from a graph: the last ones beside a prompt, too"
     assert runner._graphs.captured == captured, "nothing is captured after startup"
 
 
@@ -380,16 +381,16 @@ def generate(runner: ModelRunner) -> list[list[int]]:
     tokens = [[rng.randrange(320) for _ in range(length)] for length in (1, 12, 11)]
     starts = [0, 0, 0]
     late, tables = [rng.randrange(320) for _ in range(19)], [list(range(8 * i, 8 * i + 8)) for i in range(4)]
-    for number in range(7):
+    for number in range(5):
         items = [BatchItem(tokens[i][starts[i] :], starts[i], tables[i], [GREEDY]) for i in range(3)]
-        if number == 5:
+        if number == 3:
             items.insert(1, BatchItem(late[:9], 0, tables[3]))
-        if number == 6:
+        if number == 4:
             items.append(BatchItem(late[9:], 9, tables[3], [GREEDY, GREEDY]))
         outputs = runner.run(Batch(items))
-        if number == 5:
+        if number == 3:
             assert outputs.pop(1).tokens == []
-        if number == 6:
+        if number == 4:
             tokens.append([token.token_id for token in outputs.pop().tokens])
         for i, output in enumerate(outputs):
             starts[i] = len(tokens[i])

@@ -154,7 +154,7 @@ def generate(runner: ModelRunner, adapters: Any = (None, None)) -> list[list[int
     rng = random.Random(1)
     tokens = [[rng.randrange(1, 320) for _ in range(length)] for length in (6, 13)]
     starts = [0, 0]
-    for number in range(5):
+    for number in range(4):
         active = [0] if number == 0 else [0, 1]
         items = [
             BatchItem(tokens[i][starts[i] :], starts[i], list(range(8 * i, 8 * i + 8)), [GREEDY], adapter=adapters[i])
