@@ -411,7 +411,81 @@ TRANSFERS = (
 )
 """Rules of blocks that two workers write. Most need two-sided paths or corrupt blocks."""
 
-MUTATIONS = SHELL + PURE + TRANSFERS
+LAUNCHER, ROLES, SUPERVISOR = (
+    "deploy/launch/launcher.py",
+    "deploy/launch/worker_roles.py",
+    "deploy/processes/supervisor.py",
+)
+LAUNCH = (
+    Mutation(
+        "proxies are not told that a process has exited",
+        LAUNCHER,
+        "control.send(WorkerExited(name, pid, has_crashed(returncode)))",
+        "pass",
+    ),
+    Mutation(
+        "a worker that retired is not forgotten",
+        LAUNCHER,
+        "if not self._is_leaving(name):\n                self",
+        "if False:\n                self",
+    ),
+    Mutation(
+        "a worker that was stopped is not forgotten",
+        LAUNCHER,
+        "child.last_pid))\n        self._forget(name)",
+        "child.last_pid))",
+    ),
+    Mutation(
+        "a worker that does not drain is not killed",
+        LAUNCHER,
+        "            child.kill()\n            await",
+        "            await",
+    ),
+    Mutation("silent processes are not replaced", LAUNCHER, "self._children[name].replace()", "pass"),
+    Mutation(
+        "a process that exited is not started again",
+        LAUNCHER,
+        'exited with %d; restarting it", name, pid, returncode)\n        return True',
+        'exited with %d", name, pid, returncode)\n        return False',
+    ),
+    Mutation(
+        "a worker that leaves is restarted",
+        SUPERVISOR,
+        'does not restart it."""\n        self._stopping.set()\n        self.send_signal(signal.SIGTERM)',
+        'does not restart it."""\n        self.send_signal(signal.SIGTERM)',
+    ),
+    Mutation(
+        "a restart that was asked for does not drain",
+        SUPERVISOR,
+        'when it has ended."""\n        self.send_signal(signal.SIGTERM)',
+        'when it has ended."""\n        self.send_signal(signal.SIGKILL)',
+    ),
+    Mutation(
+        "a process is never restarted twice",
+        SUPERVISOR,
+        "await asyncio.wait_for(self._stopping.wait(), delay_s)",
+        "await self._stopping.wait()",
+    ),
+    Mutation("delays of restarts have no limit", SUPERVISOR, "min(2 * delay_s, MAX_RESTART_DELAY_S)", "8 * delay_s"),
+    Mutation("workers that change their role leave as well", ROLES, "                surplus.remove(name)\n", ""),
+    Mutation("workers that change their role are started as well", ROLES, "                added.remove(role)\n", ""),
+    Mutation(
+        "a role that was ordered does not count before it is reported",
+        ROLES,
+        "self._roles[name], self._ordered[name] = role, now + ORDER_S",
+        "pass",
+    ),
+    Mutation(
+        "a role that was refused counts",
+        ROLES,
+        "        self._ordered.pop(name, None)\n\n    def on_report",
+        "        pass\n\n    def on_report",
+    ),
+    Mutation("reports do not change roles", ROLES, "        self._roles.update(changed)\n", ""),
+)
+"""Starting, watching, scaling and moving processes."""
+
+MUTATIONS = SHELL + PURE + TRANSFERS + LAUNCH
 
 
 def mutated(mutation: Mutation) -> str:
@@ -492,7 +566,7 @@ def main() -> None:
         {
             "fault": mutation.what,
             "file": mutation.file,
-            "part": "shell" if mutation in SHELL else "pure",
+            "part": "shell" if mutation in SHELL + LAUNCH else "pure",
             "seed": seed,
             "num_seeds": num_seeds,
             "rule": rule,
