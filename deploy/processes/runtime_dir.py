@@ -5,6 +5,7 @@ Commands such as `tandem status` find it by the cluster's port.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -28,30 +29,37 @@ def runtime_dir(port: int | str) -> Path:
 
 
 def create_runtime_dir(port: int | str) -> Path:
-    """Creates the folder with mode 0700. Raises ConfigError if another launcher uses it."""
+    """Creates the folder with mode 0700. Raises ConfigError if another launcher uses it.
+
+    The launcher holds a lock on a file in it, which the kernel releases when the process ends. The process id in the
+    file says only whom to ask: after a crash it may be that of any process.
+    """
     folder = runtime_dir(port)
     pid_file = folder / "launcher.pid"
     if folder.exists():
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             raise ConfigError(f"{folder} belongs to another user; choose another --port, or remove the folder")
-        if (pid := _running_pid(pid_file)) is not None:
+        if pid_file.exists() and not _lock(pid_file):
+            pid = pid_file.read_text()
             if isinstance(port, str):
                 raise ConfigError(f"workers of this name are already running (process {pid}); choose another --name")
             raise ConfigError(f"a cluster already uses port {port} (process {pid}); choose another --port")
         shutil.rmtree(folder)
     folder.mkdir(mode=0o700)
     write_whole(pid_file, str(os.getpid()))
+    _lock(pid_file)
     return folder
 
 
-def _running_pid(file: Path) -> int | None:
-    """The process id in the file; None unless it is that of one of this user's processes."""
+def _lock(file: Path) -> bool:
+    """Locks the file until this process ends. Returns False if another process has locked it."""
+    descriptor = os.open(file, os.O_RDONLY)  # stays open, as the lock is held for as long
     try:
-        pid = int(file.read_text())
-        os.kill(pid, 0)
-    except (OSError, ValueError):
-        return None
-    return pid
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    return True
 
 
 def cache_dir() -> Path:

@@ -46,7 +46,12 @@ def test_a_runtime_folder_has_one_launcher() -> None:
     create_runtime_dir("worker-a")
     with pytest.raises(ConfigError, match="--name"):
         create_runtime_dir("worker-a")
-    (runtime_dir(PORT) / "launcher.pid").write_text("garbage")
+
+
+def test_the_folder_of_a_dead_launcher_is_made_again() -> None:
+    """Even if the kernel has given its process id to another process, which is this one here."""
+    runtime_dir(PORT).mkdir()
+    (runtime_dir(PORT) / "launcher.pid").write_text(str(os.getpid()))
     old = runtime_dir(PORT) / "old.sock"
     old.touch()
     create_runtime_dir(PORT)
