@@ -238,7 +238,7 @@ def test_unknown_connectors_list_the_known_ones() -> None:
         offered_connectors("pigeon", "cpu")
     with pytest.raises(ConfigError, match="nccl"):
         offered_connectors("gloo", "cuda")
-    with pytest.raises(ConfigError, match="nccl.* cpu"):
+    with pytest.raises(ConfigError, match=r"nccl.* cpu"):
         offered_connectors("nccl", "cpu")
 
 
