@@ -51,7 +51,7 @@ class Frozen:
             self._since.setdefault(pid, time.monotonic())
             os.kill(pid, signal.SIGSTOP)
         for pid in pids:
-            if not wait_until(lambda pid=pid: is_stopped(pid), 5):  # type: ignore[misc]
+            if not wait_until(lambda pid=pid: is_stopped(pid), 5):
                 raise AssertionError(f"process {pid} does not stop")
 
     def thaw(self, *but: int) -> None:

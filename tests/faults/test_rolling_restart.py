@@ -35,8 +35,8 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(code: Path) -> Iterator[Cluster]:
-    flags = ("--prefill", "2", "--decode", "2", "--proxies", "2", "--dtype", "float32", "--kv-cache-gib", "0.02")
-    flags = (*flags, "--max-num-batched-tokens", "64", "--threads-per-worker", "1")
+    size = ("--prefill", "2", "--decode", "2", "--proxies", "2", "--dtype", "float32", "--kv-cache-gib", "0.02")
+    flags = (*size, "--max-num-batched-tokens", "64", "--threads-per-worker", "1")
     with Cluster(*flags, env={"PYTHONPATH": str(code)}) as running:
         yield running
 

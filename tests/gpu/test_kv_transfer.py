@@ -47,10 +47,10 @@ def test_side_streams_wait_neither_for_each_other_nor_for_the_default_stream() -
             torch.mm(matrix, matrix, out=product)
     busy = streams[0].mark()
     for cell, stream in zip(cells[1:].unbind(), streams[1:], strict=True):
-        stream.run(lambda cell=cell: cell.add_(1))  # type: ignore[misc]
+        stream.run(lambda cell=cell: cell.add_(1))
     cells[0].add_(1)
     torch.cuda.current_stream().synchronize()
-    assert not busy.query(), "all others have ended before"  # type: ignore[no-untyped-call]
+    assert not busy.query(), "all others have ended before"
     streams[0].run(lambda: None)
     assert cells.tolist() == [2.0] * len(streams)
 
@@ -200,7 +200,7 @@ def test_a_second_pair_maps_the_same_pool_again() -> None:
             peer.send([2])
             _, arrived = peer.recv()
             assert torch.equal(arrived[2], source[1].cpu())
-            sender.close(lambda closed=closed: closed(None))  # type: ignore[misc]
+            sender.close(lambda closed=closed: closed(None))
             closed.next()
 
 
@@ -212,7 +212,7 @@ def test_an_invalid_handle_is_refused() -> None:
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.nccl.version() < (2, 30),  # type: ignore[no-untyped-call]
+    torch.cuda.is_available() and torch.cuda.nccl.version() < (2, 30),
     reason="NCCL before 2.30 wants a GPU per rank",
 )
 def test_nccl_between_two_processes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -151,7 +152,7 @@ def test_requests_in_flight_per_client_are_limited(proxy: Proxy) -> None:
 def test_limits_apply_per_api_key(folder: Path) -> None:
     file = folder / "api-keys"
     file.write_text("two\n")
-    config = {"api_key": "one", "api_keys_file": str(file), "max_requests_per_client": 1}
+    config: dict[str, Any] = {"api_key": "one", "api_keys_file": str(file), "max_requests_per_client": 1}
     with Proxy(folder, name="keys", **config) as proxy, httpx.Client(base_url=proxy.url) as client:
         hold = make_tokenizer(folder).encode_batch_fast(["hold"])[0].ids
         workers = FakeWorkers(folder, [proxy.control], hold, [-1])
@@ -200,7 +201,7 @@ def test_https(folder: Path, tmp_path: Path) -> None:
 
 def test_connections_are_limited_in_total_and_per_address(folder: Path) -> None:
     """Excess connections get an error and are closed; a closed connection frees its place."""
-    limits = {"max_connections": 6, "admin_port": free_port()}  # 3 from one address
+    limits: dict[str, Any] = {"max_connections": 6, "admin_port": free_port()}  # 3 from one address
     with Proxy(folder, **limits) as small:
         small.wait_for(503)  # it has no workers
 

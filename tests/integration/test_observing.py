@@ -73,8 +73,8 @@ def receiver() -> Iterator[OtlpReceiver]:
 @pytest.fixture(scope="module")
 def cluster(receiver: OtlpReceiver) -> Iterator[Cluster]:
     arguments = ("--proxies", "2", "--otlp-endpoint", receiver.url, "--log-format", "json", "--api-key", KEY)
-    arguments += ("--kv-host-gib", "0.05")  # panels of tiers have no data without one
-    with Cluster(*arguments) as running:
+    tier = ("--kv-host-gib", "0.05")  # panels of tiers have no data without one
+    with Cluster(*arguments, *tier) as running:
         yield running
 
 

@@ -291,6 +291,7 @@ def test_ignored_fields_are_accepted(client: openai.OpenAI) -> None:
 
 async def _ask_mixed(cluster: Cluster, bodies: list[dict[str, Any]]) -> list[int | str]:
     limits = httpx.Limits(max_connections=32)
+    http: Any
     async with (
         httpx.AsyncClient(limits=limits, timeout=60) as http,
         openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=KEY, max_retries=0, http_client=http) as client,

@@ -382,7 +382,7 @@ def test_configuration_errors_print_one_line_and_exit_with_2(
 
 def test_large_bodies_are_read_in_processes_and_a_lost_process_is_replaced(proxy: Proxy, workers: FakeWorkers) -> None:
     """An ignored field makes the body large, so that small and large bodies have the same prompt."""
-    fields = {"prompt": TEXT, "max_tokens": NUM_TOKENS, "user": "x" * 30_000}
+    fields: dict[str, Any] = {"prompt": TEXT, "max_tokens": NUM_TOKENS, "user": "x" * 30_000}
     large = post(proxy, **fields).json()
     assert large["choices"][0]["text"] == TEXT
     children = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children")

@@ -50,17 +50,18 @@ def environment(pid: int) -> dict[str, str]:
 def test_two_workers_share_one_gpu_and_divide_its_memory(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from tandem.deploy.processes.process_configs import ProcessConfigs
     from tandem.deploy.sites import ray_site
 
     monkeypatch.setattr(ray_site, "PRELOAD_MODULE", "tests.support.light_preload")
     configs: list[WorkerConfig] = []
-    make = ray_site.ProcessConfigs.worker
+    make = ProcessConfigs.worker
 
     def record(*arguments: Any) -> WorkerConfig:
         configs.append(make(*arguments))
         return configs[-1]
 
-    monkeypatch.setattr(ray_site.ProcessConfigs, "worker", record)
+    monkeypatch.setattr(ProcessConfigs, "worker", record)
     config = ClusterConfig(
         model=str(DEMO_MODEL), ray=address, insecure_network=True, port=free_port(), threads_per_worker=1
     )

@@ -60,8 +60,7 @@ def test_a_restarted_worker_finds_its_host_memory(tmp_path: Path, monkeypatch: p
             os.kill(killed, signal.SIGKILL)
             await until(lambda: worker.last_pid != killed)
             assert configs[1].tiers == configs[0].tiers
-            with files[1].open("rb") as file:
-                assert file.read(5) == b"block"
+            assert files[1].read_bytes()[:5] == b"block"
             worker.kill()
             await asyncio.wait([running], timeout=30.0)
             assert all(file.exists() for file in files)

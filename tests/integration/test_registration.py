@@ -22,8 +22,7 @@ from tandem.protocol.messages.membership import (
     WorkerLoad,
     WorkerStatus,
 )
-from tandem.protocol.network import Context
-from tandem.protocol.sockets import RouterSocket, new_context
+from tandem.protocol.sockets import RouterSocket, SocketContext, new_context
 from tandem.runtime.errors import ConfigError
 from tandem.worker.registration import Registration
 
@@ -33,7 +32,7 @@ LIMIT_S = 60
 class ProxyByHand:
     """Answers each status as configured: knows the worker's epoch, does not know it, or refuses the worker."""
 
-    def __init__(self, context: Context, name: str, folder: Path) -> None:
+    def __init__(self, context: SocketContext, name: str, folder: Path) -> None:
         self.name = name
         self.known: set[str] = set()
         self.accepts = True
@@ -65,7 +64,7 @@ class ProxyByHand:
 class WorkerByHand:
     """A registration that records its callbacks."""
 
-    def __init__(self, context: Context, endpoints: list[str]) -> None:
+    def __init__(self, context: SocketContext, endpoints: list[str]) -> None:
         self.info = WorkerInfo("decode-0", "e0", "decode", "tcp://127.0.0.1:1", 1)
         self.lost_proxies: list[str] = []
         self.registration = Registration(

@@ -43,7 +43,7 @@ def expected_logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 def complete(client: openai.OpenAI, prompt: Any, **fields: Any) -> Any:
-    extra = {
+    extra: dict[str, Any] = {
         key: fields.pop(key)
         for key in ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "prompt_logprobs",
                     "truncate_prompt_tokens", "stop_token_ids")

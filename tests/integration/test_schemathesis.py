@@ -69,7 +69,7 @@ def test_answers_match_the_openapi_document(cluster: Cluster, operation: Any, mo
                 if 2 * number != kept:
                     case.body.pop(field, None)
             if "input_file_id" in case.body:
-                form = {"files": {"file": b"{}"}, "data": {"purpose": "batch"}}
+                form: dict[str, Any] = {"files": {"file": b"{}"}, "data": {"purpose": "batch"}}
                 case.body["input_file_id"] = httpx.post(f"{cluster.url}/v1/files", **form).json()["id"]
             if case.body.get("use_beam_search"):  # wide beams take minutes here
                 case.body["n"] = 2

@@ -65,7 +65,8 @@ def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(**({"model": MODEL, "messages": CHAT, "max_completion_tokens": 700} | fields))
+    wanted: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 700, **fields}
+    return client.chat.completions.create(**wanted)
 
 
 def joined(stream: Any) -> dict[int, dict[str, Any]]:

@@ -143,7 +143,7 @@ def test_each_client_has_its_own_cached_prefixes() -> None:
             assert len(prompt.prefix_hashes) == 8, "one full block"
             return prompt.prefix_hashes
 
-        scopes = [ApiKeys(key, None).find(f"Bearer {key}").cache_scope for key in ("one", "two")]  # type: ignore[union-attr]
+        scopes = [ApiKeys(key, None).find(f"Bearer {key}").cache_scope for key in ("one", "two")]
         one, two = scopes
         assert hashes(one) == hashes(one) and hashes(one, cache_salt="x") == hashes(one, cache_salt="x")
         guesses = [one, two, scoped_salt(one, ""), scoped_salt(one, "x")]  # what the second client might send

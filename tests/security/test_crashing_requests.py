@@ -75,7 +75,7 @@ class Workers:
         self.answers: dict[int, list[int] | TandemError] = {}
         self._readers: list[asyncio.Task[None]] = []
         for role in ("prefill", "prefill", "decode", "decode"):
-            self.join(role)  # type: ignore[arg-type]
+            self.join(role)
 
     def join(self, role: Role) -> None:
         self._num_joined += 1
@@ -254,8 +254,8 @@ def test_a_refusal_ends_and_the_table_is_bounded() -> None:
         refused.check(1.0, innocent(1), sampling)
 
 
-def replace_sampling(sampling: SamplingParams, **changes: float) -> SamplingParams:
-    return SamplingParams(**{"seed": sampling.seed, **changes})  # type: ignore[arg-type]
+def replace_sampling(sampling: SamplingParams, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"seed": sampling.seed, **changes})
 
 
 class Killers(Workers):
@@ -268,7 +268,7 @@ class Killers(Workers):
             self.cluster.lose(worker, has_crashed=False)
         for role in ("prefill", "decode"):
             for _ in range(num_workers):
-                self.join(role)  # type: ignore[arg-type]
+                self.join(role)
 
     def _in_flight(self) -> dict[str, bool]:
         """Returns whether they are killers, of the attempts that are in flight."""

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.engine_config import EngineConfig, LoadFormat
-from tandem.engine.loading import model_identity, model_loader
+from tandem.engine.loading import model_identity
 from tandem.engine.loading.model_identity import SAMPLE_BYTES, folder_identity
 from tandem.engine.loading.model_loader import load_model
 from tandem.kv_transfer.handshake import agree
@@ -99,14 +99,14 @@ def test_separate_copies_pair(model: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_replaced_while_it_is_loaded_is_not_served(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker would have the old weights under the new identity, or a mixture."""
-    from_pretrained = model_loader.AutoModelForCausalLM.from_pretrained
+    from_pretrained = AutoModelForCausalLM.from_pretrained
 
     def load_then_replace(*arguments: object, **options: object) -> object:
         loaded = from_pretrained(*arguments, **options)
         update_in_place(model)
         return loaded
 
-    monkeypatch.setattr(model_loader.AutoModelForCausalLM, "from_pretrained", load_then_replace)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_then_replace)
     with pytest.raises(InternalError, match="changed while they were loaded"):
         layout_of(model)
 

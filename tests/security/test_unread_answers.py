@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -35,6 +36,7 @@ def test_a_whole_answer_waits_outside_the_transport() -> None:
             writer.write(GET)
             await until(lambda: budget.num_held_bytes == SIZE - UNCOUNTED_BYTES)
             await asyncio.sleep(0.2)
+            connection: Any
             [connection] = server.listener._server.server_state.connections
             assert connection.transport._transport.get_write_buffer_size() < 200_000
             writer.write(LAST_GET)
@@ -75,7 +77,7 @@ def test_no_route_can_forget_to_count() -> None:
             for number, (_, writer) in enumerate(silent[:2], start=1):
                 writer.write(GET)
                 expected = number * (SIZE - UNCOUNTED_BYTES)
-                await until(lambda expected=expected: budget.num_held_bytes == expected)  # type: ignore[misc]
+                await until(lambda expected=expected: budget.num_held_bytes == expected)
             for _ in range(3):
                 assert (await server.exchange(LAST_GET)).startswith(b"HTTP/1.1 429 ")
             for _, writer in silent:

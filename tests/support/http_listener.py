@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ async def respond(send: Any, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
+async def echo(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
     body, more = b"", True
     while more:
         message = await receive()
@@ -41,7 +41,7 @@ async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
     await respond(send, body or b"ok")
 
 
-async def ignore_body(scope: dict[str, Any], receive: Any, send: Any) -> None:
+async def ignore_body(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
     await respond(send, b"ok")
 
 

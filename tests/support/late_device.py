@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -353,7 +354,7 @@ def install(device: LateDevice, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda_stream, "_new_stream", device.new_stream)
     patch.setattr(cuda_stream, "_free_streams", cuda_stream._FreeStreams())
     patch.setattr(job_thread, "ThreadPoolExecutor", device.executor)
-    threads = SimpleNamespace(Lock=process_group.threading.Lock, Thread=device.thread, Timer=device.timer)
+    threads = SimpleNamespace(Lock=threading.Lock, Thread=device.thread, Timer=device.timer)
     patch.setattr(process_group, "threading", threads)
 
 

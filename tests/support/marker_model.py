@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.fake_workers import make_tokenizer
 from tests.support.tiny_models import make_tiny_config
+from tests.support.tokenizers import token_id
 
 MARKERS_PER_TOKEN = 16
 """More than in real vocabularies, so that a long text takes few steps."""
@@ -25,4 +26,4 @@ def make_marker_model(folder: Path, marker: str) -> int:
     config.max_position_embeddings = MAX_MODEL_LEN
     config.eos_token_id = tokenizer.token_to_id("</s>")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return tokenizer.token_to_id(token)
+    return token_id(tokenizer, token)

@@ -11,6 +11,7 @@ import sys
 
 from tandem.deploy.processes import preloaded
 from tandem.deploy.processes.preloaded import PreloadedWorker
+from tandem.runtime.command_line import show_command_line
 from tandem.runtime.fork_server import main_channel, serve_forks
 from tandem.runtime.forked_process import CHANNEL_FD, ONE_THREAD, ForkServer
 from tandem.runtime.garbage_collection import freeze_loaded_objects
@@ -34,7 +35,7 @@ def launch(arguments: list[str]) -> None:
 
     for name in _ADDED:  # only for the imports
         os.environ.pop(name, None)
-    preload.show_command_line([sys.executable, "-m", "tandem.worker.preload"])
+    show_command_line([sys.executable, "-m", "tandem.worker.preload"])
     server = ForkServer.fork_here({preloaded._ENTRY: preload.run})
     spawn = PreloadedWorker.spawn
 
@@ -43,7 +44,7 @@ def launch(arguments: list[str]) -> None:
         PreloadedWorker.spawn = spawn  # type: ignore[method-assign]  # another one is started as in production
 
     PreloadedWorker.spawn = take  # type: ignore[method-assign]
-    preload.show_command_line([sys.executable, "-m", "tandem.deploy.cli", *arguments])
+    show_command_line([sys.executable, "-m", "tandem.deploy.cli", *arguments])
     sys.exit(run_tandem())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
+from tests.support.tokenizers import token_id
 
 MODEL = "scripted"
 _TEMPLATE = (
@@ -43,8 +44,7 @@ class ScriptedWorkers(FakeWorkers):
     def reply(self, token_ids: list[int]) -> list[int]:
         prompt = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         self.prompts.append(prompt)
-        end = self._tokenizer.token_to_id("</s>")
-        return [*self._tokenizer.encode(self._script(prompt)).ids, end]
+        return [*self._tokenizer.encode(self._script(prompt)).ids, token_id(self._tokenizer, "</s>")]
 
 
 @contextmanager

@@ -10,6 +10,12 @@ SPECIAL = "</s>"
 _WORDS = ["the quick brown fox jumps over the lazy dog", "true or false, naïve café", "日本語 😀 🎉"] * 4
 
 
+def token_id(tokenizer: Tokenizer, piece: str) -> int:
+    found = tokenizer.token_to_id(piece)
+    assert found is not None, piece
+    return found
+
+
 @cache
 def byte_level() -> Tokenizer:
     """Returns a tokeniser like GPT-2's, Llama 3's and Qwen's: its vocabulary is of bytes."""

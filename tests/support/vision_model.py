@@ -90,7 +90,7 @@ def clip(num_frames: int = 12, width: int = 96, height: int = 64, kind: str = "m
         stream: Any = container.add_stream("mpeg4" if kind == "mp4" else "libvpx", rate=Fraction(8))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for number in range(num_frames):
-            frame: Any = av.VideoFrame.from_image(picture(width, height, seed=number))  # type: ignore[no-untyped-call]
+            frame: Any = av.VideoFrame.from_image(picture(width, height, seed=number))
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()

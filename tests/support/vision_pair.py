@@ -26,9 +26,8 @@ from tandem.protocol.messages.dispatch import (
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import Action as PrefillAction
-from tandem.protocol.worker_actions import Receive, SendToPeer, SendToProxy, Ship
+from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
+from tandem.protocol.worker_actions import Action, Receive, SendToPeer, SendToProxy, Ship
 from tandem.worker.scheduler import WorkerScheduler
 from tests.support.vision_models import Generated
 
@@ -128,7 +127,7 @@ class VisionPair:
         assert number not in self.failures, self.failures[number]
         return [t.token_id for t in tokens], [t.logprobs.logprob for t in tokens if t.logprobs is not None]
 
-    def _on_prefill(self, actions: Sequence[PrefillAction]) -> None:
+    def _on_prefill(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case SendToProxy(message=message):
@@ -137,7 +136,7 @@ class VisionPair:
                     self._on_decode(self.decode.on_reserve(self._now, message))
                 case SendToPeer(message=FinishTransfer() as message):
                     self._on_decode(self.decode.on_finish_transfer(message))
-                case SendToPeer(message=message):
+                case SendToPeer(message=CloseTransfer() as message):
                     self._on_decode(self.decode.on_close_transfer(message.transfer_id))
                 case Ship():
                     source, target = (pool.as_blocks() for pool in self.pools)
@@ -147,14 +146,14 @@ class VisionPair:
                     self._on_decode(self.decode.on_ship(shipped))
                     self._on_prefill(self.prefill.on_shipped(action.transfer_id, None))
 
-    def _on_decode(self, actions: Sequence[SendToProxy | SendToPeer | Receive]) -> None:
+    def _on_decode(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case SendToProxy(message=message):
                     self._on_proxy(message)
                 case SendToPeer(message=KVReserved() as message):
                     self._on_prefill(self.prefill.on_reserved(message))
-                case SendToPeer(message=message):
+                case SendToPeer(message=KVRefused() as message):
                     self._on_prefill(self.prefill.on_refused(message.transfer_id, message.error))
                 case Receive():
                     self._on_decode(self.decode.on_received(action.transfer_id, None))

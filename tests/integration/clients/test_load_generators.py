@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, ensure_noise_model
+from tests.support.cluster import MODEL, Cluster
+from tests.support.noise_model import ensure_noise_model
 
 NUM_REQUESTS = 8
 NUM_TOKENS = 8

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_parts_pass_on_a_cpu(tmp_path: Path) -> None:
 
 def test_a_checkout_without_a_distribution_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
-        raise version.PackageNotFoundError(name)
+        raise PackageNotFoundError(name)
 
     monkeypatch.setattr(version, "version", missing)
     assert version.own_version() == "0+checkout"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -139,7 +140,7 @@ def test_an_unreachable_itl_does_not_add_workers_forever() -> None:
     assert need.num_workers == 3 and "whatever the number of workers" in need.reason
 
 
-def as_dict(demand: Demand) -> dict[str, object]:
+def as_dict(demand: Demand) -> dict[str, Any]:
     return {name: getattr(demand, name) for name in demand.__struct_fields__}
 
 
@@ -206,7 +207,11 @@ def test_prompts_that_one_elastic_worker_ships_to_another_count_once() -> None:
     """Each second ten prompts of 100 tokens are computed on the first and generated on the second, 20 tokens each."""
     meter = DemandMeter(64)
     for second in range(9):
-        count = {"num_prompt_tokens": 1000 * second, "num_finished": 10 * second, "prompt_tokens_per_s": 4000.0}
+        count: dict[str, Any] = {
+            "num_prompt_tokens": 1000 * second,
+            "num_finished": 10 * second,
+            "prompt_tokens_per_s": 4000.0,
+        }
         computes = WorkerLoad(**count, num_shipped=10 * second)
         decodes = WorkerLoad(
             **count, num_received_tokens=1000 * second, num_received=10 * second,

@@ -35,7 +35,10 @@ def test_settings_that_are_0_follow_the_device_and_others_stay() -> None:
 def test_no_gpu_has_more_ranks_than_its_memory_is_divided_among(
     num_gpus: int, counts: dict[str, int], sizes: tuple[int, int]
 ) -> None:
-    config = ClusterConfig(**counts, prefill_tensor_parallel_size=sizes[0], decode_tensor_parallel_size=sizes[1])
+    config = ClusterConfig(
+        prefill=counts["prefill"], decode=counts["decode"], workers=counts["workers"],
+        prefill_tensor_parallel_size=sizes[0], decode_tensor_parallel_size=sizes[1],
+    )  # fmt: skip
     used: Counter[str] = Counter()
     gpus = [f"GPU-{number}" for number in range(num_gpus)]
     for role, count in config.counts.items():

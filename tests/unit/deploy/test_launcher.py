@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def run(
     async def main() -> None:
         folder = create_runtime_dir(1)
         context = new_context()
-        site = ProxySite(context, folder, pair)
+        site: Any = ProxySite(context, folder, pair)
         launcher = Launcher(ClusterConfig(port=1, decode=num_decode), site, context, folder)
         tasks: list[asyncio.Task[None]] = []
 

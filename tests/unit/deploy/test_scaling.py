@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -101,7 +101,7 @@ def with_launcher(room: int, body: Callable[[Launcher, FakeSite], Awaitable[None
     async def main() -> None:
         site = FakeSite(room)
         with new_context() as context:
-            launcher = Launcher(ClusterConfig(), site, context, Path("/nowhere"))
+            launcher = Launcher(ClusterConfig(), cast(Any, site), context, Path("/nowhere"))
             launcher._start_all()
             launcher._ready = True
             await body(launcher, site)
@@ -191,7 +191,7 @@ def test_proxies_are_told_whether_a_worker_has_crashed(returncode: int, expected
 
 def test_it_is_not_scaled_before_it_serves() -> None:
     with new_context() as context, pytest.raises(ConfigError, match="not up"):
-        Launcher(ClusterConfig(), FakeSite(9), context, Path("/nowhere")).scale({"prefill": 2})
+        Launcher(ClusterConfig(), cast(Any, FakeSite(9)), context, Path("/nowhere")).scale({"prefill": 2})
 
 
 def test_worker_counts_are_parsed_or_refused_by_name() -> None:
@@ -214,6 +214,9 @@ def report(silence_s: float, *workers: tuple[str, Role, int], load: WorkerLoad |
 
 def test_scaling_ends_when_new_workers_are_paired_and_removed_ones_gone() -> None:
     wanted = ClusterScaled(1, 2)
+    prefill: tuple[str, Role, int]
+    first: tuple[str, Role, int]
+    second: tuple[str, Role, int]
     prefill, first, second = ("prefill-0", "prefill", 2), ("decode-0", "decode", 0), ("decode-1", "decode", 0)
     assert is_scaled(report(0, prefill, first, second), wanted)
     assert not is_scaled(report(0, ("prefill-0", "prefill", 1), first, second), wanted)
@@ -246,13 +249,13 @@ class Recorded:
         self.counts: dict[Role, int] = {"prefill": 1, "decode": 1, "any": 0}
         self.reports: list[StatusReport] = []
 
-    def scale(self, counts: dict[Role, int]) -> None:  # type: ignore[override]
+    def scale(self, counts: dict[Role, int]) -> None:
         self.counts = dict(counts)
 
 
 @pytest.mark.parametrize("acts", [False, True])
 def test_the_planner_scales_and_logs_only_if_allowed(acts: bool, caplog: pytest.LogCaptureFixture) -> None:
-    cluster = Recorded()
+    cluster: Any = Recorded()
     autoscaler = Autoscaler(ClusterConfig(autoscale=acts), cluster, boot_s=30.0)
     assert autoscaler.plan is None
     for second in range(6):
@@ -275,14 +278,14 @@ class WithoutRoom(Recorded):
 
     refusal: str | None = "prefill-1 would share a GPU"
 
-    def scale(self, counts: dict[Role, int]) -> None:  # type: ignore[override]
+    def scale(self, counts: dict[Role, int]) -> None:
         if self.refusal is not None:
             raise ConfigError(self.refusal)
         super().scale(counts)
 
 
 def test_a_refused_start_is_logged_once_until_something_changes(caplog: pytest.LogCaptureFixture) -> None:
-    cluster = WithoutRoom()
+    cluster: Any = WithoutRoom()
     autoscaler = Autoscaler(ClusterConfig(autoscale=True), cluster, boot_s=30.0)
     now, tokens = 0, 0
 

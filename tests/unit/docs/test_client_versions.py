@@ -22,7 +22,7 @@ def test_versions_are_those_that_are_tested() -> None:
     load_generators = pinned((ROOT / ".ci/clients.sh").read_text().replace(" ", "\n").replace(";", "\n"))
     libraries = ("nixl", "mooncake")
     load_generators = {name: version for name, version in load_generators.items() if not name.startswith(libraries)}
-    expected = {("openai", "JavaScript"): npm.pop("openai")}
+    expected: dict[tuple[str, str | None], str] = {("openai", "JavaScript"): npm.pop("openai")}
     expected |= {(name, None): version for name, version in npm.items()}
     expected |= {(name, "Python"): locked[name] for name in ("openai", "anthropic")}
     expected |= {(name, None): version for name, version in pinned((CLIENTS / "requirements.txt").read_text()).items()}

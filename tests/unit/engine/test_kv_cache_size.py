@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -271,7 +272,7 @@ def test_a_pool_for_which_the_gpu_has_no_memory_names_the_setting(
     monkeypatch.setattr(torch, "zeros", full)
     on_gpu = msgspec.structs.replace(config, kv_cache_bytes=GIB)
     with pytest.raises(ConfigError, match=r"has not 1.00 GiB left for the KV cache: lower --kv-cache-gib"):
-        KVPool(kv_cache_size.replace(loaded, device=torch.device("cuda")), on_gpu)
+        KVPool(dataclasses.replace(loaded, device=torch.device("cuda")), on_gpu)
 
 
 @pytest.mark.parametrize(("dtype", "gain"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])

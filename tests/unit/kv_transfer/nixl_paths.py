@@ -91,7 +91,7 @@ def test_heads_go_from_every_rank_to_every_rank(sizes: tuple[int, int]) -> None:
         opened = OpenedPath(
             route.src.of(sources[route.src_rank], NUM_LAYERS),
             route.dst.of(destinations[route.dst_rank], NUM_LAYERS),
-            lambda pool, route=route: route.dst.of(pool, NUM_LAYERS),  # type: ignore[misc]
+            lambda pool, route=route: route.dst.of(pool, NUM_LAYERS),
         )
         assert opened.errors == [None, None] and opened.move(src, dst) is None
         opened.close()

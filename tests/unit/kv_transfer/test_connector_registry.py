@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from tandem.deploy.cluster_config import load_config
 from tandem.kv_transfer.connector import DataNetwork, Peer
@@ -81,7 +81,7 @@ def test_an_installed_connector_moves_blocks(install: Install) -> None:
 def test_the_handshake_respects_a_connectors_reach(install: Install) -> None:
     install(MEMORY)
     layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
-    offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", 1, "d", "pair", layout, "here", "cpu", ["memory"])
+    offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", [1], "d", "pair", layout, "here", "cpu", ["memory"])
     assert agree(offer, layout, "here", "cpu", named("memory")) == "memory"
     with pytest.raises(KVLayoutMismatch, match="different hosts"):
         agree(offer, layout, "there", "cpu", named("memory"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,12 +27,12 @@ class Runtime:
 def test_a_stream_is_made_by_the_runtime_that_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, loaded = Runtime(), list[str]()
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(cuda_stream.ctypes, "CDLL", lambda name: loaded.append(name) or runtime)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: loaded.append(name) or runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *arguments: arguments)
     device: Any = torch.device("cuda", 0)
-    assert cuda_stream._new_stream(device) == (7, device)  # type: ignore[comparison-overlap]
+    assert cuda_stream._new_stream(device) == (7, device)
     assert loaded == ["libcudart.so.12"]
     assert runtime.created == [1], "cudaStreamNonBlocking: else it and the model's stream wait for each other"
 

@@ -27,6 +27,7 @@ from tandem.kv_transfer.ranks import rank_pool
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
+from tandem.runtime.lifetime import end_process
 from tests.support.late_device import LOOP, LateDevice, install
 from tests.support.late_nccl import LateNCCL, NCCLWorld
 
@@ -316,7 +317,7 @@ def test_a_path_whose_device_has_failed_ends_the_worker(device: LateDevice) -> N
     device.start("path", serve, is_daemon=False)
     device.run()
     assert lost == ["the device has failed; the worker ends: CUDA error: an illegal memory access was encountered"]
-    assert cuda_stream.end_process is SideStream.__init__.__defaults__[0]  # type: ignore[index]
+    assert end_process is SideStream.__init__.__defaults__[0]  # type: ignore[index]
 
 
 def test_a_pool_that_cannot_be_mapped_is_refused_from_the_paths_thread(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.connectors import tcp

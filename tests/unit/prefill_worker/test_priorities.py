@@ -44,7 +44,7 @@ class PrefillOnly:
         self.now += 0.1
         outputs = [ItemOutput([SampledToken(1) for _ in item.samples]) for item in batch.items]
         for action in self.scheduler.on_step(self.now, outputs):
-            self.done.append(action.message.attempt_id)  # type: ignore[union-attr]
+            self.done.append(action.message.attempt_id)
 
 
 def test_sooner_priorities_run_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -92,7 +93,7 @@ def scheduler() -> PrefillScheduler:
     return WorkerScheduler(BlockManager(8, 4), "model", 64, 4, TERM_S).prefill
 
 
-def failed(actions: list[object]) -> list[str]:
+def failed(actions: Sequence[object]) -> list[str]:
     return [
         a.message.attempt_id for a in actions if isinstance(a, SendToProxy) and isinstance(a.message, AttemptFailed)
     ]

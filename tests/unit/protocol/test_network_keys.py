@@ -36,9 +36,10 @@ class Server:
     def __init__(self, protection: NetworkConfig) -> None:
         self.context = new_context("proxy", protection)
         codec: Codec[ToProxyControl] = Codec(ToProxyControl)
-        self.router = RouterSocket(
-            self.context, "tcp://127.0.0.1:*", codec, lambda identity, _: self.router.send(identity, REPORT) and None
-        )
+        self.router = RouterSocket(self.context, "tcp://127.0.0.1:*", codec, self._answer)
+
+    def _answer(self, identity: bytes, _: ToProxyControl) -> None:
+        self.router.send(identity, REPORT)
 
     def close(self) -> None:
         self.router.close()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime import whole_file
 from tandem.runtime.whole_file import ABANDONED_AFTER_S, partial_name, remove_abandoned, write_whole
 
 
@@ -41,7 +40,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     def fail(fd: int) -> None:
         raise OSError("no disk")
 
-    monkeypatch.setattr(whole_file.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="no disk"):
         write_whole(file, "new", durable=True)
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]

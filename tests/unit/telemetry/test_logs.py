@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextvars import copy_context
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -207,7 +208,7 @@ def test_a_tally_equals_single_observations(itls_s: list[float]) -> None:
         single.generation_tokens.inc()
     tallied.per_token.flush()
 
-    def samples(metrics: ProxyMetrics) -> dict[tuple[str, str], float]:
+    def samples(metrics: ProxyMetrics) -> dict[tuple[str, str], Any]:
         families = [metrics.per_token.itl, metrics.generation_tokens]
         found = [s for family in families for metric in family.collect() for s in metric.samples]
         return {(s.name, str(s.labels)): pytest.approx(s.value) for s in found if not s.name.endswith("_created")}

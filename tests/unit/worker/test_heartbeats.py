@@ -146,6 +146,8 @@ def test_workers_are_those_that_any_proxy_knows_and_a_missed_change_is_asked_for
             lambda view: views.append([worker.epoch for worker in view]),
             lambda proxy_id: None, lambda: None, lambda: None, lambda role: None, lambda: None,
         )  # fmt: skip
+        a: Any
+        b: Any
         a, b = (link.socket for link in registration._links)
         a.on_message(ClusterView("a", True, 1, 0, [INFO, peer(1)]))
         b.on_message(ClusterView("b", True, 4, 0, [INFO, peer(1)]))
@@ -190,6 +192,8 @@ def test_a_report_is_made_and_encoded_once_for_all_proxies() -> None:
             network, ["ipc://a", "ipc://b"], register, status, lambda view: None,
             lambda proxy_id: None, lambda: None, lambda: None, lambda role: None, lambda: None,
         )  # fmt: skip
+        a: Any
+        b: Any
         a, b = (link.socket for link in registration._links)
         a.sent.clear(), b.sent.clear()
         await asyncio.sleep(3.1)
@@ -213,9 +217,10 @@ def test_what_a_proxy_has_sent_since_it_declared_this_worker_lost_is_kept(proxie
             network, [f"ipc://{name}" for name in proxies], register, lambda: status, lambda view: None, lost.append,
             lambda: None, lambda: None, lambda role: None, lambda: None,
         )  # fmt: skip
-        a, *_ = sockets = [link.socket for link in registration._links]
+        sockets: list[Any] = [link.socket for link in registration._links]
         for name, socket in zip(proxies, sockets, strict=True):
             socket.on_message(ClusterView(name, True, 1, 0, [INFO]))
+        a = sockets[0]
         a.sent.clear()
         a.on_message(ClusterView("a", False, 1, 1))
         assert a.sent == [register] and lost == []

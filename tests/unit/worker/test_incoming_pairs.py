@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -88,9 +89,9 @@ def test_a_pair_that_is_meant_for_an_earlier_process_replaces_none() -> None:
     async def run() -> None:
         table = open_first(peer_writes=False)
         pairs = IncomingPairs(
-            "d", table, None, watch_exit, lambda pair_id, message: sent.append(message), lambda *loss: None,
+            "d", table, cast(Any, None), watch_exit, lambda pair_id, message: sent.append(message), lambda *loss: None,
             lambda epoch: None,
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
         pairs.on_open(msgspec.structs.replace(SECOND, decode_epoch="before"))
         assert sent == [ClosePair("pair-1", "another process answers at its address")]
         assert [pair.pair_id for pair in table.pairs()] == ["pair-0"]

@@ -38,5 +38,5 @@ def test_a_stopped_follower_ends_with_rank_0() -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(ends, signal.SIGKILL)
         os.close(ends)
-        rank_0.stdin.close()  # type: ignore[union-attr]
+        rank_0.stdin.close()
         rank_0.stdout.close()

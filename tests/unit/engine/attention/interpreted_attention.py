@@ -189,8 +189,8 @@ def test_the_kernels_compute_what_plain_attention_does(case: Case) -> None:
     """FP8: both round the same way, and attend to what they have rounded."""
     pool = case.new_pool()
     before = pool.tensor.clone()
-    states = case.states()
-    expected = PlainAttention(pool, case.items).attend(case.layer, *states, case.options)
+    states = query, key, value = case.states()
+    expected = PlainAttention(pool, case.items).attend(case.layer, query, key, value, case.options)
     written = pool.tensor.clone()
     pool.tensor.copy_(before)
     got = attend(pool, case, case.items, states)
@@ -221,7 +221,7 @@ def step_of(items: list[BatchItem], block_size: int) -> StepTensors:
 
 
 @triton.jit
-def convert(values, stored, loaded, SIZE: tl.constexpr):
+def convert(values: Any, stored: Any, loaded: Any, SIZE: tl.constexpr) -> None:
     """stored: `values` as FP8, uint8. loaded: the bits in `stored` as another type."""
     places = tl.arange(0, SIZE)
     tl.store(stored + places, attention_kernel.to_cache(tl.load(values + places), stored))
@@ -403,7 +403,7 @@ def test_a_worker_of_prompts_captures_graphs_of_single_tokens_when_it_first_need
     runner.use_graphs(GraphLimits(max_num_seqs=2, max_num_batched_tokens=20, decodes=False), RecordedGraphs().capture)
     runner.warm_up()
     graphs = runner._graphs
-    one, two = graphs.decode_shapes  # type: ignore[union-attr]
+    one, two = graphs.decode_shapes
     assert graphs is not None and two not in graphs.captured, "only the one that warms up sampling"
     runner.run(Batch([BatchItem([1], 3, [2], [GREEDY])] * 2))
     assert graphs.captured[-1] == two != one

@@ -79,9 +79,11 @@ def test_an_fp8_pool_gives_what_a_pool_of_rounded_numbers_gives(dtype: torch.dty
     for first, end in ((0, 4), (0, 1), (1, 2), (2, 4)):
         rows = slice(first_tokens[first], first_tokens[end])
         part, queries = items[first:end], query[:, :, rows]
-        states, expected_states = ([each[:, :, rows] for each in pair] for pair in ((key, value), rounded))
-        got = PlainAttention(small, part).attend(1, queries, *states, AttentionOptions(0.25))
-        expected = PlainAttention(exact, part).attend(1, queries, *expected_states, AttentionOptions(0.25))
+        (keys, values), (exact_keys, exact_values) = (
+            [each[:, :, rows] for each in pair] for pair in ((key, value), rounded)
+        )
+        got = PlainAttention(small, part).attend(1, queries, keys, values, AttentionOptions(0.25))
+        expected = PlainAttention(exact, part).attend(1, queries, exact_keys, exact_values, AttentionOptions(0.25))
         assert torch.equal(got, expected)
         assert torch.equal(small.tensor[:num_blocks].to(dtype), exact.tensor)
     small.close()

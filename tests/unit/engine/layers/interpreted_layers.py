@@ -24,7 +24,6 @@ from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.layers import fusing
 from tandem.engine.layers.fused_layer import FusedLayer
 from tandem.engine.layers.fusing import fuse_layers
-from tandem.engine.loading import sharding
 from tandem.engine.loading.sharding import SummedLinear
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.model_runner import ModelRunner
@@ -39,7 +38,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-5, torch.float16: 2**-9}
 """Sums in another order are rounded to the other side. The interpreter cuts bfloat16 off instead of rounding it."""
 
 
-def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -226,7 +225,7 @@ def test_sharded_layers_are_fused_around_their_sums(tmp_path: Path, monkeypatch:
         num_sums += 1
         tensor.mul_(2)
 
-    monkeypatch.setattr(sharding.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     for layer in runner._model.base_model.layers:
         for parent, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
             linear = getattr(parent, name)

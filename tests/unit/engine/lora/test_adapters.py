@@ -48,7 +48,9 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "phi3": (Phi3ForCausalLM, Phi3Config),  # merged projections
     "gemma2": (Gemma2ForCausalLM, Gemma2Config),  # not fused
 }
-ALL = {"llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
+ALL: dict[str, tuple[str, ...]] = {
+    "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+}
 ALL |= {"qwen3": ALL["llama"], "gemma2": ALL["llama"], "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
 GREEDY = [Sample(SamplingParams(temperature=0.0))]
 

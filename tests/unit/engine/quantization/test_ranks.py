@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch._C._distributed_c10d import FileStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -156,7 +157,7 @@ def run_rank(rank: int, folder: Path, folders: dict[str, Path]) -> None:
     """Computes the logits of each checkpoint as one of two ranks, and saves them."""
     os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
+    store = FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     torch.save({name: logits_of(name, each, 2) for name, each in folders.items()}, folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,10 +15,9 @@ import pytest
 
 from tandem.engine.batch import Sample
 from tandem.engine.sampling import grammar as grammar_module
-from tandem.engine.sampling import grammar_server
 from tandem.engine.sampling import grammars as grammars_module
 from tandem.engine.sampling.compile_queue import CompileQueue
-from tandem.engine.sampling.grammar import Grammar, GrammarState
+from tandem.engine.sampling.grammar import Grammar, GrammarState, MaskProcess
 from tandem.engine.sampling.grammar_mask import StepMask, compute_masks
 from tandem.engine.sampling.grammar_messages import LoadTokenizer
 from tandem.engine.sampling.grammar_process import MAX_MEMORY_BYTES
@@ -43,7 +43,7 @@ def server() -> Iterator[GrammarServer]:
 def grammar_of(server: GrammarServer, text: str) -> Grammar:
     process = GrammarProcess(server, text)
     process.start()
-    compiled: Future[GrammarProcess] = Future()
+    compiled: Future[MaskProcess] = Future()
     compiled.set_result(process)
     return Grammar(compiled)
 
@@ -136,7 +136,7 @@ def test_a_step_waits_no_longer_for_a_server_that_does_not_start(
     hangs = tmp_path / "hangs"
     hangs.write_text("#!/bin/sh\nexec sleep 60\n")
     hangs.chmod(0o700)
-    monkeypatch.setattr(grammar_server.sys, "executable", str(hangs))
+    monkeypatch.setattr(sys, "executable", str(hangs))
     large = LoadTokenizer(bytes(16 << 20), VOCAB_SIZE, END)  # more than a socket holds
     monkeypatch.setattr(server, "_tokenizer", large)
     server._process.kill()

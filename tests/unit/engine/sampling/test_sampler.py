@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import msgspec
@@ -85,7 +85,7 @@ def reference(logits: np.ndarray, wanted: Sample, position: int) -> tuple[int, f
     if is_filtered(params):
         return race(probs, params.seed, position)
     size = 128 if len(logits) <= 16_384 else 512
-    parts: dict[int, float] = Counter()
+    parts: dict[int, float] = defaultdict(float)
     for i, p in probs.items():
         parts[-1 - i // size] += p
     part, margin = race(parts, params.seed, position)

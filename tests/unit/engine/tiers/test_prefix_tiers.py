@@ -290,11 +290,11 @@ class RandomOrders(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9), fails=st.booleans(), share=st.floats(0, 1))
     def tier_answers(self, number: int, fails: bool, share: float) -> None:
         worker = self.worker
-        first_of_tier = {each.tier: each for each in reversed(worker.pending)}  # type: ignore[union-attr]
+        first_of_tier = {each.tier: each for each in reversed(worker.pending)}
         action = list(first_of_tier.values())[number % len(first_of_tier)]
         worker.pending.remove(action)
         error = "broken" if fails else None
-        there = self.stored[action.tier]  # type: ignore[union-attr]
+        there = self.stored[action.tier]
         match action:
             case StoreBlocks():
                 count = int(share * len(action.hashes)) if fails else len(action.hashes)

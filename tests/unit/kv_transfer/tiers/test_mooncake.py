@@ -150,7 +150,7 @@ def test_other_urls_are_refused(url: str) -> None:
 
 
 def test_without_mooncake_the_tier_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mooncake", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mooncake", None)
     with pytest.raises(ConfigError, match=r"pip install tandem-serve\[mooncake\]"):
         MooncakeTier("master:1", IDENTITY, BLOCK_BYTES)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.generation import FinishReason
 from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.errors import tandem_error_response
 from tandem.proxy.answers.messages import BlockWriter, MessageAnswers, encode_event, joined_blocks
@@ -230,7 +231,7 @@ def test_thinking_text_and_calls_are_blocks(stream: bool, has_call: bool) -> Non
         answers = answers_to(cluster, stream=stream, **({"tools": TOOLS} if has_call else {}))
         task = asyncio.create_task(streamed(answers) if stream else whole(answers))
         await generate(cluster, f"hm</think>hello{CALL if has_call else ''}")
-        body = joined(await task) if stream else json.loads(cast(bytes, await task))
+        body = joined(cast(list[dict[str, Any]], await task)) if stream else json.loads(cast(bytes, await task))
         blocks = body.pop("content")
         call_id = blocks[-1].pop("id", None)
         assert blocks[:2] == [
@@ -270,7 +271,9 @@ def test_reasons_to_stop(fields: dict[str, Any], stop_reason: str, stop_sequence
             if token_id == cluster.text.ids("a")[0]:
                 cluster.first(start.attempt_ids[0], token_id)
             else:
-                reason = "length" if "max_tokens" in fields and token_id == cluster.text.ids("b")[0] else None
+                reason: FinishReason | None = (
+                    "length" if "max_tokens" in fields and token_id == cluster.text.ids("b")[0] else None
+                )
                 cluster.token(start.attempt_ids[0], token_id, reason)
                 if reason:
                     break

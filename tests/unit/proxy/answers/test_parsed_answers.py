@@ -25,7 +25,9 @@ from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import EOS, Cluster, play, whole
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+]
 OPEN = "hi<think>\n"  # FakeText's template renders the message's content alone
 
 

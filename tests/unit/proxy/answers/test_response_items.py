@@ -61,7 +61,7 @@ def test_events_of_items_lose_nothing(before: list[Parsed], num_calls: int) -> N
 
 def test_an_answer_that_alternates_between_thinking_and_text_has_few_items() -> None:
     writer = ItemWriter()
-    parts = [Parsed(**{kind: f"{i} "}) for i in range(2_000) for kind in ("reasoning", "content")]
+    parts = [part for i in range(2_000) for part in (Parsed(reasoning=f"{i} "), Parsed(content=f"{i} "))]
     parts.insert(3_000, Parsed(names={0: "f"}, arguments={0: "{}"}))
     events = [event for part in parts for event in writer.push(part)] + list(writer.end())
     assert sum(isinstance(event, ItemAdded) for event in events) == len(writer.items) == MAX_SEPARATE_ITEMS + 2

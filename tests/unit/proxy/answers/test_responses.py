@@ -203,7 +203,7 @@ def test_thinking_text_and_calls_are_items(stream: bool, has_call: bool, tmp_pat
         task = asyncio.create_task(streamed(answers) if stream else whole(answers))
         await generate(cluster, f"hm</think>hello{CALL if has_call else ''}")
         if stream:
-            events = await task
+            events = cast(list[dict[str, Any]], await task)
             assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
             assert events[0]["response"]["output"] == [] and events[-1]["type"] == "response.completed"
             deltas = {"response.output_text.delta": "", "response.function_call_arguments.delta": ""}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, MutableMapping
 from typing import Any
 
 import anthropic
@@ -29,7 +29,7 @@ async def stream(events: Events, receive: Any = connected, send_s: float = 0.0) 
     """Returns the pieces that are sent. send_s: time that the client takes to read each."""
     sent: list[bytes] = []
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.body":
             await asyncio.sleep(send_s)
             sent.append(message["body"])
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_before_the_head_is_sent_ends_the_work(first_after_
         await asyncio.sleep(SHORT_S * 3)
         return {"type": "http.disconnect"}
 
-    async def send(_: dict[str, Any]) -> None:
+    async def send(_: MutableMapping[str, Any]) -> None:
         await asyncio.sleep(3600)
 
     async def run() -> None:

@@ -177,7 +177,9 @@ class _NoRendering(BodyReader):
         raise AssertionError("on the loop")
 
 
-def test_grammars_are_compiled_off_the_loop(text: ModelText, reader: BodyReader) -> None:
+def test_grammars_are_compiled_off_the_loop(
+    text: ModelText, reader: BodyReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = _NoRendering(text, ProxyConfig("proxy-0", "", "m", "m"))
     pool = ReaderPool(here, ProxyConfig("proxy-0", "", "m", "m"), 1)
     ran: list[str] = []
@@ -186,7 +188,7 @@ def test_grammars_are_compiled_off_the_loop(text: ModelText, reader: BodyReader)
         ran.append(job.__name__)
         return result_decoder(job).decode(msgspec.msgpack.encode(reader.read(*arguments)))
 
-    pool.run = run  # type: ignore[method-assign]
+    monkeypatch.setattr(pool, "run", run)
     body = msgspec.json.encode(CHAT | {"tools": [TOOL]})
     request = asyncio.run(pool.read("chat", body, LIMITS))
     assert ran == ["read"] and request == reader.read(body, "chat", LIMITS)

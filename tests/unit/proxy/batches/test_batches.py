@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -25,8 +26,10 @@ from tandem.proxy.answers.errors import status_of
 from tandem.proxy.batches import batch_lines, batch_run, batch_store, file_store, runner
 from tandem.proxy.batches.batch import (
     FINAL,
+    WINDOW_S,
     BatchObject,
     BatchRequest,
+    Endpoint,
     LineResponse,
     LineResult,
 )
@@ -40,7 +43,7 @@ from tandem.proxy.batches.local_call import call
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
 
-URL = "/v1/completions"
+URL: Endpoint = "/v1/completions"
 OWNER = Owner("", "127.0.0.1")
 
 
@@ -201,7 +204,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(file_store.shutil, "copyfileobj", full)
+    monkeypatch.setattr(shutil, "copyfileobj", full)
     with pytest.raises(StorageFull) as refused:
         store.add(io.BytesIO(b"abc"), 3, "a", "batch")
     assert status_of(refused.value) == 507 and not list((tmp_path / "files").iterdir())
@@ -502,7 +505,7 @@ def test_a_call_within_the_process_returns_the_answer() -> None:
 
 def test_times_of_a_batch_are_noted(tmp_path: Path) -> None:
     batch = create(BatchStore(tmp_path), line("a")).became("in_progress", time.time())
-    assert batch.in_progress_at is not None and batch.expires_at - batch.created_at == batch_store.WINDOW_S
+    assert batch.in_progress_at is not None and batch.expires_at - batch.created_at == WINDOW_S
 
 
 def test_a_batch_is_held_until_its_last_write_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

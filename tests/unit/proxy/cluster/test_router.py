@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -378,7 +379,7 @@ def test_elastic_workers_share_prompts_by_predicted_time() -> None:
     assert {prefill_of(first), prefill_of(second)} == {"worker-0", "worker-1"}
 
 
-STEPS = {"fixed_step_s": 0.018, "step_s_per_sequence": 0.002, "itl_slo_s": 0.06}
+STEPS: dict[str, Any] = {"fixed_step_s": 0.018, "step_s_per_sequence": 0.002, "itl_slo_s": 0.06}
 """A worker with these takes nine sequences before another one is used, and computes prompts slower beside them."""
 
 

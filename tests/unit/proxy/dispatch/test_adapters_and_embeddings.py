@@ -125,8 +125,7 @@ def test_prompts_of_different_adapters_have_different_hashes() -> None:
         base = decoder().completion(b'{"model": "base", "prompt": "abcdefghijklmnop"}')
         tuned = decoder().completion(b'{"model": "sql", "prompt": "abcdefghijklmnop"}')
         hashes = [
-            cluster.reader.render(request, limits).prompt.prompts[0].prefix_hashes  # type: ignore[union-attr]
-            for request in (base, base, tuned)
+            cluster.reader.render(request, limits).prompt.prompts[0].prefix_hashes for request in (base, base, tuned)
         ]
         assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 16
 

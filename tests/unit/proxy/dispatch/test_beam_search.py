@@ -117,7 +117,7 @@ class Naive:
 
     def run(self) -> list[tuple[tuple[int, ...], float, int | None]]:
         while self.running and len(self.running[0][0]) < self.max_tokens:
-            extended = []
+            extended: list[tuple[tuple[int, ...], float, int | None]] = []
             for tokens, logprob, _ in self.running:
                 for token_id, more in next_token(tokens).top[: 2 * self.width]:
                     if token_id == END:

@@ -129,7 +129,7 @@ def test_every_interleaving_gives_the_same_tokens(prefill_turns: list[bool], rea
         from_prefill = [lambda: cluster.first(attempt_id, 10)]
         from_decode: list[Callable[[], None]] = [lambda: cluster.reserved(attempt_id)]
         for token_id in (11, 12, 13):
-            from_decode.append(lambda token_id=token_id: cluster.token(attempt_id, token_id))  # type: ignore[misc]
+            from_decode.append(lambda token_id=token_id: cluster.token(attempt_id, token_id))
         from_decode.append(lambda: cluster.token(attempt_id, 14, "length"))
         for prefill_first, reader_runs in zip(prefill_turns, reader_turns, strict=True):
             source = from_prefill if (prefill_first and from_prefill) or not from_decode else from_decode

@@ -68,7 +68,7 @@ def test_keys_of_one_name_are_one_client_with_one_cache(tmp_path: Path) -> None:
     assert old is not None and new is not None and other is not None and lone is not None
     assert (old.client, old.cache_scope) == (new.client, new.cache_scope)
     assert len({key.client for key in (old, other, lone)}) == len({key.cache_scope for key in (old, other, lone)}) == 3
-    assert ApiKeys("lone", None).find("Bearer lone").cache_scope == lone.cache_scope  # type: ignore[union-attr]
+    assert ApiKeys("lone", None).find("Bearer lone").cache_scope == lone.cache_scope
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:

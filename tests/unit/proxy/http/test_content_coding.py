@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def deflate_without_header(data: bytes) -> bytes:
     return compressor.compress(data) + compressor.flush()
 
 
-ENCODERS = {
+ENCODERS: dict[str, Callable[[bytes], bytes]] = {
     "gzip": gzip.compress,
     "GZip": gzip.compress,
     "x-gzip": gzip.compress,

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
+import httpcore
 import msgspec
 import pytest
 from hypothesis import given
@@ -150,7 +151,7 @@ def test_a_name_is_resolved_once_and_its_checked_address_used(monkeypatch: pytes
         raise OSError("not in a test")
 
     monkeypatch.setattr(MediaFetcher, "look_up", look_up)
-    monkeypatch.setattr(media_fetch.httpcore.AnyIOBackend, "connect_tcp", connect)
+    monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", connect)
     with pytest.raises(InvalidMedia, match="cannot be fetched"):
         fetch(replying(b""), host="rebind.example", port=80, limits=MediaLimits(fetch_timeout_s=20))
     assert connected == ["8.8.8.8"] and len(answers) == 1

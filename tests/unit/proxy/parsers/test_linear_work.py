@@ -31,7 +31,7 @@ BEGINNINGS: dict[str, list[str]] = {
 REPEATED = [" ", "<", '"', "\\", "[", "{", "</parameter>", "\n<parameter=a>", "<|start|>", "<|end|>", "'a', "]
 
 
-def seconds(text: str, tools: ToolFamilyName | None, reasoning: ReasoningFamilyName | None, step: int) -> float:
+def seconds(text: str, tools: ToolFamilyName | None, reasoning: ReasoningFamilyName | None, *, step: int) -> float:
     tool_format = ToolFormat(tools).with_tools(TOOLS) if tools is not None else None
     tokenizer = Tokenizer(models.BPE(vocab={}, merges=[]))
     thinking = ReasoningFormat.of(reasoning, tokenizer) if reasoning is not None else None
@@ -50,9 +50,9 @@ def seconds(text: str, tools: ToolFamilyName | None, reasoning: ReasoningFamilyN
 def check(begun: str, repeated: str, *formats: Any) -> None:
     short, long = (begun + repeated * (size // len(repeated)) for size in (NUM_CHARACTERS, GROWTH * NUM_CHARACTERS))
     for step in (len(long), 16):
-        slow = seconds(long, *formats, step)
+        slow = seconds(long, *formats, step=step)
         if slow > 0.02:  # else it is fast enough, and too short to be measured
-            assert slow < MAX_SLOWDOWN * seconds(short, *formats, step), (begun, repeated, step)
+            assert slow < MAX_SLOWDOWN * seconds(short, *formats, step=step), (begun, repeated, step)
 
 
 @pytest.mark.parametrize("name", TOOL_FAMILIES)

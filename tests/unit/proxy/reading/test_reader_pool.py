@@ -304,12 +304,12 @@ def test_integers_of_any_size_in_schemas_cross_the_socket(tmp_path: Path, kind: 
     make_tokenizer(tmp_path)
     reader = BodyReader.load(ProxyConfig("proxy-0", "", str(tmp_path), "m"))
     function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"maximum": 10**30}}}}
-    messages: dict[str, object] = {
+    bodies: dict[str, dict[str, Any]] = {
         "chat": {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": function}]},
         "response": {"input": "x", "tools": [{"type": "function", **function}]},
-    }[kind]
+    }
     request = reader.read(
-        json.dumps({"model": "m", "tool_choice": "none", **messages}).encode(), kind, ModelLimits(100, 500, "m", 64)
+        json.dumps({"model": "m", "tool_choice": "none", **bodies[kind]}).encode(), kind, ModelLimits(100, 500, "m", 64)
     )
     assert result_decoder(BodyReader.read).decode(msgspec.msgpack.encode(request)) == request
 

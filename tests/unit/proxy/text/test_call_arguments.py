@@ -102,7 +102,7 @@ def given_arguments(kind: str, item: dict[str, Any]) -> Any:
     else:
         body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", **item}, USER], "max_tokens": 1}
         prompt = (decoder.message if kind == "message" else decoder.chat)(json.dumps(body).encode()).prompt
-    [call] = [call for message in prompt.messages for call in message.get("tool_calls", ())]  # type: ignore[union-attr]
+    [call] = [call for message in prompt.messages for call in message.get("tool_calls", ())]
     return call["function"]["arguments"]
 
 
@@ -142,5 +142,5 @@ def test_a_call_that_was_cut_off_is_taken_back(is_streamed: bool) -> None:
     for piece in pieces:
         assert list(items.push(piece)) is not None
     [block], [item] = joined_blocks(events), items.items
-    for kind, sent in (("chat", arguments), ("message", block.input), ("response", item.arguments)):  # type: ignore[union-attr]
+    for kind, sent in (("chat", arguments), ("message", block.input), ("response", item.arguments)):
         assert given_arguments(kind, item_of(kind, sent)) == CUT_OFF

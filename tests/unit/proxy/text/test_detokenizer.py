@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.stop_strings import StopStrings
+from tests.support.tokenizers import token_id
 
 SPECIAL = "</s>"
 
@@ -53,7 +54,7 @@ def stream(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None 
 
 def test_a_word_behind_bytes_that_are_no_character_keeps_its_blank() -> None:
     tokenizer = byte_fallback()
-    word, wrong, blank_word = (tokenizer.token_to_id(piece) for piece in ("a", "<0xE2>", "▁b"))
+    word, wrong, blank_word = (token_id(tokenizer, piece) for piece in ("a", "<0xE2>", "▁b"))
     for number in (1, 16, 20):  # from some number on, they are shown before their end is known
         shown = "".join(stream(tokenizer, [word, *[wrong] * number, blank_word, blank_word]))
         assert shown == "a" + "�" * number + " b b"
@@ -93,7 +94,7 @@ def test_broken_byte_fallback_never_raises(token_ids: list[int], prompt: list[in
 def test_invalid_bytes_do_not_damage_other_text() -> None:
     tokenizer = byte_fallback()
     valid = [2 + byte for byte in "你".encode()]
-    pieces = stream(tokenizer, [*valid, 2 + 0xFF, tokenizer.token_to_id("a")])
+    pieces = stream(tokenizer, [*valid, 2 + 0xFF, token_id(tokenizer, "a")])
     assert "".join(pieces).startswith("你") and "".join(pieces).endswith("a")
 
 
@@ -111,13 +112,13 @@ def test_an_incomplete_character_at_the_end_is_flushed() -> None:
 
 def test_special_tokens_are_skipped() -> None:
     tokenizer = byte_level()
-    token_ids = [*tokenizer.encode_batch_fast(["fox"])[0].ids, tokenizer.token_to_id(SPECIAL)] * 2
+    token_ids = [*tokenizer.encode_batch_fast(["fox"])[0].ids, token_id(tokenizer, SPECIAL)] * 2
     assert "".join(stream(tokenizer, token_ids)) == "foxfox"
 
 
 def test_the_first_word_keeps_its_space_after_a_prompt() -> None:
     tokenizer = byte_fallback()
-    word = tokenizer.token_to_id("▁ab")
+    word = token_id(tokenizer, "▁ab")
     assert "".join(stream(tokenizer, [word, word])) == "ab ab"
     assert "".join(stream(tokenizer, [word, word], prompt=[word])) == " ab ab"
 

@@ -15,13 +15,13 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.answers.logprobs import chat_logprobs, completion_logprobs
 from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.token_text import TokensAsIds, TokenText
-from tests.support.tokenizers import FAMILIES, SPECIAL, byte_level, sentencepiece_bpe, word_ends
+from tests.support.tokenizers import FAMILIES, SPECIAL, byte_level, sentencepiece_bpe, token_id, word_ends
 
 IDS = st.lists(st.integers(0, 10**6), max_size=8)
 
 
 def sampled(token_id: int, *top: int) -> SampledToken:
-    return SampledToken(token_id, TokenLogprobs(-1.0, 1, tuple((i, -1.0 - n) for n, i in enumerate(top))))
+    return SampledToken(token_id, TokenLogprobs(-1.0, 1, [(i, -1.0 - n) for n, i in enumerate(top)]))
 
 
 def known(tokenizer: Tokenizer, given: list[int]) -> list[int]:
@@ -49,7 +49,7 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(
     family: Callable[[], Tokenizer], prompt: list[int], given: list[int], ends_special: bool
 ) -> None:
     tokenizer = family()
-    context = known(tokenizer, prompt) + [tokenizer.token_to_id(SPECIAL)] * ends_special
+    context = known(tokenizer, prompt) + [token_id(tokenizer, SPECIAL)] * ends_special
     token_ids = known(tokenizer, given)
     text, begins = streamed(tokenizer, context, token_ids)
     content = chat_logprobs(TokenText(tokenizer), [sampled(i) for i in token_ids], 0, begins).content
@@ -71,7 +71,7 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(
 def test_a_blank_before_a_word_is_part_of_its_token() -> None:
     tokenizer = sentencepiece_bpe()
     text = TokenText(tokenizer)
-    with_blank, without = (tokenizer.token_to_id(piece) for piece in ("▁true", "true"))
+    with_blank, without = (token_id(tokenizer, piece) for piece in ("▁true", "true"))
     found = completion_logprobs(text, [sampled(with_blank, with_blank, without)], 2, 0, False)
     assert found.tokens == [" true"] and found.top_logprobs == [{" true": -1.0, "true": -2.0}]
     begun = completion_logprobs(text, [sampled(with_blank), sampled(with_blank)], 0, 0, True)
@@ -80,10 +80,10 @@ def test_a_blank_before_a_word_is_part_of_its_token() -> None:
 
 def test_parts_of_characters_have_names_of_their_own() -> None:
     for tokenizer in (sentencepiece_bpe(), byte_level()):
-        ids = [tokenizer.token_to_id(piece) for piece in ("<0xE2>", "<0xE3>", "<0x82>", "<0xAC>")]
-        if None in ids:
-            ids = [tokenizer.token_to_id(piece) for piece in ("â", "ã", "Ĥ", "¬")]
-        first, other, second, third = ids
+        pieces = ("<0xE2>", "<0xE3>", "<0x82>", "<0xAC>")
+        if tokenizer.token_to_id(pieces[0]) is None:
+            pieces = ("â", "ã", "Ĥ", "¬")
+        first, other, second, third = (token_id(tokenizer, piece) for piece in pieces)
         text = TokenText(tokenizer)
         found = completion_logprobs(text, [sampled(first, first, other), sampled(second), sampled(third)], 2, 0, False)
         assert found.tokens == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
@@ -97,6 +97,6 @@ def test_parts_of_characters_have_names_of_their_own() -> None:
 
 def test_special_tokens_are_shown_by_name_and_begin_no_text() -> None:
     tokenizer = sentencepiece_bpe()
-    end, word = tokenizer.token_to_id(SPECIAL), tokenizer.token_to_id("▁true")
+    end, word = token_id(tokenizer, SPECIAL), token_id(tokenizer, "▁true")
     found = completion_logprobs(TokenText(tokenizer), [sampled(end), sampled(word)], 0, 0, True)
     assert found.tokens == [SPECIAL, "true"]
