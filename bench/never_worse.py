@@ -45,6 +45,7 @@ from bench.support.latency import RequestTrace, read_events, summarise
 from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import MODEL, server, tandem, vllm_serve
 from tests.support.ports import free_port
+from tests.support.sse import events_of
 
 SERVERS = {
     "elastic-1": ("--workers", "1"),
@@ -202,8 +203,12 @@ class LoadClient:
 
 def answer_ids(lines: list[bytes]) -> list[int]:
     """Returns the token ids of a streamed completion."""
-    events = [msgspec.json.decode(line[6:]) for line in lines if line.startswith(b"data: {")]
-    return [token_id for event in events for choice in event["choices"] for token_id in choice.get("token_ids") or ()]
+    return [
+        token_id
+        for event in events_of(lines)
+        for choice in event["choices"]
+        for token_id in choice.get("token_ids") or ()
+    ]
 
 
 async def run_case(case: LoadCase, port: int, number: int, share: float, rate: float) -> list[dict[str, Any]]:

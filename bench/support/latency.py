@@ -6,7 +6,6 @@ divided by the output tokens less one. ITL: gaps between chunks. E2E: from sendi
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 from rich.console import Console
 from rich.table import Table
+
+from tests.support.sse import event_of
 
 
 class RequestTrace(msgspec.Struct):
@@ -53,10 +54,8 @@ def read_events(lines: Iterable[bytes], trace: RequestTrace, clock: Callable[[],
     """
     for line in lines:
         now = clock()
-        text = line.decode().strip()
-        if not text.startswith("data: ") or text == "data: [DONE]":
+        if (event := event_of(line)) is None:
             continue
-        event = json.loads(text[6:])
         if "error" in event:
             trace.error = f"stream error {event['error'].get('code')}"
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections import Counter, defaultdict
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from tests.faults.reference_model import ReferenceModel
+from tests.support.sse import event_of
 
 NUM_QUESTIONS = 24
 CANCEL_SHARE = 0.1
@@ -186,11 +186,10 @@ class Clients:
                 raise Failed(code)
             last_at = time.monotonic()
             async for line in response.content:
-                if not line.startswith(b"data: {"):
+                if (event := event_of(line)) is None:
                     continue
                 self.tally.longest_pause_s = max(self.tally.longest_pause_s, time.monotonic() - last_at)
                 last_at = time.monotonic()
-                event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise Failed(f"stream: {event['error']['code']}")
                 for choice in event["choices"]:

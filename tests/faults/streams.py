@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from tests.support.cluster import Cluster
+from tests.support.sse import events_of
 
 READ_TIMEOUT_S = 240.0
 POLL_S = 0.005
@@ -79,11 +80,8 @@ class Stream:
             if answer.status_code != 200:
                 self.num_ends += 1
                 return str(json.loads(answer.read())["error"]["code"])
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
+            for event in events_of(answer.iter_lines()):
                 self.arrivals.append(time.monotonic())
-                event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     outcome = str(event["error"]["code"])
                     self.num_ends += 1

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 
 import httpx
 import pytest
 
+from tests.faults.streams import Stream, wait_until
 from tests.support.cluster import MODEL, Cluster, children_of, is_alive
-
-
-def _stream(cluster: Cluster, started: threading.Event, errors: list[str]) -> None:
-    body = {"model": MODEL, "prompt": [9] * 8, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=150) as answer:
-        for line in answer.iter_lines():
-            started.set()
-            if line.startswith("data: {") and "error" in (event := json.loads(line.removeprefix("data: "))):
-                errors.append(event["error"]["code"])
 
 
 def _complete(cluster: Cluster) -> str:
@@ -41,15 +31,12 @@ def test_worker_restarts_when_a_rank_dies() -> None:
     ) as cluster:
         text = _complete(cluster)
         before = _pids(cluster)
-        started, errors = threading.Event(), list[str]()
-        thread = threading.Thread(target=_stream, args=(cluster, started, errors))
-        thread.start()
-        assert started.wait(20)
+        stream = Stream(cluster, {"model": MODEL, "prompt": [9] * 8, "max_tokens": 1500, "ignore_eos": True})
+        assert wait_until(lambda: bool(stream.arrivals), 20)
         (follower,) = children_of(before["decode-0"])
         os.kill(follower, signal.SIGKILL)
         cluster.wait_for(lambda: not is_alive(before["decode-0"]))
-        thread.join(150)
-        assert errors == [], "the stream continues on the restarted worker"
+        assert stream.wait(150) and stream.outcome == "length", "the stream continues on the restarted worker"
         assert f"rank 1 (process {follower}) exited with -9; the worker ends with it" in cluster.logs()
 
         cluster.wait_for(cluster.is_healthy, 90)

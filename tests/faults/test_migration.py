@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.cluster import MODEL, NOW, Cluster
+from tests.support.sse import events_of
 
 NUM_TOKENS = 500
 _LONG = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
@@ -102,10 +102,7 @@ def stream(cluster: Cluster, body: dict[str, Any], begun: threading.Event | None
     path = fields.pop("path", "/v1/chat/completions" if "messages" in body else "/v1/completions")
     with httpx.stream("POST", f"{cluster.url}{path}", json=fields, timeout=300) as answer:
         assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
+        for event in events_of(answer.iter_lines()):
             assert "error" not in event, event
             num_events += 1
             if num_events == 10 and begun is not None:

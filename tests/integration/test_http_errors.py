@@ -16,6 +16,7 @@ import pytest
 
 from tandem.runtime.errors import InternalError, InvalidRequest, KVTransferFailed, Overloaded, TandemError
 from tests.support.fake_workers import MAX_MODEL_LEN, FakeWorkers, Proxy, make_tokenizer
+from tests.support.sse import END, events_of, whole_stream
 
 KEY = {"authorization": "Bearer secret"}
 CHAT = {"messages": [{"role": "user", "content": "abcdef"}]}
@@ -50,11 +51,6 @@ def client(proxy: Proxy, workers: FakeWorkers) -> Iterator[httpx.Client]:
         yield client
 
 
-def events(text: str) -> list[Any]:
-    data = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    return [d if d == "[DONE]" else json.loads(d) for d in data]
-
-
 @pytest.mark.parametrize(("stream", "num_sequences"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize(
     ("error", "status"),
@@ -84,10 +80,10 @@ def test_a_failed_sequence_fails_its_request(
             workers.fail_at = None
         if answer.status_code == 200:  # only a stream that had started
             assert stream
-            *chunks, last = events(answer.text)
+            *chunks, last = events_of(answer.iter_lines())
             assert last["error"]["code"] == error.code
             assert last["error"]["message"].startswith(error.message)  # followed by the number of attempts
-            assert "[DONE]" not in chunks
+            assert END not in answer.text
             ended = {c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]}
             assert 0 not in ended, "the failed sequence has no finish_reason"
         else:
@@ -116,7 +112,7 @@ def test_request_ids_of_clients_are_kept(client: httpx.Client) -> None:
             body = {**fields, "max_tokens": 2, "stream": stream, "request_id": "of-the-body"}
             answer = client.post(path, json=body, headers={"x-request-id": "mine-7"})
             assert answer.headers["x-request-id"] == "mine-7"
-            answer_id = events(answer.text)[0]["id"] if stream else answer.json()["id"]
+            answer_id = whole_stream(answer.text)[0]["id"] if stream else answer.json()["id"]
             assert answer_id == f"{prefix}mine-7"
         for num_tokens in (2, 10**6):  # the second is refused
             answer = client.post(path, json=body | {"max_tokens": num_tokens})
@@ -271,7 +267,7 @@ def test_echo_without_output_tokens(client: httpx.Client) -> None:
             "/v1/completions", json=body | ({"stream_options": {"include_usage": True}} if stream else {})
         )
         assert answer.status_code == 200, answer.text
-        chunks = events(answer.text)[:-1] if stream else [answer.json()]
+        chunks = whole_stream(answer.text) if stream else [answer.json()]
         choices = sorted((choice for chunk in chunks for choice in chunk["choices"]), key=lambda c: int(c["index"]))
         assert [c["text"] for c in choices] == ["abc", "xy"]
         assert all(c["finish_reason"] == "length" and c["token_ids"] == [] for c in choices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import random
 import shutil
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.cluster import MODEL, Cluster
 from tests.support.lora import make_adapter, merge_adapter
+from tests.support.sse import events_of
 
 NUM_NEW_TOKENS = 24
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -130,10 +130,7 @@ def test_migration_keeps_the_adapter_and_unloading_lets_streams_finish(
     body = body_of("first", PROMPTS[1], stream=True, max_tokens=NUM_NEW_TOKENS)
     token_ids: list[int] = []
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=120) as answer:
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
+        for chunk in events_of(answer.iter_lines()):
             assert chunk["model"] == "first"
             for choice in chunk["choices"]:
                 token_ids += choice["token_ids"]

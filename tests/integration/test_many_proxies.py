@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.cluster import NOW
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.sse import whole_stream
 
 NUM_PROXIES = 3
 NUM_REQUESTS = 120
@@ -79,9 +80,8 @@ def echo(url: str, seed: int) -> bool:
         assert response.status_code == 200
         if not body["stream"]:
             return bool(json.loads(response.read())["choices"][0]["token_ids"] == prompt)
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-        assert lines.pop() == "[DONE]"
-        return [i for line in lines for i in json.loads(line)["choices"][0]["token_ids"]] == prompt
+        events = whole_stream(response.read().decode())
+        return [i for event in events for i in event["choices"][0]["token_ids"]] == prompt
 
 
 def test_clients_get_their_own_answers_and_metrics_add_up(front: Front) -> None:

@@ -29,6 +29,7 @@ from tandem.protocol.prefix_hash import BlockHasher
 from tandem.proxy.batches.line_journal import LineJournal
 from tests.support.cluster import NOW
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.sse import events_of, whole_stream
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +60,6 @@ def post(proxy: Proxy, path: str = "/v1/completions", **fields: Any) -> httpx.Re
     return httpx.post(proxy.url + path, json=fields, timeout=20)
 
 
-def events(response: httpx.Response) -> Iterator[Any]:
-    for line in response.iter_lines():
-        if line:
-            data = line.removeprefix("data: ")
-            yield data if data == "[DONE]" else json.loads(data)
-
-
 TEXT = "Grüße, 世界 👩‍👩‍👧!"
 NUM_TOKENS = len(TEXT.encode())
 
@@ -83,8 +77,7 @@ def test_whole_and_streamed_text_agree(proxy: Proxy, workers: FakeWorkers) -> No
     fields = {"prompt": TEXT, "max_tokens": NUM_TOKENS, "stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{proxy.url}/v1/completions", json=fields) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
-        *chunks, last, done = events(response)
-    assert done == "[DONE]"
+        *chunks, last = whole_stream(response.read().decode())
     assert (last["usage"], last["choices"]) == (usage, [])
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
@@ -199,7 +192,7 @@ def test_api_key_and_stop_within_the_grace_period(tmp_path: Path) -> None:
         assert httpx.get(f"{proxy.url}/v1/models", headers=key).status_code == 200
         body = {"prompt": "stall", "max_tokens": 20, "stream": True}
         with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, headers=key) as response:
-            stream = events(response)
+            stream = events_of(response.iter_lines())
             assert "choices" in next(stream)
             stopped_at = time.monotonic()
             proxy.process.send_signal(signal.SIGINT)
@@ -232,12 +225,11 @@ def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
         proxy.wait_for(200)
         body = {"prompt": "abc", "max_tokens": 60, "stream": True, "return_token_ids": True}
         with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, timeout=30) as response:
-            stream = events(response)
-            received = [next(stream)]
+            pieces = response.iter_text()
+            received = next(pieces)
             proxy.process.send_signal(signal.SIGTERM)
-            received += stream
-        assert received[-1] == "[DONE]"
-        assert sum(len(event["choices"][0]["token_ids"]) for event in received[:-1]) == 60
+            received += "".join(pieces)
+        assert sum(len(event["choices"][0]["token_ids"]) for event in whole_stream(received)) == 60
         assert proxy.process.wait(30) == 0
     finally:
         workers.stop()
@@ -299,7 +291,8 @@ def test_the_clients_timeout_ends_a_request(proxy: Proxy, workers: FakeWorkers) 
     )
     for answer in (by_field, by_header):
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
-    *_, last = events(httpx.post(url, json={"prompt": "stall", "timeout": 0.5, "stream": True}, timeout=20))
+    answer = httpx.post(url, json={"prompt": "stall", "timeout": 0.5, "stream": True}, timeout=20)
+    *_, last = events_of(answer.iter_lines())
     assert last["error"]["code"] == "deadline_exceeded"
     for value in ("soon", "0", "-1", "nan", "inf"):
         refused = httpx.post(url, json={"prompt": "abc"}, headers={"X-Request-Timeout": value}, timeout=20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from tests.support.cluster import MODEL, OLDER_CPU, Cluster
+from tests.support.sse import whole_stream
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
@@ -40,9 +40,7 @@ def run_curl(demo: Cluster, line: str) -> str:
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     assert done.returncode == 0
-    *events, last = [event.removeprefix("data: ") for event in done.stdout.strip().split("\n\n")]
-    assert last == "[DONE]"
-    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    choices = [choice for event in whole_stream(done.stdout) for choice in event["choices"]]
     answer = "".join(choice["delta"].get("content") or "" for choice in choices)
     assert choices[-1]["finish_reason"] == "stop"
     return answer

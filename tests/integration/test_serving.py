@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ import openai
 import pytest
 
 from tests.support.cluster import MODEL, NOW, Cluster
+from tests.support.sse import whole_stream
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +170,7 @@ def test_sse_is_well_formed(cluster: Cluster) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "stream": True}
     answer = post(cluster, body, "/v1/chat/completions")
     assert answer.headers["content-type"].startswith("text/event-stream")
-    events = [line for line in answer.text.split("\n\n") if line]
-    assert all(event.startswith("data: ") for event in events) and events[-1] == "data: [DONE]"
-    chunks = [json.loads(event[6:]) for event in events[:-1]]
+    chunks = whole_stream(answer.text)
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert chunks[-1]["choices"][0]["finish_reason"] in ("length", "stop")
 

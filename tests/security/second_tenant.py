@@ -21,6 +21,7 @@ import msgspec
 
 from tests.faults.streams import descendants
 from tests.support.cluster import MODEL
+from tests.support.sse import END, event_of
 
 REQUEST_TIMEOUT_S = 60.0
 READY_TIMEOUT_S = 60.0
@@ -248,12 +249,12 @@ class _Tenant:
                     return f"{answer.status_code} {(await answer.aread())[:200]!r}"
                 is_complete = False
                 async for line in answer.aiter_lines():
-                    if not line.startswith("data: "):
+                    if not line:
                         continue
                     self._on_event(began_at)
-                    if line.startswith('data: {"error"'):
+                    if "error" in (event_of(line) or ()):
                         return line[:200]
-                    is_complete = line == "data: [DONE]"
+                    is_complete = line.endswith(END)
                 return None if is_complete else "ended without [DONE]"
         except httpx.HTTPError as error:
             return repr(error)

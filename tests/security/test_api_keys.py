@@ -24,6 +24,7 @@ from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 from tests.support.proxy_cluster import Cluster, play, turn
+from tests.support.sse import events_of
 
 
 @pytest.fixture
@@ -213,7 +214,7 @@ def test_revoking_a_key_ends_its_stream_with_one_error(proxy: Proxy, folder: Pat
     assert (status("first"), status("second")) == (401, 200)
     reading.join(20)
     assert not reading.is_alive()
-    *_, error = (json.loads(line.removeprefix("data: ")) for line in lines if "[DONE]" not in line)
+    *_, error = events_of(lines)
     assert error["error"]["code"] == "invalid_api_key" and "revoked" in error["error"]["message"]
     assert sum("error" in line for line in lines) == 1
     wait_until(lambda: bool(workers.aborted["decode"]))

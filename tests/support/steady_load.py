@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import httpx
 
 from tests.support.cluster import MODEL, Cluster
+from tests.support.sse import events_of
 
 NUM_CLIENTS = 3
 PAUSE_S = 0.1
@@ -92,8 +93,7 @@ class SteadyLoad:
                 return f"the answer ended early: {error!r}"
         if response.status_code != 200:
             return f"{response.status_code}: {text}"
-        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
-        answers = [json.loads(event) for event in events or [text]]
+        answers = list(events_of(text.splitlines())) or [json.loads(text)]
         if any("error" in answer for answer in answers):
             return text
         return [token_id for answer in answers for token_id in answer["choices"][0]["token_ids"]]

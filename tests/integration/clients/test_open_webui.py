@@ -5,13 +5,13 @@ The package itself is not installed here: it brings a database, a vector store a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.support.cluster import MODEL, Cluster
+from tests.support.sse import whole_stream
 
 KEY = "sk-webui"
 HEADERS = {
@@ -53,9 +53,7 @@ def test_a_chat_is_streamed_with_its_usage(client: httpx.Client) -> None:
     }
     with client.stream("POST", "/chat/completions", json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
-        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
+        chunks = whole_stream(answer.read().decode())
     assert "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
     assert 1 <= chunks[-1]["usage"]["completion_tokens"] <= 16
 
