@@ -1,4 +1,4 @@
-"""Runs the benchmarks one after the other and writes REPORT.md with tables and plots.
+"""Runs the benchmarks one after the other and writes REPORT.md with tables.
 
 python -m bench.all                    all that need neither a GPU nor vLLM; writes to bench/results
 python -m bench.all --quick            a few short ones, in less than five minutes; writes to bench/results/quick
@@ -11,13 +11,13 @@ import argparse
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
-from bench.support.report_page import draw, page, read_reports
+from bench.support.report_page import page, read_reports
 
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = (
@@ -48,7 +48,7 @@ def main() -> None:
         parser.error(f"unknown benchmark {', '.join(sorted(unknown))}; choose from {', '.join(BENCHMARKS)}")
     failed = {} if options.report_only else run_all(names, out, options.quick)
     reports = read_reports(out)
-    (out / "REPORT.md").write_text(page(reports, failed, draw(reports, out / "plots"), "Benchmark results"))
+    (out / "REPORT.md").write_text(page(reports, failed, "Benchmark results"))
     print(f"wrote {out / 'REPORT.md'}")
     sys.exit(1 if failed else 0)
 
@@ -56,14 +56,9 @@ def main() -> None:
 def run_all(names: list[str], out: Path, quick: bool) -> dict[str, str]:
     """Runs each benchmark with its output in NAME.log. Returns the failed ones with the reason."""
     failed: dict[str, str] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("benchmarks", total=len(names))
-        for name in names:
-            progress.update(task, description=name)
-            if reason := run(name, out, quick):
-                failed[name] = reason
-            progress.advance(task)
+    for name in track(names, "benchmarks", console=Console(stderr=True)):
+        if reason := run(name, out, quick):
+            failed[name] = reason
     return failed
 
 
@@ -78,19 +73,12 @@ def run(name: str, out: Path, quick: bool) -> str:
         except subprocess.TimeoutExpired:
             return f"not finished after {limit_s:.0f} s"
         finally:
-            stop(process)
+            process.terminate()  # it stops its servers
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_TIMEOUT_S)
+            process.kill()
+            process.wait()
     return "" if status == 0 else f"exit status {status}, see {name}.log"
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Sends SIGTERM, and SIGKILL when that does not end the process in time."""
-    if process.poll() is None:
-        process.terminate()
-        deadline = time.monotonic() + _STOP_TIMEOUT_S
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.kill()
-        process.wait()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ synthetic and seeded. --trace reads a recorded one (`deploy.planning.trace`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.planning.player import Player, TraceRequest
@@ -42,35 +41,29 @@ def bursty(rng: random.Random, duration_s: float) -> list[TraceRequest]:
     while at < duration_s:
         bursts.append((at, at + rng.uniform(0.08, 0.2) * duration_s))
         at = bursts[-1][1] + rng.uniform(0.15, 0.3) * duration_s
-    return _poisson(
-        rng,
-        duration_s,
-        2.0,
-        lambda now: 2.0 if any(begin <= now < end for begin, end in bursts) else 0.4,
-        lambda now: (1000.0, 60.0),
-    )
+
+    def rate(now: float) -> float:
+        return 2.0 if any(begin <= now < end for begin, end in bursts) else 0.4
+
+    return _poisson(rng, duration_s, 2.0, rate, lambda now: (1000.0, 60.0))
 
 
 def diurnal(rng: random.Random, duration_s: float) -> list[TraceRequest]:
     """A sine, like a compressed day."""
-    return _poisson(
-        rng,
-        duration_s,
-        2.0,
-        lambda now: 0.2 + 1.8 * 0.5 * (1 - math.cos(2 * math.pi * now / duration_s)),
-        lambda now: (1000.0, 60.0),
-    )
+
+    def rate(now: float) -> float:
+        return 0.2 + 1.8 * 0.5 * (1 - math.cos(2 * math.pi * now / duration_s))
+
+    return _poisson(rng, duration_s, 2.0, rate, lambda now: (1000.0, 60.0))
 
 
 def shifting(rng: random.Random, duration_s: float) -> list[TraceRequest]:
     """Long prompts with short answers for half of the time, then the reverse, which reverses the best ratio."""
-    return _poisson(
-        rng,
-        duration_s,
-        1.6,
-        lambda now: 1.6,
-        lambda now: (1600.0, 20.0) if now < duration_s / 2 else (250.0, 250.0),
-    )
+
+    def sizes(now: float) -> Sizes:
+        return (1600.0, 20.0) if now < duration_s / 2 else (250.0, 250.0)
+
+    return _poisson(rng, duration_s, 1.6, lambda now: 1.6, sizes)
 
 
 def _poisson(
@@ -79,7 +72,7 @@ def _poisson(
     most_per_s: float,
     rate: Callable[[float], float],
     sizes: Callable[[float], Sizes],
-) -> list[TraceRequest]:
+) -> list[TraceRequest]:  # fmt: skip
     """Draws arrivals by thinning (Lewis and Shedler, 1979) and log-normal sizes."""
     found, now = [], 0.0
     while (now := now + rng.expovariate(most_per_s)) < duration_s:
@@ -163,8 +156,7 @@ def _goodput(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.autoscale", description=__doc__.splitlines()[0])
-    add_common_options(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--trace", type=Path, default=None, help="recorded trace to play instead of the synthetic ones")
     parser.add_argument("--seed", type=int, default=1, help="seed of the synthetic traces")
     parser.add_argument("--minutes", type=float, default=10.0, help="length of the synthetic traces")

@@ -16,34 +16,26 @@ model is small but has 16 KiB of KV per token, as much as a 1 B model, so transf
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
-import random
 import statistics
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-from rich.console import Console
-from rich.table import Table
-
 from bench.kv_transfer_processes import raw_transfer_ms
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser, print_rows
 from bench.support.servers import server, tandem
-from tests.support.noise_model import ensure_noise_model
+from bench.support.stream_client import StreamClient
+from tests.support.noise_model import write_dummy_model
 from tests.support.ports import free_port
 
 LENGTHS = (256, 1024, 4096)
 CHUNK = 512
 MODEL_CONFIG: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8,
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
 }  # fmt: skip
 KV_BYTES_PER_TOKEN = 8 * 2 * 8 * 64 * 2
@@ -59,53 +51,13 @@ def cluster(connector: str) -> Iterator[str]:
     """Yields the URL of a cluster of one prefill and one decode worker with one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         model, port = Path(folder) / "model", free_port()
-        make_model(model)
+        write_dummy_model(model, **MODEL_CONFIG)
         command = tandem(
             model, port, "--load-format", "dummy", "--dtype", "bfloat16", "--kv-cache-gib", str(KV_CACHE_GIB),
             "--kv-connector", connector, "--max-num-batched-tokens", str(CHUNK), "--threads-per-worker", "1",
         )  # fmt: skip
         with server(command, port):
             yield f"http://127.0.0.1:{port}"
-
-
-def make_model(folder: Path) -> None:
-    """Writes MODEL_CONFIG and a tokenizer, for workers with `--load-format dummy`."""
-    from transformers import LlamaConfig
-
-    LlamaConfig(**MODEL_CONFIG, eos_token_id=0).save_pretrained(folder)
-    tokenizer = ensure_noise_model()
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((tokenizer / file).read_bytes())
-
-
-class StreamClient:
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=60)
-        self._rng = random.Random(1)
-
-    def stream(self, num_prompt_tokens: int, max_tokens: int) -> list[float]:
-        """Streams a new random prompt; see `stream_prompt`."""
-        return self.stream_prompt(self.random_prompt(num_prompt_tokens), max_tokens)
-
-    def random_prompt(self, num_tokens: int) -> list[int]:
-        return [self._rng.randrange(4, 2048) for _ in range(num_tokens)]
-
-    def stream_prompt(self, prompt: list[int], max_tokens: int) -> list[float]:
-        """Returns the seconds from sending to each token. Raises SystemExit on an error or too few tokens."""
-        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-        times: list[float] = []
-        started = time.perf_counter()
-        with self._http.stream("POST", "/v1/completions", json={**body, "return_token_ids": True}) as answer:
-            if answer.status_code != 200:
-                sys.exit(f"error: the server answered {answer.status_code}: {answer.read().decode()}")
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                num_tokens = sum(len(choice.get("token_ids") or ()) for choice in json.loads(line[6:])["choices"])
-                times += [time.perf_counter() - started] * num_tokens
-        if len(times) != max_tokens:
-            sys.exit(f"error: expected {max_tokens} tokens, got {len(times)}")
-        return times
 
 
 def warm_up(client: StreamClient) -> None:
@@ -168,11 +120,11 @@ def load(url: str, kind: str, stop: threading.Event) -> None:
     client = StreamClient(url)
     held = client.random_prompt(LOAD_TOKENS)
     if kind == "prefill and steps":
-        client.stream_prompt(held, 2)
+        client.complete(held, 2)
     while kind != "alone" and not stop.is_set():
         client.stream(LOAD_TOKENS, 2 if kind == "prefill and transfer" else 1)
         if kind == "prefill and steps":
-            client.stream_prompt(held, 2)
+            client.complete(held, 2)
 
 
 def aims(figures: dict[str, Any]) -> list[Aim]:
@@ -191,22 +143,9 @@ def aims(figures: dict[str, Any]) -> list[Aim]:
     return found
 
 
-def print_table(figures: dict[str, Any]) -> None:
-    table = Table("connector", "prompt", "first to second ms", "decode step", "bare last chunk", "TTFT", "its cost")
-    for connector, of_connector in figures.items():
-        for length, f in of_connector["prompts"].items():
-            columns = ("first_to_second_ms", "decode_step_ms", "bare_last_chunk_ms", "ttft_ms", "ttft_cost_ms")
-            table.add_row(connector, length, *(f"{f[column]:.1f}" for column in columns))
-    Console().print(table)
-    for connector, of_connector in figures.items():
-        gaps = of_connector["decode step ms under load"]
-        Console().print(f"{connector}: " + ", ".join(f"{kind} {value:.2f}" for kind, value in gaps.items()))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.disaggregation", description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--connectors", default="ipc,gloo", help="comma-separated (default: %(default)s)")
-    add_common_options(parser)
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     for connector in options.connectors.split(","):
@@ -217,7 +156,9 @@ def main() -> None:
                 "prompts": {str(n): measure_length(client, connector, n, 3 if options.quick else 30) for n in LENGTHS},
                 "decode step ms under load": measure_load(url, 1 if options.quick else 5),
             }
-    print_table(figures)
+    for connector, found in figures.items():
+        print_rows([{"connector": connector, "prompt": n, **row} for n, row in found["prompts"].items()])
+        print_rows([found["decode step ms under load"]])
     finish(Report.of("disaggregation", figures, aims(figures)), options.json)
 
 

@@ -8,7 +8,6 @@ equally.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -18,12 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser, print_rows
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.engine_config import EngineConfig
@@ -178,16 +175,12 @@ def aims_of(figures: dict[str, dict[str, float]]) -> list[Aim]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--model", type=Path, help="model folder (default: a Llama with 100 M random parameters)")
-    add_common_options(parser)
     arguments = parser.parse_args()
     folder = arguments.model or make_model(Path(tempfile.gettempdir()) / "tandem-bench" / "llama100m")
     figures = measure_engine(folder, repetitions=5 if arguments.quick else 40)
-    table = Table("", "median ms", "min ms", "max ms")
-    for name, values in figures.items():
-        table.add_row(name, *(f"{values[key]:.2f}" for key in ("median", "min", "max")))
-    Console().print(table)
+    print_rows([{"step": name} | {f"{key} ms": ms for key, ms in values.items()} for name, values in figures.items()])
     finish(Report.of("engine", {"milliseconds": figures}, aims_of(figures)), arguments.json)
 
 

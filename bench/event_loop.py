@@ -19,20 +19,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from bench.support.latency import Distribution
-from bench.support.poller import CONTROL, Poller
-from bench.support.report import Aim, Report, add_common_options, finish
-from bench.support.servers import MODEL, add_vllm_options, server, tandem, vllm
+from bench.support.poller import Poller, poll_row
+from bench.support.report import Aim, Report, finish, new_parser, print_rows
+from bench.support.servers import MODEL, add_vllm_options, beside_vllm
 from tests.support.noise_model import ensure_noise_model
-from tests.support.ports import free_port
 
 MAX_MODEL_LEN = 32_768
 BURSTS = ("completions", "chat", "truncated")
@@ -59,26 +57,25 @@ class BurstFigures(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.event_loop", description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--num-prompts", type=int, default=60)
     parser.add_argument("--num-tokens", type=int, default=255_000, help="tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=6, help="repetitions of each burst; one gives too few polls")
     add_vllm_options(parser)
-    add_common_options(parser)
     options = parser.parse_args()
     if options.quick:
         options.num_prompts, options.num_tokens, options.rounds = 8, 70_000, 1
-    figures: dict[str, dict[str, BurstFigures]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = stretched_noise_model(Path(folder) / "model")
-        port = free_port()
-        if options.vllm is not None:
-            command = vllm(options, "vllm_single.sh", model, port)
-            with server(command, port, {"MAX_MODEL_LEN": str(MAX_MODEL_LEN)}):
-                figures["vllm"] = asyncio.run(measure(options, port))
-        with server(tandem(model, port), port):
-            figures["tandem"] = asyncio.run(measure(options, port))
-    print_table(figures)
+        figures = beside_vllm(options, model, partial(measure, options), {"MAX_MODEL_LEN": str(MAX_MODEL_LEN)})
+    print_rows(
+        [
+            {"server": name, "burst": burst, "s": found.duration_s, "path": path, **poll_row(spread)}
+            for name, bursts in figures.items()
+            for burst, found in bursts.items()
+            for path, spread in found.poll_ms.items()
+        ]
+    )
     finish(Report.of("event_loop", msgspec.to_builtins(figures), aims(figures)), options.json)
 
 
@@ -207,17 +204,6 @@ def aims(figures: dict[str, dict[str, BurstFigures]]) -> list[Aim]:
         wanted.append(Aim.of(f"{burst}: p99 of /health, ms", health.p99, MAX_P99_MS, "lower"))
         wanted.append(Aim.of(f"{burst}: largest latency of /health, ms", health.max, MAX_LATENCY_MS, "lower"))
     return wanted
-
-
-def print_table(figures: dict[str, dict[str, BurstFigures]]) -> None:
-    table = Table("server", "burst", "s", "path", "p50 ms", "p99 ms", "max ms")
-    for name, bursts in figures.items():
-        for burst, found in bursts.items():
-            for path in ("/health", CONTROL):
-                spread = found.poll_ms[path]
-                cells = (f"{value:.2f}" for value in (spread.p50, spread.p99, spread.max))
-                table.add_row(name, burst, f"{found.duration_s:.1f}", path, *cells)
-    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ machine; it needs MOONCAKE_FOLDER (see .ci/clients.sh).
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
-import json
 import os
 import random
 import signal
@@ -33,20 +31,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 
-from bench.disaggregation import StreamClient
-from bench.support.report import Aim, Report, add_common_options, finish
-from bench.support.servers import server, tandem
+from bench.support.report import Aim, Report, finish, new_parser, print_rows
+from bench.support.servers import is_up, server, tandem
+from bench.support.stream_client import StreamClient
 from tests.support.mooncake import MooncakeStore, mooncake_environment
-from tests.support.noise_model import ensure_noise_model
+from tests.support.noise_model import write_dummy_model
 from tests.support.ports import free_port
 
 CHATS, TURNS, FIRST_TOKENS, NEW_TOKENS, OUTPUT_TOKENS = 8, 10, 600, 48, 16
 PROMPT_TOKENS, CONCURRENCY, NUM_PROMPTS, THROUGHPUT_ROUNDS = 512, 4, 12, 4
 MODEL_CONFIG: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4,
+    "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4,
     "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
 KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
@@ -60,13 +56,8 @@ RESTART_TIMEOUT_S = 120.0
 @contextmanager
 def cluster(name: str, folder: Path) -> Iterator[tuple[str, str]]:
     """Yields the URLs for clients and for operators of a cluster with the tiers `name`, one of SERVERS."""
-    from transformers import LlamaConfig
-
     model, port, admin_port = folder / "model", free_port(), free_port()
-    if not model.exists():
-        LlamaConfig(**MODEL_CONFIG, eos_token_id=0).save_pretrained(model)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (model / file).write_bytes((ensure_noise_model() / file).read_bytes())
+    write_dummy_model(model, **MODEL_CONFIG)
     flags = {
         "host": ["--kv-host-gib", "1"],
         "disk": ["--kv-disk-dir", str(folder / name), "--kv-disk-gib", "2"],
@@ -90,39 +81,18 @@ class Chats:
 
     def __init__(self, url: str, num_chats: int) -> None:
         self._client = StreamClient(url)
-        self._http = httpx.Client(base_url=url, timeout=60)
         self._histories: list[list[int]] = [[] for _ in range(num_chats)]
 
     def turn(self, number: int) -> tuple[float, int]:
         """Sends the next turn of a chat. Returns (TTFT in seconds, cached prompt tokens)."""
         history = self._histories[number]
         history += self._client.random_prompt(NEW_TOKENS if history else FIRST_TOKENS)
-        body = {
-            "model": "m", "prompt": history, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
-        }  # fmt: skip
-        ttft_s, num_cached = 0.0, 0
-        started = time.perf_counter()
-        with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            for event in _events(answer):
-                for choice in event["choices"]:
-                    ttft_s = ttft_s or time.perf_counter() - started
-                    history += choice.get("token_ids") or []
-                if usage := event.get("usage"):
-                    num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return ttft_s, num_cached
+        answer = self._client.complete(history, OUTPUT_TOKENS)
+        history += answer.token_ids
+        return answer.times_s[0], answer.num_cached
 
     def num_tokens(self, number: int) -> int:
         return len(self._histories[number])
-
-
-def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in answer.iter_lines():
-        if line.startswith("data: {"):
-            event = json.loads(line[6:])
-            if "error" in event:
-                sys.exit(f"error: {event['error']}")
-            yield event
 
 
 def measure_chats(url: str, num_turns: int) -> tuple[Chats, dict[str, float]]:
@@ -168,28 +138,18 @@ def measure_restart(chats: Chats, url: str, admin_url: str) -> dict[str, float]:
     for worker in httpx.get(f"{admin_url}/dashboard/cluster", timeout=10).json()["workers"]:
         os.kill(worker["worker"]["pid"], signal.SIGKILL)
     deadline = time.monotonic() + RESTART_TIMEOUT_S
-    while time.monotonic() < deadline:
+    while not is_up(int(url.rpartition(":")[2])) and time.monotonic() < deadline:
         time.sleep(0.5)
-        try:
-            body = {"model": "m", "prompt": "up?", "max_tokens": 2}
-            if httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200:
-                break
-        except httpx.HTTPError:
-            continue
     measure_throughput(url, 2)  # the first steps of a new process are slow
     after = statistics.mean(chats.turn(number)[0] for number in range(CHATS))
     return {"before_kill_ms": 1000 * before, "after_kill_ms": 1000 * after, "ratio": after / before}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kv_tiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     able = [name for name in SERVERS if name != "store" or "MOONCAKE_FOLDER" in os.environ]
     parser.add_argument("--servers", default=",".join(able), help="comma-separated; all that can run by default")
-    add_common_options(parser)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that stops the server
     names = options.servers.split(",")
     if unknown := set(names) - set(SERVERS):
         parser.error(f"unknown server {', '.join(sorted(unknown))}; choose from {', '.join(SERVERS)}")
@@ -212,27 +172,15 @@ def main() -> None:
     if none := figures.get("none"):
         for name, row in figures.items():
             if name in AIMS:
-                aims += [
-                    Aim.of(
-                        f"TTFT of later turns, {name} / none", row["ttft_ms"] / none["ttft_ms"], AIMS[name], "lower"
-                    ),
-                    Aim.of(
-                        f"tokens/s that no cache serves, {name} / none",
-                        row["throughput_ratio"],
-                        0.98,
-                        "higher",
-                    ),
-                ]
+                ttft, throughput = row["ttft_ms"] / none["ttft_ms"], row["throughput_ratio"]
+                aims.append(Aim.of(f"TTFT of later turns, {name} / none", ttft, AIMS[name], "lower"))
+                aims.append(Aim.of(f"tokens/s that no cache serves, {name} / none", throughput, 0.98, "higher"))
     aims += [
         Aim.of(f"TTFT after SIGKILL of all workers / before, {name}", row["ratio"], 1.1, "lower")
         for name, row in figures.items()
         if "ratio" in row
     ]
-    columns = list(dict.fromkeys(key for row in figures.values() for key in row))
-    table = Table("tier", *columns)
-    for name, row in figures.items():
-        table.add_row(name, *(f"{row[column]:.3g}" if column in row else "" for column in columns))
-    Console(width=130).print(table)
+    print_rows([{"tier": name, **row} for name, row in figures.items()])
     finish(Report.of("kv_tiers", {"pool_gib": POOL_GIB, "servers": figures}, aims), options.json)
 
 

@@ -13,18 +13,15 @@ scattered memmove or request. On one host NIXL copies from process to process; U
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 
 import msgspec
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from bench.kv_transfer_processes import BLOCK_BYTES, PrefillSide, both_sides
 from bench.kv_transfer_references import Mode, modes_of, raw_of
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser, print_rows
 from tandem.kv_transfer.registry import load_connector
 
 MIB = 2**20
@@ -87,21 +84,9 @@ def aims(figures: list[Figure]) -> list[Aim]:
     ]
 
 
-def print_table(figures: list[Figure]) -> None:
-    table = Table("connector", "pairs", "MiB", "raw GB/s", "raw scattered", "adjacent", "scattered", "CPU ms/GiB")
-    for f in figures:
-        rates = {mode: f"{rate:.2f}" for mode, rate in f.gb_per_s.items()}
-        rates |= {mode: f"{rates[mode]} ({ratio:.2f})" for mode, ratio in f.ratio.items()}
-        cells = (rates.get(mode, "") for mode in modes_of("ipc"))
-        cpu = " / ".join(f"{cpu_ms:.0f}" for cpu_ms in f.receiver_cpu_ms_per_gib.values())
-        table.add_row(f.connector, str(f.pairs), str(f.size_bytes // MIB), *cells, cpu)
-    Console(width=140).print(table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.kv_transfer", description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--connectors", default="", help="comma-separated (default: all that are installed)")
-    add_common_options(parser)
     options = parser.parse_args()
     installed = [name for name in AIMS if name == "tls" or "cpu" in load_connector(name).devices]
     connectors = options.connectors.split(",") if options.connectors else installed
@@ -116,7 +101,14 @@ def main() -> None:
         with both_sides(connector, num_pairs, max(sizes)) as side:
             num_rounds = 2 if options.quick else NUM_ROUNDS
             figures += [measure(side, connector, num_pairs, size, num_rounds) for size in sizes]
-    print_table(figures)
+    print_rows(
+        [
+            {"connector": f.connector, "pairs": f.pairs, "MiB": f.size_bytes // MIB}
+            | {f"{mode} GB/s": rate for mode, rate in f.gb_per_s.items()}
+            | {f"{mode} / raw": ratio for mode, ratio in f.ratio.items()}
+            for f in figures
+        ]
+    )
     finish(Report.of("kv_transfer", {"transfers": figures}, aims(figures)), options.json)
 
 

@@ -8,24 +8,22 @@ get a tiny Qwen2.5-VL with random weights.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from bench.support.images import chat_body, jpeg
 from bench.support.latency import Distribution
-from bench.support.poller import CONTROL, Poller
-from bench.support.report import Aim, Report, add_common_options, finish
-from bench.support.servers import add_vllm_options, server, tandem, vllm
-from tests.support.ports import free_port
+from bench.support.poller import Poller, poll_row
+from bench.support.report import Aim, Report, finish, new_parser, print_rows
+from bench.support.servers import add_vllm_options, beside_vllm
+from tests.support.served_vision_models import save_served_model
 
 NUM_WARM_UP = 8
 MAX_LATENCY_MS = 50.0
@@ -46,36 +44,30 @@ class StormFigures(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.media_storm", description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--model", type=Path, help="folder of a model that takes images")
     parser.add_argument("--num-prompts", type=int, default=400)
     parser.add_argument("--at-once", type=int, default=250)
     add_vllm_options(parser)
-    add_common_options(parser)
     options = parser.parse_args()
     if options.quick:
         options.num_prompts, options.at_once = 40, 25
     bodies = [chat_body("What is this?", jpeg(seed)) for seed in range(options.num_prompts + NUM_WARM_UP)]
-    port = free_port()
-    figures: dict[str, StormFigures] = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = options.model or tiny_vision_model(Path(folder) / "model")
-        if options.vllm is not None:
-            with server(vllm(options, "vllm_single.sh", model, port), port):
-                figures["vllm"] = asyncio.run(measure(port, bodies, options.at_once))
-        with server(tandem(model, port), port):
-            figures["tandem"] = asyncio.run(measure(port, bodies, options.at_once))
-    print_table(figures)
+        model = options.model or save_served_model("qwen2_5_vl", Path(folder) / "model")
+        figures = beside_vllm(options, model, partial(measure, bodies, options.at_once), {})
+    print_rows(
+        [
+            {"server": name, "prompts/s": found.requests_per_s, "statuses": found.statuses, "path": path}
+            | poll_row(spread)
+            for name, found in figures.items()
+            for path, spread in found.poll_ms.items()
+        ]
+    )
     finish(Report.of("media_storm", msgspec.to_builtins(figures), aims(figures)), options.json)
 
 
-def tiny_vision_model(folder: Path) -> Path:
-    from tests.support.served_vision_models import save_served_model
-
-    return save_served_model("qwen2_5_vl", folder)
-
-
-async def measure(port: int, bodies: list[bytes], at_once: int) -> StormFigures:
+async def measure(bodies: list[bytes], at_once: int, port: int) -> StormFigures:
     """Sends NUM_WARM_UP of the bodies first, then the others."""
     with Poller({"/health": port}) as poller:
         await send_all(port, bodies[:NUM_WARM_UP], at_once)
@@ -120,16 +112,6 @@ def aims(figures: dict[str, StormFigures]) -> list[Aim]:
             Aim.of("p99 of /health, Tandem / vLLM", p99, 1.0, "lower"),
         ]
     return wanted
-
-
-def print_table(figures: dict[str, StormFigures]) -> None:
-    table = Table("server", "prompts/s", "statuses", "path", "p50 ms", "p99 ms", "max ms")
-    for name, found in figures.items():
-        for path in ("/health", CONTROL):
-            spread = found.poll_ms[path]
-            cells = (f"{value:.2f}" for value in (spread.p50, spread.p99, spread.max))
-            table.add_row(name, f"{found.requests_per_s:.1f}", str(found.statuses), path, *cells)
-    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,11 +36,9 @@ from typing import Any
 import aiohttp
 import msgspec
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from bench.support.latency import RequestTrace, read_events, summarise
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, log, new_parser, print_rows
 from bench.support.servers import MODEL, server, tandem, vllm_serve
 from tests.support.ports import free_port
 from tests.support.sse import events_of
@@ -301,17 +297,6 @@ def aims(rows: Rows, cases: list[LoadCase]) -> list[Aim]:
     return found
 
 
-def print_table(lines: list[dict[str, Any]]) -> None:
-    table = Table(*lines[0])
-    for line in lines:
-        table.add_row(*(str(value) for value in line.values()), end_section=line["server"] == list(SERVERS)[-1])
-    Console(width=130).print(table)
-
-
-def log(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
 def chosen(parser: argparse.ArgumentParser, names: str, known: list[str]) -> list[str]:
     """Returns the comma-separated names in the order of `known`; all of them for an empty string."""
     asked = names.split(",") if names else known
@@ -321,9 +306,7 @@ def chosen(parser: argparse.ArgumentParser, names: str, known: list[str]) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.never_worse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--models", type=Path, required=True, help="folder with the models llama100m and tiny")
     parser.add_argument("--vllm", type=Path, help="virtual environment with vLLM; without it, vLLM does not run")
     parser.add_argument("--cases", default="", help="comma-separated; all by default")
@@ -331,9 +314,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rate", type=float, default=1.0, help="multiplies the rates of requests (default 1)")
-    add_common_options(parser)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that stops the server
     names = chosen(parser, options.cases, [case.name for case in CASES])
     cases = [case for case in CASES if case.name in names]
     known = list(SERVERS) if options.vllm is not None else [name for name in SERVERS if name != "vllm"]
@@ -353,7 +334,7 @@ def main() -> None:
         )
         if options.json is not None:
             report.write(options.json)  # after each round, so that an interrupted run leaves its figures
-    print_table(medians(rows))
+    print_rows(medians(rows))
     finish(report, options.json)
 
 

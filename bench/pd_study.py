@@ -11,17 +11,14 @@ requests per second of arrivals (Zhong et al., DistServe, OSDI 2024).
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser, print_rows
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.planning.player import Player, TraceRequest
@@ -129,13 +126,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.pd_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--shape", choices=[shape.name for shape in SHAPES], help="only this shape")
-    add_common_options(parser)
     options = parser.parse_args()
     seconds = 5.0 if options.quick else 20.0  # simulated time
     rows = []
@@ -145,10 +137,7 @@ def main() -> None:
                 rows.append(measure(shape, load, layout, seconds))
                 print(json.dumps(rows[-1]), flush=True)
     cells = summary(rows)
-    table = Table(*cells[0])
-    for line in cells:
-        table.add_row(*(str(value) for value in line.values()))
-    Console(width=130).print(table)
+    print_rows(cells)
     aims = [
         Aim.of(f"{c['shape']}, load {c['load']}: elastic / best fixed", c["elastic / best"], MIN_GOODPUT, "higher")
         for c in cells

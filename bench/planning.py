@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from bench.never_worse import (
     CASES,
@@ -39,11 +36,10 @@ from bench.never_worse import (
     LoadCase,
     LoadClient,
     chosen,
-    log,
     poisson,
 )
 from bench.support.latency import RequestTrace, summarise
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, log, new_parser, print_rows
 from bench.support.servers import server, tandem
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
@@ -178,25 +174,13 @@ def aims(rows: list[dict[str, Any]]) -> list[Aim]:
     return found
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    table = Table("layout", "case", *(f"{figure}, real / simulated" for figure in FIGURES), "largest error")
-    for row in rows:
-        cells = [f"{row[figure]:.1f} / {row[f'{figure} simulated']:.1f}" for figure in FIGURES]
-        table.add_row(row["layout"], row["case"], *cells, f"{row['error']:.0%}")
-    Console(width=130).print(table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.planning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--models", type=Path, required=True, help="folder with the models llama100m and tiny")
     parser.add_argument("--cases", default="", help="comma-separated; all by default")
     parser.add_argument("--layouts", default="", help=f"comma-separated, of {', '.join(LAYOUTS)}; all by default")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add_common_options(parser)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that stops the server
     names = chosen(parser, options.cases, [case.name for case in CASES])
     cases = [case for case in CASES if case.name in names]
     rows = []
@@ -204,7 +188,7 @@ def main() -> None:
         for model in dict.fromkeys(case.model for case in cases):
             of_model = [case for case in cases if case.model == model]
             rows += run_layout(layout, options.models / model, of_model, options)
-    print_table(rows)
+    print_rows([{name: value for name, value in row.items() if name != "worker"} for row in rows])
     finish(Report.of("planning", {"dtype": options.dtype, "rows": rows}, aims(rows)), options.json)
 
 

@@ -7,7 +7,6 @@ Hashing a prompt is measured apart: it happens once, where the prompt is tokenis
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -15,7 +14,7 @@ import typing
 from statistics import median
 from typing import Literal
 
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser
 from tandem.engine.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
@@ -98,8 +97,7 @@ def measure(num_tokens: int, spread: Spread, num_decisions: int) -> dict[str, ob
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.router_decisions", description=__doc__)
-    add_common_options(parser)
+    parser = new_parser(__doc__)
     arguments = parser.parse_args()
     rows = [
         measure(num_tokens, spread, 200 if arguments.quick else 4000)

@@ -2,9 +2,9 @@
 
     python -m bench.scale [--workers N --proxies N --seconds S] [--quick] [--json FILE]
 
-Half of the workers compute prompts, half decode. Requests arrive as a Poisson process at random proxies, for `--load`
-of what the prefill workers can compute. After a third of the time a zone fails: every fourth worker is killed at one
-instant. From half of the time on, workers are drained and restarted one after the other.
+Half of the workers compute prompts, half decode. Requests arrive as a Poisson process, at each proxy in turn, for
+`--load` of what the prefill workers can compute. After a third of the time a zone fails: every fourth worker is killed
+at one instant. From half of the time on, workers are drained and restarted one after the other.
 
 CPU times are those of the thread while it runs the callbacks of a process, by what caused the callback: the message
 that arrived, or else the first that was sent. Encoding is included. They contain the simulator's sockets instead of
@@ -22,28 +22,19 @@ import random
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
-from bench.support.report import Report, add_common_options, finish
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
-from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
+from bench.support.report import Report, finish, new_parser
+from tandem.deploy.planning.player import Player, TraceRequest, spread_ms
 from tandem.proxy.cluster.router import Router
-from tandem.proxy.dispatch.sequence import DispatchedSequence
-from tandem.proxy.text.prompt import Prompt
-from tandem.runtime.errors import TandemError
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.engine import StepTimes
 from tandem.simulator.network import Connection
-from tandem.simulator.processes import SimulatedProxy
-from tandem.simulator.run import hidden_logs, seeded_ids
 from tandem.simulator.scenario import ClusterShape, cluster_config
-from tandem.simulator.timeline import ProcessLoop, Timeline
+from tandem.simulator.timeline import ProcessLoop
 
 STEP_TIMES = StepTimes(fixed_s=0.02, per_prompt_token_s=0.01, per_sequence_s=0.002)
 """A prompt takes 0.2 to 0.6 s, as prompts of some thousand tokens do on a large model."""
@@ -111,181 +102,90 @@ def _tag(encoded: bytes) -> str:
     return encoded[at + 1 : at + 1 + size].decode()
 
 
-@dataclass
-class Load:
-    """Clients of all proxies. outcomes: ended requests by what they came to."""
-
-    cluster: SimulatedCluster
-    rng: random.Random
-    requests_per_s: float
-    outcomes: Counter[str] = field(default_factory=Counter)
-    ttfts_s: list[float] = field(default_factory=list)
-    num_sent: int = 0
-    is_over: bool = False
-
-    def begin(self) -> None:
-        self.cluster.world.call_later(self.rng.expovariate(self.requests_per_s), self._next)
-
-    def _next(self) -> None:
-        if self.is_over:
-            return
-        self.begin()
-        proxy = self.rng.choice(list(self.cluster.proxies.values()))
-        token_ids = [self.rng.randrange(1, 50_000) for _ in range(self.rng.randint(MIN_PROMPT, MAX_PROMPT))]
-        packed = pack_token_ids(token_ids)
-        hashes = pack_short_hashes(BlockHasher(proxy.block_size, "simulated").prompt_hashes(packed))
-        self.num_sent += 1
-        proxy.loop.call_soon(self._start, proxy, Prompt(packed, len(token_ids), prefix_hashes=hashes))
-
-    def _start(self, proxy: SimulatedProxy, prompt: Prompt) -> None:
-        sent_at, has_begun = proxy.loop.time(), False
-
-        def on_ready(sequence: DispatchedSequence) -> None:
-            nonlocal has_begun
-            try:
-                delta = proxy.dispatcher.take(sequence)
-            except TandemError as error:
-                self.outcomes[error.code] += 1
-                proxy.dispatcher.drop(sequence)
-                return
-            if delta is None:
-                return
-            if not has_begun and delta.tokens:
-                has_begun = True
-                self.ttfts_s.append(proxy.loop.time() - sent_at)
-            if delta.finish_reason is not None:
-                self.outcomes["finished"] += 1
-                proxy.dispatcher.drop(sequence)
-
-        def later(sequence: DispatchedSequence) -> None:
-            proxy.loop.call_soon(on_ready, sequence)
-
-        proxy.dispatcher.start(
-            prompt, [SamplingParams(temperature=0.0)], StopConditions(NUM_OUTPUT), 600.0,
-            later,
-        )  # fmt: skip
+def arrivals(rng: random.Random, per_s: float, seconds: float) -> list[TraceRequest]:
+    found, at = [], rng.expovariate(per_s)
+    while at < seconds:
+        found.append(TraceRequest(at, rng.randint(MIN_PROMPT, MAX_PROMPT), NUM_OUTPUT))
+        at += rng.expovariate(per_s)
+    return found
 
 
 @contextmanager
-def ideal_decisions(cluster: Callable[[], SimulatedCluster]) -> Iterator[None]:
+def ideal_decisions(cluster: SimulatedCluster) -> Iterator[None]:
     """Lets routers see the load of each worker at the moment of each decision."""
     pick = Router.pick
 
     def informed(router: Router, *arguments: Any) -> Any:
-        proxy = next(each for each in cluster().proxies.values() if each.router is router)
+        proxy = next(each for each in cluster.proxies.values() if each.router is router)
         for record in {id(r): r for r in proxy.table.prefill_workers + proxy.table.decode_workers}.values():
-            record.use.on_report(cluster().workers[record.worker.worker_id].worker._load())
+            record.use.on_report(cluster.workers[record.worker.worker_id].worker._load())
         return pick(router, *arguments)
 
     with patch.object(Router, "pick", informed):
         yield
 
 
-def run(
-    num_workers: int, num_proxies: int, seconds: float, load_share: float, has_faults: bool, is_ideal: bool = False
-) -> dict[str, Any]:
+class Faults:
+    """A zone that fails after a third of the time, and a rolling restart from half of it on."""
+
+    def __init__(self, player: Player, seconds: float) -> None:
+        self._player, world = player, player.cluster.world
+        self.lost_at, self.whole_at = seconds / 3, math.inf
+        world.call_later(self.lost_at, self._lose_a_zone)
+        for number, name in enumerate(player.cluster.workers):
+            at = seconds / 2 + number * seconds / 2 / len(player.cluster.workers)
+            world.call_later(at, lambda name=name: player.cluster.launcher.launcher.restart(name))
+
+    def _lose_a_zone(self) -> None:
+        for worker in list(self._player.cluster.workers.values())[::4]:
+            worker.exit()
+        self._player.cluster.world.call_later(0.25, self._look)
+
+    def _look(self) -> None:
+        """Notes when the cluster is whole again."""
+        if self._player.cluster.not_whole() is None:
+            self.whole_at = self._player.now
+        else:
+            self._player.cluster.world.call_later(0.25, self._look)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of one cluster."""
-    rng = random.Random(f"scale {num_workers} {num_proxies}")
-    num_prefill = num_workers // 2
-    config = cluster_config(prefill=num_prefill, decode=num_workers - num_prefill, proxies=num_proxies)
+    rng = random.Random(f"scale {options.workers} {options.proxies}")
+    num_prefill = options.workers // 2
+    config = cluster_config(prefill=num_prefill, decode=options.workers - num_prefill, proxies=options.proxies)
     shape = ClusterShape(config, num_blocks=64, step_times=STEP_TIMES, keeps_kv=False)
-    meter, problems = Meter(), Counter[str]()
-    timeline = Timeline(rng, lambda name, error: problems.update([f"{type(error).__name__}: {error}"]))
-    rss_before = _rss_mib()
-    with hidden_logs(), seeded_ids(rng), meter.installed(), ExitStack() as stack:
-        cluster = SimulatedCluster(
-            shape, timeline, rng, lambda rule, details: problems.update([rule]), lambda line: None
-        )
-        if is_ideal:
-            stack.enter_context(ideal_decisions(lambda: cluster))
-        started = time.monotonic()
-        ready_at = _run_until_whole(cluster, timeline, num_workers, START_LIMIT_S)
-        figures: dict[str, Any] = {
-            "workers": num_workers,
-            "proxies": num_proxies,
-            "router": "ideal" if is_ideal else "reports",
-            "faults": has_faults,
-            "start": {
-                "virtual_s": round(ready_at, 2),
-                "real_s": round(time.monotonic() - started, 1),
-                **_totals(meter),
-            },
-        }
+    trace = arrivals(rng, options.load * num_prefill / MEAN_PROMPT_S, options.seconds)
+    meter, rss_before, started = Meter(), _rss_mib(), time.monotonic()
+    with meter.installed(), ExitStack() as stack:
+        player = Player(trace, shape)
+        if options.ideal:
+            stack.enter_context(ideal_decisions(player.cluster))
+        start = {"real_s": round(time.monotonic() - started, 1), **_totals(meter)}
         gc.collect()
         gc.freeze()
-        figures["start"]["rss_mib"] = round(_rss_mib() - rss_before)
+        start["rss_mib"] = round(_rss_mib() - rss_before)
         meter.clear()
-        begun, real = timeline.now, time.monotonic()
-        load = Load(cluster, rng, load_share * num_prefill / MEAN_PROMPT_S)
-        cluster.world.call_soon(load.begin)
-        if has_faults:
-            figures["zone_loss"] = _with_faults(cluster, timeline, load, begun, seconds, num_workers)
-        else:
-            timeline.run(lambda: False, begun + seconds)
-        load.is_over = True
-        timeline.run(lambda: sum(load.outcomes.values()) >= load.num_sent, timeline.now + 120.0)
-        virtual_s = timeline.now - begun
-        figures |= {
-            "virtual_s": round(virtual_s, 1),
-            "real_s": round(time.monotonic() - real, 1),
-            "requests": load.num_sent,
-            "outcomes": dict(load.outcomes) | {"unfinished": load.num_sent - sum(load.outcomes.values())},
-            "ttft_ms": _percentiles(load.ttfts_s),
-            "problems": dict(problems),
-            "rss_mib": round(_rss_mib() - rss_before),
-            **_totals(meter),
-            **_costs(meter, load.num_sent, virtual_s, num_workers, num_proxies),
-        }
-        for loop in timeline.loops:
-            loop.discard()
-    return figures
-
-
-def _with_faults(
-    cluster: SimulatedCluster, timeline: Timeline, load: Load, begun: float, seconds: float, num_workers: int
-) -> dict[str, Any]:
-    timeline.run(lambda: False, begun + seconds / 3)
-    zone = list(cluster.workers.values())[::4]
-    num_before, killed_at = len(load.ttfts_s), timeline.now
-    for worker in zone:
-        cluster.world.call_soon(worker.exit)
-    whole_at = _run_until_whole(cluster, timeline, num_workers, begun + seconds / 2)
-    num_after = len(load.ttfts_s)
-    timeline.run(lambda: False, begun + seconds / 2)
-    interval_s = seconds / 2 / num_workers
-    for number, name in enumerate(cluster.workers):
-        cluster.world.call_later(number * interval_s, cluster.launcher.launcher.restart, name)
-    timeline.run(lambda: False, begun + seconds)
-    return {
-        "workers": len(zone),
-        "whole_again_s": round(whole_at - killed_at, 2),
-        "ttft_ms_meanwhile": _percentiles(load.ttfts_s[num_before:num_after]),
+        faults, real = None if options.no_faults else Faults(player, options.seconds), time.monotonic()
+        played = player.play()
+    figures = {
+        "workers": options.workers,
+        "proxies": options.proxies,
+        "router": "ideal" if options.ideal else "reports",
+        "start": start,
+        "virtual_s": round(player.now, 1),
+        "real_s": round(time.monotonic() - real, 1),
+        **played.summary(),
+        "rss_mib": round(_rss_mib() - rss_before),
+        **_totals(meter),
+        **_costs(meter, player.now, options.workers, options.proxies),
     }
-
-
-def _run_until_whole(cluster: SimulatedCluster, timeline: Timeline, num_workers: int, deadline: float) -> float:
-    """Runs until all proxies know all workers and their pairs. Returns the time."""
-
-    def is_whole() -> bool:
-        return len(cluster.proxies) > 0 and all(
-            not proxy.loop.is_dead and hasattr(proxy, "table")
-            and len(proxy.table.prefill_workers + proxy.table.decode_workers) == num_workers
-            and proxy.table.paired_prefill_workers and proxy.table.pair_trouble() is None
-            and all(record.decode_peers for record in proxy.table.prefill_workers)
-            for proxy in cluster.proxies.values()
-        )  # fmt: skip
-
-    while timeline.now < deadline:
-        timeline.run(lambda: False, timeline.now + 0.25)
-        if is_whole():
-            return timeline.now
-    return math.inf
-
-
-def _percentiles(times_s: list[float]) -> dict[str, float]:
-    ordered = sorted(times_s) or [math.nan]
-    picked = {"mean": mean(ordered), "p50": ordered[len(ordered) // 2], "p99": ordered[int(0.99 * len(ordered))]}
-    return {name: round(1000 * value, 1) for name, value in picked.items()}
+    if faults is not None:
+        meanwhile = [each.ttft_s for each in played.served if faults.lost_at < each.sent_at < faults.whole_at]
+        figures["zone_loss"] = {
+            "whole_again_s": round(faults.whole_at - faults.lost_at, 2), "ttft_ms_meanwhile": spread_ms(meanwhile)
+        }  # fmt: skip
+    return figures
 
 
 def _totals(meter: Meter) -> dict[str, Any]:
@@ -300,30 +200,18 @@ _CONTROL = {
     "WorkerStatus", "ClusterView", "RegisterWorker", "WorkerLeft", "WorkerExited", "sends WorkerStatus",
     "sends ClusterView", "sends RegisterWorker", "sends WorkerLeft",
 }  # fmt: skip
-_REQUESTS = {
-    "StartPrefill", "PrepareDecode", "AbortAttempt", "AbortAllAttempts", "FirstToken", "DecodeReserved", "TokenBatch",
-    "AttemptFailed", "AttemptPreempted", "ReserveKV", "KVReserved", "KVRefused", "ShipKV", "FinishTransfer",
-    "CloseTransfer",
-}  # fmt: skip
-_REQUEST_CALLBACKS = ("Load.", "SimulatedEngine.", "KVTraffic.", "Sender.", "Receiver.")
 
 
-def _costs(meter: Meter, num_requests: int, virtual_s: float, num_workers: int, num_proxies: int) -> dict[str, Any]:
-    """Returns CPU time by process kind: per request, per report, and as a share of a core."""
+def _costs(meter: Meter, virtual_s: float, num_workers: int, num_proxies: int) -> dict[str, Any]:
+    """Returns CPU time by process kind: per report, and as a share of a core."""
     costs: dict[str, Any] = {}
     for kind, number in (("proxy", num_proxies), ("worker", num_workers)):
         by_cause = {cause: seconds for (each, cause), seconds in meter.cpu_s.items() if each == kind}
         control_s = sum(seconds for cause, seconds in by_cause.items() if cause in _CONTROL)
-        request_s = sum(
-            seconds
-            for cause, seconds in by_cause.items()
-            if cause.removeprefix("sends ") in _REQUESTS or cause.startswith(_REQUEST_CALLBACKS)
-        )
         num_reports = max(1, meter.num_messages["WorkerStatus"])
         costs[kind] = {
             "core_share": round(sum(by_cause.values()) / virtual_s / number, 4),
             "control_core_share": round(control_s / virtual_s / number, 4),
-            "us_per_request": round(1e6 * request_s / max(1, num_requests), 1),
             "us_per_report": round(1e6 * control_s / num_reports, 1),
             "by_cause": {
                 cause: [meter.num_callbacks[kind, cause], round(seconds, 3)]
@@ -343,8 +231,7 @@ def _rss_mib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.scale", description=__doc__)
-    add_common_options(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--workers", type=int, default=256)
     parser.add_argument("--proxies", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="virtual time under load")
@@ -354,14 +241,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.workers, arguments.proxies, arguments.seconds = 16, 2, 20.0
-    figures = run(
-        arguments.workers,
-        arguments.proxies,
-        arguments.seconds,
-        arguments.load,
-        not arguments.no_faults,
-        arguments.ideal,
-    )
+    figures = run(arguments)
     print(json.dumps(figures, indent=1))
     finish(Report.of("scale", {"runs": [figures]}), arguments.json)
 

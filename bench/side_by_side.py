@@ -13,22 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.support.processes import family_cpu_s
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, log, new_parser, print_rows
 from bench.support.servers import add_vllm_options, complete, server, tandem, vllm
+from tests.support.processes import family_cpu_s
 
 CLIENT_TIMEOUT_S = 240.0
 WARM_UP_REQUESTS = 8
@@ -38,7 +32,7 @@ FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "p99_it
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.side_by_side", description=__doc__)
+    parser = new_parser(__doc__)
     add_vllm_options(parser, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rates", default="2,4", help="requests per second, comma-separated")
@@ -46,11 +40,9 @@ def main() -> None:
     parser.add_argument("--burst", type=int, metavar="N", help="send N requests at once instead of --rates")
     parser.add_argument("--port", type=int, default=8310)
     parser.add_argument("--kept", type=Path, help="figures file; servers in it do not run again")
-    add_common_options(parser)
     options = parser.parse_args()
     if options.quick:
         options.num_prompts = 8
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that stops the server
     rates = [float(rate) for rate in options.rates.split(",")]
     commands = {
         "vllm_pd": vllm(options, "vllm_pd.sh", options.model, options.port),
@@ -73,11 +65,15 @@ def main() -> None:
             figures[name] = bursts(options, name, pid) if options.burst else rated(options, name, rates)
         if options.kept is not None:
             options.kept.write_text(json.dumps(figures))
-    print_table(figures)
-    if options.burst:
-        finish(Report.of("side_by_side", figures, burst_aims(figures)), options.json)
-    else:
-        finish(Report.of("side_by_side", figures, aims(figures)), options.json)
+    print_rows(
+        [
+            {"server": name, "requests/s": rate, **values}
+            for name, by_rate in figures.items()
+            for rate, values in by_rate.items()
+        ]
+    )
+    reached = burst_aims(figures) if options.burst else aims(figures)
+    finish(Report.of("side_by_side", figures, reached), options.json)
 
 
 def rated(options: argparse.Namespace, name: str, rates: list[float]) -> dict[str, Any]:
@@ -101,10 +97,6 @@ def bursts(options: argparse.Namespace, name: str, pid: int) -> dict[str, Any]:
         measured["cpu_ms_per_token"] = round((family_cpu_s(pid) - before) * 1e3 / (options.burst * BURST_TOKENS), 3)
         figures[f"burst {number}"] = measured
     return figures
-
-
-def log(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def load(
@@ -166,15 +158,6 @@ def burst_aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
         Aim.of("output tokens/s, all at once, Tandem / one vLLM", ratio_of("output_throughput"), 2.0, "higher"),
         Aim.of("CPU time per output token, Tandem / one vLLM", ratio_of("cpu_ms_per_token"), 0.5, "lower"),
     ]
-
-
-def print_table(figures: dict[str, dict[str, Any]]) -> None:
-    columns = list(next(iter(next(iter(figures.values())).values())))
-    table = Table("server", "requests/s", *columns)
-    for server_name, by_rate in figures.items():
-        for rate, values in by_rate.items():
-            table.add_row(server_name, rate, *(f"{values[name]:.2f}" for name in columns))
-    Console(width=150).print(table)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Two models: the demo, and one with a checkpoint of 1 GB (--checkpoint-gb), whose
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import shutil
@@ -20,17 +19,15 @@ from pathlib import Path
 
 import httpx
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from bench.support.processes import family_cpu_s
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser, print_rows
 from bench.support.servers import tandem as tandem_command
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.supervisor import STABLE_AFTER_S
 from tandem.protocol.messages.membership import StatusReport
 from tests.support.ports import free_port
+from tests.support.processes import family_cpu_s
 
 TIMEOUT_S = 120.0
 POLL_S = 0.02
@@ -154,12 +151,10 @@ def is_healthy(port: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_common_options(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--checkpoint-gb", type=float, default=1.0, help="size of the large model; 0: the demo only")
     options = parser.parse_args()
     figures: dict[str, dict[str, float]] = {}
-    table = Table("model", "layout", "case", "wall s", "CPU s", title="starting")
     layouts = dict(list(LAYOUTS.items())[:1]) if options.quick else LAYOUTS
     with tempfile.TemporaryDirectory(prefix="tandem-startup-") as folder:
         models = {"demo": DEMO_MODEL}
@@ -174,9 +169,7 @@ def main() -> None:
                     for case, times in found.items()
                     for clock, value in zip(("wall s", "CPU s"), times, strict=True)
                 }
-                for case, (wall_s, cpu_s) in found.items():
-                    table.add_row(model, layout, case, f"{wall_s:.2f}", f"{cpu_s:.1f}")
-    Console().print(table)
+    print_rows([{"start of": name, **times} for name, times in figures.items()])
     finish(Report.of("startup", figures, aims_of(figures)), options.json)
 
 

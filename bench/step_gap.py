@@ -1,6 +1,6 @@
 """How long a device waits for the host between decode steps, with steps that overlap and without.
 
-    python -m bench.step_gap [--quick]
+    python -m bench.step_gap [--quick] [--json FILE]
 
 The scheduler, the step loop and the engine thread are real, and so is what the host computes of a step: indices and
 sampling parameters. The device is simulated: a step takes 5 ms of sleep. Copies, kernel launches, sockets and the
@@ -9,14 +9,13 @@ router's messages are missing, so a real gap without overlap is longer.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from bench.support.report import Report, finish, new_parser, print_rows
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.cuda.step_tensors import flat_on_host
@@ -87,17 +86,16 @@ def measure(num_sequences: int, num_tokens: int, sampling: SamplingParams, overl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    num_tokens = 60 if parser.parse_args().quick else 150
-    columns = ("sampling", "sequences", "ms a step", "with overlap", "gap ms", "with overlap")
-    table = Table(*columns, title="decode steps of 5 ms")
+    options = new_parser(__doc__).parse_args()
+    rows: list[dict[str, Any]] = []
     for name, sampling in SAMPLINGS.items():
         for num_sequences in (1, 16, 64, 256):
-            found = [measure(num_sequences, num_tokens, sampling, overlaps) for overlaps in (False, True)]
-            gaps = [ms - 1000 * STEP_S for ms in found]
-            table.add_row(name, str(num_sequences), *(f"{ms:.2f}" for ms in (*found, *gaps)))
-    Console(width=100).print(table)
+            rows.append({"sampling": name, "sequences": num_sequences})
+            for how, overlaps in (("without overlap", False), ("with overlap", True)):
+                ms = measure(num_sequences, 60 if options.quick else 150, sampling, overlaps)
+                rows[-1] |= {f"ms a step, {how}": ms, f"gap ms, {how}": ms - 1000 * STEP_S}
+    print_rows(rows)
+    finish(Report.of("step_gap", {"rows": rows}), options.json)
 
 
 if __name__ == "__main__":

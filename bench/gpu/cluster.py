@@ -15,30 +15,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
-
 from bench.gpu.engine import LLAMA_8B, SMALL
 from bench.gpu.part import Part
 from bench.gpu.served import served
 from bench.support.servers import MODEL
-from tests.support.noise_model import ensure_noise_model
+from tests.support.noise_model import ensure_noise_model, write_dummy_model
 
 CONFIGURATIONS = {"cluster": ("--prefill", "1", "--decode", "1"), "one engine": ("--workers", "1")}
 RATES = (4, 16, 32)
 LOAD_LIMIT_S = 20
-
-
-def new_model(folder: Path, shape: dict[str, Any]) -> Path:
-    """Writes a config and a tokenizer; the workers make the weights."""
-    tokenizer = ensure_noise_model()
-    # Tokens that the tokenizer does not know have no text, and clients would not see them.
-    vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
-    LlamaConfig(
-        **shape | {"vocab_size": vocab_size}, eos_token_id=0, architectures=["LlamaForCausalLM"]
-    ).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((tokenizer / file).read_bytes())
-    return folder
 
 
 def load(port: int, rate: int, input_len: int, run_time_s: int, scratch: Path) -> dict[str, Any]:
@@ -65,7 +50,7 @@ def main() -> None:
         flags += ["--dtype", "bfloat16", "--kv-cache-gib", "8", "--max-num-seqs", "64"]
     with tempfile.TemporaryDirectory() as folder:
         shape = LLAMA_8B if not (part.quick or is_tiny) else SMALL
-        model = ensure_noise_model() if is_tiny else new_model(Path(folder), shape)
+        model = ensure_noise_model() if is_tiny else write_dummy_model(Path(folder), **shape)
         for name, roles in CONFIGURATIONS.items():
             with part.case(f"{name} starts and ends"), served(part, model, *roles, *flags) as port:
                 for rate in (2,) if is_tiny else RATES:

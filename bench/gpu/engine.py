@@ -2,7 +2,7 @@
 
     python -m bench.gpu.engine [--device cpu] [--quick] [--json FILE]
 
-Decode is compared with the memory bandwidth, prefill with the matrix rate (`bench.gpu.roofline`). Decode steps run with
+Decode is compared with the memory bandwidth, prefill with the matrix rate (`tools.roofline`). Decode steps run with
 each attention backend, with and without CUDA graphs, for several batch sizes, and must choose the same tokens. The
 model has the shape of Llama 3.1 8B (or a small one with --quick) and random weights, made on the device.
 """
@@ -24,9 +24,7 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig
 
-from bench.gpu import roofline
 from bench.gpu.part import Part
-from bench.gpu.roofline import Gpu, Model, Precision
 from bench.gpu.step_profile import profile_steps
 from tandem.engine import model_runner
 from tandem.engine.attention.plain import PlainAttention
@@ -37,6 +35,8 @@ from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.generation import SamplingParams
+from tools import roofline
+from tools.roofline import Gpu, Model, Precision
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

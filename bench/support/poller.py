@@ -20,6 +20,11 @@ _CONTROL_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 _spawn = multiprocessing.get_context("spawn")  # a forked child would inherit locks and sockets
 
 
+def poll_row(spread: Distribution) -> dict[str, float]:
+    """Returns the columns of a table of latencies."""
+    return {"p50 ms": spread.p50, "p99 ms": spread.p99, "max ms": spread.max}
+
+
 class Poller:
     """Context manager that polls each path, and the control server, between `begin` and `end`."""
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -114,9 +117,37 @@ def _lines(file: str) -> list[str]:
         return []
 
 
-def add_common_options(parser: argparse.ArgumentParser) -> None:
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Makes a benchmark's parser. SIGTERM ends the process by SystemExit, so that servers are stopped."""
+    spec = sys.modules["__main__"].__spec__
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {spec.name}" if spec else None,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="short run that only shows that the benchmark works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    return parser
+
+
+def log(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints a table with a column for each key of any row. Numbers have three digits, or all before the point."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(_cell(row.get(column, "")) for column in columns))
+    Console(width=150).print(table)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
 
 
 def finish(report: Report, file: Path | None) -> None:

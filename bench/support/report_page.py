@@ -1,4 +1,4 @@
-"""Makes one Markdown page, with plots, from the JSON reports of all benchmarks."""
+"""Makes one Markdown page from the JSON reports of all benchmarks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ import msgspec
 
 from bench.support.report import Report
 
-MAX_AIMS_PLOTTED = 24
 
-
-def page(reports: dict[str, Report], failed: dict[str, str], plots: dict[str, str], title: str) -> str:
-    """Returns Markdown.
-
-    `reports` and `plots` (paths relative to the page) are by file name, `failed` maps a benchmark to its error.
-    """
+def page(reports: dict[str, Report], failed: dict[str, str], title: str) -> str:
+    """Returns Markdown. `reports` are by file name, `failed` maps a benchmark to its error."""
     lines = [
         f"# {title}",
         "",
@@ -33,8 +28,6 @@ def page(reports: dict[str, Report], failed: dict[str, str], plots: dict[str, st
     for name, report in reports.items():
         lines += ["", f"## {name}", ""]
         lines += [f"Machine: {_listed(report.machine)}. Versions: {_listed(report.versions)}.", ""]
-        if name in plots:
-            lines += [f"![{name}]({plots[name]})", ""]
         if not report.aims:
             lines.append(f"No aims; see the figures in `{name}.json`.")
             continue
@@ -58,41 +51,3 @@ def read_reports(folder: Path) -> dict[str, Report]:
         except msgspec.ValidationError as error:
             raise SystemExit(f"{file} is not a benchmark report: {error}") from error
     return found
-
-
-def draw(reports: dict[str, Report], folder: Path) -> dict[str, str]:
-    """Draws the aims of each report. Returns plot paths relative to the parent of `folder`, by report."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    for name, report in reports.items():
-        if report.aims:
-            figure = _draw_aims(plt, report)
-            figure.savefig(folder / f"{name}.png", dpi=100, bbox_inches="tight")
-            plt.close(figure)
-            drawn[name] = f"{folder.name}/{name}.png"
-    return drawn
-
-
-def _draw_aims(plt: Any, report: Report) -> Any:
-    """Draws the ratio of each value to its aim, for the worst MAX_AIMS_PLOTTED; left of the line is better."""
-    ratios = [_ratio_to_aim(aim.value, aim.aim, aim.better) for aim in report.aims]
-    worst = sorted(range(len(ratios)), key=lambda i: -ratios[i])[:MAX_AIMS_PLOTTED]
-    shown = [(report.aims[i], ratios[i]) for i in sorted(worst)]
-    figure, axes = plt.subplots(figsize=(9, 0.6 + 0.3 * len(shown)))
-    colors = ["#0b7f6b" if aim.met else "#c3312b" for aim, _ in shown]
-    axes.barh([aim.name for aim, _ in shown], [ratio for _, ratio in shown], color=colors)
-    axes.axvline(1.0, color="#5d636f", linewidth=1)
-    axes.invert_yaxis()
-    axes.set_xlabel("value / aim (aim / value where higher is better); 1 or less meets the aim")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def _ratio_to_aim(value: float, aim: float, better: str) -> float:
-    over, under = (value, aim) if better == "lower" else (aim, value)
-    return min(5.0, over / under) if under else (5.0 if over else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -13,8 +14,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.support.ports import free_port
+
+F = TypeVar("F")
 
 START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0
@@ -59,6 +65,19 @@ def vllm_serve(venv: Path, model: Path, port: int, dtype: str = "bfloat16") -> t
         "DO_NOT_TRACK": "1",
     }
     return command, env
+
+
+def beside_vllm(
+    options: argparse.Namespace, model: Path, measure: Callable[[int], Coroutine[Any, Any, F]], env: dict[str, str]
+) -> dict[str, F]:
+    """Measures Tandem, and vLLM with `env` if --vllm is given, both on the same port with default settings."""
+    port, figures = free_port(), {}
+    if options.vllm is not None:
+        with server(vllm(options, "vllm_single.sh", model, port), port, env):
+            figures["vllm"] = asyncio.run(measure(port))
+    with server(tandem(model, port), port):
+        figures["tandem"] = asyncio.run(measure(port))
+    return figures
 
 
 @contextlib.contextmanager

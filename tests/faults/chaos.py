@@ -10,7 +10,6 @@ At the end all blocks must be free, and no process may have leaked memory, descr
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -22,8 +21,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.support.processes import ProcessMemory, cluster_memory
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser
 from tests.faults.chaos_clients import ChaosQuestion, Clients, make_questions
 from tests.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
 from tests.faults.leaks import Footprint, shared_memory
@@ -31,6 +29,7 @@ from tests.faults.reference_model import ReferenceModel
 from tests.faults.streams import wait_until
 from tests.support.cluster import Cluster
 from tests.support.noise_model import ensure_noise_model
+from tests.support.processes import ProcessMemory, cluster_memory
 
 LOAD = 0.8
 NUM_AT_ONCE = 12
@@ -130,11 +129,10 @@ def max_growth(before: dict[str, ProcessMemory], after: dict[str, ProcessMemory]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.chaos", description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--change-roles", action="store_true")
-    add_common_options(parser)
     arguments = parser.parse_args()
     seconds = 60.0 if arguments.quick else 60 * arguments.minutes
     shared_before = shared_memory()

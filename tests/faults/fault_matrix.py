@@ -10,7 +10,6 @@ takes images; requests have an image where the media cache is hit. `tests.faults
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser
 from tests.faults.matrix import Case, Layout, Matrix, Result, all_cases, matrix
 
 QUICK = (
@@ -77,7 +76,7 @@ def figures(results: list[Result]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.fault_matrix", description=__doc__)
+    parser = new_parser(__doc__)
     for name in ("role", "fault", "phase"):
         choices = dict.fromkeys(getattr(case, name) for case in all_cases("fixed"))
         parser.add_argument(f"--{name}", choices=list(choices), help="run only these cases")
@@ -85,7 +84,6 @@ def main() -> None:
     parser.add_argument(
         "--layout", choices=get_args(Layout), default="fixed", help="two workers of each role, or two elastic ones"
     )
-    add_common_options(parser)
     options = parser.parse_args()
     cases = [
         case

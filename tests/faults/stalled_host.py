@@ -9,7 +9,6 @@ after which a proxy takes a worker as lost. Nothing exits, so whatever is lost o
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -24,7 +23,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser
 from tests.support.cluster import MODEL, Cluster
 
 NUM_BURNERS = 4 * min(2, os.cpu_count() or 1)
@@ -106,10 +105,9 @@ async def disturb(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.stalled_host", description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=7)
-    add_common_options(parser)
     arguments = parser.parse_args()
     seconds = 60.0 if arguments.quick else 60 * arguments.minutes
     with Cluster(*OPTIONS, start_timeout_s=240) as cluster, ExitStack() as burners:

@@ -8,7 +8,6 @@ the question's number as seed. With --during chaos: greedy in float32 while work
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import threading
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser
 from tandem.deploy.demo_model import DEMO_MODEL
 from tests.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
 from tests.support.cluster import Cluster
@@ -37,11 +36,10 @@ GREEDY, WARM = 0.0, 0.7
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.integration.exam", description=__doc__.partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="model folder")
     parser.add_argument("--during", choices=["chaos"], help="inject faults meanwhile")
     parser.add_argument("--url", help="only ask this running server, greedy and at temperature 0.7")
-    add_common_options(parser)
     options = parser.parse_args()
     questions = exam()[:: 10 if options.quick else 1]
     if options.url:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tandem.deploy.processes.runtime_dir import cache_dir
 from tandem.runtime.errors import InternalError
@@ -39,6 +40,18 @@ def ensure_noise_model() -> Path:
         except OSError:
             if not (folder / "config.json").exists():
                 raise
+    return folder
+
+
+def write_dummy_model(folder: Path, **shape: Any) -> Path:
+    """Writes the config of a Llama of any shape and the noise model's tokeniser, for `--load-format dummy`."""
+    from transformers import LlamaConfig
+
+    # Tokens that the tokeniser does not know have no text, and clients would not see them.
+    settings = {**shape, "vocab_size": VOCAB_SIZE, "eos_token_id": 0, "architectures": ["LlamaForCausalLM"]}
+    LlamaConfig(**settings).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ensure_noise_model() / file, folder)
     return folder
 
 

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from bench.support.processes import num_descriptors
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.media_segment import write_segment
 from tandem.protocol.messages.media_cache import (
@@ -27,6 +26,7 @@ from tandem.protocol.messages.media_cache import (
 )
 from tandem.protocol.sockets import new_context
 from tests.security.fuzzing.fuzz_messages import MessageFuzzer, sender
+from tests.support.processes import num_descriptors
 
 _ROUND = 500
 _CAPACITY_BYTES = 64 << 20

@@ -8,7 +8,6 @@ block, request, descriptor or memory may have leaked. The seed determines the in
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -26,8 +25,7 @@ import msgspec
 import uvloop
 import zmq
 
-from bench.support.processes import num_descriptors, process_memory
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.dispatch import ToProxy, ToWorker
@@ -50,6 +48,7 @@ from tests.security.fuzzing.fuzz_http import HttpFuzzer
 from tests.security.fuzzing.fuzz_messages import MessageFuzzer, sender
 from tests.security.fuzzing.fuzz_replay import ReplayingProxy
 from tests.support.cluster import Cluster
+from tests.support.processes import num_descriptors, process_memory
 
 MODEL = "tandem-demo"
 _ROUND = 2000
@@ -269,10 +268,9 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--inputs", type=int, default=100_000, metavar="N", help="number of inputs (default: 100000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
-    add_common_options(parser)
     options = parser.parse_args()
     num_inputs = 2000 if options.quick else options.inputs
     with Cluster("--kv-cache-gib", "0.05", "--device", "cpu") as cluster:

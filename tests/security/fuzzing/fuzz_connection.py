@@ -9,7 +9,6 @@ The seed determines the inputs.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import random
@@ -24,11 +23,11 @@ from typing import Any
 
 import uvloop
 
-from bench.support.processes import num_descriptors, process_memory
-from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, finish, new_parser
 from tests.security.fuzzing.fuzz_connection_inputs import Input, make_input, split_answers
 from tests.support.certificate import make_certificate
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
+from tests.support.processes import num_descriptors, process_memory
 
 MODEL = "echo"
 _AT_ONCE = 200
@@ -198,10 +197,9 @@ def run(num_inputs: int, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--inputs", type=int, default=100_000, metavar="N", help="number of inputs (default: 100000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
-    add_common_options(parser)
     options = parser.parse_args()
     figures = run(2000 if options.quick else options.inputs, options.seed)
     growth = max(each["memory_growth_mib"] for each in figures.values())

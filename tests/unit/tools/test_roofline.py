@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.gpu.engine import LLAMA_8B
-from bench.gpu.roofline import (
+from tools.roofline import (
     BFLOAT16,
     FP8,
     GPUS,

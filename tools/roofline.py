@@ -1,6 +1,6 @@
 """Predicts step times on a GPU from the bytes that a step moves, the operations that it computes, and its kernels.
 
-    python -m bench.gpu.roofline        prints the tables of docs/gpu.md
+    python -m tools.roofline        prints the tables of docs/gpu.md
 
 A decode step reads all weights once and each sequence's keys and values; a prefill step multiplies every token with all
 weights. The least time is the larger of bytes / bandwidth and operations / matrix rate. See Williams et al.,
