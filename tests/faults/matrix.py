@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -26,8 +26,9 @@ from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.membership import Role as WorkerRole
 from tandem.protocol.messages.membership import StatusReport
 from tandem.runtime.errors import TandemError
+from tests.faults.fault_cases import CLOSES, PLACED_PHASES, Case, Result
 from tests.faults.leaks import Footprint, shared_memory
-from tests.faults.phases import ELASTIC, LOCAL_PREFILL, NUM_TOKENS, PHASES, Held, Missed, Phases
+from tests.faults.phases import ELASTIC, LOCAL_PREFILL, NUM_TOKENS, Held, Missed, Phases
 from tests.faults.streams import Stream, wait_until
 from tests.support.cluster import Cluster
 from tests.support.media_proxy import ask_cache, data_url, image_part
@@ -35,10 +36,6 @@ from tests.support.vision_model import encoded, picture, save_model
 
 Role = Literal["prefill", "decode", "proxy", "media cache", "client"]
 Layout = Literal["fixed", "any"]
-ROLES: tuple[Role, ...] = ("prefill", "decode", "proxy", "media cache")
-FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP then SIGCONT", "SIGTERM")
-CLOSES = "closes"
-"""The fault of a client: it disconnects."""
 HEARD_S = 0.3
 """Time after which running processes have noticed a disconnect, and frozen ones have not been declared lost."""
 FROZEN_S = 4.0
@@ -49,8 +46,6 @@ END_LIMIT_S = 180.0
 WHOLE_LIMIT_S = 240.0
 LEAK_LIMIT_S = 30.0
 MAX_TRIES = 6
-PLACED_PHASES = ("shipping", "first token", LOCAL_PREFILL)
-"""Phases that need a transfer, or a worker that does both phases."""
 NUM_PROMPT_TOKENS, NUM_LOCAL_PROMPT_TOKENS = 1400, 1000
 """Prompt lengths of other phases and of LOCAL_PREFILL."""
 NUM_LAYERS = 10
@@ -61,48 +56,6 @@ OPTIONS = (
     "--max-num-batched-tokens", "16", "--block-size", "16", "--kv-cache-gib", "0.05", "--worker-wait-s", "240",
     "--media-cache-mib", "64", "--decode-prefill-threshold", str(NUM_LOCAL_PROMPT_TOKENS),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    role: Role
-    fault: str
-    phase: str
-
-    def __str__(self) -> str:
-        return f"{self.role}, {self.fault}, {self.phase}"
-
-    @property
-    def may_fail(self) -> bool:
-        """Whether the connection may break, because the client or its only proxy is gone."""
-        return self.fault == CLOSES or (self.role == "proxy" and self.fault in ("SIGKILL", "SIGSTOP"))
-
-
-@dataclass
-class Result:
-    """outcome: of the struck request, as `Stream.outcome`. is_same: whether its tokens are those of the undisturbed
-    run. bystander: outcome of a stream on the other proxy. pause_s: longest time without a token after the fault.
-    whole_s: from the fault, or the wake-up, until the cluster is complete again. num_attempts: of the request, as its
-    proxy reports. woken_s: when the test woke a stopped process. problems: violated rules, in words."""
-
-    case: Case
-    outcome: str
-    is_same: bool
-    bystander: str
-    pause_s: float
-    whole_s: float
-    num_attempts: int
-    num_missed: int
-    woken_s: float | None = None
-    problems: list[str] = field(default_factory=list)
-
-
-def all_cases(layout: Layout) -> list[Case]:
-    """Elastic workers compute in LOCAL_PREFILL what they decode, so they have no phase of prefill alone."""
-    phases = [phase for phase in PHASES if layout == "fixed" or phase != "prefilling"]
-    cases = [Case(role, fault, phase) for role in ROLES for fault in FAULTS for phase in phases]
-    cases += [Case("decode", fault, LOCAL_PREFILL) for fault in FAULTS]
-    return cases + [Case("client", CLOSES, phase) for phase in (*phases, LOCAL_PREFILL)]
 
 
 class Matrix:

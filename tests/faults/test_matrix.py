@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.matrix import CLOSES, Case, Matrix, matrix
+from tests.faults.fault_cases import CLOSES, Case
+from tests.faults.matrix import Matrix, matrix
 
 CASES = [
     Case("prefill", "SIGKILL", "shipping"),

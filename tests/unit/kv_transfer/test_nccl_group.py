@@ -22,65 +22,19 @@ from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, process_group
 from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
-from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver, ProcessGroupSender
+from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver
 from tandem.kv_transfer.ranks import rank_pool
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tandem.runtime.lifetime import end_process
-from tests.support.late_device import LOOP, LateDevice, install
+from tests.support.late_device import LateDevice, install
 from tests.support.late_nccl import LateNCCL, NCCLWorld
+from tests.unit.kv_transfer.nccl_ends import WATCHDOG, Ends, on_loop
 
-WATCHDOG = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_DUMP_ON_TIMEOUT",
-    "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_PROPAGATE_ERROR",
-}  # fmt: skip
 LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, 16)
 
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-    device = LateDevice(0)
-    install(device, monkeypatch)
-    return device
-
-
-@pytest.fixture(autouse=True)
-def without_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in process_group.NCCL_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def nccl(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> NCCLWorld:
-    world = NCCLWorld(device)
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", world)
-    return world
-
-
-def on_loop(device: LateDevice, function: Callable[[], None]) -> None:
-    """Runs the function as the event loop, where nothing may block, until it ends."""
-    device.start(LOOP, function, is_daemon=False)
-    device.run()
-
-
-class Ends:
-    """The ends of a path that are opened. ready: what their `on_ready` got."""
-
-    def __init__(self, device: LateDevice, senders: int = 1, num_blocks: int = 4, path: str = "path") -> None:
-        self.ready: list[KVTransferFailed | None] = []
-        self.pool = torch.zeros((num_blocks, 64), dtype=torch.uint8)
-        store: Any = lambda: path  # noqa: E731
-        self.receiver = ProcessGroupReceiver("take", "nccl", store, "", self.pool, self.ready.append)
-        source = torch.full((num_blocks, 64), 7, dtype=torch.uint8)
-        self.senders = [
-            ProcessGroupSender("ship", "nccl", store, "", source, self.ready.append) for _ in range(senders)
-        ]
-        self.device = device
-
-    def connect(self) -> None:
-        self.device.wait_until(lambda: len(self.ready) == 2)
-        assert self.ready == [None, None]
+pytestmark = pytest.mark.usefixtures("without_watchdog")
 
 
 def test_the_watchdog_is_off_for_pairs_groups_and_the_environment_stays(
@@ -167,33 +121,6 @@ def test_a_path_opens_on_a_stream_that_another_has_left(device: LateDevice, nccl
                 end.close(lambda closed=closed: closed.append(True))
             device.wait_until(lambda closed=closed: len(closed) == 2)
         assert len(set(nums_streams)) == 1
-
-    on_loop(device, serve)
-
-
-def test_a_transfer_allocates_nothing_large_and_runs_no_kernel_for_the_first_time(
-    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Either may make the host wait for the whole device, where messages of other paths wait for their peers."""
-    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (2, 1))
-    moved = Moved(device, monkeypatch)
-    empty = torch.Tensor.new_empty
-
-    def serve() -> None:
-        ends = Ends(device, num_blocks=16)
-        ends.connect()
-        opening = {name: set(queued) for name, queued in moved.queued.items()}
-        monkeypatch.setattr(torch.Tensor, "new_empty", lambda *sizes: pytest.fail("a transfer allocates a buffer"))
-        for queued in moved.queued.values():
-            queued.clear()
-        done: list[KVTransferFailed | None] = []
-        ends.receiver.receive([1, 5, 3], done.append)
-        ends.senders[0].send([8, 6, 4], [1, 5, 3], done.append)
-        device.wait_until(lambda: len(done) == 2)
-        monkeypatch.setattr(torch.Tensor, "new_empty", empty)
-        assert done == [None, None]
-        for name, queued in moved.queued.items():
-            assert queued and set(queued) <= opening[name]
 
     on_loop(device, serve)
 
@@ -392,77 +319,3 @@ def test_a_worker_starts_where_cuda_ipc_is_refused(monkeypatch: pytest.MonkeyPat
     assert params.cuda is None
     with pytest.raises(KVPathRefused, match="does not export memory"):
         cuda_ipc.map_peer_pool(params, torch.device("cuda", 0))
-
-
-NO_WORK = ("aten::new_empty", "aten::detach_")
-
-
-class Moved:
-    """What both ends of a transfer queue on the device, by thread."""
-
-    def __init__(self, device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.queued: dict[str, list[str]] = {"ship": [], "take": []}
-        dispatch = LateDevice.__torch_dispatch__
-
-        def look(late: LateDevice, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            actor = late.actor()
-            is_queued = actor is not None and actor.stream is not None and not late._is_running and not func.is_view
-            if is_queued and any(isinstance(each, torch.Tensor) for each in args) and func.name() not in NO_WORK:
-                self.queued[actor.name].append(func.name())
-            return dispatch(late, func, types, args, kwargs)
-
-        monkeypatch.setattr(LateDevice, "__torch_dispatch__", look)
-
-
-def test_a_message_costs_one_kernel_at_each_end_at_most(
-    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scattered blocks are gathered by one kernel and scattered by one; adjacent blocks by none."""
-    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (2, 1))
-    moved = Moved(device, monkeypatch)
-
-    def transfer(src: list[int], dst: list[int]) -> None:
-        ends = Ends(device, num_blocks=16)
-        ends.connect()
-        done: list[KVTransferFailed | None] = []
-        for queued in moved.queued.values():
-            queued.clear()
-        ends.receiver.receive(dst, done.append)
-        ends.senders[0].send(src, dst, done.append)
-        device.wait_until(lambda: len(done) == 2)
-        assert done == [None, None] and ends.pool[dst].eq(7).all()
-        nccl.paths.clear()
-
-    def serve() -> None:
-        transfer([8, 6, 4, 2, 0], [1, 5, 3, 9, 11])
-        assert moved.queued["ship"] == ["aten::index_select.out"] * 2, "the last block is adjacent to itself"
-        assert moved.queued["take"] == ["aten::index_copy_"] * 2
-        transfer([2, 3, 4, 5, 6], [9, 10, 11, 12, 13])
-        assert moved.queued == {"ship": [], "take": []}
-
-    on_loop(device, serve)
-
-
-def test_the_host_polls_a_few_times_a_transfer_and_not_for_each_message(
-    device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (1, 1))
-    most: list[int] = []
-    wait = SideStream.wait
-
-    def look(stream: SideStream, mark: Any, timeout_s: float) -> None:
-        most.append(max(len(group.works) for group in nccl.groups))
-        wait(stream, mark, timeout_s)
-
-    def serve() -> None:
-        ends = Ends(device, num_blocks=16)
-        ends.connect()
-        monkeypatch.setattr(SideStream, "wait", look)
-        done: list[KVTransferFailed | None] = []
-        ends.receiver.receive(range(16), done.append)
-        ends.senders[0].send(range(16), range(16), done.append)
-        device.wait_until(lambda: len(done) == 2)
-        assert done == [None, None]
-
-    on_loop(device, serve)
-    assert most[0] == 1 + 16, "the handshake's byte and all messages were queued before the first wait"

@@ -27,6 +27,7 @@ MAX_SHARED_BYTES = 99 * 1024
 """Of a program on consumer GPUs (compute capability 8.6, 8.9 and 12.0); others have more."""
 EXTENDED = pytest.mark.extended
 INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
+INTERPRETED_GRAPHS = Path(__file__).with_name("interpreted_graphs.py")
 
 
 @EXTENDED
@@ -40,14 +41,14 @@ def test_the_kernels_compute_what_plain_attention_does() -> None:
 @EXTENDED
 def test_models_run_with_the_kernels_from_recorded_graphs() -> None:
     run_interpreted(
-        INTERPRETED, "same_from_recorded_graphs", "fp8_cache_from_recorded_graphs", "worker_of_prompts", "all_ranks",
-        "without_graphs", "sinks_and_experts",
+        INTERPRETED_GRAPHS, "same_from_recorded_graphs", "fp8_cache_from_recorded_graphs", "worker_of_prompts",
+        "all_ranks", "without_graphs", "sinks_and_experts",
     )  # fmt: skip
 
 
 @EXTENDED
 def test_a_step_takes_tokens_from_the_device() -> None:
-    run_interpreted(INTERPRETED, "host_has_not_seen")
+    run_interpreted(INTERPRETED_GRAPHS, "host_has_not_seen")
 
 
 class Binders:

@@ -29,7 +29,7 @@ from tandem.engine.lora.adapters import Adapters
 from tandem.engine.model_runner import ModelRunner
 from tests.support.lora import make_adapter
 from tests.support.recorded_graphs import RecordedGraphs
-from tests.unit.engine.attention.interpreted_attention import GREEDY, SHAPE, new_runner
+from tests.unit.engine.attention.interpreted_graphs import GREEDY, SHAPE, new_runner
 from tests.unit.engine.lora.test_adapters import ALL, ref_of
 from tests.unit.engine.test_engine_parity import MODELS
 

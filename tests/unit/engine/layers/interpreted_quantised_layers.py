@@ -27,7 +27,7 @@ from tandem.engine.quantization.linears import FP8, QuantizedLinear, quantized_r
 from tests.support.lora import make_adapter
 from tests.support.quantised_checkpoints import Format, awq, gptq, make_checkpoint, w8a8
 from tests.support.recorded_graphs import RecordedGraphs
-from tests.unit.engine.attention.interpreted_attention import new_runner
+from tests.unit.engine.attention.interpreted_graphs import new_runner
 from tests.unit.engine.layers.interpreted_layers import (
     DTYPES,
     TOLERANCE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -15,24 +14,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from msgspec.structs import replace
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tandem.engine.batch import ItemOutput, Sample
 from tandem.engine.model_runner import with_errors
-from tandem.engine.sampling.grammar import Grammar, GrammarState
+from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask, compute_masks
 from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer
 from tandem.engine.sampling.grammar_messages import LoadTokenizer
 from tandem.engine.sampling.grammar_server import GrammarServer, read_tokenizer
-from tandem.engine.sampling.grammars import GrammarProcess, Grammars
+from tandem.engine.sampling.grammars import Grammars
 from tandem.engine.sampling.sampler import sample
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, Thinking
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, check_grammar
 from tandem.runtime.errors import InvalidRequest
 from tests.support.garbage import frames_in, kept_garbage
+from tests.unit.engine.sampling.small_grammars import (
+    BPE,
+    END,
+    OTHER_END,
+    TOKENIZER,
+    VOCAB_SIZE,
+    allowed,
+    done,
+    matcher_of,
+    state_of,
+)
 
-VOCAB_SIZE = 333  # not a multiple of 8 or 32
-END, OTHER_END = 0, 1
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -50,61 +57,11 @@ GRAMMARS = [
 ]
 
 
-def make_bpe() -> Tokenizer:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|end|>", "<|turn|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(
-        ['{"name": "abc", "size": 12, "tags": ["a", "long tag"]} hello world good day'] * 9, trainer
-    )
-    return bpe
-
-
-BPE = make_bpe()
-TOKENIZER = make_tokenizer(BPE.to_str(), VOCAB_SIZE, END)
-
-
-def done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    if isinstance(value, Exception):
-        future.set_exception(value)
-    else:
-        future.set_result(value)
-    return future
-
-
-def matcher_of(
-    text: str, stops: frozenset[int] = frozenset({END, OTHER_END}), thinking: Thinking | None = None
-) -> GrammarMatcher:
-    return GrammarMatcher(compile_grammar(TOKENIZER, text), TOKENIZER, stops, thinking)
-
-
-def allowed(matcher: GrammarMatcher, output: list[int], banned: frozenset[int] = frozenset()) -> set[int]:
-    mask = np.frombuffer(matcher.mask(output, banned), np.uint8)
-    return {int(i) for i in np.flatnonzero(np.unpackbits(mask, bitorder="little"))}
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[GrammarServer]:
     server = GrammarServer(LoadTokenizer(BPE.to_str().encode(), VOCAB_SIZE, END))
     yield server
     server.close()
-
-
-def grammar_of(server: GrammarServer, text: str) -> Grammar:
-    process = GrammarProcess(server, text)
-    process.start()
-    return Grammar(done(process))
-
-
-def state_of(server: GrammarServer, text: str) -> GrammarState:
-    return grammar_of(server, text).new_state({END, OTHER_END})
 
 
 def by_the_validator(text: str, output: list[int]) -> set[int]:

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,18 @@ from tandem.engine.batch import Sample
 from tandem.engine.sampling import grammar as grammar_module
 from tandem.engine.sampling import grammars as grammars_module
 from tandem.engine.sampling.compile_queue import CompileQueue
-from tandem.engine.sampling.grammar import Grammar, GrammarState, MaskProcess
+from tandem.engine.sampling.grammar import GrammarState
 from tandem.engine.sampling.grammar_mask import StepMask, compute_masks
 from tandem.engine.sampling.grammar_messages import LoadTokenizer
 from tandem.engine.sampling.grammar_process import MAX_MEMORY_BYTES
 from tandem.engine.sampling.grammar_server import GrammarServer
-from tandem.engine.sampling.grammars import GrammarProcess, Grammars
+from tandem.engine.sampling.grammars import Grammars
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded
 from tests.support.garbage import frames_in, kept_garbage
 from tests.support.hostile_grammars import CHAINS, ambiguous
-from tests.unit.engine.sampling.test_grammar import BPE, END, VOCAB_SIZE
+from tests.unit.engine.sampling.small_grammars import BPE, END, VOCAB_SIZE, grammar_of
 
 A, B, C = (BPE.encode(letter).ids[0] for letter in "abc")
 
@@ -38,14 +37,6 @@ def server() -> Iterator[GrammarServer]:
     server = GrammarServer(LoadTokenizer(BPE.to_str().encode(), VOCAB_SIZE, END))
     yield server
     server.close()
-
-
-def grammar_of(server: GrammarServer, text: str) -> Grammar:
-    process = GrammarProcess(server, text)
-    process.start()
-    compiled: Future[MaskProcess] = Future()
-    compiled.set_result(process)
-    return Grammar(compiled)
 
 
 def step(*sequences: tuple[GrammarState, list[int]]) -> StepMask:

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import io
-import json
-import os
-import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,234 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.proxy.admission.api_key import ApiKey
-from tandem.proxy.answers.errors import status_of
-from tandem.proxy.batches import batch_lines, batch_run, batch_store, file_store, runner
+from tandem.proxy.batches import batch_run, batch_store, runner
 from tandem.proxy.batches.batch import (
     FINAL,
     WINDOW_S,
-    BatchObject,
     BatchRequest,
-    Endpoint,
     LineResponse,
     LineResult,
 )
-from tandem.proxy.batches.batch_lines import parse_line, read_lines, request_body
 from tandem.proxy.batches.batch_run import BatchRun
-from tandem.proxy.batches.batch_store import BatchFiles, BatchNotFound, BatchStore, Owner
-from tandem.proxy.batches.file_store import FileNotFound, FileStore
+from tandem.proxy.batches.batch_store import BatchFiles, BatchStore, Owner
 from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.batches.line_check import write_index
 from tandem.proxy.batches.local_call import call
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
-
-URL: Endpoint = "/v1/completions"
-OWNER = Owner("", "127.0.0.1")
-
-
-def line(custom_id: str, **fields: Any) -> bytes:
-    body = {"custom_id": custom_id, "method": "POST", "url": URL, "body": {"prompt": custom_id}, **fields}
-    return json.dumps(body).encode()
-
-
-def check_lines(lines: list[bytes]) -> tuple[int, list[Any]]:
-    checked = batch_lines.check_lines(((0, each) for each in lines), URL, lambda line: None)
-    return checked.num_requests, checked.errors
-
-
-def upload(store: BatchStore, *lines: bytes) -> str:
-    data = b"\n".join(lines)
-    return store.files.add(io.BytesIO(data), len(data), "in.jsonl", "batch").id
-
-
-def create(store: BatchStore, *lines: bytes, client: str = "", **fields: Any) -> BatchObject:
-    request = BatchRequest(input_file_id=upload(store, *lines), endpoint=URL, completion_window="24h", **fields)
-    return store.create(request, Owner(client, "127.0.0.1"))
-
-
-def results(store: BatchStore, file_id: str | None) -> list[dict[str, Any]]:
-    return [] if file_id is None else [json.loads(each) for each in store.files.path(file_id).read_bytes().splitlines()]
-
-
-class App:
-    """An application that answers with the prompt; `answers` may say otherwise, by prompt."""
-
-    def __init__(self, answers: Callable[[str, int], int] = lambda prompt, attempt: 200) -> None:
-        self._answers = answers
-        self.asked: Counter[str] = Counter()
-        self.seen: list[dict[str, Any]] = []
-        self.num_running = self.most_running = 0
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        self.release_at = 0
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = json.loads((await receive())["body"])
-        self.asked[body["prompt"]] += 1
-        self.seen.append({**body, "scope": scope})
-        self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
-        try:
-            if self.num_running == self.release_at:
-                self.may_answer.set()
-            await self.may_answer.wait()
-        finally:
-            self.num_running -= 1
-        status = self._answers(body["prompt"], self.asked[body["prompt"]])
-        headers = [(b"x-request-id", b"r"), (b"retry-after", b"0")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b'{"echo":', "more_body": True})
-        await send({"type": "http.response.body", "body": json.dumps(body["prompt"]).encode() + b"}"})
-
-
-async def ended(store: BatchStore, batch_id: str) -> BatchObject:
-    async with asyncio.timeout(20):
-        while (batch := store.get(batch_id)).status not in FINAL:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        return batch
-
-
-def run_until_ended(folder: Path, app: App, batch_id: str, key_of: Any = None) -> BatchObject:
-    async def run() -> BatchObject:
-        batches = BatchRunner(folder, key_of)
-        task = asyncio.create_task(batches.run(app))
-        try:
-            return await ended(batches.store(""), batch_id)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    return asyncio.run(run())
-
-
-# ---- lines
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (b"{", "no request"),
-        (b"[]", "no request"),
-        (b'"\xff"', "no request"),
-        (line("a", method="GET"), "GET"),
-        (line("a", url="/v1/embeddings"), "endpoint"),
-        (line("a", url="/health"), "endpoint"),
-        (line(""), "length >= 1"),
-        (line("a", body={"stream": True}), "stream"),
-        (line("a", body=[]), "object"),
-    ],
-)
-def test_wrong_lines_are_named(data: bytes, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
-        parse_line(data, 3, URL)
-    num_requests, [error] = check_lines([line("x"), b"", data])
-    assert num_requests == 2 and error.line == 3 and said in error.message
-
-
-def test_requests_run_at_the_lowest_priority() -> None:
-    sent = json.loads(request_body(bytes(parse_line(line("a", body={"prompt": "p", "priority": -5}), 1, URL).body)))
-    assert sent == {"prompt": "p", "priority": 100}
-
-
-def test_the_lines_of_a_file_are_limited_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_lines([line("a"), line("a")])[1][0].param == "custom_id"
-    assert check_lines([b"\n", b"  "])[1][0].code == "empty_file"
-    assert len(check_lines([b"x"] * 100)[1]) == batch_lines.MAX_ERRORS
-    monkeypatch.setattr(batch_lines, "MAX_LINES", 2)
-    assert "more than 2" in check_lines([line(str(i)) for i in range(9)])[1][0].message
-
-
-def test_a_line_that_is_too_long_is_named_and_never_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 200)
-    lines = [line("a"), line("x" * 1000), line("b"), line("y" * 200)]
-    found = [data for _, data in read_lines(io.BytesIO(b"\n".join(lines)))]
-    assert len(found) == 4 and max(map(len, found)) <= 201
-    assert [error.line for error in check_lines(found)[1]] == [2, 4]
-
-
-def test_bodies_are_sent_as_they_are() -> None:
-    nested = "[" * 900 + "]" * 900
-    for body in ("{}", "{ }", '{"a": 1}', f'{{"a": {nested}, "priority": 3 }}'):
-        data = f'{{"custom_id": "a", "method": "POST", "url": "{URL}", "body": {body} }}'.encode()
-        sent = request_body(bytes(parse_line(data, 1, URL).body))
-        assert json.loads(sent) == {**json.loads(body), "priority": 100}
-        assert msgspec.json.decode(sent, type=CompletionPriority).priority == 100
-
-
-class CompletionPriority(msgspec.Struct):
-    priority: int
-
-
-# ---- files
-
-
-def test_files_are_kept_listed_and_deleted(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "c")
-    assert store.ids() == []
-    one = store.add(io.BytesIO(b"abc"), 3, "a.jsonl", "batch")
-    assert (one.bytes, one.filename, one.status) == (3, "a.jsonl", "processed")
-    assert store.ids() == [store.get(one.id).id] == [one.id] and store.path(one.id).read_bytes() == b"abc"
-    assert store.path(one.id).stat().st_mode & 0o077 == 0
-    store.delete(one.id)
-    for wrong in (one.id, "", "../../etc/passwd", "file-x", "file-" + "0" * 24):
-        for method in (store.get, store.path, store.delete):
-            with pytest.raises(FileNotFound):
-                method(wrong)
-    assert not list((tmp_path / "c" / "files").iterdir())
-
-
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FileStore(tmp_path)
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(shutil, "copyfileobj", full)
-    with pytest.raises(StorageFull) as refused:
-        store.add(io.BytesIO(b"abc"), 3, "a", "batch")
-    assert status_of(refused.value) == 507 and not list((tmp_path / "files").iterdir())
-
-
-def test_the_files_of_a_client_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_store, "MAX_CLIENT_BYTES", 5)
-    store = FileStore(tmp_path)
-    store.add(io.BytesIO(b"abc"), 3, "a", "batch")
-    with pytest.raises(InvalidRequest, match="limit of 5"):
-        store.add(io.BytesIO(b"abc"), 3, "a", "batch")
-
-
-def test_batches_and_files_of_others_are_not_found(tmp_path: Path) -> None:
-    async def run() -> None:
-        batches = BatchRunner(tmp_path, None)
-        alice, bob = batches.store("alice"), batches.store("bob")
-        batch = create(alice, line("a"))
-        assert alice.get(batch.id).id == batch.id and bob.ids() == []
-        for method in (bob.get, bob.cancel):
-            with pytest.raises(BatchNotFound):
-                method(batch.id)
-        with pytest.raises(FileNotFound):
-            bob.files.get(batch.input_file_id)
-        with pytest.raises(FileNotFound):
-            request = BatchRequest(input_file_id=batch.input_file_id, endpoint=URL, completion_window="24h")
-            bob.create(request, OWNER)
-
-    asyncio.run(run())
-
-
-def test_unfinished_batches_are_limited_and_old_ones_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_store, "MAX_UNFINISHED", 2)
-    store = BatchStore(tmp_path)
-    for _ in range(2):
-        create(store, line("a"))
-    with pytest.raises(InvalidRequest, match="limit"):
-        create(store, line("a"))
-    monkeypatch.setattr(batch_store, "MAX_BATCHES", 2)
-    for held in store.hold_unfinished():
-        held.save(held.batch.became("completed", 1))
-        held.close()
-    create(store, line("a"))
-    assert len(store.ids()) == 2
-
+from tests.unit.proxy.batches.batch_files import URL, App, create, ended, line, results, run_until_ended, upload
 
 # ---- runs
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 import threading
 import time
 from functools import partial
@@ -14,19 +13,15 @@ from typing import Any
 
 import pytest
 
-from tandem.proxy.batches import batch_lines, batch_run, batch_store, file_store, line_check, runner
-from tandem.proxy.batches.batch_lines import check_lines, finished_id, read_lines
+from tandem.proxy.batches import batch_run, file_store, runner
 from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_DEATHS
 from tandem.proxy.batches.batch_store import BatchStore
-from tandem.proxy.batches.file_store import FileNotFound, FileStore
+from tandem.proxy.batches.file_store import FileNotFound
 from tandem.proxy.batches.line_journal import LineJournal
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.tasks import keep_running
-from tandem.runtime.whole_file import ABANDONED_AFTER_S
-from tests.unit.proxy.batches.test_batches import URL, App, create, ended, line, results, run_until_ended
-
-LONG_AGO = ABANDONED_AFTER_S + 60
+from tests.unit.proxy.batches.batch_files import App, create, ended, line, results, run_until_ended
 
 
 def make_batch(folder: Path, *lines: bytes, client: str = "") -> str:
@@ -34,11 +29,6 @@ def make_batch(folder: Path, *lines: bytes, client: str = "") -> str:
         return create(BatchRunner(folder, None).store(client), *lines, client=client).id
 
     return asyncio.run(make())
-
-
-def age(*files: Path) -> None:
-    for file in files:
-        os.utime(file, (time.time() - LONG_AGO, time.time() - LONG_AGO))
 
 
 # ---- places
@@ -252,100 +242,6 @@ def test_a_folder_that_cannot_be_read_stops_no_other_client(tmp_path: Path, capl
     assert "cannot be read" in caplog.text
 
 
-# ---- input files
-
-
-def test_line_breaks_count_as_lines() -> None:
-    """Eight batches with 60 MiB of line breaks held the proxy's threads for 111 s."""
-    began = time.process_time()
-    [error] = check_lines(read_lines(io.BytesIO(b"\n" * (60 << 20))), URL, print).errors
-    assert error.code == "too_many_lines" and error.line == batch_lines.MAX_FILE_LINES + 1
-    assert time.process_time() - began < 1
-
-
-def test_checks_wait_on_threads_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One client's files wait behind each other; other clients' batches and asyncio's threads do not wait for them."""
-    asked: list[str] = []
-    may_end = threading.Event()
-    write_index = line_check.write_index
-
-    def slow_check(input_file: Path, endpoint: str, index: Path) -> Any:
-        owner = json.loads(index.with_suffix(".owner").read_bytes())["client"]
-        asked.append(owner)
-        if owner == "mallory":
-            assert may_end.wait(20)
-        return write_index(input_file, endpoint, index)
-
-    monkeypatch.setattr(line_check, "write_index", slow_check)
-
-    async def main() -> None:
-        batches = BatchRunner(tmp_path, None)
-        mallory, bob = batches.store("mallory"), batches.store("bob")
-        for _ in range(8):
-            create(mallory, line("a"), client="mallory")
-        task = asyncio.create_task(batches.run(App()))
-        async with asyncio.timeout(20):
-            while not asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-            batch_id = create(bob, line("b"), client="bob").id
-            batches.wake()
-            assert (await ended(bob, batch_id)).status == "completed"
-            await asyncio.to_thread(int)
-        assert asked.count("mallory") == 1
-        may_end.set()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(main())
-
-
-def test_large_files_are_checked_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line with millions of numbers held the interpreter's lock, and thereby the proxy, for a second."""
-    monkeypatch.setattr(line_check, "write_index", None)  # here it would be noticed
-    numbers = list(range(100_000))
-    lines = [line('"a\\', body={"prompt": "p", "numbers": numbers}), b"", line("é", body={"prompt": "q"})]
-    app = App()
-    batch = run_until_ended(tmp_path, app, make_batch(tmp_path, *lines))
-    assert batch.request_counts.completed == 2
-    assert [each["prompt"] for each in app.seen] == ["p", "q"] and app.seen[0]["numbers"] == numbers
-    store = BatchStore(next(tmp_path.iterdir()))
-    found = store.files.path(batch.output_file_id or "").read_bytes().splitlines()
-    assert {finished_id(each) for each in found} == {'"a\\', "é"}
-    wrong = make_batch(tmp_path, *lines, b"{" + b" " * 300_000)
-    batch = run_until_ended(tmp_path, app, wrong)
-    assert batch.status == "failed" and batch.errors is not None and batch.errors.data[0].line == 4
-
-
-def test_a_check_that_takes_too_long_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_check, "TIMEOUT_S", 0.01)
-    batch = run_until_ended(tmp_path, App(), make_batch(tmp_path, line("a", body={"prompt": "p" * 300_000})))
-    assert batch.status == "failed" and batch.errors is not None and batch.errors.data[0].code == "too_slow"
-
-
-def test_a_check_that_fails_for_ever_ends_with_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_store, "WINDOW_S", 2)
-    monkeypatch.setattr(runner, "_RETRY_AFTER_FAILURE_S", 0.05)
-    num_checks = 0
-
-    def fails(*arguments: object) -> None:
-        nonlocal num_checks
-        num_checks += 1
-        raise OSError("no disk")
-
-    monkeypatch.setattr(line_check, "write_index", fails)
-    app = App()
-    assert run_until_ended(tmp_path, app, make_batch(tmp_path, line("a"))).status == "expired"
-    assert num_checks > 1 and not app.asked
-
-
-def test_an_index_that_was_lost_is_made_again(tmp_path: Path) -> None:
-    batch_id = make_batch(tmp_path, *(line(str(i)) for i in range(30)))
-    die_while_running(tmp_path, {"0"})
-    [index] = tmp_path.glob(f"*/batches/{batch_id}.index")
-    index.unlink()
-    assert run_until_ended(tmp_path, App(), batch_id).request_counts.completed == 30
-
-
 def test_a_client_has_a_share_of_the_running_batches(tmp_path: Path) -> None:
     async def main() -> None:
         batches = BatchRunner(tmp_path, None)
@@ -385,41 +281,6 @@ def test_results_that_are_being_written_count(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "batches" / "batch_x.output").write_bytes(b"x" * 9_000)
     with pytest.raises(InvalidRequest, match="limit of 10000"):
         store.files.add(io.BytesIO(b"x" * 1000), 1000, "a", "batch")
-
-
-def test_what_a_killed_upload_leaves_is_removed(tmp_path: Path) -> None:
-    """Also of a client that has no batches."""
-    store = BatchRunner(tmp_path, None).store("uploads only")
-    kept = store.files.add(io.BytesIO(b"abc"), 3, "a", "batch")
-    [folder] = tmp_path.glob("*/files")
-    left = [folder / ("file-" + "0" * 24 + ".data"), folder / ".file-1.data.0123.partial"]
-    running = folder / ".file-2.data.0123.partial"
-    for file in (*left, running):
-        file.write_bytes(b"x")
-    age(*left, store.files.path(kept.id))
-    run_until_ended(tmp_path, App(), make_batch(tmp_path, line("a")))
-    assert not any(file.exists() for file in left) and running.exists()
-    assert store.files.path(kept.id).read_bytes() == b"abc"
-
-
-def test_results_on_their_way_to_a_file_are_no_orphans(tmp_path: Path) -> None:
-    """A proxy may die after it has moved the results and before it has written their file object."""
-    store = BatchStore(tmp_path)
-    create(store, line("a"))
-    moved = tmp_path / "files" / ("file-" + "1" * 24 + ".data")
-    moved.write_bytes(b"results")
-    age(moved)
-    store.remove_orphans()
-    assert moved.exists()
-
-
-def test_an_upload_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FileStore(tmp_path)
-    calls = iter((0, 10**15))
-    monkeypatch.setattr(FileStore, "used_bytes", lambda self: next(calls))  # another upload ended meanwhile
-    with pytest.raises(InvalidRequest, match="limit of"):
-        store.add(io.BytesIO(b"abc"), 3, "a", "batch")
-    assert not list((tmp_path / "files").iterdir())
 
 
 # ---- damage

@@ -16,7 +16,7 @@ from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch import sequence
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
 from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, collect, play, turn, whole
-from tests.unit.proxy.dispatch.test_request_life import generation, prefills
+from tests.unit.proxy.dispatch.test_generation import generation, prefills
 
 OTHER_DECODE = WorkerInfo("decode-1", "d2", "decode", "ipc://d2", 4)
 OTHER_PREFILL = WorkerInfo("prefill-1", "p2", "prefill", "ipc://p2", 3)

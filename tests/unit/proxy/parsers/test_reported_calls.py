@@ -14,9 +14,12 @@ from tandem.proxy.parsers.output_parser import OutputParser
 from tandem.proxy.parsers.parsed import ParsedPieces
 from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, ToolFamilyName
 from tandem.proxy.parsers.tool_formats import ToolFormat
-from tests.unit.proxy.parsers.reported_calls import CASES, TOOLS, Case
+from tests.unit.proxy.parsers import reported_calls
+from tests.unit.proxy.parsers.reported_calls import TOOLS, Case
+from tests.unit.proxy.parsers.reported_special_calls import SPECIAL_CASES
 from tests.unit.proxy.parsers.test_tool_families import WRITTEN
 
+CASES = [*reported_calls.CASES, *SPECIAL_CASES]
 IDS = [f"{number}-{case.family}" for number, case in enumerate(CASES)]
 
 

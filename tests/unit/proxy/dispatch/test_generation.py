@@ -1,0 +1,229 @@
+"""A generation: several sequences of one request, their usage, errors and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tandem.protocol.messages.dispatch import (
+    AttemptPreempted,
+    PrepareDecode,
+    StartPrefill,
+)
+from tandem.protocol.messages.generation import FinishReason
+from tandem.protocol.messages.membership import PairStatus, WorkerLoad, WorkerStatus
+from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.answers.completions import CompletionAnswers
+from tandem.proxy.answers.errors import ClientDisconnected
+from tandem.proxy.answers.streaming_response import unless_disconnected
+from tandem.proxy.cluster.router import SLOUnreachable
+from tandem.proxy.dispatch.generation import Generation
+from tandem.runtime.errors import InternalError, Overloaded
+from tandem.telemetry.request_log import RequestRecord
+from tests.support.proxy_cluster import DECODE, EOS, PREFILL, Cluster, collect, play, turn, whole
+
+# ---- from a request body to text
+
+
+def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
+    body = json.dumps({"prompt": "abc", "max_tokens": 20, **fields}).encode()
+    request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
+    made = Generation(cluster.services, request, RequestRecord("r", "completion"))
+    return made, CompletionAnswers(made, "m")
+
+
+async def prefills(cluster: Cluster, number: int) -> list[str]:
+    """Waits until `number` attempts were started and returns their ids."""
+    while len(ids := [i for _, m in cluster.pool.of(StartPrefill) for i in m.attempt_ids]) < number:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return ids
+
+
+def feed(cluster: Cluster, attempt_id: str, text: str, last: FinishReason) -> None:
+    """Plays the workers that generate `text`, followed by an end-of-sequence token when `last` is "stop"."""
+    token_ids = cluster.text.ids(text) + ([EOS] if last == "stop" else [])
+    cluster.first(attempt_id, token_ids[0])
+    for token_id in token_ids[1:-1]:
+        cluster.token(attempt_id, token_id)
+    cluster.token(attempt_id, token_ids[-1], last)
+
+
+def outcomes(registry: CollectorRegistry) -> dict[str, float]:
+    return {
+        sample.labels["outcome"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "tandem_requests_total"
+    }
+
+
+def test_usage_counts_the_stop_token_but_does_not_show_it() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster)
+        task = asyncio.create_task(whole(answers))
+        [attempt_id] = await prefills(cluster, 1)
+        feed(cluster, attempt_id, "né 👩", "stop")
+        body = json.loads(await task)
+        num_tokens = len("né 👩".encode()) + 1
+        assert body["choices"][0]["text"] == "né 👩"
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"] == {
+            "prompt_tokens": 3, "completion_tokens": num_tokens, "total_tokens": 3 + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0, "multimodal_tokens": None},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }  # fmt: skip
+        assert outcomes(cluster.metrics.registry) == {"stop": 1.0}
+
+    play(test)
+
+
+def test_a_stop_string_ends_the_request_on_the_workers_too() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, stop=["END"])
+        task = asyncio.create_task(whole(answers))
+        [attempt_id] = await prefills(cluster, 1)
+        token_ids = cluster.text.ids("so END and more")
+        cluster.first(attempt_id, token_ids[0])
+        for token_id in token_ids[1:8]:
+            cluster.token(attempt_id, token_id)
+        body = json.loads(await task)
+        assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("so ", "stop")
+        assert body["usage"]["completion_tokens"] == 6, "up to the token that completed it"
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+
+    play(test)
+
+
+def test_several_prompts_and_n_are_numbered_as_openai_does() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, prompt=["a", "b"], n=2, seed=5)
+        task = asyncio.create_task(whole(answers))
+        attempt_ids = await prefills(cluster, 4)
+        starts = [message for _, message in cluster.pool.of(StartPrefill)]
+        assert [start.seeds for start in starts] == [[5, 6], [5, 6]]  # one prefill for the n of a prompt
+        for number in (3, 1, 0, 2):
+            feed(cluster, attempt_ids[number], f"text {number}", "length")
+        body = json.loads(await task)
+        assert [(c["index"], c["text"]) for c in body["choices"]] == [(i, f"text {i}") for i in range(4)]
+        assert body["usage"]["prompt_tokens"] == 2
+
+    play(test)
+
+
+def test_a_preempted_sequence_is_dispatched_again_with_its_tokens() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate(max_tokens=6)))
+        await turn()
+        cluster.first(cluster.started(), 5)
+        cluster.token(cluster.started(), 6)
+        cluster.dispatcher.on_message(DECODE, AttemptPreempted(cluster.started()))
+        await turn()
+        (_, start), (_, prepare) = cluster.pool.of(StartPrefill)[1], cluster.pool.of(PrepareDecode)[1]
+        for message in (start, prepare):
+            assert unpack_token_ids(message.token_ids) == [1, 2, 3, 5, 6] and message.num_generated == 2
+        assert start.transfer_id == prepare.transfer_id != cluster.pool.of(StartPrefill)[0][1].transfer_id
+        cluster.token(cluster.started(), 99)  # a late token of the previous attempt
+        cluster.first(cluster.started(1), 7)
+        cluster.token(cluster.started(1), 8, "stop")
+        assert await reader == ([5, 6, 7, 8], "stop")
+        assert not cluster.aborted()
+
+    play(test)
+
+
+def test_one_failed_sequence_of_several_fails_and_aborts_the_rest() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, n=3)
+        task = asyncio.create_task(whole(answers))
+        attempt_ids = await prefills(cluster, 3)
+        cluster.failed(PREFILL, attempt_ids[1], InternalError("x"))
+        with pytest.raises(InternalError):
+            await task
+        assert cluster.aborted() == ["decode-0"] * 3 + ["prefill-0"] * 2
+        assert outcomes(cluster.metrics.registry) == {"internal_error": 1.0}
+
+    play(test)
+
+
+def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_event() -> None:
+    async def test(cluster: Cluster) -> None:
+        body = b'{"prompt": "abc", "max_tokens": 20, "stream": true}'
+        request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
+        for has_begun in (False, True):
+            made = Generation(cluster.services, request, RequestRecord("r", "completion"))
+            events = CompletionAnswers(made, "m").events()
+            waiting = asyncio.ensure_future(anext(events))
+            attempt_id = (await prefills(cluster, 1 + has_begun))[-1]
+            if has_begun:
+                cluster.first(attempt_id, cluster.text.ids("a")[0])
+                cluster.reserved(attempt_id)
+                assert json.loads((await waiting).removeprefix(b"data: "))["choices"][0]["text"] == "a"
+            cluster.failed(DECODE, attempt_id, InternalError("gone"))
+            if has_begun:
+                [last] = [event async for event in events]
+                assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "internal_error"
+            else:
+                with pytest.raises(InternalError):
+                    await waiting
+
+    play(test)
+
+
+def test_a_disconnect_while_queued_aborts_at_once() -> None:
+    async def test(cluster: Cluster) -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> Any:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        _, answers = generation(cluster)
+        task = asyncio.create_task(unless_disconnected(receive, whole(answers)))
+        await prefills(cluster, 1)
+        gone.set()
+        with pytest.raises(ClientDisconnected):
+            await task
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+        assert outcomes(cluster.metrics.registry) == {"aborted": 1.0}
+
+    play(test)
+
+
+def test_too_many_waiting_are_refused() -> None:
+    async def test(cluster: Cluster) -> None:
+        made, answers = generation(cluster, n=8)
+        task = asyncio.create_task(whole(answers))
+        attempt_ids = await prefills(cluster, 8)
+        with pytest.raises(Overloaded, match="8 requests are waiting"):
+            await whole(generation(cluster)[1])
+        for attempt_id in attempt_ids:
+            feed(cluster, attempt_id, "ab", "length")
+        await task
+        assert made.record.num_completion_tokens == 16
+
+    play(test)
+
+
+def test_a_first_token_predicted_after_the_deadline_is_refused() -> None:
+    async def test(cluster: Cluster) -> None:
+        pairs = [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")]
+
+        def report(num_waiting_tokens: int) -> None:
+            load = WorkerLoad(prompt_tokens_per_s=1000.0, waiting_tokens=[(0, num_waiting_tokens)])
+            cluster.worker_table.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, load, pairs))
+
+        report(100_000)  # 100 s; the server's deadline is 60 s
+        with pytest.raises(SLOUnreachable, match=r"predicted after 100\.\d+ s, but only 60\.00 s are left"):
+            await whole(generation(cluster)[1])
+        assert cluster.pool.sent == []
+        report(50_000)
+        task = asyncio.create_task(generation(cluster)[1].whole())
+        [attempt_id] = await prefills(cluster, 1)
+        feed(cluster, attempt_id, "ab", "length")
+        await task
+
+    play(test)
