@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-import queue
 import random
 import statistics
 import time
@@ -33,6 +32,7 @@ from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import KVTransferFailed
+from tests.support.outcomes import Outcomes
 
 HOST = "127.0.0.1"
 MIB = 2**20
@@ -42,21 +42,6 @@ LAYOUT = KVLayout("model", "bfloat16", 32, 8, 128, 16)  # blocks of BLOCK_BYTES
 MODES = ("adjacent", "scattered")
 LIMIT_S = 120.0 if not torch.cuda.is_available() else 25.0
 """Of one connector, and of each wait. Nothing is measured on a CPU, which others may use."""
-
-
-class Outcomes:
-    """Callback that queues the outcome of each transfer."""
-
-    def __init__(self) -> None:
-        self._queue: queue.Queue[KVTransferFailed | None] = queue.Queue()
-
-    def __call__(self, error: KVTransferFailed | None) -> None:
-        self._queue.put(error)
-
-    def check_next(self) -> None:
-        error = self._queue.get(timeout=LIMIT_S)
-        if error is not None:
-            raise error
 
 
 def block_ids(mode: str, num_blocks: int, side: str) -> list[int]:
@@ -102,7 +87,7 @@ def wait_for(device: torch.device) -> None:
 def decode_side(peer: Connection, connector: str, device: torch.device, sizes: Sequence[int]) -> None:
     """Receives announced blocks, and returns their checksums when asked to "look"."""
     blocks, fd = new_pool(device, max(sizes))
-    outcomes, server = Outcomes(), None
+    outcomes, server = Outcomes(LIMIT_S), None
     params = ConnectorParams(os.getpid(), fd, blocks.nbytes, len(blocks))
     if connector == "ipc":
         params = RankPool(0, LAYOUT, blocks, DataNetwork(HOST)).located(params)
@@ -142,7 +127,7 @@ def prefill_side(
     params = peer.recv()
     source, _ = new_pool(own, max(sizes))
     target = torch.empty_like(source, device=peers)
-    outcomes = Outcomes()
+    outcomes = Outcomes(LIMIT_S)
     is_one_sided = load_connector(connector).one_sided
     sender = load_connector(connector).open_sender(Peer("pair", params), source, DataNetwork(HOST), outcomes)
     outcomes.check_next()

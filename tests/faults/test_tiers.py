@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tandem.kv_transfer.tiers.block_record import FORMAT_VERSION
 from tandem.kv_transfer.tiers.folder_index import VERSION_FOLDER
 from tandem.protocol.messages.membership import TierFigures
-from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.cluster import Cluster, tandem
 from tests.support.mooncake import MooncakeStore, freeze, mooncake_environment
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,11 +30,9 @@ MAX_DELAY_S = 20.0
 
 def ask(cluster: Cluster, timeout_s: float, **fields: Any) -> tuple[list[int], int]:
     """Returns the answer's tokens, and how many tokens of the prompt were cached or loaded."""
-    body = {"model": MODEL, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=timeout_s)
-    assert answer.status_code == 200, answer.text
-    usage, [choice] = answer.json()["usage"], answer.json()["choices"]
-    return choice["token_ids"], usage["prompt_tokens_details"]["cached_tokens"]
+    answer = cluster.complete(timeout_s, **fields)
+    [choice] = answer["choices"]
+    return choice["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def prompt_of(number: int) -> list[int]:

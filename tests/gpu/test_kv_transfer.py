@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import ConnectorParams, CudaPoolHandle, KVLayout
 from tandem.runtime.errors import KVTransferFailed
+from tests.support.outcomes import Outcomes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
 
@@ -55,22 +55,11 @@ def test_side_streams_wait_neither_for_each_other_nor_for_the_default_stream() -
     assert cells.tolist() == [2.0] * len(streams)
 
 
-class Outcomes:
-    def __init__(self) -> None:
-        self._queue: queue.Queue[KVTransferFailed | None] = queue.Queue()
-
-    def __call__(self, error: KVTransferFailed | None) -> None:
-        self._queue.put(error)
-
-    def next(self) -> KVTransferFailed | None:
-        return self._queue.get(timeout=60)
-
-
 def decode_side(peer: Connection, connector: str) -> None:
     """Announces its pool, receives blocks on command, returns the pool, and ends on command."""
     blocks = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device="cuda")
     pool = RankPool(0, LAYOUT, blocks, NETWORK)
-    outcomes, server = Outcomes(), None
+    outcomes, server = Outcomes(60), None
     params = pool.located(ConnectorParams(os.getpid(), 0, blocks.nbytes, NUM_BLOCKS))
     if connector == "nccl":
         server = StoreServer(NETWORK.host)
@@ -114,7 +103,7 @@ def move_at_random(connector: str, sender: Any, peer: Connection, source: torch.
         src = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
         dst = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
         source.random_(0, 256)  # computed on the model's stream, just before
-        sent = Outcomes()
+        sent = Outcomes(60)
         if not load_connector(connector).one_sided:
             peer.send(dst)
             sender.send(src, dst, sent)
@@ -132,11 +121,11 @@ def move_at_random(connector: str, sender: Any, peer: Connection, source: torch.
 
 def test_cuda_ipc_puts_blocks_where_they_should_be() -> None:
     with decode_process("ipc") as (peer, params):
-        ready, source = Outcomes(), random_blocks()
+        ready, source = Outcomes(60), random_blocks()
         sender = load_connector("ipc").open_sender(Peer("pair", params), source, NETWORK, ready)
         assert ready.next() is None and peer.recv() is None
         move_at_random("ipc", sender, peer, source)
-        closed, late = Outcomes(), Outcomes()
+        closed, late = Outcomes(60), Outcomes()
         sender.close(lambda: closed(None))
         closed.next()
         sender.send([0], [0], late)
@@ -146,9 +135,9 @@ def test_cuda_ipc_puts_blocks_where_they_should_be() -> None:
 
 def prefill_side(results: Connection, peers: ConnectorParams) -> None:
     """Sends a few blocks over `ipc`; ends on command."""
-    ready, source = Outcomes(), torch.full((NUM_BLOCKS, BLOCK_BYTES), 7, dtype=torch.uint8, device="cuda")
+    ready, source = Outcomes(60), torch.full((NUM_BLOCKS, BLOCK_BYTES), 7, dtype=torch.uint8, device="cuda")
     sender = load_connector("ipc").open_sender(Peer("pair", peers), source, NETWORK, ready)
-    error, sent = ready.next(), Outcomes()
+    error, sent = ready.next(), Outcomes(60)
     if error is None:
         sender.send([1, 2, 9], [8, 3, 4], sent)
         error = sent.next()
@@ -191,10 +180,10 @@ def test_a_second_pair_maps_the_same_pool_again() -> None:
     with decode_process("ipc") as (peer, params):
         assert peer.recv() is None
         for _ in range(3):
-            ready, closed, source = Outcomes(), Outcomes(), random_blocks()
+            ready, closed, source = Outcomes(60), Outcomes(), random_blocks()
             sender = load_connector("ipc").open_sender(Peer("pair", params), source, NETWORK, ready)
             assert ready.next() is None
-            sent = Outcomes()
+            sent = Outcomes(60)
             sender.send([1], [2], sent)
             assert sent.next() is None
             peer.send([2])
@@ -219,7 +208,7 @@ def test_nccl_between_two_processes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) 
     for name, value in {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **NCCL_ENVIRONMENT}.items():
         monkeypatch.setenv(name, value)
     with decode_process("nccl") as (peer, params):
-        ready, source = Outcomes(), random_blocks()
+        ready, source = Outcomes(60), random_blocks()
         sender = load_connector("nccl").open_sender(Peer("pair", params), source, NETWORK, ready)
         assert ready.next() is None and peer.recv() is None
         move_at_random("nccl", sender, peer, source)

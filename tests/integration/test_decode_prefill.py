@@ -6,10 +6,9 @@ import os
 import signal
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.support.cluster import MODEL, Cluster
+from tests.support.cluster import Cluster
 
 SHORT = [7 * i % 500 + 4 for i in range(20)]
 LONG = [11 * i % 900 + 4 for i in range(700)]
@@ -22,6 +21,7 @@ BODIES: list[dict[str, Any]] = [
         "prompt": SHORT,
         "max_tokens": 12,
         "n": 2,
+        "temperature": 1.0,
         "seed": 1,
         "structured_outputs": {"choice": ["alpha", "beta and more"]},
         "ignore_eos": False,
@@ -31,10 +31,7 @@ BODIES: list[dict[str, Any]] = [
 
 
 def ask(cluster: Cluster, body: dict[str, Any]) -> list[dict[str, Any]]:
-    fields = {"model": MODEL, "ignore_eos": True, "return_token_ids": True, **body}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=fields, timeout=120)
-    assert answer.status_code == 200, answer.text
-    choices: list[dict[str, Any]] = answer.json()["choices"]
+    choices: list[dict[str, Any]] = cluster.complete(**body)["choices"]
     return choices
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.support.cluster import MODEL, Cluster
+from tests.support.cluster import Cluster
 
 PROMPTS = [[(7 + 4 * i) * j % 900 + 4 for j in range(length)] for i, length in enumerate((1, 64, 200, 700))]
 OPTIONS = (
@@ -17,13 +16,8 @@ OPTIONS = (
 
 
 def ask(cluster: Cluster, prompt: list[int], **fields: Any) -> list[list[int]]:
-    body = {
-        "model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True,
-        "return_token_ids": True,
-    }  # fmt: skip
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body | fields, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return [choice["token_ids"] for choice in answer.json()["choices"]]
+    answer = cluster.complete(prompt=prompt, max_tokens=12, **fields)
+    return [choice["token_ids"] for choice in answer["choices"]]
 
 
 def ask_all(cluster: Cluster) -> list[list[list[int]]]:

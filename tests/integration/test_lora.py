@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.cluster import MODEL, Cluster
+from tests.support.greedy import continuation, load_reference
 from tests.support.lora import make_adapter, merge_adapter
 from tests.support.sse import events_of
 
@@ -48,16 +49,11 @@ def cluster(noise_model: Path, folders: dict[str, Path]) -> Iterator[Cluster]:
 def expected(noise_model: Path, folders: dict[str, Path]) -> dict[tuple[str, int], list[int]]:
     found: dict[tuple[str, int], list[int]] = {}
     for name in (MODEL, *folders):
-        model = AutoModelForCausalLM.from_pretrained(noise_model, dtype=torch.float32)
-        model.generation_config.eos_token_id = None
+        model = load_reference(noise_model)
         if name != MODEL:
             merge_adapter(model, folders[name])
         for number, prompt in enumerate(PROMPTS):
-            inputs = torch.tensor([prompt])
-            ids = model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
-            )
-            found[name, number] = ids[0, len(prompt) :].tolist()
+            found[name, number] = continuation(model, prompt, NUM_NEW_TOKENS)
     assert len({tuple(ids) for ids in found.values()}) == len(found), "each adapter changes the output"
     return found
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import httpx
 import pytest
 
 from tests.support.cluster import Cluster
@@ -15,20 +12,10 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 def test_tokens_are_those_of_one_worker() -> None:
     flags = ("--dtype", "float32")
-    answers: list[list[Any]] = []
+    answers: list[list[list[int]]] = []
     for layout in (("--workers", "1"), ("--prefill", "1", "--decode", "2", "--kv-connector", "nixl")):
         with Cluster(*flags, *layout, env={"TANDEM_KV_CHECKSUMS": "1", **nixl_environment()}) as cluster:
-            found = []
-            for length in (3, 70, 400):
-                body = {
-                    "model": "tandem-demo",
-                    "prompt": list(range(20, 20 + length)),
-                    "max_tokens": 12,
-                    "temperature": 0,
-                }
-                answer = httpx.post(f"{cluster.url}/v1/completions", json=body | {"return_token_ids": True}, timeout=60)
-                found.append(answer.json()["choices"][0]["token_ids"])
-            answers.append(found)
+            answers.append([cluster.token_ids(list(range(20, 20 + length)), 12) for length in (3, 70, 400)])
             status = cluster.status()
             connectors = {pair.connector for worker in status.workers for pair in worker.pairs}
             assert connectors == ({"nixl"} if len(answers) == 2 else set())

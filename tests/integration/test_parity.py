@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from tests.support.cluster import MODEL, Cluster
+from tests.support.cluster import Cluster
+from tests.support.greedy import continuation, load_reference, random_prompts
 
 NUM_NEW_TOKENS = 24
 LENGTHS = [  # around block and chunk boundaries
@@ -21,41 +18,26 @@ LENGTHS = [  # around block and chunk boundaries
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    rng = random.Random(5)
-    return [[rng.randrange(4, 2048) for _ in range(length)] for length in LENGTHS]
+    return random_prompts(LENGTHS, seed=5)
 
 
 @pytest.fixture(scope="module")
 def expected(noise_model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(noise_model, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    outputs = []
-    for prompt in prompts:
-        inputs = torch.tensor([prompt])
-        ids = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
-        )
-        outputs.append(ids[0, len(prompt) :].tolist())
-    return outputs
+    model = load_reference(noise_model)
+    return [continuation(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
 
 
 def complete_all(cluster: Cluster, prompts: list[list[int]]) -> list[list[int]]:
     """Returns the token ids of greedy continuations, 16 requests at a time."""
 
     def complete(prompt: list[int]) -> list[int]:
-        body = {
-            "model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True,
-        }  # fmt: skip
-        answer = client.post(f"{cluster.url}/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        content = answer.json()
-        assert content["usage"]["prompt_tokens"] == len(prompt)
-        assert content["usage"]["completion_tokens"] == NUM_NEW_TOKENS
-        token_ids: list[int] = content["choices"][0]["token_ids"]
+        answer = cluster.complete(200, prompt=prompt, max_tokens=NUM_NEW_TOKENS)
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        assert answer["usage"]["completion_tokens"] == NUM_NEW_TOKENS
+        token_ids: list[int] = answer["choices"][0]["token_ids"]
         return token_ids
 
-    with httpx.Client(timeout=200) as client, ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(16) as pool:
         return list(pool.map(complete, prompts))
 
 

@@ -6,11 +6,10 @@ import random
 import subprocess
 from pathlib import Path
 
-import httpx
 import pytest
-import torch
 
 from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.greedy import continuation
 from tests.support.ports import free_port
 from tests.support.quantised_checkpoints import QuantisedCheckpoint, gptq, make_checkpoint
 
@@ -26,17 +25,11 @@ def checkpoint(noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Q
 @pytest.mark.parametrize("decode_size", ["2", pytest.param("1", marks=pytest.mark.exhaustive)])
 def test_answers_are_those_of_the_dequantised_model(decode_size: str, checkpoint: QuantisedCheckpoint) -> None:
     model = ("--model", str(checkpoint.folder), "--served-model-name", MODEL, "--dtype", "float32")
+    checkpoint.model.generation_config.eos_token_id = None
     with Cluster(*model, "--decode-tensor-parallel-size", decode_size) as cluster:
         for prompt in PROMPTS:
-            fields = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0}
-            options = {"ignore_eos": True, "return_token_ids": True}
-            answer = httpx.post(f"{cluster.url}/v1/completions", json=fields | options, timeout=60)
-            inputs = torch.tensor([prompt])
-            checkpoint.model.generation_config.eos_token_id = None
-            wanted = checkpoint.model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
-            )
-            assert answer.json()["choices"][0]["token_ids"] == wanted[0, len(prompt) :].tolist()
+            wanted = continuation(checkpoint.model, prompt, NUM_NEW_TOKENS)
+            assert cluster.token_ids(prompt, NUM_NEW_TOKENS) == wanted
         shown = subprocess.run(
             tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
         )

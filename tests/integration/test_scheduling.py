@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.worker.registration import HEARTBEAT_INTERVAL_S
-from tests.support.cluster import MODEL, Cluster
+from tests.support.cluster import Cluster
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 48
@@ -36,13 +35,7 @@ class Small:
         self._cluster = cluster
 
     def complete(self, prompt: list[int], num_tokens: int, **fields: Any) -> list[list[int]]:
-        body = {
-            "model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True,
-        }  # fmt: skip
-        answer = httpx.post(f"{self._cluster.url}/v1/completions", json=body | fields, timeout=60)
-        assert answer.status_code == 200, answer.text
-        content = answer.json()
+        content = self._cluster.complete(60, prompt=prompt, max_tokens=num_tokens, **fields)
         choices = sorted(content["choices"], key=lambda choice: choice["index"])
         assert content["usage"]["completion_tokens"] == num_tokens * len(choices)
         return [choice["token_ids"] for choice in choices]

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
-
-import httpx
 
 from tandem.protocol.messages.membership import WorkerReport
-from tests.support.cluster import MODEL, Cluster
+from tests.support.cluster import Cluster
 
 BLOCK_SIZE = 16
 FIRST = [11 * i % 900 + 4 for i in range(320)]
 NEW = [7 * i % 900 + 4 for i in range(100)]
-
-
-def answer_of(cluster: Cluster, prompt: list[int], num_tokens: int) -> list[int]:
-    fields: dict[str, Any] = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json={"model": MODEL, "prompt": prompt, **fields}, timeout=120)
-    assert answer.status_code == 200, answer.text
-    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
-    return token_ids
 
 
 def num_computed(cluster: Cluster) -> int:
@@ -46,16 +35,16 @@ def test_the_second_turn_computes_only_its_new_tokens() -> None:
     with Cluster("--workers", "2", *options, "--decode-prefill-threshold", "64") as cluster:
         assert not cluster.give_role("worker-0", "prefill") and not cluster.give_role("worker-1", "decode")
         before = num_computed(cluster)
-        first = answer_of(cluster, FIRST, 200)
+        first = cluster.token_ids(FIRST, 200)
         turn = FIRST + first + NEW
         computed_before = num_computed(cluster)
         assert computed_before - before == len(FIRST)
         assert sum(report.load.num_received_tokens for report in cluster.status().workers) == len(FIRST)
         assert not cluster.give_role("worker-0", "any") and not cluster.give_role("worker-1", "any")
-        second = answer_of(cluster, turn, 8)
+        second = cluster.token_ids(turn, 8)
         computed = num_computed(cluster) - computed_before
         # The answer's last token has no KV yet, and only whole blocks are shared.
         num_shared = (len(FIRST) + len(first) - 1) // BLOCK_SIZE * BLOCK_SIZE
         assert computed == len(turn) - num_shared < len(NEW) + BLOCK_SIZE + 1
-        third = answer_of(cluster, [*turn, *second, *NEW], 8)
+        third = cluster.token_ids([*turn, *second, *NEW], 8)
         assert num_computed(cluster) - computed_before - computed < len(NEW) + BLOCK_SIZE + 8 and len(third) == 8

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
+from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from tests.support.cluster import MODEL, Cluster, children_of, is_alive, is_copy, tandem
+from tests.support.cluster import Cluster, children_of, is_alive, is_copy, tandem
+from tests.support.greedy import continuation, load_reference, random_prompts
 from tests.support.ports import free_port
 
 NUM_NEW_TOKENS = 16
@@ -22,22 +19,13 @@ LENGTHS = [1, 63, 64, 129, 300, 700]
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    rng = random.Random(11)
-    return [[rng.randrange(4, 2048) for _ in range(length)] for length in LENGTHS]
+    return random_prompts(LENGTHS, seed=11)
 
 
 @pytest.fixture(scope="module")
 def expected(noise_model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(noise_model, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    outputs = []
-    for prompt in prompts:
-        inputs = torch.tensor([prompt])
-        ids = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
-        )
-        outputs.append(ids[0, len(prompt) :].tolist())
-    return outputs
+    model = load_reference(noise_model)
+    return [continuation(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
 
 
 @pytest.mark.timeout(600)
@@ -56,21 +44,12 @@ def test_greedy_output_matches_transformers(
         "--prefill-tensor-parallel-size", str(prefill_size), "--decode-tensor-parallel-size", str(decode_size),
         "--kv-connector", connector, "--dtype", "float32", "--threads-per-worker", "1", "--kv-cache-gib", "0.1",
     ]  # fmt: skip
-    with Cluster(*arguments, "--max-num-batched-tokens", "256") as cluster, httpx.Client(timeout=120) as client:
-
-        def complete(prompt: list[int], salt: str) -> list[int]:
-            body = {
-                "model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0, "ignore_eos": True,
-                "return_token_ids": True, "cache_salt": salt,
-            }  # fmt: skip
-            answer = client.post(f"{cluster.url}/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
-            return token_ids
+    with Cluster(*arguments, "--max-num-batched-tokens", "256") as cluster:
 
         def complete_all(salt: str) -> list[list[int]]:
             with ThreadPoolExecutor(len(prompts)) as pool:
-                return list(pool.map(complete, prompts, repeat(salt)))
+                ask = partial(cluster.token_ids, max_tokens=NUM_NEW_TOKENS, cache_salt=salt)
+                return list(pool.map(ask, prompts))
 
         assert complete_all("as started") == expected
         pairs = [pair for report in cluster.status().workers for pair in report.pairs]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -109,6 +109,20 @@ class Cluster:
             raise
         assert not (left := [describe(pid) for pid in pids if is_alive(pid)]), f"still running: {left}"
         assert not runtime_dir(self.port).exists(), "the runtime folder still exists"
+
+    def complete(self, timeout_s: float = 120, **fields: Any) -> dict[str, Any]:
+        """Returns the answer to a completion, which is greedy, ends at its length and has token ids by default."""
+        body = {"model": MODEL, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
+        assert answer.status_code == 200, answer.text
+        content: dict[str, Any] = answer.json()
+        return content
+
+    def token_ids(self, prompt: list[int], max_tokens: int, **fields: Any) -> list[int]:
+        """Returns the token ids of one such completion."""
+        [choice] = self.complete(prompt=prompt, max_tokens=max_tokens, **fields)["choices"]
+        token_ids: list[int] = choice["token_ids"]
+        return token_ids
 
     # ---- state as an operator sees it
 

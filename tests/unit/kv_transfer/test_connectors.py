@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import queue
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,24 +27,12 @@ from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, OpenPai
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch, KVTransferFailed
 from tandem.runtime.host import host_id
 from tests.support.named_connectors import named
+from tests.support.outcomes import Outcomes
 
 NUM_BLOCKS, BLOCK_BYTES = 40, 4096
 NETWORK = DataNetwork("127.0.0.1")
 LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, 16)
 Call = Callable[[KVTransferFailed | None], None]
-
-
-class Outcomes:
-    """Collects `on_done` calls from other threads; each must come once."""
-
-    def __init__(self) -> None:
-        self._queue: queue.Queue[KVTransferFailed | None] = queue.Queue()
-
-    def __call__(self, error: KVTransferFailed | None) -> None:
-        self._queue.put(error)
-
-    def next(self) -> KVTransferFailed | None:
-        return self._queue.get(timeout=30)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
-from tests.unit.kv_transfer.test_ranks import Outcomes
+from tests.support.outcomes import Outcomes
 
 HOST = "127.0.0.1"
 NUM_KV_HEADS, NUM_BLOCKS = 4, 20

@@ -32,6 +32,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
+from tests.support.outcomes import Outcomes
 
 NUM_BLOCKS, NUM_LAYERS, NUM_KV_HEADS, HEAD_BYTES = 24, 3, 6, 64
 HOST = "127.0.0.1"
@@ -59,23 +60,6 @@ def test_equal_numbers_of_ranks_move_whole_blocks() -> None:
     routes = head_routes(8, 4, 4)
     assert [(r.src_rank, r.dst_rank) for r in routes] == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert all((r.src.start, r.src.stop, r.src.num_kv_heads) == (0, 2, 2) and r.src == r.dst for r in routes)
-
-
-class Outcomes:
-    """Collects `on_done` calls from other threads."""
-
-    def __init__(self) -> None:
-        self._queue: queue.Queue[KVTransferFailed | None] = queue.Queue()
-
-    def __call__(self, error: KVTransferFailed | None) -> None:
-        self._queue.put(error)
-
-    def next(self) -> KVTransferFailed | None:
-        return self._queue.get(timeout=30)
-
-    @property
-    def is_empty(self) -> bool:
-        return self._queue.empty()
 
 
 @dataclass

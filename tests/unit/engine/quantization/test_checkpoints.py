@@ -45,17 +45,20 @@ FORMATS: dict[str, Format] = {
 SIZES = COMMON | {"num_hidden_layers": 2}
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with biases in some layers."""
-    folder = tmp_path_factory.mktemp("plain")
+def save_with_biases(folder: Path, sizes: dict[str, Any]) -> Path:
+    """Writes a model with biases in some layers."""
     torch.manual_seed(1)
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_with_biases(tmp_path_factory.mktemp("plain"), SIZES)
 
 
 def load(folder: Path, dtype: Any = "float32", **settings: Any) -> LoadedModel:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import FileStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.layers.fusing import MixingAttention
@@ -27,7 +27,7 @@ from tandem.engine.quantization.linears import FP8, QuantizedLinear
 from tandem.engine.quantization.schemes import GPTQ_V1_ZEROS, W8A8, Awq, Gptq, PackedInts, Scheme
 from tandem.runtime.errors import ConfigError
 from tests.support.quantised_checkpoints import Format, awq, gptq, make_checkpoint, packed, w8a8
-from tests.unit.engine.quantization.test_checkpoints import FORMATS
+from tests.unit.engine.quantization.test_checkpoints import FORMATS, save_with_biases
 from tests.unit.engine.test_engine_parity import COMMON
 
 torch.set_num_threads(1)
@@ -121,14 +121,7 @@ def test_shares_make_up_the_layer(
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with biases in some layers, all of them with 128 inputs, of which each of two ranks may have 64."""
-    folder = tmp_path_factory.mktemp("plain")
-    torch.manual_seed(1)
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
-    return folder
+    return save_with_biases(tmp_path_factory.mktemp("plain"), SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.stop_strings import StopStrings
-from tests.support.tokenizers import token_id
-
-SPECIAL = "</s>"
-
-
-@cache
-def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[SPECIAL],
-    )
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
-    return tokenizer
-
-
-@cache
-def byte_fallback() -> Tokenizer:
-    """Returns a tokeniser like Llama 2's: words begin with a mark, unknown characters become bytes."""
-    vocab = {"<unk>": 0, SPECIAL: 1} | {f"<0x{i:02X}>": 2 + i for i in range(256)}
-    for word in ("▁", "a", "b", "▁a", "▁b", "ab", "▁ab"):
-        vocab[word] = len(vocab)
-    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens([SPECIAL])
-    return tokenizer
+from tests.support.tokenizers import SPECIAL, byte_level, sentencepiece_bpe, token_id
 
 
 def stream(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None = None) -> list[str]:
@@ -53,7 +20,7 @@ def stream(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None 
 
 
 def test_a_word_behind_bytes_that_are_no_character_keeps_its_blank() -> None:
-    tokenizer = byte_fallback()
+    tokenizer = sentencepiece_bpe()
     word, wrong, blank_word = (token_id(tokenizer, piece) for piece in ("a", "<0xE2>", "▁b"))
     for number in (1, 16, 20):  # from some number on, they are shown before their end is known
         shown = "".join(stream(tokenizer, [word, *[wrong] * number, blank_word, blank_word]))
@@ -88,11 +55,11 @@ def test_any_tokens_become_text_without_long_delays(token_ids: list[int], prompt
 @given(st.lists(st.integers(0, 264), max_size=60), st.lists(st.integers(0, 264), max_size=8))
 @settings(max_examples=300)
 def test_broken_byte_fallback_never_raises(token_ids: list[int], prompt: list[int]) -> None:
-    stream(byte_fallback(), token_ids, prompt)
+    stream(sentencepiece_bpe(), token_ids, prompt)
 
 
 def test_invalid_bytes_do_not_damage_other_text() -> None:
-    tokenizer = byte_fallback()
+    tokenizer = sentencepiece_bpe()
     valid = [2 + byte for byte in "你".encode()]
     pieces = stream(tokenizer, [*valid, 2 + 0xFF, token_id(tokenizer, "a")])
     assert "".join(pieces).startswith("你") and "".join(pieces).endswith("a")
@@ -117,7 +84,7 @@ def test_special_tokens_are_skipped() -> None:
 
 
 def test_the_first_word_keeps_its_space_after_a_prompt() -> None:
-    tokenizer = byte_fallback()
+    tokenizer = sentencepiece_bpe()
     word = token_id(tokenizer, "▁ab")
     assert "".join(stream(tokenizer, [word, word])) == "ab ab"
     assert "".join(stream(tokenizer, [word, word], prompt=[word])) == " ab ab"
