@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from tests.faults.matrix import Layout, Role
 from tests.faults.phases import LOCAL_PREFILL, PHASES
 
+Role = Literal["prefill", "decode", "proxy", "media cache", "client"]
+Layout = Literal["fixed", "any"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "proxy", "media cache")
 FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP then SIGCONT", "SIGTERM")
 CLOSES = "closes"

@@ -21,8 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.support.report import Aim, Report, finish, new_parser
-from tests.faults.fault_cases import Case, Result, all_cases
-from tests.faults.matrix import Layout, Matrix, matrix
+from tests.faults.fault_cases import Case, Layout, Result, all_cases
+from tests.faults.matrix import Matrix, matrix
 
 QUICK = (
     Case("prefill", "SIGKILL", "shipping"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
@@ -26,7 +26,7 @@ from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.membership import Role as WorkerRole
 from tandem.protocol.messages.membership import StatusReport
 from tandem.runtime.errors import TandemError
-from tests.faults.fault_cases import CLOSES, PLACED_PHASES, Case, Result
+from tests.faults.fault_cases import CLOSES, PLACED_PHASES, Case, Layout, Result
 from tests.faults.leaks import Footprint, shared_memory
 from tests.faults.phases import ELASTIC, LOCAL_PREFILL, NUM_TOKENS, Held, Missed, Phases
 from tests.faults.streams import Stream, wait_until
@@ -34,8 +34,6 @@ from tests.support.cluster import Cluster
 from tests.support.media_proxy import ask_cache, data_url, image_part
 from tests.support.vision_model import encoded, picture, save_model
 
-Role = Literal["prefill", "decode", "proxy", "media cache", "client"]
-Layout = Literal["fixed", "any"]
 HEARD_S = 0.3
 """Time after which running processes have noticed a disconnect, and frozen ones have not been declared lost."""
 FROZEN_S = 4.0
