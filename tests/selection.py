@@ -23,7 +23,6 @@ CLUSTER_STAGES = ("integration", "faults")
 
 REPRESENTATIVE = (
     "integration/test_cli.py",
-    "integration/test_many_proxies.py",
     "integration/test_media_serving.py",
     "integration/test_openai_surface.py",
     "integration/test_parity.py",

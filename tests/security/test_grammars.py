@@ -93,6 +93,7 @@ def reader(noise_model: Path) -> BodyReader:
     return BodyReader(ModelText(str(noise_model)), ProxyConfig("proxy-0", "", "m", "m"))
 
 
+@pytest.mark.extended
 def test_no_chain_overflows_the_stack_of_the_process_that_checks_it() -> None:
     """The lengths are around those at which the library overflows a stack of 8 MiB, and the longest in
     MAX_GRAMMAR_BYTES. What is served needs less than half of the stack that checks it, which is a quarter of the one

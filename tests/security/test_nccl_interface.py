@@ -68,6 +68,7 @@ def test_workers_without_gpus_are_not(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "NCCL_SOCKET_IFNAME" not in environment
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("default")  # Ray's own
 def test_a_ray_node_uses_the_interface_of_its_address_in_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")

@@ -67,7 +67,9 @@ def test_impossible_tokens_never_win() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}, {"temperature": 2.0}], ids=str)
-@pytest.mark.parametrize(("vocab_size", "num_rows"), [(2048, 4000), (8192, 1000)])
+@pytest.mark.parametrize(
+    ("vocab_size", "num_rows"), [pytest.param(2048, 4000, marks=pytest.mark.extended), (8192, 500)]
+)
 def test_rounding_rarely_changes_a_choice(fields: dict[str, Any], vocab_size: int, num_rows: int) -> None:
     """Nearly equal logits, computed twice with different rounding: at most one choice differs."""
     params = SamplingParams(**fields)
