@@ -22,6 +22,7 @@ from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.planning.player import Player, TraceRequest
 from tandem.deploy.planning.trace import read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape
+from tandem.runtime.settings import with_values
 
 WORKER = WorkerFigures(
     prompt_tokens_per_s=1000.0, fixed_step_s=0.05, step_s_per_sequence=0.004, num_blocks=512, block_size=64,
@@ -130,7 +131,7 @@ def layouts(most: int) -> dict[str, ClusterConfig]:
 
 
 def _config(**settings: Any) -> ClusterConfig:
-    return ClusterConfig(autoscale_ttft_ms=TTFT_MS, itl_slo_ms=ITL_MS, **settings)
+    return with_values(ClusterConfig(autoscale_ttft_ms=TTFT_MS, itl_slo_ms=ITL_MS), settings)
 
 
 def aims(rows: list[dict[str, Any]]) -> list[Aim]:

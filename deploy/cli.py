@@ -16,10 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
-
 from tandem.deploy.cluster_config import (
-    BlockSize,
     ClusterConfig,
     bracketed,
     flag_name,
@@ -33,7 +30,9 @@ from tandem.deploy.launch import draining
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network_keys import make_keys
+from tandem.proxy.http_settings import HttpSettings
 from tandem.runtime.errors import ConfigError, TandemError
+from tandem.runtime.settings import with_values
 from tandem.runtime.version import own_version
 
 WORKER_ONLY = ("join", "name")
@@ -169,7 +168,7 @@ def _parser() -> CommandParser:
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
     for command in (status, scale, drain, role, restart, *caches):
         help_text = "HTTP port of the cluster (default: 8000)"
-        command.add_argument("--port", type=int, default=ClusterConfig().port, metavar="N", help=help_text)
+        command.add_argument("--port", type=int, default=HttpSettings().port, metavar="N", help=help_text)
     for command, timeout_s in ((scale, 600.0), (drain, 60.0), (role, 10.0), (restart, 600.0)):
         zero = "; 0 does not wait" if command is scale else ""
         help_text = f"seconds to wait{' for each process' if command is restart else ''} (default: {timeout_s:g}{zero})"
@@ -211,8 +210,6 @@ def _add_settings(parser: CommandParser, left_out: Sequence[str]) -> None:
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": setting.description + default}
         if setting.kind == list[str]:
             options |= {"action": "append", "metavar": "NAME=FOLDER"}
-        elif setting.kind == BlockSize:
-            options |= {"type": lambda text: text if text == "auto" else int(text), "metavar": "N|auto"}
         elif choices := typing.get_args(setting.kind):
             options |= {"choices": choices, "metavar": "|".join(choices)}
         elif setting.kind is bool:
@@ -226,7 +223,8 @@ def _add_settings(parser: CommandParser, left_out: Sequence[str]) -> None:
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that were given as flags."""
-    return {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
+    known = {each.key for each in settings()}
+    return {name: value for name, value in vars(arguments).items() if name in known}
 
 
 def _worker(arguments: argparse.Namespace) -> int:
@@ -259,10 +257,10 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     config = load_config(arguments.config, _overrides(arguments))
     if must_join and not config.join:
         raise ConfigError("--join is missing: give the proxies' endpoints, which `tandem up --cluster-host` prints")
-    logging.basicConfig(level=config.log_level.upper(), format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=config.logs.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
-    name = config.served_model_name or (Path(config.model).name if config.model else "tandem-demo")
-    config = msgspec.structs.replace(config, model=config.model or str(DEMO_MODEL), served_model_name=name)
+    name = config.served_model_name or (Path(config.engine.model).name if config.engine.model else "tandem-demo")
+    config = with_values(config, {"model": config.engine.model or str(DEMO_MODEL), "served_model_name": name})
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("Starting", total=None)
@@ -287,16 +285,17 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
         print(f"Workers for {config.served_model_name} have joined {config.join}", flush=True)
         console.print(f"Logs: {logs}. Press Ctrl-C to stop them.", soft_wrap=True)
         return
-    url = f"{'https' if config.ssl_certfile else 'http'}://{bracketed(config.host)}:{config.port}"
+    http = config.http
+    url = f"{'https' if http.ssl_certfile else 'http'}://{bracketed(http.host)}:{http.port}"
     messages = [{"role": "user", "content": "Hello!"}]
     options = {"max_tokens": 48, "temperature": 0, "stream": True}
     body = json.dumps({"model": config.served_model_name, "messages": messages, **options})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key or config.api_keys_file else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if http.needs_api_key else ""
     print(f"Tandem serves {config.served_model_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
         endpoints = ",".join(config.proxy_endpoints)
-        model = f" --model {config.model}" if config.model != str(DEMO_MODEL) else ""
+        model = f" --model {config.engine.model}" if config.engine.model != str(DEMO_MODEL) else ""
         keys = f" --network-keys {config.network_keys}" if config.network_keys else " --insecure-network"
         command = f"tandem worker ROLE{model} --join {endpoints} --cluster-host ADDRESS{keys}"
         print(f"Workers on other hosts join with: {command}", flush=True)

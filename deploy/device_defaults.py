@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.deploy.cluster_config import ClusterConfig
+from tandem.runtime.settings import with_values
 
 _CPU = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_waiting_requests": 1024}
 _GPU = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_waiting_requests": 4096}
@@ -13,7 +14,8 @@ _GPU = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_waiting_reques
 def with_device_defaults(config: ClusterConfig, on_gpus: bool) -> ClusterConfig:
     """Returns the configuration with values for the settings that are 0 and mean a default by device."""
     defaults = _GPU if on_gpus else _CPU
-    return msgspec.structs.replace(config, **{key: getattr(config, key) or value for key, value in defaults.items()})
+    given = msgspec.structs.asdict(config.engine) | msgspec.structs.asdict(config.admission)
+    return with_values(config, {key: given[key] or value for key, value in defaults.items()})
 
 
 def ranks_per_gpu(config: ClusterConfig, num_gpus: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from tandem.runtime.settings import setting
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "fp8"]
@@ -14,37 +16,47 @@ Quantization = Literal["auto", "fp8", "int8"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model, the device, the size of the KV pool and of steps.
+    """The model, the device, the size of the KV pool and of steps."""
 
-    model: a folder or a hub id. dtype: "auto" uses the checkpoint's. max_model_len: maximum tokens of a sequence,
-    prompt and output; 0 uses the model's own limit, or what fits into the pool. block_size: tokens per KV block; 0
-    chooses by device. num_threads: torch's intra-op threads per rank. load_format: "dummy" creates random weights.
-    quantization: "auto" keeps the weights as the checkpoint has them; others quantise those of an unquantised one.
-    tensor_parallel_size: ranks, one process each, that share the model. progress_file: receives the loading progress
-    from 0 to 1; empty for none.
-
-    kv_cache_dtype: "auto" stores keys and values as the model computes them, "fp8" rounds them to float8_e4m3fn.
-    kv_cache_bytes: KV pool size per rank; 0 chooses it, see `engine.kv_cache_size`. gpu_memory_fraction: of each GPU,
-    for all ranks of the cluster that use it. ranks_per_gpu: how many those are. num_peers: ranks of other workers with
-    which one rank exchanges KV over NCCL. max_num_batched_tokens: prompt tokens per step, which is the chunk size.
-    max_num_seqs: sequences per step, and prompts that compute concurrently.
-    """
-
-    model: str
-    dtype: Dtype = "auto"
-    load_format: LoadFormat = "auto"
-    quantization: Quantization = "auto"
-    device: Device = "auto"
-    max_model_len: int = 0
-    block_size: int = 0
-    kv_cache_dtype: KVCacheDtype = "auto"
+    # fmt: off
+    model: Annotated[str, setting("model", description=
+        "Folder or Hugging Face id of the model; empty serves the built-in demo model.")]
+    dtype: Annotated[Dtype, setting("model", description=
+        "Data type of weights and KV cache; auto uses the checkpoint's.")] = "auto"
+    load_format: Annotated[LoadFormat, setting("model", description=
+        "auto loads the checkpoint; dummy fills the weights with random values.")] = "auto"
+    quantization: Annotated[Quantization, setting("model", description=
+        "auto keeps the weights as the checkpoint has them, quantised or not; fp8 and int8 quantise those of an "
+        "unquantised checkpoint while it is loaded.")] = "auto"
+    device: Annotated[Device, setting("model", description=
+        "Device that runs the model; auto uses GPUs where there are any.")] = "auto"
+    max_model_len: Annotated[int, setting("model", ge=0, description=
+        "Maximum number of tokens per sequence, prompt and output together; 0 uses the model's limit, or what fits "
+        "into the KV cache if that is less.")] = 0
+    block_size: Annotated[int, setting("KV cache", ge=0, le=512, description=
+        "Tokens per KV block, at least 8; 0 chooses by device and attention backend.")] = 0
+    kv_cache_dtype: Annotated[KVCacheDtype, setting("KV cache", description=
+        "Data type of the KV cache: auto uses the model's; fp8 (e4m3, without scales) takes half the memory of 16-bit "
+        "types and rounds keys and values to 4 significant bits.")] = "auto"
     kv_cache_bytes: int = 0
-    gpu_memory_fraction: float = 0.9
+    """Size of the KV pool per rank; 0 lets `engine.kv_cache_size` choose it."""
+    gpu_memory_fraction: Annotated[float, setting("KV cache", gt=0, le=1, description=
+        "Share of each GPU's memory that this cluster may use. The workers on one GPU divide it equally. Each measures "
+        "its largest step and uses the rest for its KV cache, unless --kv-cache-gib is given.")] = 0.9
     ranks_per_gpu: int = 1
+    """Ranks of the whole cluster that share each GPU."""
     num_peers: int = 1
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
+    """Ranks of other workers with which one rank exchanges KV over NCCL."""
+    max_num_batched_tokens: Annotated[int, setting("workers", ge=0, le=65536, description=
+        "Maximum number of prompt tokens that a worker computes per step, at least 16; 0 uses 512 on CPU and 2048 on "
+        "GPUs.")] = 512
+    max_num_seqs: Annotated[int, setting("workers", ge=0, le=4096, description=
+        "Maximum number of sequences that a worker runs at once; 0 uses 64 on CPU and 256 on GPUs.")] = 64
     num_threads: int = 1
-    trust_remote_code: bool = False
+    """torch's intra-op threads per rank."""
+    trust_remote_code: Annotated[bool, setting("model", "Run Python code that comes with the checkpoint.")] = False
     tensor_parallel_size: int = 1
+    """Ranks, one process each, that share the model."""
     progress_file: str = ""
+    """File that receives the loading progress from 0 to 1; empty for none."""
+    # fmt: on

@@ -40,6 +40,7 @@ from tandem.runtime.errors import first_line
 from tandem.runtime.fork_server import why_unsafe_to_fork
 from tandem.runtime.forked_child import ForkedChild, fork_child
 from tandem.runtime.lifetime import end_process
+from tandem.runtime.logs import LogSettings
 
 LOAD_TIMEOUT_S = 600.0
 """Deadline of collectives while the ranks load."""
@@ -62,7 +63,7 @@ class FollowerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     engine: EngineConfig
     host: str
-    log_level: str
+    logs: LogSettings
     store_port: int
     steps_fd: int
     transfers_fd: int
@@ -82,7 +83,7 @@ class TensorParallelGroup:
         worker_id: str,
         engine: EngineConfig,
         host: str,
-        log_level: str,
+        logs: LogSettings,
         on_lost: Callable[[str, int], None] = end_process,
         run_follower: Callable[[FollowerConfig], NoReturn] | None = None,
     ) -> None:
@@ -97,7 +98,7 @@ class TensorParallelGroup:
             return
         listener, port = listen_on_free_port(_HOST)
         for rank in range(1, engine.tensor_parallel_size):
-            self._start(f"{worker_id}/{rank}", rank, host, log_level, port)
+            self._start(f"{worker_id}/{rank}", rank, host, logs, port)
         try:
             check_model(engine)  # before the ranks wait for each other
         except BaseException:
@@ -109,11 +110,11 @@ class TensorParallelGroup:
             _HOST, port, None, True, timedelta(seconds=LOAD_TIMEOUT_S), False, master_listen_fd=listener
         )
 
-    def _start(self, name: str, rank: int, host: str, log_level: str, store_port: int) -> None:
+    def _start(self, name: str, rank: int, host: str, logs: LogSettings, store_port: int) -> None:
         steps, follower_steps = open_channel()
         transfers, follower_transfers = open_channel()
         fds = (follower_steps.fileno(), follower_transfers.fileno())
-        config = FollowerConfig(name, rank, self._engine, host, log_level, store_port, *fds)
+        config = FollowerConfig(name, rank, self._engine, host, logs, store_port, *fds)
         variables = {"LOCAL_RANK": str(rank)}  # transformers selects the GPU by it
         run = self._run_follower
         if run is not None and not why_unsafe_to_fork():

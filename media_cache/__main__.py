@@ -14,7 +14,7 @@ from tandem.runtime.process import run_process
 
 def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=MediaCacheConfig)
-    run_process("media-cache", config.log_level, lambda: MediaCacheServer(config))
+    run_process("media-cache", config.logs, lambda: MediaCacheServer(config))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
 
     try:
         config = read_config(Path(arguments[0]))
-        setup_logging(config.proxy_id, config.log_level, config.log_format)
+        setup_logging(config.proxy_id, config.logs)
         # Imported late: the imports take 2 s, and a wrong configuration should be reported sooner.
         with importing():
             from tandem.proxy.reading.body_reader import BodyReader
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
             from tandem.proxy.server import serve
             from tandem.proxy.text.model_text import ModelText
 
-        text = ModelText(config.model, config.generation_config)
+        text = ModelText(config.model, config.requests.generation_config)
         readers = ReaderPool(BodyReader(text, config), config, config.tokenizer_threads)
         readers.fork()
         uvloop.run(serve(config, text, readers))

@@ -61,7 +61,7 @@ class Control:
         self._proxy_id = proxy_id
         self._refusals = network.refusals
         self._model = config.served_model_name
-        self._generation_config = config.generation_config
+        self._generation_config = config.requests.generation_config
         self._state = state
         self._table = state.worker_table
         self._connections = connections

@@ -38,6 +38,7 @@ from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.client_connection import track_requests
 from tandem.proxy.http.connection_limits import ConnectionLimits, affordable_connections
+from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
 from tandem.proxy.proxy_config import ProxyConfig
@@ -86,7 +87,7 @@ class HttpListener:
     """Serves one application on one socket, with limits on its connections."""
 
     def __init__(
-        self, app: ASGIApp, listener: socket.socket, limits: ConnectionLimits, config: ProxyConfig, *, has_tls: bool
+        self, app: ASGIApp, listener: socket.socket, limits: ConnectionLimits, config: HttpSettings, *, has_tls: bool
     ) -> None:
         """Raises ConfigError when the certificate cannot be read."""
         self._listener = listener
@@ -123,7 +124,7 @@ class ProxyServer:
     def __init__(self, config: ProxyConfig, text: ModelText, readers: ReaderPool) -> None:
         """Raises ConfigError when an address cannot be bound, or a certificate or the API keys cannot be read."""
         self._config = config
-        listener = _listen_socket(config.listen_fd, config.host, config.port)
+        listener = _listen_socket(config.http.listen_fd, *config.http.address)
         # Unique for each start: workers drop the requests of a proxy's predecessor.
         self._proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
         metrics = ProxyMetrics()
@@ -131,25 +132,22 @@ class ProxyServer:
         self._context.refusals.on_refused = lambda reason: metrics.refusals.labels(reason).inc()
         self._tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
         requests = RequestLog(self._tracer.on_end if self._tracer is not None else ignore)
-        ttft_slo_s = config.ttft_slo_ms / 1000 or None
+        ttft_slo_s, routing = config.admission.ttft_slo_s, config.routing
 
-        worker_table = WorkerTable(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
+        worker_table = WorkerTable(routing.worker_silence_s, decode_may_prefill=routing.decode_prefill_threshold > 0)
         self._connections = WorkerConnections(self._context, self._proxy_id)
         dispatcher = Dispatcher(
             self._proxy_id,
-            Router(worker_table, config.decode_prefill_threshold, config.num_proxies),
+            Router(worker_table, routing.decode_prefill_threshold, routing.num_proxies),
             self._connections,
             metrics,
-            config.worker_wait_s,
+            routing.worker_wait_s,
             config.media_cache_tcp_endpoint,
         )
         admission = Admission(
-            config.max_waiting_requests,
+            config.admission,
             time.monotonic,
-            config.max_waiting_tokens,
-            config.max_requests_per_client,
             QueueDelayController(time.monotonic, ttft_slo_s) if ttft_slo_s is not None else None,
-            config.low_priority_share,
             MAX_INPUTS,
         )
         media: MediaPool | None = None
@@ -157,11 +155,12 @@ class ProxyServer:
             media = MediaPool(config, MediaCacheClient(self._context, config.media_cache_endpoint), ttft_slo_s)
 
         api_keys: ApiKeys | None = None
-        if config.api_key is not None or config.api_keys_file:
-            api_keys = ApiKeys(config.api_key, Path(config.api_keys_file) if config.api_keys_file else None)
+        http = config.http
+        if http.needs_api_key:
+            api_keys = ApiKeys(http.api_key or None, Path(http.api_keys_file) if http.api_keys_file else None)
         self._admin_keys: ApiKeys | None = None
-        if config.admin_keys_file:
-            self._admin_keys = ApiKeys(None, Path(config.admin_keys_file), "admin_keys_file")
+        if http.admin_keys_file:
+            self._admin_keys = ApiKeys(None, Path(http.admin_keys_file), "admin_keys_file")
 
         batches: BatchRunner | None = None
         if config.data_folder:
@@ -179,11 +178,11 @@ class ProxyServer:
             dispatcher=dispatcher,
             metrics=metrics,
             requests=requests,
-            request_timeout_s=config.request_timeout_s,
+            request_timeout_s=routing.request_timeout_s,
             ttft_slo_s=ttft_slo_s,
             api_keys=api_keys,
-            bodies=RequestBodies(config.max_body_bytes, config.client_timeout_s),
-            readiness=WorkerReadiness(worker_table, config.max_waiting_requests, config.worker_wait_s),
+            bodies=RequestBodies(http.max_body_mib << 20, http.client_timeout_s),
+            readiness=WorkerReadiness(worker_table, config.admission.max_waiting_requests, routing.worker_wait_s),
             timelines=Timelines(self._context, requests, config.peer_endpoints),
             media=media,
             adapters=config.adapter_table(),
@@ -196,15 +195,15 @@ class ProxyServer:
 
     def _make_listeners(self, listener: socket.socket) -> list[HttpListener]:
         config, state, set_role = self._config, self._state, self._control.set_role
-        max_connections = affordable_connections(config.max_connections)
+        max_connections = affordable_connections(config.http.max_connections)
         on_refused = state.metrics.rejected.labels("connections").inc
         limits = ConnectionLimits(max_connections, max(1, max_connections // 2), on_refused)
-        http = [HttpListener(make_app(config, state, set_role), listener, limits, config, has_tls=True)]
-        if config.admin_port:
-            listener = _listen_socket(config.admin_listen_fd, config.admin_host, config.admin_port)
+        http = [HttpListener(make_app(config, state, set_role), listener, limits, config.http, has_tls=True)]
+        if (own := config.http).admin_port:
+            listener = _listen_socket(own.admin_listen_fd, own.admin_host, own.admin_port)
             limits = ConnectionLimits(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS)
             app = make_admin_app(config, state, set_role, self._admin_keys)
-            http.append(HttpListener(app, listener, limits, config, has_tls=False))
+            http.append(HttpListener(app, listener, limits, own, has_tls=False))
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are one line for each bad request
         return http
 
@@ -218,9 +217,9 @@ class ProxyServer:
         if self._state.media is not None:
             start_job(self._state.media.start(), "starting the media process")
         freeze_loaded_objects()
-        log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, config.host, config.port)
+        log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, *config.http.address)
         tasks = [keep_running(self._update_gauges, "updating gauges", _RESTART_TASK_S)]
-        if self._state.api_keys is not None and config.api_keys_file:
+        if self._state.api_keys is not None and config.http.api_keys_file:
             tasks.append(keep_running(self._state.api_keys.watch, "reading the API keys again", _RESTART_TASK_S))
         if self._admin_keys is not None:
             tasks.append(keep_running(self._admin_keys.watch, "reading the admin keys again", _RESTART_TASK_S))
@@ -266,7 +265,7 @@ class ProxyServer:
             self._state.metrics.per_token.flush()
 
 
-def _read_certificate(config: ProxyConfig) -> ssl.SSLContext:
+def _read_certificate(config: HttpSettings) -> ssl.SSLContext:
     """Raises ConfigError when it cannot be read."""
     try:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -10,13 +10,28 @@ import json
 import logging
 import sys
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
+
+from tandem.runtime.settings import setting
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 _QUIET = ("uvicorn", "httpx", "httpcore", "urllib3", "filelock", "huggingface_hub", "transformers", "asyncio")
 """Libraries whose records below WARNING are dropped."""
+
+
+class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which records a process logs, and how."""
+
+    # fmt: off
+    log_level: Annotated[LogLevel, setting("logging", "Minimum level of the log lines of every process.")] = "info"
+    log_format: Annotated[LogFormat, setting("logging", description=
+        "text writes lines for people; json writes one object per line.")] = "text"
+    # fmt: on
 
 
 def serving(request_id: str) -> None:
@@ -65,14 +80,12 @@ class _Json(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def setup_logging(process_name: str, level: str = "info", log_format: LogFormat = "text") -> None:
-    """Configures the root logger. Raises ValueError unless level is debug, info, warning or error."""
-    number = logging.getLevelName(level.upper())
-    if not isinstance(number, int):
-        raise ValueError(f"log level {level!r} is none of debug, info, warning, error")
+def setup_logging(process_name: str, settings: LogSettings = LogSettings()) -> None:  # noqa: B008  # frozen
+    """Configures the root logger."""
+    number = getattr(logging, settings.log_level.upper())
     name = process_name.replace("%", "%%")
     handler = logging.StreamHandler(sys.stderr)
-    if log_format == "json":
+    if settings.log_format == "json":
         handler.setFormatter(_Json(process_name))
     else:
         layout = f"%(asctime)s.%(msecs)03d {name} %(levelname).1s %(name)s: %(message)s"

@@ -15,7 +15,7 @@ from tandem.runtime.drain import Retired
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.file_limits import take_all_descriptors
 from tandem.runtime.lifetime import die_with_parent, leave
-from tandem.runtime.logs import LogFormat, setup_logging
+from tandem.runtime.logs import LogSettings, setup_logging
 from tandem.runtime.tasks import start
 
 EXIT_FAILED = 1
@@ -34,21 +34,17 @@ class Service(Protocol):
     def drain(self) -> bool: ...
 
 
-def run_process(name: str, log_level: str, make: Callable[[], Service], log_format: LogFormat = "text") -> NoReturn:
+def run_process(name: str, logs: LogSettings, make: Callable[[], Service]) -> NoReturn:
     """Runs `make()`'s service until it ends, has drained after SIGTERM, or is stopped by SIGINT or a second SIGTERM.
 
     `make` is called on the loop. Exits by os._exit, because a thread that waits for a dead peer would block a normal
     exit.
     """
-    run_to_exit(name, log_level, lambda: uvloop.run(serve(make)), signal.SIGINT, log_format)
+    run_to_exit(name, logs, lambda: uvloop.run(serve(make)), signal.SIGINT)
 
 
 def run_to_exit(
-    name: str,
-    log_level: str,
-    main: Callable[[], None],
-    orphaned: signal.Signals = signal.SIGTERM,
-    log_format: LogFormat = "text",
+    name: str, logs: LogSettings, main: Callable[[], None], orphaned: signal.Signals = signal.SIGTERM
 ) -> NoReturn:
     """Runs `main()` and exits with 0, EXIT_BAD_CONFIG, EXIT_RETIRED, or 1 for any other error. Exits by os._exit.
 
@@ -56,7 +52,7 @@ def run_to_exit(
     """
     die_with_parent(orphaned)
     take_all_descriptors()
-    setup_logging(name, log_level, log_format)
+    setup_logging(name, logs)
     exit_code = 0
     try:
         main()

@@ -312,20 +312,20 @@ class SimulatedProxy(SimulatedProcess):
         return not self.loop.is_dead and hasattr(self, "control") and math.isinf(self.stops_at)
 
     def boot(self) -> None:
-        network, config = self.new_network(), self._config
+        network, config, routing = self.new_network(), self._config, self._config.routing
         self.network = network
-        self.table = WorkerTable(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
+        self.table = WorkerTable(routing.worker_silence_s, decode_may_prefill=routing.decode_prefill_threshold > 0)
         connections = WorkerConnections(network, self.proxy_id)
         metrics = self.metrics = ProxyMetrics()
         rng = self._machine.timeline.rng
-        self.router = Router(self.table, config.decode_prefill_threshold, config.num_proxies, rng=rng)
+        self.router = Router(self.table, routing.decode_prefill_threshold, routing.num_proxies, rng=rng)
         self.dispatcher = ObservedDispatcher(
             self._machine.on_delta,
             self.proxy_id,
             self.router,
             connections,
             metrics,
-            config.worker_wait_s,
+            routing.worker_wait_s,
             clock=self.loop.time,
         )
         text, token_text = model_text()
@@ -334,15 +334,15 @@ class SimulatedProxy(SimulatedProcess):
             token_text=token_text,
             readers=SimpleNamespace(),  # type: ignore[arg-type]  # prompts are tokens
             worker_table=self.table,
-            admission=Admission(config.max_waiting_requests, self.loop.time),
+            admission=Admission(config.admission, self.loop.time),
             answer_budget=AnswerBudget(),
             dispatcher=self.dispatcher,
             metrics=metrics,
             requests=RequestLog(),
-            request_timeout_s=config.request_timeout_s,
+            request_timeout_s=routing.request_timeout_s,
             ttft_slo_s=None,
         )
-        self.readiness = WorkerReadiness(self.table, config.max_waiting_requests, config.worker_wait_s)
+        self.readiness = WorkerReadiness(self.table, config.admission.max_waiting_requests, routing.worker_wait_s)
         state: Any = SimpleNamespace(
             text=text,
             worker_table=self.table,

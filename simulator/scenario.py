@@ -6,10 +6,9 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-import msgspec
-
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
+from tandem.runtime.settings import with_values
 from tandem.simulator.engine import StepTimes, answer
 
 Command = Literal["leave", "leave proxy", "restart all", "drain for good", "change role", "scale"]
@@ -93,15 +92,14 @@ class ClusterShape:
 
     def with_config(self, **settings: Any) -> ClusterShape:
         """Returns the shape with other settings of the operator."""
-        return replace(self, config=msgspec.structs.replace(self.config, **settings))
+        return replace(self, config=with_values(self.config, settings))
 
 
 def cluster_config(**settings: Any) -> ClusterConfig:
     """Returns settings of an operator that suit simulated workers."""
     few: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "decode_prefill_threshold": 0}
-    return with_device_defaults(
-        ClusterConfig(model=MODEL, served_model_name=MODEL, drain_timeout_s=20.0, **few | settings), on_gpus=False
-    )
+    own: dict[str, Any] = {"model": MODEL, "served_model_name": MODEL, "drain_timeout_s": 20.0}
+    return with_device_defaults(with_values(ClusterConfig(), own | few | settings), on_gpus=False)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def main() -> None:
 
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerConfig)
     torch.set_num_threads(config.engine.num_threads)  # OMP_NUM_THREADS is not read again in a forked process
-    run_process(config.worker_id, config.log_level, lambda: Worker(config, load_engine_host), config.log_format)
+    run_process(config.worker_id, config.logs, lambda: Worker(config, load_engine_host))
 
 
 if __name__ == "__main__":

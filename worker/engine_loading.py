@@ -33,9 +33,7 @@ async def load_engine_host(config: WorkerConfig, on_prepared: Callable[[], None]
     on_prepared: called on the loop when a grammar has been compiled or an adapter loaded.
     """
     loop = asyncio.get_running_loop()
-    ranks = TensorParallelGroup(
-        config.worker_id, config.engine, config.host, config.log_level, run_follower=run_follower
-    )
+    ranks = TensorParallelGroup(config.worker_id, config.engine, config.host, config.logs, run_follower=run_follower)
     loaded: LoadedModel = await loop.run_in_executor(None, ranks.load)
     disable_nccl_watchdog()
 

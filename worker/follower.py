@@ -34,7 +34,7 @@ def main() -> None:
 def run_follower(config: FollowerConfig) -> NoReturn:
     show_command_line([sys.executable, "-m", "tandem.worker.follower", config.name])
     # With rank 0 it ends also if it is stopped, when a signal other than SIGKILL would have no effect.
-    run_to_exit(config.name, config.log_level, lambda: serve(config), signal.SIGKILL)
+    run_to_exit(config.name, config.logs, lambda: serve(config), signal.SIGKILL)
 
 
 def serve(config: FollowerConfig) -> None:

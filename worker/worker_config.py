@@ -9,44 +9,46 @@ from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
-from tandem.runtime.logs import LogFormat
+from tandem.runtime.logs import LogSettings
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """worker_id: survives restarts. role: the phases of requests that proxies send to it. role_file: keeps a role that
-    was set later across restarts. endpoint: address that the ROUTER socket binds. host: own address for KV transfer.
-    network: protection of tcp endpoints. proxies_file: file with the proxies' current control endpoints, one per line;
-    empty if they never change.
-
-    kv_checksums: verify every transferred block (debugging). drain_timeout_s: time that requests in flight get when the
-    worker is told to leave. metrics_host: address of /metrics, on any free port; "" serves none.
-    kv_lease_s: how long a prompt's blocks are kept for a decode worker that does not renew its lease.
-    embedding_cache_bytes: embeddings kept for later prompts with the same image. max_fetched_media_bytes: limit on
-    processed media from other hosts, for all prompts together. media_cache_endpoint: of this host's media cache; "" if
-    the model takes text only. itl_slo_ms: limit on a step that holds prompt tokens beside running sequences; 0 derives
-    it from measured steps, see `engine.step_times`. adapters: LoRA adapters that the worker must be able to load;
-    requests may name others. tiers: of the KV cache, below the pool.
-    """
+    """The JSON file that `python -m tandem.worker FILE` reads."""
 
     worker_id: str
+    """Name of the worker, which it keeps when it is restarted."""
     role: Role
+    """Phases of requests that proxies send to it."""
     endpoint: str
+    """Address that the ROUTER socket binds."""
     proxy_endpoints: list[str]
+    """Control endpoints of the proxies."""
     engine: EngineConfig
     kv_connector: str = "auto"
     kv_checksums: bool = False
+    """Whether every transferred block is verified, for debugging."""
     host: str = "127.0.0.1"
+    """Own address for KV transfer."""
     proxies_file: str = ""
+    """File with the proxies' current control endpoints, one per line; empty if they never change."""
     drain_timeout_s: float = 30.0
+    """Time that requests in flight get when the worker is told to leave."""
     metrics_host: str = "127.0.0.1"
+    """Address of /metrics, on any free port; empty serves none."""
     network: NetworkConfig = NetworkConfig()
     kv_lease_s: float = 10.0
+    """Time that a prompt's blocks are kept for a decode worker that does not renew its lease."""
     embedding_cache_bytes: int = 256 << 20
+    """Size of the embeddings that are kept for later prompts with the same image."""
     max_fetched_media_bytes: int = 1 << 30
+    """Limit on processed media from other hosts, for all prompts together."""
     media_cache_endpoint: str = ""
+    """Media cache of this host; empty if the model takes text only."""
     role_file: str = ""
+    """File that keeps a role that was set later across restarts; empty for none."""
     itl_slo_ms: int = 0
+    """Limit on a step with prompt tokens beside running sequences; 0 derives it, see `engine.step_times`."""
     adapters: list[AdapterRef] = []
+    """LoRA adapters that the worker must be able to load; requests may name others."""
     tiers: TiersConfig = TiersConfig()
-    log_level: str = "info"
-    log_format: LogFormat = "text"
+    logs: LogSettings = LogSettings()

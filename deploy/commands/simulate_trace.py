@@ -36,12 +36,13 @@ def simulate_trace(
         _pyplot()  # before the work
     figures = read_figures(step_times)
     requests = read_trace(trace, figures.max_model_len)
-    config = with_device_defaults(config, on_gpus=config.device == "cuda")
+    config = with_device_defaults(config, on_gpus=config.engine.device == "cuda")
     shape = planned_shape(figures, config)
     began_at = time.monotonic()
     played = Player(requests, shape).play()
     took_s = time.monotonic() - began_at
-    limits = {name: ms / 1000 for name, ms in (("ttft_s", config.ttft_slo_ms), ("itl_s", config.itl_slo_ms)) if ms}
+    targets = (("ttft_s", config.admission.ttft_slo_ms), ("itl_s", config.itl_slo_ms))
+    limits = {name: ms / 1000 for name, ms in targets if ms}
     summary = played.summary(**limits)
     _print(summary, bool(limits), took_s)
     if report is not None:

@@ -365,7 +365,7 @@ class Launcher:
         """Returns whether the HTTP port of every known host accepts a connection."""
         for host in self._site.http_hosts():
             try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(host, self._config.port), 1.0)
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, self._config.http.port), 1.0)
             except (OSError, TimeoutError):
                 return False
             writer.close()

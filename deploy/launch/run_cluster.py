@@ -31,7 +31,7 @@ async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: 
 
     Raises ConfigError for what the operator can correct, InternalError if the cluster does not start.
     """
-    place: int | str = config.port if not config.join else worker_name(config, "worker")
+    place: int | str = config.http.port if not config.join else worker_name(config, "worker")
     with ExitStack() as cleanup:
         folder = create_runtime_dir(place)
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -44,7 +44,7 @@ async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: 
         if exposed and config.insecure_network and not config.network_keys:
             log.warning("--insecure-network: anybody who can reach %s can control this cluster", exposed)
         if not config.ray and not config.join:
-            _check_port(config.host, config.port, "--port or --host")
+            _check_port(config.http.host, config.http.port, "--port or --host")
             _check_port(*config.admin_address, "--admin-port or --admin-host")
         site: Site
         if config.ray:

@@ -125,7 +125,7 @@ class Player:
     def __init__(self, trace: Sequence[TraceRequest], shape: ClusterShape, seed: int = 0) -> None:
         self._trace = trace
         self._shape = shape
-        self._ttft_slo_s = shape.config.ttft_slo_ms / 1000 or None
+        self._ttft_slo_s = shape.config.admission.ttft_slo_s
         self._served: dict[int, Served] = {}
         self._num_ended = 0
         self._gaps_s = array("d")

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.engine.engine_config import EngineConfig
-from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.lora_files import InvalidAdapter, read_adapter
 from tandem.protocol.messages.adapter import AdapterRef
@@ -21,7 +22,6 @@ from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.http.api_keys import ApiKeys, KeyFile, parse_keys
-from tandem.proxy.media.source import MediaLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
 from tandem.worker.worker_config import WorkerConfig
@@ -32,38 +32,42 @@ PROXY_GRACE_S = 1.5
 
 @dataclass(frozen=True)
 class Place:
-    """Addresses and files of one process.
-
-    endpoint: ZeroMQ endpoint that the process binds; a tcp endpoint may have port 0.
-    host: address at which other hosts reach this one.
-    proxy_endpoints: control endpoints of the proxies, for a worker; peer_endpoints: of the other proxies, for a proxy.
-    endpoint_file: file to which a proxy writes the control endpoint that it has bound.
-    proxies_file: file with the proxies' control endpoints, one per line; a worker reads it again when it changes.
-    progress_file: file to which a worker writes how much of its model is loaded. role_file: see `WorkerConfig`.
-    control_tcp_endpoint: control endpoint of a proxy for workers of other hosts.
-    media_cache_endpoint: media cache of this host, empty if there is none; media_cache_tcp_endpoint: for other hosts.
-    api_keys_file: copy of the operator's file for a proxy on another host; empty to read the operator's.
-    lora_file, response_folder: see `ProxyConfig`. host_files: see `TiersConfig`.
-    listen_fd, admin_listen_fd: bound sockets that a proxy inherits; None lets it bind its own.
-    """
+    """Addresses and files of one process."""
 
     endpoint: str
+    """ZeroMQ endpoint that the process binds; a tcp endpoint may have port 0."""
     host: str = "127.0.0.1"
+    """Address at which other hosts reach this one."""
     proxy_endpoints: list[str] = field(default_factory=list)
+    """Control endpoints of the proxies, for a worker."""
     endpoint_file: str = ""
+    """File to which a proxy writes the control endpoint that it has bound."""
     proxies_file: str = ""
+    """File with the proxies' control endpoints, one per line, which a worker reads again when it changes."""
     progress_file: str = ""
+    """File to which a worker writes how much of its model is loaded."""
     role_file: str = ""
+    """File that keeps a worker's role across restarts."""
     control_tcp_endpoint: str = ""
+    """Control endpoint of a proxy for workers of other hosts."""
     peer_endpoints: list[str] = field(default_factory=list)
+    """Control endpoints of the other proxies, for a proxy."""
     media_cache_endpoint: str = ""
+    """Media cache of this host; empty if there is none."""
     media_cache_tcp_endpoint: str = ""
+    """Media cache of this host, for other hosts."""
     api_keys_file: str = ""
+    """Copy of the operator's file for a proxy on another host; empty to read the operator's."""
     listen_fd: int | None = None
+    """Bound socket that a proxy inherits; None lets it bind its own."""
     admin_listen_fd: int | None = None
+    """Bound socket of the admin address that a proxy inherits; None lets it bind its own."""
     lora_file: str = ""
+    """File that keeps the adapters of a host's proxies."""
     response_folder: str = ""
+    """Folder of stored responses of a host's proxies."""
     host_files: list[str] = field(default_factory=list)
+    """Host memory of a worker's ranks for KV blocks."""
 
 
 class ProcessConfigs:
@@ -83,72 +87,50 @@ class ProcessConfigs:
         self._cluster = cluster
         self._keys = keys
         self._ranks_per_gpu = ranks_per_gpu
-        if cluster.api_keys_file:
-            parse_keys(KeyFile(Path(cluster.api_keys_file)).read())
-        if cluster.admin_keys_file and not cluster.ray:
-            ApiKeys(None, Path(cluster.admin_keys_file), "admin_keys_file")
+        http = cluster.http
+        if http.api_keys_file:
+            parse_keys(KeyFile(Path(http.api_keys_file)).read())
+        if http.admin_keys_file and not cluster.ray:
+            ApiKeys(None, Path(http.admin_keys_file), "admin_keys_file")
         self._adapters = read_adapters(cluster)
 
     def proxy(self, name: str, place: Place) -> ProxyConfig:
         cluster = self._cluster
+        admin_keys = cluster.http.admin_keys_file
+        http = msgspec.structs.replace(
+            cluster.http,
+            listen_fd=place.listen_fd,
+            api_keys_file=place.api_keys_file or cluster.http.api_keys_file,
+            admin_port=cluster.admin_address[1],
+            admin_listen_fd=place.admin_listen_fd,
+            admin_keys_file=admin_keys and str(Path(admin_keys).absolute()),
+        )
         return ProxyConfig(
             proxy_id=name,
-            host=cluster.host,
-            port=cluster.port,
-            admin_host=cluster.admin_address[0],
-            admin_port=cluster.admin_address[1],
-            listen_fd=place.listen_fd,
-            admin_listen_fd=place.admin_listen_fd,
             control_endpoint=place.endpoint,
+            model=cluster.engine.model,
+            served_model_name=cluster.served_model_name,
             control_endpoint_file=place.endpoint_file,
             control_tcp_endpoint=place.control_tcp_endpoint,
+            peer_endpoints=place.peer_endpoints,
             network=self._network("proxy"),
-            model=cluster.model,
-            served_model_name=cluster.served_model_name,
-            api_key=cluster.api_key or None,
-            api_keys_file=place.api_keys_file or cluster.api_keys_file,
-            admin_keys_file=str(Path(cluster.admin_keys_file).absolute()) if cluster.admin_keys_file else "",
-            cors_origins=cluster.cors_origins,
-            ssl_certfile=cluster.ssl_certfile,
-            ssl_keyfile=cluster.ssl_keyfile,
+            http=http,
+            requests=cluster.requests,
+            admission=msgspec.structs.replace(cluster.admission, soonest_priority=cluster.soonest_priority),
+            routing=msgspec.structs.replace(cluster.routing, num_proxies=cluster.proxies),
+            media=cluster.media,
+            logs=cluster.logs,
             tokenizer_threads=cluster.tokenizer_threads,
-            trust_request_chat_template=cluster.trust_request_chat_template,
+            media_threads=cluster.media_threads,
+            media_cache_endpoint=place.media_cache_endpoint,
+            media_cache_tcp_endpoint=place.media_cache_tcp_endpoint,
+            trust_remote_code=cluster.engine.trust_remote_code,
             adapters=self._adapters,
             lora_file=place.lora_file,
             response_folder=place.response_folder,
             data_folder=str(Path(cluster.data_dir).expanduser().absolute()) if cluster.data_dir else "",
-            tool_call_parser=cluster.tool_call_parser,
-            reasoning_parser=cluster.reasoning_parser,
-            generation_config=cluster.generation_config,
-            max_logprobs=cluster.max_logprobs,
-            max_body_bytes=cluster.max_body_mib << 20,
-            max_waiting_requests=cluster.max_waiting_requests,
-            low_priority_share=cluster.low_priority_share,
-            soonest_priority=cluster.soonest_priority,
-            max_requests_per_client=cluster.max_requests_per_client,
-            max_connections=cluster.max_connections,
-            num_proxies=cluster.proxies,
-            decode_prefill_threshold=cluster.decode_prefill_threshold,
-            ttft_slo_ms=cluster.ttft_slo_ms,
-            request_timeout_s=cluster.request_timeout_s,
-            worker_wait_s=cluster.worker_wait_s,
-            worker_silence_s=cluster.worker_silence_s,
             shutdown_grace_s=PROXY_GRACE_S,
             drain_timeout_s=cluster.drain_timeout_s,
-            media_cache_endpoint=place.media_cache_endpoint,
-            media_cache_tcp_endpoint=place.media_cache_tcp_endpoint,
-            media_threads=cluster.media_threads,
-            media=MediaLimits(
-                max_items=cluster.max_media_items,
-                max_request_pixels=max(cluster.max_media_items, 32) << 24,
-                allowed_path=cluster.allowed_media_path,
-                allow_private=cluster.allow_private_media,
-                allowed_domains=cluster.media_domains,
-            ),
-            trust_remote_code=cluster.trust_remote_code,
-            log_level=cluster.log_level,
-            log_format=cluster.log_format,
-            peer_endpoints=place.peer_endpoints,
             otlp_endpoint=cluster.otlp_endpoint,
         )
 
@@ -160,7 +142,7 @@ class ProcessConfigs:
             tcp_endpoint=tcp_endpoint,
             tcp_endpoint_file=tcp_endpoint_file,
             network=self._network("proxy"),
-            log_level=cluster.log_level,
+            logs=cluster.logs,
         )
 
     def worker(self, role: Role, name: str, place: Place) -> WorkerConfig:
@@ -180,21 +162,12 @@ class ProcessConfigs:
             itl_slo_ms=cluster.itl_slo_ms,
             adapters=[adapter.ref for adapter in self._adapters],
             drain_timeout_s=cluster.drain_timeout_s,
-            metrics_host=cluster.admin_host,
+            metrics_host=cluster.http.admin_host,
             media_cache_endpoint=place.media_cache_endpoint,
-            tiers=self._tiers(role, place.host_files),
-            log_level=cluster.log_level,
-            log_format=cluster.log_format,
-        )
-
-    def _tiers(self, role: Role, host_files: list[str]) -> TiersConfig:
-        cluster = self._cluster
-        return TiersConfig(
-            host_files=host_files,
-            host_bytes=cluster.host_bytes(role),
-            disk_folder=str(cluster.disk_folder or ""),
-            disk_bytes=int(cluster.kv_disk_gib * (1 << 30)),
-            store=cluster.kv_store,
+            tiers=msgspec.structs.replace(
+                cluster.tiers, host_files=place.host_files, kv_disk_dir=str(cluster.tiers.disk_folder or "")
+            ),
+            logs=cluster.logs,
         )
 
     def _network(self, part: Part) -> NetworkConfig:
@@ -203,23 +176,12 @@ class ProcessConfigs:
 
     def _engine(self, role: Role, progress_file: str) -> EngineConfig:
         cluster = self._cluster
-        return EngineConfig(
-            model=cluster.model,
-            dtype=cluster.dtype,
-            load_format=cluster.load_format,
-            quantization=cluster.quantization,
-            device=cluster.device,
-            max_model_len=cluster.max_model_len,
-            block_size=0 if cluster.block_size == "auto" else cluster.block_size,
-            kv_cache_dtype=cluster.kv_cache_dtype,
+        return msgspec.structs.replace(
+            cluster.engine,
             kv_cache_bytes=int(cluster.kv_cache_gib * (1 << 30)),
-            gpu_memory_fraction=cluster.gpu_memory_fraction,
             ranks_per_gpu=self._ranks_per_gpu,
             num_peers=self._num_peers(cluster.num_ranks(role)),
-            max_num_batched_tokens=cluster.max_num_batched_tokens,
-            max_num_seqs=cluster.max_num_seqs,
             num_threads=cluster.num_threads(role),
-            trust_remote_code=cluster.trust_remote_code,
             tensor_parallel_size=cluster.num_ranks(role),
             progress_file=progress_file,
         )

@@ -38,8 +38,8 @@ class LocalSite:
     """
 
     def __init__(self, cluster: ClusterConfig, folder: Path, logs: Path) -> None:
-        self._gpus = visible_gpus(cluster.device, os.environ)
-        self.on_gpus = cluster.device == "cuda" or bool(self._gpus)
+        self._gpus = visible_gpus(cluster.engine.device, os.environ)
+        self.on_gpus = cluster.engine.device == "cuda" or bool(self._gpus)
         self._cluster = with_device_defaults(cluster, self.on_gpus)
         # Where the GPUs are not known, all workers use the first.
         self._ranks_per_gpu = ranks_per_gpu(cluster, len(self._gpus or [""]))
@@ -50,18 +50,18 @@ class LocalSite:
         self._metrics_dir.mkdir()
         self._gpus_of: dict[str, list[str]] = {}
         self._host_memory = HostMemory()
-        if cluster.disk_folder is not None:
-            make_disk_folder(cluster.disk_folder)
+        if (disk_folder := cluster.tiers.disk_folder) is not None:
+            make_disk_folder(disk_folder)
         self.media_cache_endpoint = ""
         self.progress_files: dict[str, Path] = {}
         names = [f"proxy-{i}" for i in range(cluster.proxies)] if not cluster.join else []
-        self._listeners = {name: bind(cluster.host, cluster.port) for name in names}
+        self._listeners = {name: bind(cluster.http.host, cluster.http.port) for name in names}
         self._admin_listeners = {name: bind(*cluster.admin_address) for name in names}
         roles = [role for role, count in self._cluster.counts.items() if count] or ["decode"]
         self._preloaded = PreloadedWorker(self._worker_environment(roles[0]), not self.on_gpus, logs)
 
     def http_hosts(self) -> list[str]:
-        return [self._cluster.host]
+        return [self._cluster.http.host]
 
     def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
         endpoint = self._endpoint(name)
@@ -132,7 +132,7 @@ class LocalSite:
         return self._host_memory.files(name, self._cluster.num_ranks(role), num_bytes) if num_bytes else []
 
     def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
-        if not takes_media(self._cluster.model):
+        if not takes_media(self._cluster.engine.model):
             return None
         self.media_cache_endpoint = self._endpoint("media-cache")
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}

@@ -56,13 +56,13 @@ class RaySite:
         self._cluster = cluster
         self._folder = folder
         self._logs = logs
-        self._takes_media = takes_media(cluster.model)
+        self._takes_media = takes_media(cluster.engine.model)
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
         self._api_keys = ""
         self._copying_keys: asyncio.Task[None] | None = None
-        if cluster.api_keys_file:
-            file = KeyFile(Path(cluster.api_keys_file))
+        if cluster.http.api_keys_file:
+            file = KeyFile(Path(cluster.http.api_keys_file))
             self._api_keys = file.read()
             self._copying_keys = keep_running(
                 partial(self._copy_api_keys, file), "copying the API keys", RESTART_DELAY_S
@@ -79,7 +79,7 @@ class RaySite:
             ) from error
         resources = ray.cluster_resources()
         num_gpus = int(resources.get("GPU", 0))
-        self.on_gpus = cluster.device == "cuda" or (cluster.device == "auto" and num_gpus > 0)
+        self.on_gpus = cluster.engine.device == "cuda" or (cluster.engine.device == "auto" and num_gpus > 0)
         self._cluster = with_device_defaults(cluster, self.on_gpus)
         self._ranks_per_gpu = ranks_per_ray_gpu(cluster, num_gpus)
         if self._ranks_per_gpu > 1:
@@ -94,7 +94,7 @@ class RaySite:
             self._proxy_bundle[PROXY_RESOURCE] = 1
 
     def http_hosts(self) -> list[str]:
-        if self._cluster.host not in _WILDCARDS:
+        if self._cluster.http.host not in _WILDCARDS:
             return []
         return [p.place.host for p in self._processes.values() if p.name.startswith("proxy-") and p.place is not None]
 

@@ -28,6 +28,7 @@ from tandem.kv_transfer.tiers.block_record import HEADER_BYTES, BlockFormat
 from tandem.kv_transfer.tiers.mooncake_blocks import DistributedStore, Loaded, MooncakeBlocks, StoreFull, StoreLost
 from tandem.protocol.codec import Codec
 from tandem.protocol.rank_channel import RankChannel, open_channel
+from tandem.runtime.logs import LogSettings
 from tandem.runtime.process import run_to_exit
 
 OPEN_TIMEOUT_S = 15.0
@@ -197,7 +198,7 @@ class MooncakeProcess:
 
 def main() -> None:
     config = msgspec.json.decode(sys.argv[1], type=ProcessConfig)
-    run_to_exit("mooncake", "warning", lambda: _serve(config), SIGKILL)
+    run_to_exit("mooncake", LogSettings("warning"), lambda: _serve(config), SIGKILL)
 
 
 def _serve(config: ProcessConfig) -> None:

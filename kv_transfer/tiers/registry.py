@@ -29,11 +29,12 @@ def make_tiers(config: TiersConfig, layout: KVLayout, rank: int, blocks: torch.T
     tiers: list[KVTier] = []
     if config.host_files:
         pin = _pin_for(blocks.device) if blocks.device.type == "cuda" else None
-        tiers.append(HostMemoryTier(config.host_files[rank], config.host_bytes, identity, block_bytes, pin))
-    if config.disk_folder:
-        tiers.append(DiskTier(config.disk_folder, config.disk_bytes, identity, block_bytes))
-    if config.store:
-        tiers.append(MooncakeTier(parse_store_url(config.store), identity, block_bytes))
+        num_bytes = config.host_bytes(len(config.host_files))
+        tiers.append(HostMemoryTier(config.host_files[rank], num_bytes, identity, block_bytes, pin))
+    if config.kv_disk_dir:
+        tiers.append(DiskTier(config.kv_disk_dir, config.disk_bytes, identity, block_bytes))
+    if config.kv_store:
+        tiers.append(MooncakeTier(parse_store_url(config.kv_store), identity, block_bytes))
     return tiers
 
 

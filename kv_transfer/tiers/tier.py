@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Annotated, Protocol
 
 import msgspec
+
+from tandem.runtime.settings import setting
 
 
 class TierFailed(Exception):
@@ -20,18 +23,37 @@ class TierFailed(Exception):
 
 
 class TiersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tiers of one worker; the defaults are none.
+    """Tiers of one worker; the defaults are none."""
 
-    host_files: for each rank the path of memory that outlives the worker (`/proc/PID/fd/N`, a memfd of the process that
-    started it); empty for none. host_bytes: size of each. disk_folder: shared by all workers that are given it.
-    disk_bytes: limit on the folder's size. store: mooncake://HOST:PORT.
-    """
-
+    # fmt: off
+    kv_host_gib: Annotated[float, setting("KV cache", ge=0, description=
+        "Host memory in GiB per worker for KV blocks that do not fit into its KV cache, divided among its tensor "
+        "parallel processes; kept while a worker is restarted. 0 uses none.")] = 0.0
+    kv_disk_dir: Annotated[str, setting("KV cache", description=
+        "Folder for KV blocks, which survives restarts of the cluster; all workers on a host share it. Created with "
+        "mode 0700, because KV blocks reveal prompts. Empty uses none.")] = ""
+    kv_disk_gib: Annotated[float, setting("KV cache", ge=0, description=
+        "Maximum size of --kv-disk-dir in GiB, on each host; required with it.")] = 0.0
+    kv_store: Annotated[str, setting("KV cache", description=
+        "Mooncake store for KV blocks, shared by the workers of all hosts: mooncake://HOST:PORT of its master. Empty "
+        "uses none.")] = ""
     host_files: list[str] = []
-    host_bytes: int = 0
-    disk_folder: str = ""
-    disk_bytes: int = 0
-    store: str = ""
+    """Path of each rank's host memory, a memfd of the process that started the worker (`/proc/PID/fd/N`)."""
+    # fmt: on
+
+    def host_bytes(self, num_ranks: int) -> int:
+        """Host memory of one of `num_ranks` ranks."""
+        return int(self.kv_host_gib * (1 << 30)) // num_ranks
+
+    @property
+    def disk_bytes(self) -> int:
+        """Limit on the size of the folder on disk."""
+        return int(self.kv_disk_gib * (1 << 30))
+
+    @property
+    def disk_folder(self) -> Path | None:
+        """Absolute path of the folder on disk; None without one."""
+        return Path(self.kv_disk_dir).expanduser().absolute() if self.kv_disk_dir else None
 
 
 @dataclass(frozen=True)

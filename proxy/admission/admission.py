@@ -12,6 +12,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.runtime.errors import InvalidRequest, Overloaded
 
@@ -90,28 +91,20 @@ class Ticket:
 class Admission:
     """Admits requests within the limits.
 
-    max_waiting, max_waiting_tokens: sequences and prompt tokens that may wait for a first token. max_per_client:
-    sequences that one client may have in flight. 0 turns either of the last two off. queue_delay: lowers max_waiting
-    while the queue is standing. low_priority_share: of both limits, for priorities later than the default. clock:
-    seconds, monotonic. max_alone: sequences of a request that is admitted when nothing else waits, even if max_waiting
-    is less.
+    queue_delay: lowers the limit on waiting sequences while the queue is standing. clock: seconds, monotonic.
+    max_alone: number of sequences of a request that is admitted when nothing else waits, even if the limit is lower.
     """
 
     def __init__(
         self,
-        max_waiting: int,
+        settings: AdmissionSettings,
         clock: Callable[[], float],
-        max_waiting_tokens: int = 0,
-        max_per_client: int = 0,
         queue_delay: QueueDelayController | None = None,
-        low_priority_share: float = 1.0,
         max_alone: int = 0,
     ) -> None:
+        self._settings = settings
         self._max_alone = max_alone
-        self._max_waiting = max_waiting
         self._queue_delay = queue_delay
-        self._max_waiting_tokens = max_waiting_tokens
-        self._max_per_client = max_per_client
         self._clock = clock
         self._running: Counter[str] = Counter()  # sequences in flight, by client
         self._open: dict[Ticket, None] = {}  # in order of admission
@@ -119,7 +112,6 @@ class Admission:
         self._waiting_tokens: Counter[int] = Counter()  # their prompt tokens, by priority
         self._served: deque[tuple[float, int]] = deque()  # (time, prompt tokens) within the speed window
         self._duration_s = 0.0  # moving average, from admission to end
-        self._low_priority_share = low_priority_share
 
     @property
     def num_waiting(self) -> int:
@@ -165,20 +157,21 @@ class Admission:
 
     def _to_displace(self, client: str, num_sequences: int, num_tokens: int, priority: int) -> list[Ticket]:
         """Returns the requests that must be displaced to admit this one. Raises as `admit` does."""
-        max_sequences, scope = self._max_waiting, ""
+        max_sequences, scope = self._settings.max_waiting_requests, ""
         if self._is_low(priority):
             max_sequences, scope = self._low_share_of(max_sequences), f" for a priority over {DEFAULT_PRIORITY}"
         max_alone = max(max_sequences, self._max_alone)
-        max_alone = min(max_alone, self._max_per_client or max_alone)
+        max_alone = min(max_alone, self._settings.max_requests_per_client or max_alone)
         if num_sequences > max_alone:
             raise InvalidRequest(
                 f"The request asks for {num_sequences} sequences (prompts times n); the limit is {max_alone}{scope}.",
                 "n",
             )
         running = self._running.get(client, 0)
-        if self._max_per_client and running + num_sequences > self._max_per_client:
+        limit = self._settings.max_requests_per_client
+        if limit and running + num_sequences > limit:
             raise ClientLimitExceeded(
-                f"{running} of your sequences are in flight; the limit is {self._max_per_client} for each client.",
+                f"{running} of your sequences are in flight; the limit is {limit} for each client.",
                 self._client_retry_after_s(client),
             )
         displaced: list[Ticket] = []
@@ -194,11 +187,13 @@ class Admission:
     def _why_full(self, num_sequences: int, num_tokens: int, priority: int, displaced: list[Ticket]) -> str | None:
         """The limit that these sequences exceed, as a sentence, or None. displaced: requests that no longer count."""
         standing_limit = self._queue_delay.max_waiting(self.num_waiting) if self._queue_delay is not None else None
-        max_waiting = self._max_waiting if standing_limit is None else min(standing_limit, self._max_waiting)
-        limits = [("", list(self._waiting), max_waiting, self._max_waiting_tokens)]
+        max_waiting = self._settings.max_waiting_requests
+        if standing_limit is not None:
+            max_waiting = min(standing_limit, max_waiting)
+        limits = [("", list(self._waiting), max_waiting, self._settings.max_waiting_tokens)]
         if self._is_low(priority):
             scope, levels = f" with a priority over {DEFAULT_PRIORITY}", [p for p in self._waiting if self._is_low(p)]
-            low_tokens = self._low_share_of(self._max_waiting_tokens)
+            low_tokens = self._low_share_of(self._settings.max_waiting_tokens)
             limits.append((scope, levels, self._low_share_of(max_waiting), low_tokens))
         for scope, levels, max_sequences, max_tokens in limits:
             num_waiting = sum(self._waiting[level] for level in levels)
@@ -214,11 +209,11 @@ class Admission:
         return None
 
     def _is_low(self, priority: int) -> bool:
-        return priority > DEFAULT_PRIORITY and self._low_priority_share < 1.0
+        return priority > DEFAULT_PRIORITY and self._settings.low_priority_share < 1.0
 
     def _low_share_of(self, limit: int) -> int:
         """The low-priority share of a limit, at least 1; 0 where there is no limit."""
-        return max(1, round(self._low_priority_share * limit)) if limit else 0
+        return max(1, round(self._settings.low_priority_share * limit)) if limit else 0
 
     def _later_than(self, priority: int) -> list[Ticket]:
         """Requests that may be displaced, sorted so that the newest of the latest priority comes last."""

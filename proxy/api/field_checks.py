@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from tandem.proxy.api.field_errors import shown_value
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.sampling_fields import num_logprobs
 from tandem.proxy.api.schema import (
     DECIMAL_ID,
@@ -24,7 +25,7 @@ _NOT_WITH_BEAMS = {
 """Fields that a beam search does not take, and their neutral values."""
 
 
-def check_logprobs(request: GenerationFields, max_logprobs: int) -> None:
+def check_logprobs(request: GenerationFields, settings: RequestSettings) -> None:
     asked = [("prompt_logprobs", request.prompt_logprobs)]
     if isinstance(request, ChatFields):
         has_logprobs = request.logprobs in (True, "true")
@@ -38,10 +39,8 @@ def check_logprobs(request: GenerationFields, max_logprobs: int) -> None:
     if request.logprob_token_ids and not has_logprobs:
         raise InvalidRequest("logprob_token_ids requires logprobs; set logprobs as well.", "logprob_token_ids")
     for field, number in asked:
-        if number is not None and number > max_logprobs != -1:
-            raise InvalidRequest(
-                f"{field} is {number}, but this server's limit is {max_logprobs} (--max-logprobs).", field
-            )
+        if number is not None and number > (limit := settings.max_logprobs) != -1:
+            raise InvalidRequest(f"{field} is {number}, but this server's limit is {limit} (--max-logprobs).", field)
     if request.stream and request.prompt_logprobs:
         raise InvalidRequest(
             "prompt_logprobs is not available for streams; leave it out or set stream to false.", "prompt_logprobs"

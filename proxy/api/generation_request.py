@@ -11,6 +11,7 @@ import msgspec
 from tandem.protocol.messages.generation import Pooling, SamplingParams, StopConditions
 from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
 from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_request import ResponseOptions
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.cluster.worker_table import ModelLimits
@@ -118,18 +119,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.media_lease is not None:
             self.media_lease.release()
 
-    def with_vocabulary(self, vocab_size: int, max_logprobs: int) -> GenerationRequest:
-        """Returns the request with the vocabulary's size for ALL_LOGPROBS. Raises InvalidRequest.
-
-        max_logprobs: the server's limit; -1 for none.
-        """
+    def with_vocabulary(self, vocab_size: int, settings: RequestSettings) -> GenerationRequest:
+        """Returns the request with the vocabulary's size for ALL_LOGPROBS. Raises InvalidRequest."""
         numbers = (self.base_sampling.logprobs, self.prompt_logprobs, self.num_prompt_logprobs)
         if ALL_LOGPROBS not in numbers:
             return self
-        if vocab_size > max_logprobs != -1:
+        if vocab_size > (limit := settings.max_logprobs) != -1:
             raise InvalidRequest(
-                f"-1 asks for the log-probabilities of all {vocab_size} tokens, but this server's limit is "
-                f"{max_logprobs} (--max-logprobs).",
+                f"-1 asks for the log-probabilities of all {vocab_size} tokens, but this server's limit is {limit} "
+                "(--max-logprobs).",
                 "prompt_logprobs" if self.prompt_logprobs == ALL_LOGPROBS else "logprobs",
             )
         logprobs, prompt_logprobs, num_prompt_logprobs = (n if n is None else min(n, vocab_size) for n in numbers)

@@ -9,6 +9,7 @@ import msgspec
 
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.admission.admission import MAX_INPUTS
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.chat_prompts import ChatPromptBuilder
 from tandem.proxy.api.field_checks import (
     check_beam_search,
@@ -19,6 +20,7 @@ from tandem.proxy.api.field_checks import (
 from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest, to_chat
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_chat import to_chat as response_to_chat
 from tandem.proxy.api.responses_chat import without_references
 from tandem.proxy.api.responses_request import InputItem, ResponseRequest, options_of
@@ -76,34 +78,31 @@ class ModelNotFound(InvalidRequest):
 class BodyDecoder:
     """Decodes and checks bodies. All methods raise InvalidRequest.
 
-    trust_chat_template: clients may send their own chat templates. max_media: images and videos per chat; 0 if the
-    model takes text only. max_sequences: prompts times n. max_inputs: of a request for embeddings. max_logprobs: top
-    tokens that a request may ask for; -1 for all.
+    max_media: limit on the images and videos of a chat; 0 if the model takes text only.
     """
 
     def __init__(
         self,
         served_model_name: str,
-        trust_chat_template: bool = False,
+        settings: RequestSettings = RequestSettings(),  # noqa: B008  # frozen
+        admission: AdmissionSettings = AdmissionSettings(),  # noqa: B008  # frozen
         tool_format: ToolFormat | None = None,
         reasoning: ReasoningFormat | None = None,
         max_media: int = 0,
         sampling_defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008  # frozen
-        max_sequences: int = 1024,
-        max_logprobs: int = 20,
         adapters: AdapterTable | None = None,
         embedding_defaults: EmbeddingDefaults = EmbeddingDefaults(),  # noqa: B008  # frozen
-        max_inputs: int = MAX_INPUTS,
     ) -> None:
-        self._max_inputs = max_inputs
-        self._max_sequences = max_sequences
-        self._max_logprobs = max_logprobs
+        max_waiting, max_of_client = admission.max_waiting_requests, admission.max_requests_per_client
+        self._max_sequences = min(max_waiting, max_of_client or max_waiting)
+        self._max_inputs = min(max(max_waiting, MAX_INPUTS), max_of_client or MAX_INPUTS)
+        self._settings = settings
         self._adapters = adapters or AdapterTable(None, [], served_model_name)
         self._embedding_defaults = embedding_defaults
         self._embedding = msgspec.json.Decoder(EmbeddingRequest)
         self._sampling_defaults = sampling_defaults
         self._served_model_name = served_model_name
-        self._chats = ChatPromptBuilder(trust_chat_template, max_media)
+        self._chats = ChatPromptBuilder(settings.trust_request_chat_template, max_media)
         self._tool_format = tool_format or ToolFormat()
         self._reasoning = reasoning
         self._completion = msgspec.json.Decoder(CompletionRequest)
@@ -252,7 +251,7 @@ class BodyDecoder:
     ) -> GenerationRequest:
         is_chat, is_prompt_only = isinstance(request, ChatFields), max_tokens == 0
         refuse_unsupported(request, _NEUTRAL_VALUES)
-        check_logprobs(request, self._max_logprobs)
+        check_logprobs(request, self._settings)
         if request.use_beam_search:
             check_beam_search(request, is_prompt_only)
         request = self._sampling_defaults.fill(request)

@@ -30,12 +30,12 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
         *batch_routes(state),
         *server_routes(config, state),
     ]
-    if not config.admin_port:
+    if not config.http.admin_port:
         routes += admin_routes(config, state, set_role)
     app = starlette_app(routes, state.api_keys, state.answer_budget)
     if state.api_keys is None:
-        app = with_rules(app, BrowserRules(config.cors_origins, config.host))
-    return with_cors(app, config.cors_origins)
+        app = with_rules(app, BrowserRules(config.http.cors_origins, config.http.host))
+    return with_cors(app, config.http.cors_origins)
 
 
 def make_batch_app(config: ProxyConfig, state: AppState) -> ASGIApp:
@@ -49,9 +49,9 @@ def make_admin_app(config: ProxyConfig, state: AppState, set_role: SetRole, keys
     keys: for requests that change something; None takes such requests on loopback only.
     """
     routes = [replace(route, is_open=route.method == "GET") for route in admin_routes(config, state, set_role)]
-    if keys is None and not is_loopback(config.admin_host):
+    if keys is None and not is_loopback(config.http.admin_host):
         routes = [route if route.is_open else replace(route, handler=_refuse_change) for route in routes]
-    return with_rules(starlette_app(routes, keys, state.answer_budget), BrowserRules([], config.admin_host))
+    return with_rules(starlette_app(routes, keys, state.answer_budget), BrowserRules([], config.http.admin_host))
 
 
 async def _refuse_change(request: Request) -> Response:

@@ -24,8 +24,9 @@ from av.video.reformatter import Colorspace
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.shown_image import as_shown, orientation
-from tandem.proxy.media.source import MediaLimits, MediaSource
+from tandem.proxy.media.source import MediaSource
 from tandem.runtime.errors import first_line
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")

@@ -25,7 +25,8 @@ import httpcore
 
 from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
-from tandem.proxy.media.source import MAX_CLIENT_SHARE, MediaLimits, MediaSource
+from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.media.source import MAX_CLIENT_SHARE, MediaSource
 from tandem.runtime.errors import Overloaded, first_line
 from tandem.runtime.regular_file import read_regular
 
@@ -250,12 +251,12 @@ def _decode_data_url(source: MediaSource, limits: MediaLimits) -> bytes:
 
 
 def _read_file(source: MediaSource, limits: MediaLimits) -> bytes:
-    if not limits.allowed_path:
+    if not limits.allowed_media_path:
         raise source.refused("this server does not read files; start it with --allowed-media-path")
     parts = urlsplit(source.url)
     if parts.netloc not in ("", "localhost"):
         raise source.refused("its file URL names another host")
-    folder = Path(limits.allowed_path).resolve()
+    folder = Path(limits.allowed_media_path).resolve()
     try:
         # Links are resolved before the comparison, so that none leads out of the folder.
         path = Path(os.fsdecode(unquote_to_bytes(parts.path))).resolve(strict=True)

@@ -6,7 +6,7 @@ import ipaddress
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
-from tandem.proxy.media.source import MediaLimits
+from tandem.proxy.media.media_limits import MediaLimits
 
 _PORTS = {"http": 80, "https": 443}
 """Ports that URLs may name, and the default of each scheme."""
@@ -48,11 +48,11 @@ class FetchURL(NamedTuple):
 
 
 class FetchPolicy:
-    """See `MediaLimits` for allow_private and allowed_domains."""
+    """Applies `MediaLimits.allow_private_media` and `allowed_media_domains`."""
 
     def __init__(self, limits: MediaLimits) -> None:
-        self._allow_private = limits.allow_private
-        self._domains = [_ascii_host(domain) for domain in limits.allowed_domains]
+        self._allow_private = limits.allow_private_media
+        self._domains = [_ascii_host(domain) for domain in limits.domains]
 
     def check_url(self, url: str) -> FetchURL:
         """Raises RefusedURL, or ValueError for an invalid host or port."""

@@ -25,7 +25,8 @@ from transformers.video_utils import VideoMetadata
 from tandem.protocol.media_segment import offsets_of
 from tandem.protocol.messages.media import BYTES_PER_ELEMENT, MediaKind, MediaTensor
 from tandem.proxy.media.decode import decode_image, decode_video, image_size, sampled, video_info
-from tandem.proxy.media.source import MediaLimits, MediaSource
+from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.media.source import MediaSource
 from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
 
 _IDENTITY_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")

@@ -27,11 +27,12 @@ def scrape_targets(config: ProxyConfig, asked_host: str, workers: Iterable[Worke
 
     workers: with their current roles, so that the label `role` follows a change of role.
     """
-    host, port = (config.admin_host, config.admin_port) if config.admin_port else (config.host, config.port)
+    http = config.http
+    host, port = (http.admin_host, http.admin_port) if http.admin_port else (http.host, http.port)
     own = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if host in _EVERY_ADDRESS and asked_host:
         own = asked_host
-    scheme = {"__scheme__": "https"} if config.ssl_certfile and not config.admin_port else {}
+    scheme = {"__scheme__": "https"} if http.ssl_certfile and not http.admin_port else {}
     groups = [TargetGroup([own], {"role": "proxy", **scheme})]
     for worker in sorted(workers, key=lambda worker: (worker.role, worker.worker_id)):
         if worker.metrics_address:

@@ -11,7 +11,6 @@ import msgspec
 
 from tandem.protocol.messages.client_salt import scoped_salt
 from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.messages_response import TokenCount
 from tandem.proxy.api.response_store import ItemLookup
@@ -55,19 +54,17 @@ class BodyReader:
     def __init__(self, text: ModelText, config: ProxyConfig) -> None:
         self._decoder = BodyDecoder(
             config.served_model_name,
-            config.trust_request_chat_template,
-            tool_format(config.tool_call_parser, text),
-            reasoning_format(config.reasoning_parser, text),
-            config.media.max_items if config.media_cache_endpoint else 0,
+            config.requests,
+            config.admission,
+            tool_format(config.requests.tool_call_parser, text),
+            reasoning_format(config.requests.reasoning_parser, text),
+            config.media.max_media_items if config.media_cache_endpoint else 0,
             text.sampling_defaults,
-            min(config.max_waiting_requests, config.max_requests_per_client or config.max_waiting_requests),
-            config.max_logprobs,
             config.adapter_table(),
             text.embedding_defaults,
-            min(max(config.max_waiting_requests, MAX_INPUTS), config.max_requests_per_client or MAX_INPUTS),
         )
-        self._max_logprobs = config.max_logprobs
-        self._soonest_priority = config.soonest_priority
+        self._settings = config.requests
+        self._soonest_priority = config.admission.soonest_priority
         self._tokenizer = text.tokenizer
         self._num_token_ids = text.num_token_ids
         self.renderer = Renderer(text)
@@ -76,7 +73,7 @@ class BodyReader:
     @classmethod
     def load(cls, config: ProxyConfig) -> BodyReader:
         """Loads the model's text files. Raises ConfigError."""
-        return cls(ModelText(config.model, config.generation_config), config)
+        return cls(ModelText(config.model, config.requests.generation_config), config)
 
     def decode(self, body: bytes, kind: BodyKind, cache_scope: str = "") -> GenerationRequest:
         """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest.
@@ -121,7 +118,7 @@ class BodyReader:
         if request.base_sampling.grammar is not None:
             grammar = checked_grammar(request.base_sampling.grammar, request.grammar_param)
             request = _with_sampling(request, grammar=grammar)
-        request = request.with_vocabulary(limits.vocab_size, self._max_logprobs)
+        request = request.with_vocabulary(limits.vocab_size, self._settings)
         max_tokens = request.max_prompt_tokens(limits)
         room = None if max_tokens is None else Room(max_tokens, request.truncation_side == "left")
         adapter = request.adapter.ref if request.adapter is not None else None

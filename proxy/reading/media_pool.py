@@ -77,7 +77,7 @@ class MediaPool:
 
     def __init__(self, config: ProxyConfig, cache: MediaCacheClient, ttft_slo_s: float | None = None) -> None:
         # The media process decodes untrusted files, so it gets no secrets.
-        self._config = msgspec.structs.replace(config, api_key=None, api_keys_file="")
+        self._config = config.without_secrets()
         self._cache = cache
         self._ttft_slo_s = ttft_slo_s
         self._cancel_timeout_s = 2 * config.media.decode_timeout_s + _CANCEL_GRACE_S
@@ -135,10 +135,10 @@ class MediaPool:
     ) -> GenerationRequest:
         if self._config_error is not None:
             raise InternalError(self._config_error)
-        if (num_waiting := len(self._jobs) + self._num_starting) >= self._config.max_waiting_media:
+        if (num_waiting := len(self._jobs) + self._num_starting) >= self._config.media.max_waiting_media:
             raise QueueFull(
                 f"{num_waiting} requests with images or video are waiting already; the limit is "
-                f"{self._config.max_waiting_media}. Try again later.",
+                f"{self._config.media.max_waiting_media}. Try again later.",
                 _RETRY_AFTER_S,
             )
         self._num_starting += 1
@@ -150,7 +150,7 @@ class MediaPool:
             raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
         finally:
             self._num_starting -= 1
-        max_own = math.ceil(self._config.max_waiting_media * MAX_CLIENT_SHARE)
+        max_own = math.ceil(self._config.media.max_waiting_media * MAX_CLIENT_SHARE)
         if sum(job.client == client for job in self._jobs.values()) >= max_own:
             raise ClientLimitExceeded(
                 f"{max_own} of your requests with images or video are waiting already, which is the limit for each "

@@ -240,7 +240,7 @@ async def serve(channel: socket.socket) -> int:
     reader, writer = await asyncio.open_connection(sock=channel)
     setup = await read_message(reader, TO_PROCESS)
     assert isinstance(setup, MediaSetup)
-    setup_logging(f"{setup.config.proxy_id}-media", setup.config.log_level)
+    setup_logging(f"{setup.config.proxy_id}-media", setup.config.logs)
     process = MediaProcess(setup.config, partial(write_message, writer), os.getppid())
     loading = start(process.load(_MEMORY_BYTES + setup.config.media_threads * _MEMORY_PER_THREAD_BYTES))
     receiving = start(_receive(reader, process))

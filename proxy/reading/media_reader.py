@@ -35,7 +35,7 @@ class MediaReader:
     """Loads the tokeniser and the processor. Raises ConfigError."""
 
     def __init__(self, config: ProxyConfig) -> None:
-        text = ModelText(config.model, config.generation_config)
+        text = ModelText(config.model, config.requests.generation_config)
         self._limits = config.media
         self._bodies = BodyReader(text, config)
         self.processor = MediaProcessor(text.folder, config.media, config.trust_remote_code)

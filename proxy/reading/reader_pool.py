@@ -80,8 +80,7 @@ class ReaderPool:
 
     def __init__(self, reader: BodyReader, config: ProxyConfig, num_processes: int) -> None:
         self._reader = reader
-        # The readers parse untrusted bodies, so they get no secrets.
-        self._config = msgspec.structs.replace(config, api_key=None, api_keys_file="")
+        self._config = config.without_secrets()
         self._num_processes = num_processes
         self._num_pending = 0
         self._transform_turns = asyncio.Semaphore(max(1, int(_TRANSFORM_SHARE * num_processes)))

@@ -143,7 +143,7 @@ def reader_entries(reader: BodyReader) -> dict[str, Entry]:
 def main() -> None:
     with open(CONFIG_FD, "rb") as file:
         config = msgspec.json.decode(file.read(), type=ProxyConfig)
-    setup_logging(config.proxy_id, config.log_level, config.log_format)
+    setup_logging(config.proxy_id, config.logs)
     reader = BodyReader.load(config)
     freeze_loaded_objects()
     serve_forks(main_channel(CHANNEL_FD), reader_entries(reader))

@@ -27,7 +27,7 @@ HASHES = [blake2b(bytes([number]), digest_size=16).digest() for number in range(
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[TiersConfig]:
     fd = os.memfd_create("test-gpu-tier")
-    yield TiersConfig([f"/proc/{os.getpid()}/fd/{fd}"], 64 << 20, str(tmp_path / "tier"), 64 << 20)
+    yield TiersConfig(1 / 16, str(tmp_path / "tier"), 1 / 16, host_files=[f"/proc/{os.getpid()}/fd/{fd}"])
     os.close(fd)
 
 

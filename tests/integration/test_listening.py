@@ -14,7 +14,7 @@ import pytest
 
 import tandem.proxy.http.client_connection
 from tandem.proxy.http.connection_limits import ConnectionLimits
-from tandem.proxy.proxy_config import ProxyConfig
+from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.server import HttpListener, _listen_socket
 from tandem.runtime.listen_socket import bind
 from tests.support.certificate import make_certificate
@@ -180,9 +180,7 @@ def test_a_proxy_takes_over_its_listening_socket() -> None:
         os.set_inheritable(fd, True)
         listener = _listen_socket(fd, "127.0.0.1", port)
         assert listener.fileno() == fd and not os.get_inheritable(fd)
-        http = HttpListener(
-            ignore_body, listener, ConnectionLimits(99, 99), ProxyConfig("p", "", "m", "m"), has_tls=False
-        )
+        http = HttpListener(ignore_body, listener, ConnectionLimits(99, 99), HttpSettings(), has_tls=False)
         serving = asyncio.create_task(http.serve())
         for reader, writer in waiting:
             writer.write(LAST_GET)

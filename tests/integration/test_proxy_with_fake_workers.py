@@ -132,7 +132,7 @@ BAD: list[tuple[str, str, Any, int]] = [
     ("POST", "/v1/completions", {"prompt": "a" * 50_000}, 400),
     ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1000}, 400),
     ("POST", "/v1/completions", {"prompt": "a", "model": "other"}, 404),
-    ("POST", "/v1/completions", {"prompt": "a" * 200_000}, 413),
+    ("POST", "/v1/completions", {"prompt": "a" * 1_200_000}, 413),
     ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400),
     ("POST", "/v1/chat/completions", {"messages": []}, 400),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
@@ -262,7 +262,7 @@ def test_lines_that_ran_when_a_proxy_was_killed_are_blamed_and_run_again(tmp_pat
         for number, (prompt, user) in enumerate([("stall", "u"), ("a", "u" * 300_000), ("b", "u")])
     ]
     content = "\n".join(map(json.dumps, lines)).encode()
-    with Proxy(tmp_path, data_folder=str(tmp_path / "data"), max_body_bytes=1_000_000) as proxy:
+    with Proxy(tmp_path, data_folder=str(tmp_path / "data")) as proxy:
         workers = FakeWorkers(tmp_path, [proxy.control], [-1], stall)
         proxy.wait_for(200)
         file = httpx.post(f"{proxy.url}/v1/files", data={"purpose": "batch"}, files={"file": content}).json()
@@ -274,7 +274,7 @@ def test_lines_that_ran_when_a_proxy_was_killed_are_blamed_and_run_again(tmp_pat
         workers.stop()
     [journal] = tmp_path.glob("data/*/batches/*.lines")
     assert LineJournal(journal).deaths() == {1: 1}
-    with Proxy(tmp_path, data_folder=str(tmp_path / "data"), max_body_bytes=1_000_000) as proxy:
+    with Proxy(tmp_path, data_folder=str(tmp_path / "data")) as proxy:
         workers = FakeWorkers(tmp_path, [proxy.control], [-1], [-1])  # nothing stalls any more
         proxy.wait_for(200)
         wait_until(lambda: httpx.get(proxy.url + path).json()["status"] == "completed", 20)
@@ -356,8 +356,8 @@ def test_prompts_go_where_a_tier_has_their_prefix_until_it_is_cleared(proxy: Pro
     [
         ({"model": "/no/such/model"}, "/no/such/model"),
         ({"misspelt": 1}, "misspelt"),
-        ({"ssl_certfile": "/no/such/file"}, "cannot read the certificate /no/such/file"),
-        ({"host": "203.0.113.1"}, "cannot listen"),
+        ({"http": {"ssl_certfile": "/no/such/file"}}, "cannot read the certificate /no/such/file"),
+        ({"http": {"host": "203.0.113.1"}}, "cannot listen"),
         ({"control_endpoint": "ipc:///no/such/folder/x"}, "cannot bind the control endpoint"),
     ],
 )
@@ -367,7 +367,7 @@ def test_configuration_errors_print_one_line_and_exit_with_2(
     make_tokenizer(tmp_path)
     fields = {"proxy_id": "p", "control_endpoint": f"ipc://{tmp_path}/c", "model": str(tmp_path)}
     file = tmp_path / "proxy.json"
-    file.write_text(json.dumps({**fields, "served_model_name": "echo", "port": 18999, **change}))
+    file.write_text(json.dumps({**fields, "served_model_name": "echo", "http": {"port": 18999}, **change}))
     done = subprocess.run([sys.executable, "-m", "tandem.proxy", str(file)], capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1

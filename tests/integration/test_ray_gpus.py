@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.worker.worker_config import WorkerConfig
 from tests.integration.test_ray import HEAD, node_options
 from tests.support.ports import free_port
+from tests.support.settings import cluster_config
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
@@ -62,7 +62,7 @@ def test_two_workers_share_one_gpu_and_divide_its_memory(
         return configs[-1]
 
     monkeypatch.setattr(ProcessConfigs, "worker", record)
-    config = ClusterConfig(
+    config = cluster_config(
         model=str(DEMO_MODEL), ray=address, insecure_network=True, port=free_port(), threads_per_worker=1
     )
 
@@ -98,9 +98,9 @@ def _stays_down(name: str, pid: int, returncode: int) -> bool:
 def test_gpus_are_shared_only_by_workers_of_one_rank_and_only_if_there_are_too_few() -> None:
     ray_site = pytest.importorskip("tandem.deploy.sites.ray_site")
     share = ray_site.ranks_per_ray_gpu
-    assert share(ClusterConfig(prefill=1, decode=1), 2) == share(ClusterConfig(prefill=1, decode=1), 0) == 1
-    assert share(ClusterConfig(prefill=3, decode=3), 2) == 3
-    assert share(ClusterConfig(prefill=1, decode=1, tensor_parallel_size=2), 2) == 1, "these wait for more GPUs"
+    assert share(cluster_config(prefill=1, decode=1), 2) == share(cluster_config(prefill=1, decode=1), 0) == 1
+    assert share(cluster_config(prefill=3, decode=3), 2) == 3
+    assert share(cluster_config(prefill=1, decode=1, tensor_parallel_size=2), 2) == 1, "these wait for more GPUs"
     for num_ranks in range(1, 9):
         assert num_ranks * ray_site.gpu_share(num_ranks) <= 1
         assert (num_ranks + 1) * ray_site.gpu_share(num_ranks) > 1

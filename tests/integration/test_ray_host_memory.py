@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.worker.worker_config import WorkerConfig
 from tests.integration.test_ray_gpus import one_node
 from tests.support.ports import free_port
+from tests.support.settings import cluster_config
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
@@ -43,7 +43,7 @@ def test_a_restarted_worker_finds_its_host_memory(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ray_site.ProcessConfigs, "worker", record)
 
     async def main(address: str) -> None:
-        config = ClusterConfig(
+        config = cluster_config(
             model=str(DEMO_MODEL), ray=address, insecure_network=True, port=free_port(), device="cpu",
             tensor_parallel_size=2, kv_host_gib=0.5,
         )  # fmt: skip
@@ -54,7 +54,7 @@ def test_a_restarted_worker_finds_its_host_memory(tmp_path: Path, monkeypatch: p
             await until(lambda: bool(worker.last_pid))
             killed = worker.last_pid
             files = [Path(file) for file in configs[0].tiers.host_files]
-            assert [file.stat().st_size for file in files] == [1 << 28] * 2 == [configs[0].tiers.host_bytes] * 2
+            assert [file.stat().st_size for file in files] == [1 << 28] * 2 == [configs[0].tiers.host_bytes(2)] * 2
             with files[1].open("r+b") as file:
                 file.write(b"block")
             os.kill(killed, signal.SIGKILL)

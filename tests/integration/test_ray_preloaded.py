@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tests.integration.test_ray_gpus import one_node
 from tests.integration.test_ray_host_memory import until
 from tests.support.cluster import is_alive
 from tests.support.ports import free_port
+from tests.support.settings import cluster_config
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
@@ -39,7 +39,7 @@ def test_a_crashed_worker_keeps_its_actor_and_its_preloaded_process(
         return True
 
     async def main(address: str) -> None:
-        config = ClusterConfig(
+        config = cluster_config(
             model=str(DEMO_MODEL), ray=address, insecure_network=True, port=free_port(), device="cpu",
         )  # fmt: skip
         site = ray_site.RaySite(config, tmp_path, tmp_path)

@@ -49,6 +49,7 @@ from tests.security.largest_bodies import bodies
 from tests.security.largest_values import measured
 from tests.support.noise_model import ensure_noise_model
 from tests.support.ports import free_port
+from tests.support.settings import proxy_config
 
 KEY = "key-of-the-client"
 MAX_HEAD = 60_000
@@ -262,8 +263,8 @@ def stored_things(folder: Path) -> dict[str, str]:
 
 def main(folder: Path) -> None:
     model = str(ensure_noise_model())
-    config = ProxyConfig(
-        "proxy-0", f"ipc://{folder}/control", model, "m", port=free_port(), api_key=KEY, worker_wait_s=0.0,
+    config = proxy_config(
+        control_endpoint=f"ipc://{folder}/control", model=model, port=free_port(), api_key=KEY, worker_wait_s=0.0,
         response_folder=str(folder / "responses"), data_folder=str(folder / "data"),
         lora_file=str(folder / "adapters.json"), shutdown_grace_s=0.0, drain_timeout_s=0.0,
     )  # fmt: skip
@@ -273,7 +274,7 @@ def main(folder: Path) -> None:
     readers.fork()
     names = ReadNames()
     names.install()
-    caller = Caller(config.port, stored)
+    caller = Caller(config.http.port, stored)
 
     def call() -> None:
         try:

@@ -18,6 +18,7 @@ from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
@@ -26,12 +27,12 @@ from tandem.proxy.answers.logprobs import completion_logprobs, prompt_logprobs
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import PREFILL, Cluster, FakeText, play, whole
+from tests.support.settings import proxy_config
 
 LIMITS = ModelLimits(1_000_000, 257, "m", 64)
 RANDOM = random.Random(0)
@@ -173,7 +174,7 @@ def test_the_loop_runs_between_slices_of_a_large_answer() -> None:
 
 def limited_reader(**config: Any) -> BodyReader:
     text: Any = FakeText()
-    return BodyReader(text, ProxyConfig("proxy-0", "", "m", "m", **config))
+    return BodyReader(text, proxy_config(**config))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_memory_for_an_answer_is_reserved_before_its_prompt_is_dispatched() -> N
 
 def test_the_loop_runs_while_many_sequences_start_and_end_together() -> None:
     async def test(cluster: Cluster) -> None:
-        cluster.services = replace(cluster.services, admission=Admission(1000, time.monotonic))
+        cluster.services = replace(cluster.services, admission=Admission(AdmissionSettings(1000), time.monotonic))
         request = read(cluster, prompt=["a"] * 320, max_tokens=1)
         async with LoopTurns() as turns:
             task = asyncio.create_task(whole(answers_to(cluster, request)))

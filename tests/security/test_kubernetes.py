@@ -193,7 +193,7 @@ def test_every_mount_exists_and_every_secret_is_made_by_the_guide(
 def test_keys_are_mounted_where_the_configuration_looks_for_them(deployment: list[Document]) -> None:
     text = named(deployment, "ConfigMap")["tandem"]["data"]["cluster.toml"]
     config = msgspec.toml.decode(text, type=ClusterConfig)
-    assert not (config.insecure_network or config.api_key)
+    assert not (config.insecure_network or config.http.api_key)
     assert "kubectl create secret generic tandem-api-keys --from-file=api_keys=" in GUIDE
     is_ray = any(ray_cluster(document) for document in deployment)
     assert bool(config.network_keys) is is_ray
@@ -202,7 +202,7 @@ def test_keys_are_mounted_where_the_configuration_looks_for_them(deployment: lis
         for template in pod_templates(document):
             component = template["metadata"]["labels"]["app.kubernetes.io/component"]
             mounted = {mount["mountPath"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
-            assert (str(Path(config.api_keys_file).parent) in mounted) is (component != "worker")
+            assert (str(Path(config.http.api_keys_file).parent) in mounted) is (component != "worker")
             assert (config.network_keys in mounted) is is_ray
             for volume in template["spec"]["volumes"]:
                 if volume["name"] == "network-keys":

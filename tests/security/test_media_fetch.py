@@ -16,7 +16,8 @@ import pytest
 from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.media.fetch import MAX_DOWNLOADS, FetchedMedia, MediaFetcher
 from tandem.proxy.media.fetch_policy import FetchPolicy, RefusedURL
-from tandem.proxy.media.source import MAX_CLIENT_SHARE, InvalidMedia, MediaLimits, MediaSource
+from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.media.source import MAX_CLIENT_SHARE, InvalidMedia, MediaSource
 from tandem.runtime.errors import Overloaded
 
 MAX_OWN = int(MAX_DOWNLOADS * MAX_CLIENT_SHARE)
@@ -81,7 +82,7 @@ async def serving() -> AsyncIterator[tuple[Servers, str, str]]:
 
 
 def fetcher_with(fetch_timeout_s: float, **limits: Any) -> MediaFetcher:
-    return MediaFetcher(MediaLimits(allow_private=True, fetch_timeout_s=fetch_timeout_s, **limits))
+    return MediaFetcher(MediaLimits(allow_private_media=True, fetch_timeout_s=fetch_timeout_s, **limits))
 
 
 async def fetch(fetcher: MediaFetcher, client: str, url: str) -> bytes:
@@ -230,7 +231,7 @@ def test_metadata_services_are_refused_even_where_private_addresses_are_allowed(
     address: str, allow_private: bool
 ) -> None:
     with pytest.raises(RefusedURL, match="metadata service"):
-        FetchPolicy(MediaLimits(allow_private=allow_private)).check_address(address)
+        FetchPolicy(MediaLimits(allow_private_media=allow_private)).check_address(address)
 
 
 def test_a_redirect_to_a_metadata_service_is_refused() -> None:
@@ -257,11 +258,11 @@ def test_only_the_ports_of_http_and_https_are_fetched_from() -> None:
     for port in (0, 22, 6379, 8000, 8080, 11211):
         with pytest.raises(RefusedURL, match=f"port {port}; this server fetches from ports 80 and 443 only"):
             policy.check_url(f"http://a.example:{port}/")
-    assert FetchPolicy(MediaLimits(allow_private=True)).check_url("http://a.example:9000/").port == 9000
+    assert FetchPolicy(MediaLimits(allow_private_media=True)).check_url("http://a.example:9000/").port == 9000
 
 
 def test_only_hosts_of_allowed_domains_are_fetched_from() -> None:
-    policy = FetchPolicy(MediaLimits(allowed_domains=["cdn.example", "*.images.example", "bücher.example"]))
+    policy = FetchPolicy(MediaLimits(allowed_media_domains="cdn.example, *.images.example,bücher.example"))
     for host in ("cdn.example", "CDN.example.", "a.images.example", "a.b.images.example", "xn--bcher-kva.example"):
         policy.check_url(f"https://{host}/a.png")
     for host in ("example", "a.cdn.example", "images.example", "evilimages.example", "cdn.example.evil", "1.1.1.1"):

@@ -29,7 +29,7 @@ VIDEO = video_part(data_url(clip(5, 96, 64), "video/mp4"))
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaProcessOnLoop]:
-    running = MediaProcessOnLoop(save_processor(tmp_path_factory.mktemp("media")), max_request_pixels=MAX_PIXELS)
+    running = MediaProcessOnLoop(save_processor(tmp_path_factory.mktemp("media")), max_pixels_per_item=MAX_PIXELS // 32)
     yield running
     running.close()
 

@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
@@ -18,6 +17,7 @@ from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
 from tests.support.ports import free_port
+from tests.support.settings import cluster_config
 
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Two workers on one GPU may form a group, and up to 32 streams have a hardware queue each."""
@@ -97,7 +97,7 @@ def start_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, **set
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("NCCL_SOCKET_FAMILY", raising=False)
-    config = ClusterConfig(model=str(DEMO_MODEL), port=free_port(), admin_port=free_port(), **settings)
+    config = cluster_config(model=str(DEMO_MODEL), port=free_port(), admin_port=free_port(), **settings)
     site = local.LocalSite(config, folder, folder)
     try:
         site.make_worker("decode", "decode-0", lambda *_: True)

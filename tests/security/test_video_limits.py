@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tandem.proxy.media.decode import decode_image, decode_video, image_size, scaled_size, video_info
-from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.media.source import InvalidMedia, MediaSource
 from tests.support.hostile_media import black_video, jpeg_with_scans, with_long_index
 from tests.support.vision_model import clip, encoded, picture
 
@@ -24,7 +25,8 @@ _LIMITED = """
 import resource, sys
 from tandem.proxy.media.decode import video_info
 from tandem.proxy.media.memory_limit import limit_memory
-from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.media.source import InvalidMedia, MediaSource
 limit_memory(128 << 20)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tandem.engine.prefix_log import PrefixLog
@@ -47,7 +48,9 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.sockets import RouterSocket, new_context
+from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ErrorInfo, TandemError
+from tandem.runtime.settings import with_values
 from tandem.worker.registration import Registration
 from tests.support.ports import free_port
 
@@ -252,17 +255,13 @@ class Proxy:
         self.url = f"http://127.0.0.1:{self.port}"
         self.admin_url = f"http://127.0.0.1:{config.get('admin_port') or self.port}"
         self.control = f"ipc://{folder}/{name}.sock"
-        fields = {
-            "proxy_id": name,
-            "control_endpoint": self.control,
-            "model": str(folder),
-            "served_model_name": "echo",
-            "port": self.port,
-            "max_body_bytes": 100_000,
-            **config,
-        }
+        made = ProxyConfig(name, self.control, str(folder), "echo")
         file = folder / f"{name}.json"
-        file.write_text(json.dumps(fields))
+        file.write_bytes(
+            msgspec.json.encode(
+                with_values(made, {"port": self.port, "decode_prefill_threshold": 0, "max_body_mib": 1, **config})
+            )
+        )
         env = os.environ | ({"PROMETHEUS_MULTIPROC_DIR": str(metrics)} if metrics else {})
         self.process = subprocess.Popen([sys.executable, "-W", "error", "-m", "tandem.proxy", str(file)], env=env)
 

@@ -12,10 +12,10 @@ from typing import Any
 import uvloop
 
 from tandem.proxy.http.connection_limits import ConnectionLimits
-from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.server import HttpListener
 from tandem.runtime.listen_socket import bind
 from tests.support.ports import free_port
+from tests.support.settings import proxy_config
 
 LIMIT_S = 20
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -76,15 +76,15 @@ async def served(
         config |= {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}
     port = free_port()
     limits = ConnectionLimits(max_connections, max_connections)
-    proxy_config = ProxyConfig("p", "", "m", "m", **config)
-    listener = HttpListener(app, bind("127.0.0.1", port), limits, proxy_config, has_tls=tls is not None)
+    settings = proxy_config(**config)
+    listener = HttpListener(app, bind("127.0.0.1", port), limits, settings.http, has_tls=tls is not None)
     serving = asyncio.create_task(listener.serve())
     await until(lambda: listener._server.started)
     client_tls = ssl.create_default_context(cafile=str(tls[0])) if tls is not None else None
     try:
         yield Served(port, listener, limits, client_tls)
     finally:
-        listener.stop(proxy_config.drain_timeout_s)
+        listener.stop(settings.drain_timeout_s)
         await asyncio.wait_for(serving, LIMIT_S)
     assert limits.num_open == 0
 

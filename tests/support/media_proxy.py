@@ -76,7 +76,7 @@ def media_proxy(folder: Path, capacity_bytes: int = 256 << 20, **config: Any) ->
     cache = subprocess.Popen([sys.executable, "-W", "error", "-m", "tandem.media_cache", str(file)])
     options: dict[str, Any] = {
         "media_cache_endpoint": f"ipc://{folder}/cache.sock",
-        "max_body_bytes": 32 << 20,
+        "max_body_mib": 32,
         "request_timeout_s": LOAD_TIMEOUT_S,
         **config,
     }

@@ -21,7 +21,7 @@ from tandem.protocol.messages.media_cache import MediaCacheStatus, MediaKey
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.sockets import new_context
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.media.source import MediaLimits
+from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import (
     FROM_PROCESS,
@@ -44,8 +44,8 @@ class MediaProcessOnLoop:
     def __init__(self, folder: Path, **limits: Any) -> None:
         self.folder = folder
         (folder / "files").mkdir()
-        defaults = {"max_items": 4, "max_pixels": 1_000_000, "max_bytes": 4 << 20}
-        self.limits = MediaLimits(**{**defaults, **limits}, allowed_path=str(folder / "files"))
+        defaults = {"max_media_items": 4, "max_pixels": 1_000_000, "max_bytes": 4 << 20}
+        self.limits = MediaLimits(**{**defaults, **limits}, allowed_media_path=str(folder / "files"))
         self.loop = asyncio.new_event_loop()
         self.run(self._start())
 

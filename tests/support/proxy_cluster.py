@@ -33,6 +33,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.cluster.router import Router
@@ -115,7 +116,7 @@ class Cluster:
         self.join(*workers)
         self.text = FakeText()
         text = cast(ModelText, self.text)
-        self.admission = Admission(8, time.monotonic)
+        self.admission = Admission(AdmissionSettings(8), time.monotonic)
         self.reader = BodyReader(text, ProxyConfig("proxy-0", "", "m", "m"))
         readers = ReaderPool(self.reader, ProxyConfig("proxy-0", "", "m", "m"), 1)  # what is small starts no process
         self.services = GenerationServices(

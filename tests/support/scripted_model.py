@@ -51,7 +51,7 @@ class ScriptedWorkers(FakeWorkers):
 def scripted_model(folder: Path, script: Script) -> Iterator[tuple[str, ScriptedWorkers]]:
     """Yields the URL of a proxy that serves the script as MODEL, and its workers."""
     tokenizer = make_tokenizer(folder, _TEMPLATE)
-    with Proxy(folder, served_model_name=MODEL, max_body_bytes=64 << 20) as proxy:
+    with Proxy(folder, served_model_name=MODEL, max_body_mib=64) as proxy:
         workers = ScriptedWorkers(folder, [proxy.control], tokenizer, script)
         try:
             proxy.wait_for(200)

@@ -81,7 +81,7 @@ async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, reques
         timeout_s = _request_timeout_s(request)
         async with state.bodies.receive(request.receive, request.headers) as body:
             read_timeout_s = min(state.request_timeout_s, timeout_s or math.inf)
-            soonest = _soonest_priority(body, config.soonest_priority)
+            soonest = _soonest_priority(body, config.admission.soonest_priority)
             reading = _read(state, kind, body, client, cache_scope, soonest, read_timeout_s)
             is_long = not isinstance(body, bytes) or (state.media is not None and mentions_media(body))
             asked = await (unless_disconnected(request.receive, reading) if is_long else reading)

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tandem.deploy import cli
-from tandem.deploy.cluster_config import load_config
+from tandem.deploy.cluster_config import load_config, settings
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -170,7 +170,7 @@ def test_every_setting_may_be_in_the_config_file(tmp_path: Path) -> None:
     from tandem.deploy.cluster_config import ClusterConfig
 
     file = tmp_path / "cluster.toml"
-    file.write_bytes(msgspec.toml.encode(ClusterConfig()))
+    file.write_bytes(msgspec.toml.encode({each.key: each.default for each in settings()}))
     assert load_config(file, {}) == ClusterConfig()
 
 

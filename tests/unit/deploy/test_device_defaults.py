@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.deploy.cli import _parser
 from tandem.deploy.cluster_config import ClusterConfig, load_config
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.gpus import least_used
 from tandem.runtime.errors import ConfigError
+from tests.support.settings import cluster_config
 
 
 def test_settings_that_are_0_follow_the_device_and_others_stay() -> None:
-    given = ClusterConfig(max_num_seqs=7)
+    given = cluster_config(max_num_seqs=7)
     on_cpu, on_gpus = with_device_defaults(given, False), with_device_defaults(given, True)
-    assert (on_cpu.max_num_seqs, on_gpus.max_num_seqs) == (7, 7)
-    for name in ("max_num_batched_tokens", "max_waiting_requests"):
-        assert 0 < getattr(on_cpu, name) < getattr(on_gpus, name)
-    assert with_device_defaults(ClusterConfig(), True).max_num_seqs > with_device_defaults(given, True).max_num_seqs
+    assert (on_cpu.engine.max_num_seqs, on_gpus.engine.max_num_seqs) == (7, 7)
+    assert 0 < on_cpu.engine.max_num_batched_tokens < on_gpus.engine.max_num_batched_tokens
+    assert 0 < on_cpu.admission.max_waiting_requests < on_gpus.admission.max_waiting_requests
+    assert with_device_defaults(ClusterConfig(), True).engine.max_num_seqs > 7
 
 
 @given(
@@ -35,10 +35,7 @@ def test_settings_that_are_0_follow_the_device_and_others_stay() -> None:
 def test_no_gpu_has_more_ranks_than_its_memory_is_divided_among(
     num_gpus: int, counts: dict[str, int], sizes: tuple[int, int]
 ) -> None:
-    config = ClusterConfig(
-        prefill=counts["prefill"], decode=counts["decode"], workers=counts["workers"],
-        prefill_tensor_parallel_size=sizes[0], decode_tensor_parallel_size=sizes[1],
-    )  # fmt: skip
+    config = cluster_config(**counts, prefill_tensor_parallel_size=sizes[0], decode_tensor_parallel_size=sizes[1])
     used: Counter[str] = Counter()
     gpus = [f"GPU-{number}" for number in range(num_gpus)]
     for role, count in config.counts.items():
@@ -47,18 +44,12 @@ def test_no_gpu_has_more_ranks_than_its_memory_is_divided_among(
     assert max(used.values(), default=1) == ranks_per_gpu(config, num_gpus)
 
 
-def test_block_size_is_auto_or_a_number() -> None:
-    assert ClusterConfig().block_size == "auto"
-    for text, value in (("auto", "auto"), ("32", 32)):
-        assert _parser().parse_args(["up", "--block-size", text]).block_size == value
-    with pytest.raises(ConfigError, match="block-size"):
-        _parser().parse_args(["up", "--block-size", "large"])
-    with pytest.raises(ConfigError, match="--block-size 4: "):
-        load_config(None, {"block_size": 4})
-
-
-def test_steps_of_a_few_prompt_tokens_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "least"), [("max_num_batched_tokens", 16), ("block_size", 8)])
+def test_steps_and_blocks_of_a_few_tokens_are_refused(tmp_path: Path, key: str, least: int) -> None:
     file = tmp_path / "cluster.toml"
-    file.write_text('block_size = "auto"\nmax_num_batched_tokens = 15\n')
-    with pytest.raises(ConfigError, match="max_num_batched_tokens: 15 is less than 16"):
+    for accepted in (0, least):
+        file.write_text(f"{key} = {accepted}\n")
+        load_config(file, {})
+    file.write_text(f"{key} = {least - 1}\n")
+    with pytest.raises(ConfigError, match=f"{key}: {least - 1} is less than {least}"):
         load_config(file, {})

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.launch.launcher import Launcher
 from tandem.deploy.processes.runtime_dir import create_runtime_dir
@@ -32,6 +31,7 @@ from tandem.protocol.messages.operations import ClusterScaled, ListProcesses, Sc
 from tandem.protocol.network import Context
 from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.runtime.errors import ConfigError
+from tests.support.settings import cluster_config
 from tests.unit.deploy.test_scaling import FakeProcess, FakeSite
 
 
@@ -91,7 +91,7 @@ def run(
         folder = create_runtime_dir(1)
         context = new_context()
         site: Any = ProxySite(context, folder, pair)
-        launcher = Launcher(ClusterConfig(port=1, decode=num_decode), site, context, folder)
+        launcher = Launcher(cluster_config(port=1, decode=num_decode), site, context, folder)
         tasks: list[asyncio.Task[None]] = []
 
         async def use() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs
 from tandem.deploy.sites.local import LocalSite, make_disk_folder
@@ -20,12 +19,13 @@ from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
 from tandem.worker.worker_config import WorkerConfig
 from tests.support.ports import free_port
+from tests.support.settings import cluster_config
 from tests.unit.deploy.test_host_memory import held
 
 
 def make_site(folder: Path, **settings: object) -> LocalSite:
     ports = {"port": free_port(), "admin_port": free_port()}
-    config = ClusterConfig(**ports, model=str(DEMO_MODEL), **{"device": "cpu", **settings})  # type: ignore[arg-type]
+    config = cluster_config(**ports, model=str(DEMO_MODEL), **{"device": "cpu", **settings})
     return LocalSite(config, folder, folder)
 
 
@@ -36,8 +36,8 @@ def test_each_proxy_inherits_only_its_own_sockets_which_the_launcher_keeps_open(
         for name in ("proxy-0", "proxy-1"):
             site.make_proxy(name, lambda *_: True, lambda *_: None)
             config = msgspec.json.decode((tmp_path / f"{name}.json").read_bytes(), type=ProxyConfig)
-            assert config.listen_fd is not None and config.admin_listen_fd is not None
-            fds += [config.listen_fd, config.admin_listen_fd]
+            assert config.http.listen_fd is not None and config.http.admin_listen_fd is not None
+            fds += [config.http.listen_fd, config.http.admin_listen_fd]
         assert len(set(fds)) == 4
         proxys_copy = socket.socket(fileno=socket.dup(fds[0]))
         proxys_copy.listen()
@@ -125,7 +125,7 @@ def test_workers_on_shared_gpus_divide_the_memory_and_none_joins_them(
     ],
 )
 def test_memory_is_reserved_for_pairs_over_nccl_only(settings: dict[str, Any], num_peers: int) -> None:
-    cluster = ClusterConfig(model="m", device="cuda", prefill=2, decode=2, **settings)
+    cluster = cluster_config(model="m", device="cuda", prefill=2, decode=2, **settings)
     assert ProcessConfigs(cluster).worker("decode", "decode-0", Place("ipc:///x")).engine.num_peers == num_peers
 
 
@@ -171,9 +171,9 @@ def test_host_memory_is_divided_among_ranks_and_lasts_as_long_as_the_worker(
             site.make_worker(role, name, lambda *_: True)  # type: ignore[arg-type]
         prefill, decode = (tiers_of(tmp_path, name) for name in ("prefill-0", "decode-0"))
         assert prefill == TiersConfig(
-            prefill.host_files, 1 << 28, str(tmp_path / "home" / "kv"), 5 << 29, "mooncake://store:50051"
+            0.5, str(tmp_path / "home" / "kv"), 2.5, "mooncake://store:50051", prefill.host_files
         )
-        assert (len(prefill.host_files), len(decode.host_files), decode.host_bytes) == (2, 1, 1 << 29)
+        assert (len(prefill.host_files), len(decode.host_files)) == (2, 1)
         assert [Path(file).stat().st_size for file in (*prefill.host_files, *decode.host_files)] == [
             1 << 28, 1 << 28, 1 << 29,
         ]  # fmt: skip

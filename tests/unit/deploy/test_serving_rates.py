@@ -21,6 +21,7 @@ from tandem.protocol.messages.membership import (
     WorkerReport,
 )
 from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.stages import STAGES, AttemptTimes
@@ -85,7 +86,7 @@ def test_serving_figures_equal_the_metrics() -> None:
     timer.on_finished(11.0)
     for reason in ("slo", "queue_full", "client_limit"):
         metrics.rejected.labels(reason).inc()
-    reported = serving_figures(metrics, Admission(8, lambda: 0.0))
+    reported = serving_figures(metrics, Admission(AdmissionSettings(8), lambda: 0.0))
     assert (reported.num_output_tokens, reported.num_finished, reported.num_waiting) == (3, 1, 0)
     assert [sum(each.counts) for each in (reported.ttft, reported.itl, reported.e2e)] == [1, 2, 1]
     assert len(reported.ttft.counts) == len(reported.ttft.bounds_s) + 1

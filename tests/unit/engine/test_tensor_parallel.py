@@ -28,6 +28,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.logs import LogSettings
 from tests.unit.engine.test_engine_parity import COMMON, MODELS
 
 torch.set_num_threads(1)
@@ -51,7 +52,9 @@ def group_and_lost(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     split = msgspec.structs.replace(config, tensor_parallel_size=2)
     lost: list[str] = []
-    group = TensorParallelGroup("worker", split, "127.0.0.1", "info", on_lost=lambda reason, code: lost.append(reason))
+    group = TensorParallelGroup(
+        "worker", split, "127.0.0.1", LogSettings(), on_lost=lambda reason, code: lost.append(reason)
+    )
     yield group, lost
     group.close()
     if dist.is_initialized():

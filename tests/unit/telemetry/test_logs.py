@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.runtime.logs import serving, setup_logging
+from tandem.runtime.logs import LogSettings, serving, setup_logging
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import RequestLog, RequestRecord
 from tandem.telemetry.stages import PLACEMENTS, STAGES, AttemptTimes
@@ -28,13 +28,11 @@ def root_logger() -> Iterator[logging.Logger]:
 
 
 def test_a_message_cannot_forge_a_line(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging("proxy-0", "info")
+    setup_logging("proxy-0")
     logging.getLogger("x").info("a client said %s", "hello\n12:00:00.000 proxy-0 E x: fire")
     logging.getLogger("x").debug("not shown")
     [line] = capsys.readouterr().err.splitlines()
     assert " proxy-0 I x: a client said hello\\n12:00" in line
-    with pytest.raises(ValueError, match="loud"):
-        setup_logging("proxy-0", "loud")
 
 
 def test_metrics_of_one_sequence() -> None:
@@ -123,7 +121,7 @@ def test_json_lines_contain_the_request_id(root_logger: logging.Logger, capsys: 
         serving("r-1")
         logging.getLogger("x").warning("it is %s\nlate", "very", extra={"fields": {"after_s": 3}})
 
-    setup_logging("proxy-0", "info", "json")
+    setup_logging("proxy-0", LogSettings("info", "json"))
     copy_context().run(serve)
     logging.getLogger("x").info("nobody's")
     first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
@@ -133,7 +131,7 @@ def test_json_lines_contain_the_request_id(root_logger: logging.Logger, capsys: 
         "after_s": 3,
     }  # fmt: skip
     assert "request_id" not in second
-    setup_logging("proxy-0", "info", "text")
+    setup_logging("proxy-0", LogSettings("info", "text"))
     copy_context().run(serve)
     assert capsys.readouterr().err.rstrip().endswith("W x: it is very\\nlate request_id=r-1 after_s=3")
 
@@ -141,7 +139,7 @@ def test_json_lines_contain_the_request_id(root_logger: logging.Logger, capsys: 
 def test_a_request_ends_with_one_line_and_a_timeline(
     root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup_logging("proxy-0", "info", "json")
+    setup_logging("proxy-0", LogSettings("info", "json"))
     metrics, ended = ProxyMetrics(), []
     requests = RequestLog(ended.append)
     record = requests.begin("given", "chat")
@@ -186,7 +184,7 @@ def test_only_recent_timelines_are_kept() -> None:
 def test_refused_requests_do_not_displace_timelines(
     root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup_logging("proxy-0", "info", "json")
+    setup_logging("proxy-0", LogSettings("info", "json"))
     requests = RequestLog(num_kept=3)
     kept = [requests.begin(f"kept-{number}", "chat") for number in range(2)]
     refused: list[RequestRecord] = []

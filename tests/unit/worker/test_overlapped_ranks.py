@@ -14,6 +14,7 @@ from tandem.engine.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.tensor_parallel import LeadingRunner, TensorParallelGroup
 from tandem.protocol.messages.generation import SamplingParams
+from tandem.runtime.logs import LogSettings
 from tests.unit.worker.test_step_loop import CountingRunner, check_overlap, every_sampling, save_model
 
 
@@ -28,7 +29,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TensorPara
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setattr(tensor_parallel, "LeadingRunner", CountingLeader)
-        group = TensorParallelGroup("worker", config, "127.0.0.1", "info", lambda reason, code: lost.append(reason))
+        group = TensorParallelGroup(
+            "worker", config, "127.0.0.1", LogSettings(), lambda reason, code: lost.append(reason)
+        )
         yield group, group.load(), config
         group.close()
         dist.destroy_process_group()

@@ -18,9 +18,10 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.observe.scrape_targets import scrape_targets
-from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.settings import with_values
 from tandem.telemetry.worker_metrics import LOAD_FIELDS, TIER_FIELDS, WorkerMetrics
+from tests.support.settings import proxy_config
 
 
 def test_load_fields_match_the_workers_report() -> None:
@@ -86,7 +87,7 @@ def test_the_endpoint_shows_the_last_report_and_each_pair() -> None:
 
 
 def test_scrape_targets_list_the_port_and_every_worker() -> None:
-    config = ProxyConfig("proxy-0", "ipc://x", "m", "m", port=8010)
+    config = proxy_config(port=8010)
     workers = [
         WorkerInfo("prefill-0", "p", "prefill", "ipc://p", 1, metrics_address="127.0.0.1:9001"),
         WorkerInfo("decode-0", "d", "decode", "ipc://d", 2, metrics_address="127.0.0.1:9002"),
@@ -97,10 +98,10 @@ def test_scrape_targets_list_the_port_and_every_worker() -> None:
         {"targets": ["127.0.0.1:9002"], "labels": {"role": "decode", "worker": "decode-0"}},
         {"targets": ["127.0.0.1:9001"], "labels": {"role": "prefill", "worker": "prefill-0"}},
     ]
-    everywhere = msgspec.structs.replace(config, host="0.0.0.0", ssl_certfile="cert.pem")
+    everywhere = proxy_config(port=8010, host="0.0.0.0", ssl_certfile="cert.pem")
     [proxy, *_] = scrape_targets(everywhere, "gpu-7:8010", workers)
     assert proxy.targets == ["gpu-7:8010"] and proxy.labels == {"role": "proxy", "__scheme__": "https"}
-    with_admin = msgspec.structs.replace(everywhere, admin_port=8011)
+    with_admin = with_values(everywhere, {"admin_port": 8011})
     [proxy, *_] = scrape_targets(with_admin, "gpu-7:8011", workers)
     assert proxy.targets == ["127.0.0.1:8011"] and proxy.labels == {"role": "proxy"}
 
@@ -115,7 +116,7 @@ def test_the_label_role_follows_a_change_of_role() -> None:
         table.on_register(0.0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
 
     def roles() -> dict[str, str]:
-        groups = scrape_targets(ProxyConfig("proxy-0", "ipc://x", "m", "m"), "", table.workers())
+        groups = scrape_targets(proxy_config(), "", table.workers())
         return {group.labels["worker"]: group.labels["role"] for group in groups if "worker" in group.labels}
 
     assert table.change_role(0.0, "worker-0", "decode") == ""

@@ -208,7 +208,10 @@ def test_pinning_registers_the_whole_mapping_with_cuda(runtime: Runtime) -> None
 
 
 def test_only_the_host_memory_of_a_gpu_is_pinned(runtime: Runtime, fd: int, tmp_path: Path) -> None:
-    config = TiersConfig([f"/proc/{os.getpid()}/fd/{fd}"], host_bytes(4), str(tmp_path / "tier"), 4 * DISK_RECORD_BYTES)
+    config = TiersConfig(
+        host_bytes(4) / 2**30, str(tmp_path / "tier"), 4 * DISK_RECORD_BYTES / 2**30,
+        host_files=[f"/proc/{os.getpid()}/fd/{fd}"],
+    )  # fmt: skip
     blocks: Any = ON_A_GPU
     host, disk = make_tiers(config, LAYOUT, 0, blocks)
     host.open()
@@ -231,7 +234,7 @@ def test_memory_that_cannot_be_pinned_fails_the_tier_with_a_reason(
 
     monkeypatch.setattr(torch.cuda, "check_error", refuse)
     monkeypatch.setattr(torch.cuda, "CudaError", type("CudaError", (RuntimeError,), {}))
-    config = TiersConfig([f"/proc/{os.getpid()}/fd/{fd}"], host_bytes(4))
+    config = TiersConfig(host_bytes(4) / 2**30, host_files=[f"/proc/{os.getpid()}/fd/{fd}"])
     blocks: Any = ON_A_GPU
     (tier,) = make_tiers(config, LAYOUT, 0, blocks)
     with pytest.raises(TierFailed, match=r"cannot pin .* GiB of host memory for cuda:0: .*give --kv-host-gib less"):

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from starlette.requests import Request
 
 from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.answers.errors import tandem_error_response
 from tandem.runtime.errors import InvalidRequest
 
@@ -26,7 +27,7 @@ class Clock:
 
 
 def test_sequences_without_a_first_token_count_as_waiting() -> None:
-    admission = Admission(4, Clock())
+    admission = Admission(AdmissionSettings(4), Clock())
     first = admission.admit("a", [10, 0, 0])
     with pytest.raises(QueueFull, match="3 requests are waiting"):
         admission.admit("a", [1, 1])
@@ -43,7 +44,7 @@ def test_sequences_without_a_first_token_count_as_waiting() -> None:
 
 
 def test_waiting_tokens_are_limited_except_for_a_single_prompt() -> None:
-    admission = Admission(10, Clock(), max_waiting_tokens=100)
+    admission = Admission(AdmissionSettings(10, max_waiting_tokens=100), Clock())
     large = admission.admit("a", [500])
     with pytest.raises(QueueFull, match="500 prompt tokens are waiting"):
         admission.admit("a", [1])
@@ -54,7 +55,7 @@ def test_waiting_tokens_are_limited_except_for_a_single_prompt() -> None:
 
 
 def test_sequences_in_flight_per_client_are_limited() -> None:
-    admission = Admission(10, Clock(), max_per_client=2)
+    admission = Admission(AdmissionSettings(10, max_requests_per_client=2), Clock())
     one = admission.admit("a", [1, 1])
     one.on_first_token(0)
     one.on_first_token(1)
@@ -69,7 +70,7 @@ def test_sequences_in_flight_per_client_are_limited() -> None:
 
 
 def test_sooner_priorities_displace_the_newest_of_the_latest() -> None:
-    admission = Admission(4, Clock(), max_waiting_tokens=100)
+    admission = Admission(AdmissionSettings(4, max_waiting_tokens=100), Clock())
     displaced: list[str] = []
 
     def admit(name: str, priority: int, *tokens: int) -> Ticket:
@@ -99,7 +100,7 @@ def test_sooner_priorities_displace_the_newest_of_the_latest() -> None:
 
 
 def test_low_priorities_have_a_share_of_the_queue() -> None:
-    admission = Admission(8, Clock(), max_waiting_tokens=100, low_priority_share=0.25)
+    admission = Admission(AdmissionSettings(8, max_waiting_tokens=100, low_priority_share=0.25), Clock())
     tickets = [admission.admit("a", [5], priority) for priority in (3, 1)]
     with pytest.raises(QueueFull, match=r"2 requests with a priority over 0 .* limit is 2\."):
         admission.check("a", priority=3)
@@ -123,7 +124,7 @@ def test_low_priorities_have_a_share_of_the_queue() -> None:
 
 def test_retry_after_of_a_client_limit_is_when_its_oldest_request_should_end() -> None:
     clock = Clock()
-    admission = Admission(10, clock, max_per_client=1)
+    admission = Admission(AdmissionSettings(10, max_requests_per_client=1), clock)
     for _ in range(50):
         ticket = admission.admit("a", [1])
         clock.now += 20
@@ -137,7 +138,7 @@ def test_retry_after_of_a_client_limit_is_when_its_oldest_request_should_end() -
 
 def test_retry_after_is_the_queue_over_the_recent_speed() -> None:
     clock = Clock()
-    admission = Admission(3, clock)
+    admission = Admission(AdmissionSettings(3), clock)
     assert admission.retry_after_s() == 1, "the speed is not known yet"
     for _ in range(5):
         ticket = admission.admit("a", [1000])
@@ -161,7 +162,9 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.admission = Admission(6, self.clock, max_waiting_tokens=50, max_per_client=4, low_priority_share=0.5)
+        self.admission = Admission(
+            AdmissionSettings(6, max_waiting_tokens=50, max_requests_per_client=4, low_priority_share=0.5), self.clock
+        )
         self.open: list[tuple[Ticket, str, dict[int, int], int]] = []
         self.num_allowed_tokens = 0  # of later priorities: the share, or one larger request by itself
 

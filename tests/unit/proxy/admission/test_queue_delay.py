@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.proxy.admission.admission import Admission, QueueFull, Ticket
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.queue_delay import MIN_WAITING, QueueDelayController
 from tests.unit.proxy.admission.test_admission import Clock
 
@@ -53,7 +54,7 @@ SLO_S = 2.0
 def load_with(ttft_slo_s: float | None = SLO_S) -> SimulatedQueue:
     clock = Clock()
     controller = QueueDelayController(clock, ttft_slo_s) if ttft_slo_s is not None else None
-    return SimulatedQueue(Admission(1024, clock, queue_delay=controller), clock)
+    return SimulatedQueue(Admission(AdmissionSettings(1024), clock, queue_delay=controller), clock)
 
 
 @pytest.mark.parametrize("served_per_s", [5.0, 14.0, 100.0])

@@ -17,12 +17,12 @@ from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.output_parser import OutputParser
 from tandem.proxy.parsers.tool_formats import ToolFormat
-from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import EOS, Cluster, play, whole
+from tests.support.settings import proxy_config
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS: list[dict[str, Any]] = [
@@ -34,7 +34,7 @@ OPEN = "hi<think>\n"  # FakeText's template renders the message's content alone
 def reader_of(cluster: Cluster, parser: str = "auto") -> BodyReader:
     cluster.text.tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
     cluster.text.chat_template = "<|im_start|></think><tool_call>"  # type: ignore[assignment]
-    config = ProxyConfig("proxy-0", "", "m", "m", reasoning_parser=cast(Any, parser))
+    config = proxy_config(reasoning_parser=parser)
     return BodyReader(cast(ModelText, cluster.text), config)
 
 

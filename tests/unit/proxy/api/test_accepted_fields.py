@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proxy.admission.admission import MAX_INPUTS, Admission
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.parsers.tool_formats import ToolFormat
@@ -125,7 +126,7 @@ def test_as_many_inputs_as_in_openai_get_embeddings() -> None:
     DECODER.embedding(body)
     with pytest.raises(InvalidRequest, match="more than 2048 inputs"):
         DECODER.embedding(json.dumps({"input": ["a"] * (MAX_INPUTS + 1)}).encode())
-    admission = Admission(1024, lambda: 0.0, max_alone=MAX_INPUTS)
+    admission = Admission(AdmissionSettings(1024), lambda: 0.0, max_alone=MAX_INPUTS)
     ticket = admission.admit("client", [1] * MAX_INPUTS)
     assert admission.num_waiting == MAX_INPUTS
     with pytest.raises(Exception, match="2048 requests are waiting already"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.answers.errors import error_body, status_of
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
@@ -261,12 +262,13 @@ def test_errors_quote_the_wrong_value(fields: dict[str, Any], message: str) -> N
 
 
 def test_all_log_probabilities() -> None:
-    request = completion(logprobs=-1, echo=True, prompt_logprobs=2).with_vocabulary(1000, -1)
+    unlimited, limit = RequestSettings(max_logprobs=-1), RequestSettings(max_logprobs=1000)
+    request = completion(logprobs=-1, echo=True, prompt_logprobs=2).with_vocabulary(1000, unlimited)
     assert (request.base_sampling.logprobs, request.prompt_logprobs, request.num_prompt_logprobs) == (1000, 2, 1000)
-    assert chat(logprobs="true", top_logprobs=-1).with_vocabulary(1000, 1000).base_sampling.logprobs == 1000
+    assert chat(logprobs="true", top_logprobs=-1).with_vocabulary(1000, limit).base_sampling.logprobs == 1000
     with pytest.raises(InvalidRequest, match=r"all 1000 tokens, .* limit is 20 \(--max-logprobs\)"):
-        chat(prompt_logprobs=-1).with_vocabulary(1000, 20)
-    assert BodyDecoder("tiny", max_logprobs=-1).completion(b'{"prompt": "a", "logprobs": 500}')
+        chat(prompt_logprobs=-1).with_vocabulary(1000, RequestSettings(max_logprobs=20))
+    assert BodyDecoder("tiny", unlimited).completion(b'{"prompt": "a", "logprobs": 500}')
 
 
 def test_named_log_probabilities() -> None:

@@ -17,6 +17,7 @@ from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.dispatch import FirstToken, PrepareDecode, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.answers.embeddings import EmbeddingAnswer, encode_embedding
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
@@ -103,7 +104,7 @@ def test_both_workers_and_the_next_attempt_get_the_adapter() -> None:
 
 def decoder(defaults: EmbeddingDefaults = EmbeddingDefaults()) -> BodyDecoder:  # noqa: B008  # frozen
     table = AdapterTable(None, [NamedAdapter("sql", REF)], "base")
-    return BodyDecoder("base", adapters=table, embedding_defaults=defaults, max_sequences=3)
+    return BodyDecoder("base", adapters=table, embedding_defaults=defaults, admission=AdmissionSettings(3))
 
 
 def test_an_adapter_is_named_as_the_model() -> None:

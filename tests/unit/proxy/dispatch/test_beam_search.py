@@ -18,6 +18,7 @@ from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.dispatch.beam_search import Beam, BeamSearch, check_search_size
 from tandem.proxy.dispatch.generation import Generation
@@ -243,7 +244,7 @@ def test_a_failed_beam_fails_the_request(error: TandemError) -> None:
 
 def test_many_beams_are_started_between_turns_of_the_loop() -> None:
     async def test(cluster: Cluster) -> None:
-        services = replace(cluster.services, admission=Admission(100, time.monotonic))
+        services = replace(cluster.services, admission=Admission(AdmissionSettings(100), time.monotonic))
         body = json.dumps({"prompt": ["ab"] * 100, "use_beam_search": True}).encode()
         request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
         generation = Generation(services, request, RequestRecord("r", "completion"))
@@ -278,7 +279,7 @@ def test_the_loop_runs_while_the_candidates_of_the_widest_search_are_compared(mo
             await asyncio.sleep(0)
 
     async def test(cluster: Cluster) -> None:
-        cluster.services = replace(cluster.services, admission=Admission(width, time.monotonic))
+        cluster.services = replace(cluster.services, admission=Admission(AdmissionSettings(width), time.monotonic))
         _, completion = answers(cluster, n=width, max_tokens=2)
         counting, task = asyncio.create_task(count_turns()), asyncio.create_task(whole(completion))
         top = [(token_id, -0.01 * token_id) for token_id in range(1, 2 * width + 1)]

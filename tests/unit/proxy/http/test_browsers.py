@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app import make_admin_app, make_app
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.proxy_config import ProxyConfig
+from tests.support.settings import proxy_config
 
 PAGE = "https://chat.example.com"
 SIMPLE = {"Content-Type": "text/plain", "Origin": "https://evil.example", "Host": "127.0.0.1:8000"}
@@ -24,12 +24,12 @@ def client(**config: Any) -> TestClient:
     state = MagicMock(spec=AppState)
     state.api_keys = ApiKeys("key", None) if config.pop("has_keys", False) else None
     state.media = None
-    proxy_config = ProxyConfig("p", "", "m", "m", admin_port=1, **config)
-    return TestClient(make_app(proxy_config, state, MagicMock()), "http://127.0.0.1:8000")
+    settings = proxy_config(admin_port=1, **config)
+    return TestClient(make_app(settings, state, MagicMock()), "http://127.0.0.1:8000")
 
 
 def admin(host: str, keys: ApiKeys | None = None) -> TestClient:
-    config = ProxyConfig("p", "", "m", "m", admin_port=1, admin_host=host)
+    config = proxy_config(admin_port=1, admin_host=host)
     return TestClient(make_admin_app(config, MagicMock(spec=AppState), MagicMock(), keys), "http://127.0.0.1:8001")
 
 
@@ -45,7 +45,7 @@ def preflight(asked: TestClient, origin: str) -> Any:
 @pytest.mark.parametrize("has_keys", [False, True])
 @pytest.mark.parametrize("origins", [[PAGE], ["*"]])
 def test_an_allowed_page_may_call_and_read(origins: list[str], has_keys: bool) -> None:
-    asked = client(cors_origins=origins, has_keys=has_keys)
+    asked = client(cors_origin=origins, has_keys=has_keys)
     answer = preflight(asked, PAGE)
     assert answer.status_code == 200, "a preflight request has no key"
     assert answer.headers["access-control-allow-origin"] in (PAGE, "*")
@@ -58,7 +58,7 @@ def test_an_allowed_page_may_call_and_read(origins: list[str], has_keys: bool) -
 
 
 def test_other_pages_may_not() -> None:
-    asked = client(cors_origins=[PAGE])
+    asked = client(cors_origin=[PAGE])
     for origin in ("https://evil.example", "http://chat.example.com", "null"):
         assert preflight(asked, origin).status_code == 400
         assert "access-control-allow-origin" not in asked.get("/live", headers={"Origin": origin}).headers

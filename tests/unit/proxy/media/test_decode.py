@@ -17,7 +17,8 @@ import pytest
 from PIL import Image
 
 from tandem.proxy.media.decode import decode_image, decode_video, image_size, sampled, video_info
-from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.media.source import InvalidMedia, MediaSource
 from tests.support.vision_model import clip, encoded, picture
 
 LIMITS = MediaLimits(max_pixels=1_000_000, max_video_pixels=1_000_000)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from tandem.proxy.media import fetch as media_fetch
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, read_local
 from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
-from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.media.source import InvalidMedia, MediaSource
 from tandem.runtime.errors import InvalidRequest, Overloaded
 
-LIMITS = MediaLimits(max_bytes=1000, fetch_timeout_s=20, allow_private=True)
+LIMITS = MediaLimits(max_bytes=1000, fetch_timeout_s=20, allow_private_media=True)
 Reply = Callable[[str, asyncio.StreamWriter], Awaitable[None]]
 
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageCms
 
 from tandem.proxy.media.decode import decode_image, decode_video, image_size, video_info
-from tandem.proxy.media.source import MediaLimits, MediaSource
+from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.media.source import MediaSource
 
 LIMITS = MediaLimits()
 IMAGE = MediaSource(0, "image", "data:", "m")

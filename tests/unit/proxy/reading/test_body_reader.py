@@ -23,6 +23,7 @@ from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import InvalidRequest, TandemError
+from tests.support.settings import proxy_config
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=500)
 CORPUS = ["the quick brown fox jumps over the lazy dog " * 20, "aaaa bbbb cccc dddd" * 20]
@@ -236,7 +237,7 @@ def test_values_that_are_nested_too_deeply_are_refused(body: bytes) -> None:
 @pytest.mark.parametrize(("soonest", "counts"), [(0, (0, 0, 7)), (-5, (-5, -3, 7))])
 def test_no_client_goes_before_others_unless_the_operator_allows_it(soonest: int, counts: tuple[int, ...]) -> None:
     text = cast(ModelText, FakeModelText(TOKENIZER))
-    reader = BodyReader(text, ProxyConfig("proxy-0", "", "m", "m", soonest_priority=soonest))
+    reader = BodyReader(text, proxy_config(soonest_priority=soonest))
 
     def priority(kind: BodyKind, asked: int) -> int:
         prompt = {"embedding": {"input": "a"}, "completion": {"prompt": "a"}, "response": {"input": "a"}}.get(

@@ -16,7 +16,6 @@ from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import (
     TO_PROCESS,
     CancelMediaJob,
@@ -27,9 +26,10 @@ from tandem.proxy.reading.media_messages import (
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.runtime.errors import InternalError, InvalidRequest, WorkerLost
+from tests.support.settings import proxy_config
 
 LIMITS = ModelLimits(4096, 320, "m", 64)
-CONFIG = ProxyConfig("proxy-0", "", "m", "m", max_waiting_media=8)
+CONFIG = proxy_config(max_waiting_media=8)
 
 
 class FakeProcess:

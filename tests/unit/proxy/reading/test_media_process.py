@@ -19,20 +19,18 @@ import pytest
 from transformers import AutoProcessor
 
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import CancelMediaJob, MediaJob, MediaJobDone, MediaJobFailed
 from tandem.proxy.reading.media_reader import MediaReader
 from tandem.runtime.errors import InvalidRequest, RequestAborted
 from tests.support.media_proxy import data_url, image_part, video_part
 from tests.support.media_reader import MediaProcessOnLoop, prompt_of
+from tests.support.settings import proxy_config
 from tests.support.vision_model import clip, encoded, picture, save_processor
 
 
 def test_a_chat_template_of_the_client_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = str(save_processor(tmp_path_factory.mktemp("own")))
-    config = ProxyConfig(
-        "proxy-0", "", folder, "m", trust_request_chat_template=True, media_cache_endpoint="ipc://none"
-    )
+    config = proxy_config(model=folder, trust_request_chat_template=True, media_cache_endpoint="ipc://none")
     part = image_part(data_url(encoded(picture())))
     body = {"messages": [{"role": "user", "content": [part]}], "chat_template": "x"}
     with pytest.raises(InvalidRequest, match="cannot be combined with images"):

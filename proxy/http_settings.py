@@ -1,0 +1,65 @@
+"""The addresses of a proxy's HTTP servers, who may use them, and their limits, as the operator sets them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.proxy.admission.browser_rules import parse_origins
+from tandem.runtime.settings import setting
+
+
+class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of the server for clients and of the one for operators."""
+
+    # fmt: off
+    host: Annotated[str, setting("HTTP", "Address on which the HTTP endpoint listens.")] = "127.0.0.1"
+    port: Annotated[int, setting("HTTP", "Port of the HTTP endpoint.", ge=1, le=65535)] = 8000
+    listen_fd: int | None = None
+    """Inherited socket that is bound to host and port; None binds one."""
+    api_key: Annotated[str, setting("HTTP", "API key that clients must send; empty allows every client.")] = ""
+    api_keys_file: Annotated[str, setting("HTTP", description=
+        "File with further API keys, `KEY` or `KEY NAME` on each line; blank lines and lines that begin with # are "
+        "ignored. Read again when it changes. Keys of one NAME share limits and cached prefixes.")] = ""
+    ssl_certfile: Annotated[str, setting("HTTP", "PEM certificate; the endpoint then serves HTTPS only.")] = ""
+    ssl_keyfile: Annotated[str, setting("HTTP", description=
+        "PEM private key of --ssl-certfile; empty reads it from the certificate file.")] = ""
+    admin_host: Annotated[str, setting("HTTP", description=
+        "Address of /metrics, /dashboard and the other admin routes, which need no API key; workers serve "
+        "their own /metrics on it too.")] = "127.0.0.1"
+    admin_port: Annotated[int, setting("HTTP", ge=0, le=65535, description=
+        "Port of the admin routes; 0 uses the port after --port.")] = 0
+    """A proxy that is given 0 serves the admin routes on the port of the HTTP endpoint."""
+    admin_listen_fd: int | None = None
+    """Inherited socket that is bound to the admin address; None binds one."""
+    admin_keys_file: Annotated[str, setting("HTTP", description=
+        "File with keys, as --api-keys-file, for requests that change something on the admin address (roles, LoRA "
+        "adapters). Empty takes them without a key if --admin-host is loopback, and refuses them otherwise. With "
+        "--ray, the file must exist on the nodes of proxies.")] = ""
+    cors_origin: Annotated[list[str], setting("HTTP", description=
+        "Origin of web pages that may use the HTTP endpoint from a browser, as https://HOST[:PORT]; * for all. May be "
+        "repeated, or a list separated by commas.")] = []
+    max_body_mib: Annotated[int, setting("limits", "Maximum size of a request body in MiB.", ge=1, le=1024)] = 16
+    max_connections: Annotated[int, setting("limits", ge=1, description=
+        "Maximum number of HTTP connections per proxy, half of them from one address; further ones get 503 "
+        "(or 429).")] = 8192
+    client_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Time for a request's head, for each 16 KiB of its body, and for the client to read 16 KiB of a held answer."""
+    keep_alive_s: Annotated[float, Meta(gt=0)] = 75.0
+    """Idle time between two requests of a connection."""
+    # fmt: on
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+    @property
+    def cors_origins(self) -> list[str]:
+        """Raises ConfigError."""
+        return parse_origins(self.cors_origin)
+
+    @property
+    def needs_api_key(self) -> bool:
+        return bool(self.api_key or self.api_keys_file)
