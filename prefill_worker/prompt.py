@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.decode_worker.sequence import ComputedPrompt
 from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
@@ -17,6 +18,7 @@ from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.protocol.worker_actions import Ship
 
@@ -214,6 +216,34 @@ class PrefillPrompt:
             first_block=first,
             src_block_ids=self.block_table[first:num_ready],
             dst_block_ids=self.dst_block_ids[first - num_cached : num_ready - num_cached],
+        )
+
+    def reserve(self) -> ReserveKV:
+        """Returns the message that asks decode for blocks."""
+        assert self.pair_id is not None
+        request = self.request
+        return ReserveKV(self.pair_id, request.transfer_id, self.num_prompt_tokens, request.adapter_digest)
+
+    def finish(self) -> FinishTransfer:
+        """Returns the message that tells decode what a computed prompt's sequences begin with."""
+        assert self.first_token_ids is not None
+        return FinishTransfer(
+            self.request.transfer_id, self.num_prompt_tokens, self.first_token_ids, self.position_offset
+        )
+
+    def computed(self) -> ComputedPrompt:
+        """Returns what the decode role of this worker needs of a computed prompt."""
+        assert self.first_token_ids is not None
+        return ComputedPrompt(
+            self.request,
+            self.open_ids,
+            self.arrived_at,
+            self.hashes,
+            self.block_table,
+            self.first_token_ids,
+            self.position_offset,
+            self.grammar,
+            self.adapter,
         )
 
     @property

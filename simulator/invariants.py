@@ -93,7 +93,8 @@ class Invariants:
     def _of_worker(self, worker: SimulatedWorker) -> Iterator[tuple[str, str, float]]:
         now, name = self._timeline.now, worker.name
         prefill, decode = worker.worker._scheduler.prefill, worker.worker._scheduler.decode
-        held = {key for key, prompt in prefill._by_request.items() if not prompt.ended} | decode._by_request.keys()
+        held = {key for key, prompt in prefill.prompts.by_attempt.items() if not prompt.ended}
+        held |= decode._by_request.keys()
         for proxy_id, attempt_id in sorted(held):
             proxy = self._cluster.proxies_by_id[proxy_id]
             if since := self._silent_since(proxy.loop, worker.loop, proxy.loop):
@@ -118,7 +119,7 @@ class Invariants:
             if transfer.transfer_id not in decode._by_transfer:
                 yield "a transfer waits for its request", f"{name}: {transfer.transfer_id}", UNCLAIMED_TIMEOUT_S + 1
         table = worker.worker._traffic._outgoing_table
-        for prompt in prefill._by_transfer.values():
+        for prompt in prefill.prompts.by_transfer.values():
             if prompt.ended or prompt.pair_id is None:
                 continue
             pair, transfer_id = table.get(prompt.pair_id), prompt.request.transfer_id

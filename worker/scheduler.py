@@ -65,20 +65,20 @@ class WorkerScheduler:
 
     @property
     def num_running(self) -> int:
-        return self.prefill.num_running + self.decode.num_running
+        return self.prefill.prompts.num_running + self.decode.num_running
 
     @property
     def num_waiting(self) -> int:
-        return self.prefill.num_waiting + self.decode.num_waiting
+        return self.prefill.prompts.num_waiting + self.decode.num_waiting
 
     @property
     def is_idle(self) -> bool:
-        return self.prefill.is_idle and self.decode.is_idle
+        return self.prefill.prompts.is_idle and self.decode.is_idle
 
     def load(self) -> WorkerLoad:
         """Returns the figures that the schedulers know."""
         prefill, decode, blocks = self.prefill, self.decode, self.blocks
-        waiting_tokens, times = prefill.waiting_tokens(), self._step_times
+        waiting_tokens, times = prefill.prompts.waiting_tokens(), self._step_times
         return WorkerLoad(
             num_running=self.num_running,
             num_waiting=self.num_waiting,

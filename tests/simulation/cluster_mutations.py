@@ -45,7 +45,7 @@ OUTGOING_TABLE, INCOMING_TABLE = "worker/pairs/outgoing_table.py", "worker/pairs
 REGISTRATION, PRESENCE, WORKER = "worker/registration.py", "worker/presence.py", "worker/worker.py"
 CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py", "proxy/dispatch/attempt.py"
 DECODE, TRANSFER, PREFILL = "decode_worker/scheduler.py", "decode_worker/transfer.py", "prefill_worker/scheduler.py"
-TABLE = "proxy/cluster/worker_table.py"
+TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt_table.py"
 
 SHELL = (
     Mutation(
@@ -334,7 +334,7 @@ PURE = (
         "if prompt.reserve_sent and prompt.pair_id is not None:",
         "if False:",
     ),
-    Mutation("prompts of a lost pair go on", PREFILL, "if prompt.pair_id == pair_id]", "if False]"),
+    Mutation("prompts of a lost pair go on", PROMPTS, "if prompt.pair_id == pair_id]", "if False]"),
     Mutation("two full workers wait for each other", PREFILL, "        if not late:\n", "        if True:\n"),
     Mutation(
         "blocks that decode has cached are shipped as well",

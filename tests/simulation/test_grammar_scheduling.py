@@ -76,7 +76,7 @@ def test_prefill_starts_a_prompt_once_its_grammar_is_compiled() -> None:
     messages = [action.message for action in actions if isinstance(action, SendToProxy)]
     assert [type(message) for message in messages] == [AttemptFailed, AttemptFailed]
     assert not any(isinstance(message, FirstToken) for message in messages)
-    assert not scheduler.schedule(0.0)[0].items and scheduler.num_running == 1  # the prompt without a grammar
+    assert not scheduler.schedule(0.0)[0].items and scheduler.prompts.num_running == 1  # the prompt without a grammar
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_prefill(events: list[Any]) -> None:
                 scheduler.on_shipped(action.transfer_id, None)
         scheduler.blocks.check()
     scheduler.on_pair_lost("pair-0", "the test ends")
-    assert scheduler.blocks.num_free == NUM_BLOCKS and not scheduler._by_request and not scheduler._by_transfer
+    assert scheduler.blocks.num_free == NUM_BLOCKS and scheduler.prompts.is_idle and not scheduler.prompts.by_attempt
 
 
 # ---- errors found by review and by fuzzing

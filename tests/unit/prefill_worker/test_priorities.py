@@ -7,7 +7,7 @@ from zlib import crc32
 
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker.scheduler import AGING_S
+from tandem.prefill_worker.step import AGING_S
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
@@ -52,7 +52,7 @@ def test_sooner_priorities_run_first() -> None:
     worker.start("normal", 8)
     worker.start("late", 8, priority=3)
     worker.start("soon", 8, priority=-3)
-    assert worker.scheduler.waiting_tokens() == [(-3, 8), (0, 8), (3, 8)]
+    assert worker.scheduler.prompts.waiting_tokens() == [(-3, 8), (0, 8), (3, 8)]
     for _ in range(3):
         worker.step()
     assert worker.done == ["soon", "normal", "late"]

@@ -129,7 +129,7 @@ def test_every_prompt_is_computed_within_the_budget(prompts: list[list[tuple[int
             finished.append(action.message.attempt_id)
     assert sorted(finished) == [f"t{index}" for index in range(len(prompts))]
     scheduler.blocks.check()
-    assert not scheduler.num_running
+    assert not scheduler.prompts.num_running
 
 
 def test_videos_are_encoded_in_several_steps_and_images_in_one() -> None:
@@ -191,12 +191,12 @@ def test_missing_media_fail_a_prompt_before_it_starts() -> None:
     item = an_item([(1, 4)])
     media = PromptMedia(range(9), [item], BUDGET // 2, EmbeddingCache(1 << 20))
     scheduler.on_start(0.0, a_request([item], 9), None, None, media)
-    assert scheduler.schedule(0.0) == (Batch([]), []), "the prompt waits for its embeddings"
+    assert scheduler.schedule(0.0) == (Batch([], encodes=[]), []), "the prompt waits for its embeddings"
     media.error, media.is_ready = ErrorInfo.of(WorkerLost("the media cache did not send it")), True
     batch, [action] = scheduler.schedule(0.0)
     assert not batch.items and isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
     assert action.message.error.code == "worker_lost", "the proxy dispatches it again"
-    assert scheduler.is_idle and scheduler.schedule(0.0) == (Batch([]), [])
+    assert scheduler.prompts.is_idle and scheduler.schedule(0.0) == (Batch([], encodes=[]), [])
 
 
 def test_a_prompt_may_end_while_its_media_are_encoded() -> None:
@@ -207,7 +207,7 @@ def test_a_prompt_may_end_while_its_media_are_encoded() -> None:
     assert batch.encodes and not batch.items
     scheduler.on_abort("proxy", "gone")
     assert scheduler.on_step(2.0, run_step(batch)) == []
-    assert scheduler.blocks.num_free == 100 and not scheduler.num_running
+    assert scheduler.blocks.num_free == 100 and not scheduler.prompts.num_running
 
 
 # ---- the worker's own cache
