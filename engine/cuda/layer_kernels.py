@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem.engine.cuda.attention_kernel import to_cache
+from tandem.engine.cuda.cache_values import to_cache
 
 
 @triton.jit
