@@ -99,32 +99,36 @@ class DecodePrompt:
 
 @dataclass(eq=False)
 class DecodeSequence:
-    """One sequence. Fields after `grammar` are valid once it runs.
-
-    age: order of arrival, lower is older. num_tokens: prompt and output, including the newest token, whose KV the next
-    step computes. block_tokens: computed tokens of the last block. parent_hash: hash of the blocks before it.
-    copy_from: a held block that the next step copies to the sequence's own last block (copy on write). num_steps: steps
-    in flight that use its blocks; each but the first was scheduled before the token of the one before was known.
-    joined_at: when its KV was complete. stepped_at: when its first step began, None before.
-    """
+    """One sequence. Fields after `grammar` are valid once it runs."""
 
     prompt: DecodePrompt
     attempt_id: str
     age: tuple[int, int]
+    """Order of arrival; a lower one is older."""
     sampling: SamplingParams
     grammar: GrammarState | None = None
     block_table: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    position_offset: int = 0  # between tokens' positions and numbers, after images or video
-    output_token_ids: list[int] = field(default_factory=list)  # including earlier attempts
+    """Tokens of prompt and output, including the newest one, whose KV the next step computes."""
+    position_offset: int = 0
+    """Difference between tokens' positions and their numbers, after images or video."""
+    output_token_ids: list[int] = field(default_factory=list)
+    """Generated tokens, including those of earlier attempts."""
     block_tokens: list[int] = field(default_factory=list)
+    """Computed tokens of the last block."""
     parent_hash: bytes = b""
+    """Hash of the blocks before the last one."""
     copy_from: int | None = None
+    """A held block that the next step copies to the sequence's own last block (copy on write)."""
     num_steps: int = 0
+    """Steps in flight that use its blocks. Each but the first was scheduled before the last token was known."""
     ended: bool = False
     joined_at: float = 0.0
+    """Time when its KV was complete."""
     stepped_at: float | None = None
-    _prompt_token_ids: Sequence[int] = ()  # for penalties, which read all of them in each step
+    """Time when its first step began; None before."""
+    _prompt_token_ids: Sequence[int] = ()
+    """Tokens of the prompt for penalties, which read all of them in each step."""
 
     @property
     def key(self) -> tuple[str, str]:

@@ -23,29 +23,34 @@ _NUM_REMEMBERED_TRANSFERS = 10_000
 
 @dataclass(eq=False)
 class IncomingTransfer:
-    """The prompt's blocks are the cached ones, shared with the prefix cache, followed by those that the peer writes.
+    """The KV of one prompt that arrives, or will arrive, from a peer.
 
-    spare_block_ids: for the first tokens after the prompt, and for copies of its last block. receives: number of blocks
-    of each receive in flight, in order. num_arrived_blocks: written blocks that have arrived, without a gap.
-    num_kept_blocks: of those, the ones left to the prefix cache when the request ended. adapter: see ReserveKV.
+    The prompt's blocks are the cached ones, shared with the prefix cache, followed by those that the peer writes.
     """
 
     transfer_id: str
     pair_id: str
     arrived_at: float
     adapter: str = ""
+    """Name of the LoRA adapter, see ReserveKV."""
     is_reserved: bool = False
     cached_block_ids: list[int] = field(default_factory=list)
     written_block_ids: list[int] = field(default_factory=list)
     spare_block_ids: list[int] = field(default_factory=list)
+    """Blocks for the first tokens after the prompt, and for copies of its last block."""
     num_received_blocks: int = 0
     receives: deque[int] = field(default_factory=deque)
+    """Number of blocks of each receive in flight, in order."""
     num_arrived_blocks: int = 0
+    """Written blocks that have arrived without a gap."""
     num_kept_blocks: int = 0
+    """Arrived blocks that were left to the prefix cache when the request ended."""
     peer_stopped: bool = False
-    has_gap: bool = False  # blocks were corrupted or lost
+    has_gap: bool = False
+    """Whether blocks were corrupted or lost."""
     first_token_ids: list[int] | None = None
-    position_offset: int = 0  # from FinishTransfer
+    position_offset: int = 0
+    """Offset of positions, from FinishTransfer."""
 
     def reserve(self, cached: list[int], written: list[int], spare: list[int]) -> None:
         self.is_reserved = True

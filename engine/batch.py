@@ -28,28 +28,29 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class BatchItem(msgspec.Struct, frozen=True):
-    """One sequence's share of a step: its tokens at positions `start` to `start + len(token_ids)`.
-
-    block_table: covers at least those positions. samples: tokens to sample from the last position's logits; empty
-    before the end of the prompt, several if sequences share the prompt. num_prompt_logprobs: None, or the number of top
-    tokens to report for each of target_token_ids, the prompt's tokens from position `start + 1` on.
-    media: of the whole prompt; never leaves the process. position_offset: added to the positions that the model gets,
-    unless media defines them. adapter: loaded LoRA adapter; never leaves the process. pooling: None, or what to return
-    of the tokens' hidden states: the last one, or their sum for a mean. follows: None, or the number of the sample of
-    the step before whose token is the item's only one; then `token_ids` holds a 0 in its place.
-    """
+    """One sequence's share of a step: its tokens at positions `start` to `start + len(token_ids)`."""
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
+    """Pool blocks that cover at least those positions."""
     samples: Sequence[Sample] = ()
+    """Tokens to sample from the last position's logits: none before the end of the prompt, several if sequences
+    share the prompt."""
     num_prompt_logprobs: int | None = None
+    """Number of top tokens to report for each of `target_token_ids`; None reports none."""
     target_token_ids: Sequence[int] = ()
+    """The prompt's tokens from position `start + 1` on."""
     media: PromptMedia | None = None
+    """Images and videos of the whole prompt; never leaves the process."""
     position_offset: int = 0
+    """Added to the positions that the model gets, unless media defines them."""
     adapter: Adapter | None = None
+    """Loaded LoRA adapter; never leaves the process."""
     pooling: Pooling | None = None
+    """Hidden states to return: the last one, or their sum for a mean; None returns none."""
     follows: int | None = None
+    """Number of the sample of the step before whose token is the item's only one; `token_ids` then holds a 0."""
 
 
 class Encode(msgspec.Struct, frozen=True):

@@ -31,15 +31,14 @@ _HANDSHAKE_TIMEOUT_MS = 5_000
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How tcp endpoints are protected. keys_folder: see `tandem keys`. insecure: allows tcp without keys.
-
-    keys: replaces the folder for a process that gets its configuration in memory; such a configuration must not be
-    written to disk.
-    """
+    """How tcp endpoints are protected."""
 
     keys_folder: str = ""
+    """Folder that `tandem keys` has made; empty for no keys."""
     insecure: bool = False
+    """Whether tcp without keys is allowed."""
     keys: NetworkKeys | None = None
+    """Keys of a process that gets its configuration in memory, in place of the folder. Must not be written to disk."""
 
     def keys_of(self, part: Part) -> NetworkKeys | None:
         """Returns the keys of this process, if it has any. Raises ConfigError if they cannot be read or are another

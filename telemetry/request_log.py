@@ -39,24 +39,25 @@ class _Figures:
 
 @dataclass(eq=False, slots=True)
 class RequestRecord:
-    """One HTTP request. arrived_at: monotonic clock; arrived_unix_s: the same moment on the wall clock.
-
-    traceparent: the client's header, or empty. read_at: when its prompts were tokenised. sequences: one timer each, in
-    order; once it has ended, of those that the timeline shows. outcome: stop, length, aborted or an error's code; empty
-    while the request runs.
-    """
+    """One HTTP request."""
 
     request_id: str
     api: str
     traceparent: str = ""
+    """The client's header, or empty."""
     arrived_at: float = field(default_factory=time.monotonic)
+    """Time on the monotonic clock."""
     arrived_unix_s: float = field(default_factory=time.time)
+    """The same moment on the wall clock."""
     read_at: float | None = None
+    """Time when its prompts were tokenised."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     sequences: list[SequenceTimer] = field(default_factory=list)
+    """One timer for each sequence, in order; after the end, those of the sequences that the timeline shows."""
     outcome: str = ""
+    """stop, length, aborted or an error's code; empty while the request runs."""
     ended_at: float | None = None
     _figures: _Figures | None = None
 

@@ -33,33 +33,37 @@ PLACEMENTS: Final[tuple[Placement, ...]] = get_args(Placement)
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """The moments of one attempt at a sequence; None for those that have not happened.
-
-    first_token_at: its message arrived, with queue_s and prefill_s. reserved_at: decode reserved blocks. delivered_at:
-    the request took the first token. began_at: decode's first token arrived, with decode_wait_s, step_s and
-    num_kv_bytes. is_shipped: KV moves between workers. lost_at: the attempt ended before the sequence did. attempt_id,
-    prefill, decode: as in the workers' log lines; decode is the same as prefill if no KV moves, and empty if one token
-    was requested. predicted_ttft_s: from the dispatch; predicted_itl_s: 0 if unknown.
-    """
+    """The moments of one attempt at a sequence; None for those that have not happened."""
 
     dispatched_at: float
     attempt_id: str = ""
+    """As in the workers' log lines."""
     prefill: str = ""
+    """Worker that computes the prompt."""
     decode: str = ""
+    """Worker that decodes: the same if no KV moves, and empty if one token was requested."""
     is_shipped: bool = True
+    """Whether KV moves between workers."""
     placement: Placement = "two"
     predicted_ttft_s: float = 0.0
+    """Time to first token as predicted, from the dispatch."""
     predicted_itl_s: float = 0.0
+    """Predicted seconds between tokens; 0 if unknown."""
     first_token_at: float | None = None
+    """The message of the first token arrived, with queue_s and prefill_s."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     reserved_at: float | None = None
+    """Decode reserved blocks."""
     delivered_at: float | None = None
+    """The request took the first token."""
     began_at: float | None = None
+    """Decode's first token arrived, with decode_wait_s, step_s and num_kv_bytes."""
     decode_wait_s: float = 0.0
     step_s: float = 0.0
     num_kv_bytes: int = 0
     lost_at: float | None = None
+    """The attempt ended before the sequence did."""
 
     def on_first_token(self, now: float, queue_s: float, prefill_s: float) -> None:
         if self.first_token_at is None:

@@ -27,36 +27,37 @@ _Loads = Sequence[tuple[WorkerInfo, WorkerLoad]]
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """Input of the planner. Rates are means over `WINDOW_S`; the other values are those of the last report.
-
-    prompts_per_s, prompt_tokens_per_s: arrivals at prefill, without cached tokens.
-    waiting_tokens, waiting_prompts: sums over all prefill workers.
-    speed: prompt tokens per second that one prefill worker computes; 0 before the first measurement.
-    most_sequences, most_used_blocks: maximum within the window of the sums over all decode workers.
-    mean_output_tokens: tokens generated per sequence; 0 before the first has ended.
-    fixed_step_s, step_s_per_sequence: coefficients of the decode step time, means of what the workers measured; 0
-    before the first step.
-    decode_is_full: a decode worker has no free capacity, so prompts may wait for decode instead of prefill.
-    refused_per_s: requests refused because too many waited.
-    growth_per_s: arrivals minus ends of sequences on decode, if significant, else 0.
-    """
+    """Input of the planner. Rates are means over `WINDOW_S`; the other values are those of the last report."""
 
     num_prefill: int = 0
     num_decode: int = 0
     prompts_per_s: float = 0.0
+    """Prompts that arrive at prefill."""
     prompt_tokens_per_s: float = 0.0
+    """Prompt tokens that arrive at prefill, without cached ones."""
     waiting_tokens: int = 0
+    """Sum over all prefill workers."""
     waiting_prompts: int = 0
+    """Sum over all prefill workers."""
     speed: float = 0.0
+    """Prompt tokens per second that one prefill worker computes; 0 before the first measurement."""
     most_sequences: int = 0
+    """Maximum within the window of the sum over all decode workers."""
     most_used_blocks: int = 0
+    """Maximum within the window of the sum over all decode workers."""
     blocks_per_decode: int = 0
     mean_output_tokens: float = 0.0
+    """Tokens generated per sequence; 0 before the first has ended."""
     fixed_step_s: float = 0.0
+    """Duration of a decode step without its share per sequence, as the workers measure it; 0 before the first."""
     step_s_per_sequence: float = 0.0
+    """Duration that each sequence adds to a decode step; 0 before the first."""
     decode_is_full: bool = False
+    """Whether a decode worker has no free capacity, so that prompts may wait for decode instead of prefill."""
     refused_per_s: float = 0.0
+    """Requests refused because too many waited."""
     growth_per_s: float = 0.0
+    """Arrivals minus ends of sequences on decode if the difference is significant, else 0."""
 
     @property
     def predicted_ttft_s(self) -> float:

@@ -37,19 +37,20 @@ CATCH_UP_S = 10.0
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Targets and limits of the planner.
-
-    ttft_s, itl_s: latency targets. max_workers: limit for all roles together. max_num_seqs: limit of one decode worker.
-    foresee_s: period for which growth is extrapolated, about the time that a worker takes to start.
-    """
+    """Targets and limits of the planner."""
 
     ttft_s: float = 1.0
+    """Target of the time to first token."""
     itl_s: float = 0.05
+    """Target of the inter-token latency."""
     min_prefill: int = 1
     min_decode: int = 1
     max_workers: int = 16
+    """Limit on the workers of all roles together."""
     max_num_seqs: int = 64
+    """Limit on the sequences of one decode worker."""
     foresee_s: float = 30.0
+    """Period for which growth is extrapolated, about the time that a worker takes to start."""
 
     @property
     def max_prefill(self) -> int:

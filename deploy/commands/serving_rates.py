@@ -33,24 +33,27 @@ class PredictionMeans:
 
 @dataclass(frozen=True, slots=True)
 class ServingRates:
-    """ttft_s, itl_s, e2e_s: latencies at QUANTILES, None without samples. Rates are None without an earlier sample.
-
-    stages_s: mean of each stage. bandwidth: bytes per second by (prefill, decode) worker while blocks moved.
-    predictions: by latency (ttft, itl), without those that have no samples. placements: sequences by where they ran.
-    """
+    """What a cluster has served lately. Rates are None without an earlier sample."""
 
     num_waiting: int
     num_finished: int
     ttft_s: list[float | None]
+    """Time to first token at QUANTILES; None without samples."""
     itl_s: list[float | None]
+    """Inter-token latency at QUANTILES; None without samples."""
     e2e_s: list[float | None]
+    """Duration of requests at QUANTILES; None without samples."""
     output_tokens_per_s: float | None
     prompt_tokens_per_s: float | None
     finished_per_s: float | None
     stages_s: dict[str, float]
+    """Mean duration of each stage."""
     bandwidth: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Bytes per second by (prefill, decode) worker while blocks moved."""
     predictions: dict[str, PredictionMeans] = field(default_factory=dict)
+    """Predicted latencies (ttft, itl) that have samples."""
     placements: dict[str, int] = field(default_factory=dict)
+    """Sequences by where they ran."""
 
 
 def rates(now: RateSample, then: RateSample | None) -> ServingRates:

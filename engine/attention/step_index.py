@@ -14,21 +14,22 @@ Int32 = npt.NDArray[np.int32]
 
 
 class StepIndex(NamedTuple):
-    """A step of T tokens of N sequences. All arrays are int32.
-
-    token_ids, positions (as the model gets them): [T]. blocks, offsets: [T], the pool block of each token's keys and
-    values, and its slot in that block. cu_seqlens: [N + 1], where each sequence's tokens begin. num_context: [N],
-    tokens that the last token of each sequence may attend to, itself included. block_table: [N, B], rows padded with
-    their first block.
-    """
+    """A step of T tokens of N sequences. All arrays are int32."""
 
     token_ids: Int32
+    """[T]"""
     positions: Int32
+    """[T], as the model gets them."""
     blocks: Int32
+    """[T], the pool block of each token's keys and values."""
     offsets: Int32
+    """[T], the slot of each token in its block."""
     cu_seqlens: Int32
+    """[N + 1], where each sequence's tokens begin."""
     num_context: Int32
+    """[N], tokens that the last token of each sequence may attend to, itself included."""
     block_table: Int32
+    """[N, B], rows padded with their first block."""
 
     @classmethod
     def of(cls, items: Sequence[BatchItem], block_size: int) -> StepIndex:

@@ -42,22 +42,23 @@ class _Segment:
 
 @dataclass(eq=False)
 class _Load:
-    """One load. hashes: of the whole prefix. shared_ids: its blocks in the pool, held.
-
-    block_ids: the blocks being loaded, which follow the shared ones. find_job: set while a tier is asked for more
-    blocks. is_over: whether the prompt has stopped waiting.
-    """
+    """One load of a prefix from the tiers."""
 
     key: Hashable
     load_id: int
     hashes: Sequence[bytes]
+    """Hashes of the whole prefix."""
     began_at: float
     find_job: int | None = None
+    """Set while a tier is asked for more blocks."""
     finder: TierState | None = None
     shared_ids: list[int] = field(default_factory=list)
+    """Blocks of the prefix in the pool, which are held."""
     block_ids: list[int] = field(default_factory=list)
+    """Blocks that are being loaded, which follow the shared ones."""
     segments: list[_Segment] = field(default_factory=list)
     is_over: bool = False
+    """Whether the prompt has stopped waiting."""
 
 
 class PrefixTiers:

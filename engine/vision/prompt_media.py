@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 
 class EncodeUnit(msgspec.Struct, frozen=True):
-    """Frames `first_frame` to `first_frame + num_frames` of a video, or a whole item if num_frames is 0.
-
-    number: index of the item in the prompt. start, end: the range of prompt tokens that holds the unit's placeholders.
-    offset: placeholders of the item before the unit. num_tokens: placeholders of the unit.
-    """
+    """Frames `first_frame` to `first_frame + num_frames` of a video, or a whole item if num_frames is 0."""
 
     number: int
+    """Index of the item in the prompt."""
     start: int
+    """First prompt token that is a placeholder of the unit."""
     end: int
+    """End of the unit's placeholders in the prompt."""
     offset: int
+    """Placeholders of the item before the unit."""
     num_tokens: int
+    """Placeholders of the unit."""
     first_frame: int = 0
     num_frames: int = 0
 

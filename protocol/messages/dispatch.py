@@ -22,28 +22,29 @@ from tandem.runtime.errors import ErrorInfo
 
 
 class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Fields that StartPrefill and PrepareDecode share.
-
-    attempt_ids: one for each sequence that shares the prompt. seeds: one for each attempt, replacing `sampling.seed`.
-    token_ids: see `protocol.messages.token_ids`; the last `num_generated` of them were generated in earlier attempts.
-    cache_salt: prompts with different salts share no cached KV. deadline_s: from receipt of the message.
-    priority: lower is sooner. media: images and videos, see `protocol.messages.media`. adapter: LoRA adapter to compute
-    with; None for the base model.
-    """
+    """Fields that StartPrefill and PrepareDecode share."""
 
     proxy_id: str
     attempt_ids: list[str]
+    """One for each sequence that shares the prompt."""
     transfer_id: str
     token_ids: bytes
+    """Prompt, see `protocol.messages.token_ids`; the last `num_generated` tokens come from earlier attempts."""
     sampling: SamplingParams
     seeds: list[int]
+    """One for each attempt, which replaces `sampling.seed`."""
     stop: StopConditions
     deadline_s: float
+    """Seconds from the receipt of the message."""
     num_generated: int = 0
     cache_salt: str = ""
+    """Prompts with different salts share no cached KV."""
     priority: int = 0
+    """A lower one is served sooner."""
     media: tuple[MediaItem, ...] = ()
+    """Images and videos, see `protocol.messages.media`."""
     adapter: AdapterRef | None = None
+    """LoRA adapter to compute with; None for the base model."""
 
     @property
     def adapter_digest(self) -> str:
@@ -52,20 +53,19 @@ class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
 
 class StartPrefill(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
-    """Proxy to the worker that prefills: compute this prompt and report its first tokens.
-
-    decode_worker_id, decode_epoch: the worker that decodes. It may be the receiver itself; to another worker, the
-    prompt's KV is shipped. None if only one token is requested. num_prompt_logprobs: None,
-    or how many top tokens to report for each prompt token but the first. media_cache: tcp endpoint of the media cache
-    that holds the media; empty if the worker can map their segments. pooling: return an embedding of the prompt instead
-    of tokens; then nothing is decoded.
-    """
+    """Proxy to the worker that prefills: compute this prompt and report its first tokens."""
 
     decode_worker_id: str | None
+    """Worker that decodes, to which the prompt's KV is shipped unless it is the receiver; None if only one token is
+    requested."""
     decode_epoch: str | None
+    """Epoch of that worker."""
     num_prompt_logprobs: int | None = None
+    """Number of top tokens to report for each prompt token but the first; None reports none."""
     media_cache: str = ""
+    """tcp endpoint of the media cache that holds the media; empty if the worker can map their segments."""
     pooling: Pooling | None = None
+    """Embedding of the prompt to return instead of tokens; then nothing is decoded."""
 
 
 class PrepareDecode(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -92,22 +92,22 @@ class AbortAllAttempts(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fie
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy: the prompt is computed. Terminal if `finish_reason` is set.
-
-    queue_s: from receipt to the first chunk. prefill_s: from the first chunk to this token. prompt_logprobs: for every
-    prompt token but the first, if requested, packed (`protocol.messages.prompt_logprobs`). num_cached_tokens: prompt
-    tokens found in the prefix cache. embedding: float32 values, packed, if `StartPrefill.pooling` asks for them; then
-    `token` has no meaning.
-    """
+    """Worker to proxy: the prompt is computed. Terminal if `finish_reason` is set."""
 
     attempt_id: str
     token: SampledToken
+    """Has no meaning if `embedding` is set."""
     finish_reason: FinishReason | None
     queue_s: float
+    """Seconds from receipt to the first chunk."""
     prefill_s: float
+    """Seconds from the first chunk to this token."""
     prompt_logprobs: list[bytes] | None = None
+    """For every prompt token but the first, if requested, packed (`protocol.messages.prompt_logprobs`)."""
     num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
     embedding: bytes | None = None
+    """float32 values, packed, if `StartPrefill.pooling` asks for them."""
 
 
 class DecodeReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -13,17 +13,18 @@ Pooling = Literal["last", "mean"]
 
 
 class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a sequence's thinking begins and ends, as token ids. Everything here is a function of the generated tokens.
-
-    is_open: the prompt ends with the opening. opening, ending: ids around the thinking. forced: ids that are generated
-    when max_tokens of thinking have been. max_tokens: None is no limit.
-    """
+    """How a sequence's thinking begins and ends, as token ids. All of it follows from the generated tokens."""
 
     is_open: bool
+    """Whether the prompt ends with the opening."""
     opening: tuple[int, ...]
+    """Tokens before the thinking."""
     ending: tuple[int, ...]
+    """Tokens after the thinking."""
     forced: tuple[int, ...]
+    """Tokens that are generated when `max_tokens` of thinking have been."""
     max_tokens: int | None = None
+    """Limit on the thinking; None for no limit."""
 
     def forced_token(self, output_token_ids: Sequence[int]) -> int | None:
         """Returns the token that must come next because the thinking has reached its limit, or None."""
@@ -48,30 +49,35 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one sequence is sampled. The proxy checks ranges.
-
-    temperature: 0 is greedy. top_k: 0 keeps all. top_p: in (0, 1], 1 keeps all. min_p: in [0, 1], 0 keeps all.
-    repetition_penalty: over prompt and output, 1 is none (CTRL, 2019). presence_penalty, frequency_penalty: over the
-    output, 0 is none. logit_bias: (token id, value added to its logit). allowed_token_ids: if not empty, only these are
-    sampled. bad_words: token sequences that are not generated. logprobs: None, or how many top tokens to report.
-    logprob_token_ids: if not empty, the reported top tokens are the sampled one, then these, in place of the most
-    likely. grammar: see `protocol.messages.grammar`.
-    """
+    """How one sequence is sampled. The proxy checks ranges."""
 
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
+    """In (0, 1]; 1 keeps all tokens."""
     top_k: int = 0
+    """0 keeps all tokens."""
     min_p: float = 0.0
+    """In [0, 1]; 0 keeps all tokens."""
     repetition_penalty: float = 1.0
+    """Over prompt and output (CTRL, 2019); 1 is none."""
     presence_penalty: float = 0.0
+    """Over the output; 0 is none."""
     frequency_penalty: float = 0.0
+    """Over the output; 0 is none."""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value that is added to its logit)."""
     allowed_token_ids: tuple[int, ...] = ()
+    """Only these are sampled; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that are not generated."""
     seed: int = 0
     logprobs: int | None = None
+    """Number of top tokens to report; None reports none."""
     logprob_token_ids: tuple[int, ...] = ()
+    """Reported after the sampled token in place of the most likely ones; empty reports those."""
     grammar: str | None = None
+    """See `protocol.messages.grammar`."""
     thinking: Thinking | None = None
 
     @property

@@ -25,21 +25,20 @@ DECODE_ROLES: frozenset[Role] = frozenset({"decode", "any"})
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Identity of a worker. `worker_id` survives a restart ("decode-0"), `epoch` does not.
-
-    role: the one at registration; in a ClusterView or a report the current one. pid: of rank 0, which represents all
-    num_ranks processes of the worker. metrics_address: host:port of its /metrics, or empty. host_id: see
-    `runtime.host`; empty means this host.
-    """
+    """Identity of a worker. `worker_id` survives a restart ("decode-0"), `epoch` does not."""
 
     worker_id: str
     epoch: str
     role: Role
+    """The role at registration; in a ClusterView or a report the current one."""
     endpoint: str
     pid: int
+    """Process of rank 0, which represents all processes of the worker."""
     num_ranks: int = 1
     metrics_address: str = ""
+    """host:port of its /metrics; empty without one."""
     host_id: str = ""
+    """See `runtime.host`; empty means this host."""
 
 
 class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,41 +51,30 @@ class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TierFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tier of a worker's KV cache, rank 0's share of it. Counts are totals since the worker's start.
-
-    name: host, disk or store. num_blocks: blocks that this worker can load. num_bytes, max_bytes: size and limit of the
-    tier, which other workers may share; 0 if unknown. num_skipped: blocks that were not stored because the tier was
-    behind or failing. num_corrupt: blocks that were not whole. error: why it is not used at the moment.
-    """
+    """One tier of a worker's KV cache, rank 0's share of it. Counts are totals since the worker's start."""
 
     name: str
+    """host, disk or store."""
     num_blocks: int = 0
+    """Blocks that this worker can load."""
     num_bytes: int = 0
+    """Size of the tier, which other workers may share; 0 if unknown."""
     max_bytes: int = 0
+    """Limit on the size; 0 if unknown."""
     num_stored: int = 0
     num_loaded: int = 0
     num_skipped: int = 0
+    """Blocks that were not stored because the tier was behind or failing."""
     num_corrupt: int = 0
+    """Blocks that were not whole."""
     error: str = ""
+    """Why the tier is not used at the moment; empty if it is."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Load of a worker. Blocks that are neither free nor quarantined belong to waiting or running requests. Counts
-    without a unit of time are totals since the start.
+    """Load of a worker. Counts without a unit of time are totals since the start.
 
-    num_cached_blocks: free blocks that hold a prefix. num_cached_tokens: prompt tokens found in the prefix cache, of
-    num_prompt_tokens. num_compared_blocks: received blocks whose checksums were compared; num_corrupt_blocks: those
-    that differed. waiting_tokens: num_waiting_tokens by priority, as (priority, tokens). num_kept_blocks: blocks that
-    arrived for attempts which ended before decoding, and stayed in the prefix cache. prompt_tokens_per_s: recent
-    prefill speed; 0 before the first prompt. refusals: see `protocol.refusals`. num_media_encoded: images and videos
-    encoded here. num_media_found: items whose embeddings came from another worker. num_media_fetched_bytes: processed
-    media from other hosts. num_decoding: sequences of the decode role, running or waiting. fixed_step_s,
-    step_s_per_sequence: coefficients of the duration of a step without prompt tokens. itl_slo_s: limit on a step with
-    both, see `engine.step_times`. The three are 0 before the first step. num_role_changes: total. num_received_tokens,
-    num_received: prompt tokens without cached ones, and sequences, whose KV another worker computed. num_shipped:
-    sequences, of num_finished, that were computed here and decode on another worker. num_loaded_tokens: of
-    num_cached_tokens, those that came from a tier below the pool. loaded_tokens_per_s: recent speed of loading them; 0
-    before the first. tiers: fastest first.
+    Blocks that are neither free nor quarantined belong to waiting or running requests.
     """
 
     num_running: int = 0
@@ -96,47 +84,70 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_free_blocks: int = 0
     num_quarantined_blocks: int = 0
     num_cached_blocks: int = 0
+    """Free blocks that hold a prefix."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    """Tokens of `num_prompt_tokens` that were found in the prefix cache."""
     num_preempted: int = 0
     step_time_s: float = 0.0
     num_finished: int = 0
     num_transferred_bytes: int = 0
     num_compared_blocks: int = 0
+    """Received blocks whose checksums were compared."""
     num_corrupt_blocks: int = 0
+    """Compared blocks whose checksums differed."""
     num_kept_blocks: int = 0
+    """Blocks that arrived for attempts which ended before decoding, and stayed in the prefix cache."""
     waiting_tokens: list[tuple[int, int]] = []
+    """`num_waiting_tokens` by priority, as (priority, tokens)."""
     prompt_tokens_per_s: float = 0.0
-    traffic: list[PairTraffic] = []  # of pairs with transfers since the last report; of all after `ClusterView.restart`
+    """Recent prefill speed; 0 before the first prompt."""
+    traffic: list[PairTraffic] = []
+    """Pairs with transfers since the last report; all pairs after `ClusterView.restart`."""
     refusals: list[tuple[str, int]] = []
+    """Refused messages by reason, see `protocol.refusals`."""
     num_media_encoded: int = 0
+    """Images and videos that were encoded here."""
     num_media_found: int = 0
+    """Images and videos whose embeddings came from another worker."""
     num_media_fetched_bytes: int = 0
+    """Size of processed media from other hosts."""
     num_decoding: int = 0
+    """Sequences of the decode role, running or waiting."""
     fixed_step_s: float = 0.0
+    """Duration of a step without prompt tokens and without its share per sequence; 0 before the first step."""
     step_s_per_sequence: float = 0.0
+    """Duration that each sequence adds to such a step; 0 before the first."""
     itl_slo_s: float = 0.0
+    """Limit on a step with prompt tokens beside sequences, see `engine.step_times`; 0 before the first."""
     num_role_changes: int = 0
     num_received_tokens: int = 0
+    """Prompt tokens, without cached ones, whose KV another worker computed."""
     num_received: int = 0
+    """Sequences whose KV another worker computed."""
     num_shipped: int = 0
+    """Sequences of `num_finished` that were computed here and decode on another worker."""
     num_loaded_tokens: int = 0
+    """Tokens of `num_cached_tokens` that came from a tier below the pool."""
     loaded_tokens_per_s: float = 0.0
+    """Recent speed of loading them; 0 before the first."""
     tiers: list[TierFigures] = []
+    """Tiers below the pool, fastest first."""
 
 
 class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Blocks that the prefix cache has gained and lost since the previous update. Limited in size; the rest follows
     later.
-
-    number: consecutive; a proxy that finds a gap asks for a restart. restart: discard all earlier updates. added,
-    evicted: packed short hashes, see `protocol.prefix_hash`.
     """
 
     number: int
+    """Consecutive; a proxy that finds a gap asks for a restart."""
     restart: bool
+    """Whether all earlier updates must be discarded."""
     added: bytes
+    """Packed short hashes, see `protocol.prefix_hash`."""
     evicted: bytes
+    """Packed short hashes."""
 
 
 class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,40 +161,39 @@ class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, once per connection and whenever the proxy does not know the worker.
-
-    model_id, block_size: inputs of the worker's prefix hashes. lora_modules: (inputs, outputs) of the linear layers
-    that LoRA adapters may change, by name; empty if the worker does not support adapters. quantization: of the
-    weights, for people; "" for none.
-    """
+    """Worker to proxy, once per connection and whenever the proxy does not know the worker."""
 
     version: int
     worker: WorkerInfo
     max_model_len: int
     vocab_size: int
     model_id: str
+    """Input of the worker's prefix hashes."""
     block_size: int
+    """Input of the worker's prefix hashes."""
     lora_modules: dict[str, tuple[int, int]] = {}
+    """(inputs, outputs) of the linear layers that LoRA adapters may change, by name; empty without support."""
     quantization: str = ""
+    """Quantisation of the weights, for people; empty for none."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, every HEARTBEAT_INTERVAL_S. All proxies get the same reports. draining: send it no new work.
-
-    pairs: those it has opened; None if they are as in the report before. num_pair_changes: reports with pairs so far,
-    which shows a proxy that it has missed one. prefixes: of the pool. tier_prefixes: of the tiers below it, from which
-    the worker can load.
-    """
+    """Worker to proxy, every HEARTBEAT_INTERVAL_S. All proxies get the same reports."""
 
     worker_id: str
     epoch: str
     role: Role
     load: WorkerLoad
     pairs: list[PairStatus] | None = None
+    """Pairs that it has opened; None if they are as in the report before."""
     prefixes: PrefixUpdate | None = None
+    """Changes of the pool's prefixes."""
     draining: bool = False
+    """Whether the worker must get no new work."""
     tier_prefixes: PrefixUpdate | None = None
+    """Changes of the prefixes that it can load from the tiers below the pool."""
     num_pair_changes: int = 0
+    """Number of reports with pairs so far, which shows a proxy that it has missed one."""
 
 
 class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -305,11 +315,7 @@ class PredictionFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Totals of one proxy since its start, except num_waiting. stages_s: seconds of finished sequences, by stage.
-
-    num_refused: requests refused for lack of capacity, without those above a client's limit. predictions: by latency
-    (ttft, itl). placements: sequences by where they ran, see `telemetry.stages`.
-    """
+    """Totals of one proxy since its start, except num_waiting."""
 
     num_waiting: int
     num_prompt_tokens: int
@@ -319,9 +325,13 @@ class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     itl: LatencyBuckets
     e2e: LatencyBuckets
     stages_s: dict[str, float]
+    """Seconds of finished sequences, by stage."""
     num_refused: int = 0
+    """Requests refused for lack of capacity, without those above a client's limit."""
     predictions: dict[str, PredictionFigures] = {}
+    """Predictions by latency (ttft, itl)."""
     placements: dict[str, int] = {}
+    """Sequences by where they ran, see `telemetry.stages`."""
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

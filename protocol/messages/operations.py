@@ -54,19 +54,24 @@ class ScaleRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class PlanReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """acts: whether proposals are executed. prefill, decode, any: current numbers of workers by role. proposed_*: those
-    that the planner wants. prefill_reason, decode_reason: demand and its reason. predicted_ttft_s: TTFT of a prompt of
-    mean length that arrives now."""
+    """What the planner sees and wants."""
 
     acts: bool
+    """Whether proposals are executed."""
     prefill: int
+    """Number of prefill workers at present."""
     decode: int
+    """Number of decode workers at present."""
     proposed_prefill: int
     proposed_decode: int
     prefill_reason: str
+    """Demand for prefill, and what follows from it."""
     decode_reason: str
+    """Demand for decode, and what follows from it."""
     predicted_ttft_s: float
+    """Time to first token of a prompt of mean length that arrives now."""
     any: int = 0
+    """Number of elastic workers at present."""
     proposed_any: int = 0
 
 

@@ -40,63 +40,65 @@ class EmbeddingOptions(msgspec.Struct, frozen=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated completion or chat.
-
-    max_tokens: None means `default_max_tokens`, or as many as fit if that is None too.
-    max_tokens_param: the field that max_tokens comes from, for errors.
-    base_sampling: sampling parameters without a seed. bad_words: added to base_sampling once they are tokenised.
-    seed: of the first of the n sequences of a prompt; None draws one.
-    prompt_logprobs: number of top tokens to return per prompt token.
-    num_prompt_logprobs: number of top tokens to request from prefill; an echo with logprobs needs them too.
-    is_prompt_only: nothing is to be generated. max_tokens is 1 then, because workers generate at least one token.
-    priority: lower values are served first. request_id: "" if the client sent none.
-    timeout: seconds from arrival to the last token; None means the server's limit.
-    grammar_param: the field that base_sampling.grammar comes from, for errors.
-    tool_format: how the answer writes tool calls; None if it may contain none.
-    adapter: LoRA adapter that the request names as its model. embedding: set if embeddings are wanted instead of text.
-    response: set for the Responses API.
-    reasoning: how the model writes its thinking; None if it is not separated from the answer.
-    begins_thinking: for each prompt, whether it ends with the opening of the thinking; empty before tokenising.
-    media_lease: keeps the prompt's media in the cache. The owner of the request calls `release_media`.
-    is_chat: the answer has messages. role: of the answer to a chat. prefix: the text of the chat's last message if the
-    answer begins with that.
-    """
+    """A checked request for a completion, a chat or embeddings."""
 
     prompt: AnyPrompt
     max_tokens: int | None
+    """None means `default_max_tokens`, or as many as fit if that is None too."""
     max_tokens_param: str
+    """Field of the body that max_tokens comes from, for errors."""
     base_sampling: SamplingParams
+    """Sampling parameters without a seed."""
     default_max_tokens: int | None = None
     stop: list[str] = []
     ignore_eos: bool = False
     num_prompt_logprobs: int | None = None
+    """Number of top tokens to request from prefill; an echo with logprobs needs them too."""
     is_prompt_only: bool = False
+    """Whether nothing is to be generated. max_tokens is 1 then, because workers generate at least one token."""
     grammar_param: str = ""
+    """Field of the body that the grammar comes from, for errors."""
     tool_format: ToolFormat | None = None
+    """How the answer writes tool calls; None if it may contain none."""
     reasoning: ReasoningFormat | None = None
+    """How the model writes its thinking; None if it is not separated from the answer."""
     skip_special_tokens: bool = True
     include_usage: bool = False
     continuous_usage: bool = False
     media_lease: MediaLease | None = None
+    """Keeps the prompt's media in the cache. The owner of the request calls `release_media`."""
     is_chat: bool = False
+    """Whether the answer has messages."""
     role: str = "assistant"
+    """Role of the answer to a chat."""
     prefix: str = ""
+    """Text of the chat's last message if the answer begins with it."""
     adapter: NamedAdapter | None = None
+    """LoRA adapter that the request names as its model."""
     embedding: EmbeddingOptions | None = None
+    """Set if embeddings are wanted instead of text."""
     response: ResponseOptions | None = None
+    """Set for the Responses API."""
     begins_thinking: list[bool] = []
+    """For each prompt, whether it ends with the opening of the thinking; empty before tokenising."""
 
     # As in the body of the request, where null means these defaults:
     n: int = 1
     seed: int | None = None
+    """Seed of the first of the n sequences of a prompt; None draws one."""
     stop_token_ids: list[int] = []
     min_tokens: int = 0
     prompt_logprobs: int | None = None
+    """Number of top tokens to return per prompt token."""
     echo: bool = False
     bad_words: list[str] = []
+    """Added to `base_sampling` once they are tokenised."""
     priority: int = 0
+    """Lower values are served first."""
     request_id: str = ""
+    """Empty if the client sent none."""
     timeout: float | None = None
+    """Seconds from arrival to the last token; None means the server's limit."""
     return_tokens_as_token_ids: bool = False
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None

@@ -58,22 +58,23 @@ Content = str | list[InputPart] | None
 
 
 class InputItem(msgspec.Struct, omit_defaults=True):
-    """A message, a function call of an earlier answer, its output, or earlier thinking. id, status: ignored.
-
-    type: message, function_call, function_call_output or reasoning; null is a message. output: of the call, as text or
-    parts. summary: of thinking, where there is no content.
-    """
+    """A message, a function call of an earlier answer, its output, or earlier thinking."""
 
     type: Annotated[str | None, Meta(extra_json_schema={"enum": [None, *ITEM_TYPES]})] = None
+    """message, function_call, function_call_output or reasoning; null is a message."""
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content = None
     id: str | None = None
+    """Ignored."""
     status: str | None = None
+    """Ignored."""
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: Content = None
+    """Output of the call, as text or parts."""
     summary: list[InputPart] | None = None
+    """Summary of the thinking, where there is no content."""
 
 
 class ItemIndex(msgspec.Struct, frozen=True):

@@ -72,47 +72,49 @@ class NoWorkerReady(Overloaded):
 
 
 class PromptShape(msgspec.Struct, frozen=True):
-    """The properties of a prompt that routing depends on.
-
-    hashes: short hashes of its full blocks. priority: lower is sooner. needs_decode: False when only one token is
-    requested, so that no KV cache is transferred. can_be_cached: False when every token must be computed for its
-    logprobs. avoid: epochs of workers that are chosen only when no other is left. exclude: epochs of workers that are
-    not chosen. near: epoch of a decode worker that may have kept the prompt's blocks from an earlier attempt.
-    """
+    """The properties of a prompt that routing depends on."""
 
     num_tokens: int
     num_sequences: int = 1
     needs_decode: bool = True
+    """False when only one token is requested, so that no KV cache is transferred."""
     hashes: Sequence[int] = ()
+    """Short hashes of its full blocks."""
     priority: int = 0
+    """A lower one is served sooner."""
     can_be_cached: bool = True
+    """False when every token must be computed for its logprobs."""
     avoid: frozenset[str] = frozenset()
+    """Epochs of workers that are chosen only when no other is left."""
     exclude: frozenset[str] = frozenset()
+    """Epochs of workers that are not chosen."""
     near: str = ""
+    """Epoch of a decode worker that may have kept the prompt's blocks from an earlier attempt."""
 
 
 class Route(msgspec.Struct, frozen=True):
-    """The chosen workers of one dispatch, and what it added to their use.
-
-    decode: the same worker as prefill, or another one, or None when only one token is requested.
-    num_uncached_tokens: tokens that are expected to be computed, plus those to load times their cost. computing_s:
-    predicted seconds to the first token, before the learned correction; ttft_s: after it. itl_s: predicted seconds
-    between tokens; 0 if unknown. num_blocks: blocks promised on the decode worker. compute_use, decode_use: the objects
-    that the dispatch was added to; a worker that registers again gets new ones. is_deflected: the role of the worker
-    that computes the prompt is decode.
-    """
+    """The chosen workers of one dispatch, and what it added to their use."""
 
     prefill: WorkerInfo
     decode: WorkerInfo | None
+    """The same worker as prefill, another one, or None when only one token is requested."""
     compute_use: WorkerUse
+    """Object that the dispatch was added to; a worker that registers again gets a new one."""
     decode_use: WorkerUse | None
+    """The same of the worker that decodes."""
     priority: int
     num_uncached_tokens: int
+    """Tokens that are expected to be computed, plus those to load times their cost."""
     computing_s: float
+    """Predicted seconds to the first token, before the learned correction."""
     ttft_s: float
+    """Predicted seconds to the first token, after the correction."""
     itl_s: float
+    """Predicted seconds between tokens; 0 if unknown."""
     num_blocks: int
+    """Blocks promised on the decode worker."""
     is_deflected: bool
+    """Whether the worker that computes the prompt has the decode role."""
 
     @property
     def is_shipped(self) -> bool:

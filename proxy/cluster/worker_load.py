@@ -71,22 +71,21 @@ class PromptQueue:
 
 @dataclass(slots=True)
 class WorkerUse:
-    """Estimated use of one worker.
-
-    tokens_per_s: prefill speed of a worker that runs no sequences. loaded_tokens_per_s: speed of loading from tiers
-    below the KV pool; 0 before the first load. num_sequences: those that decode here, of all proxies. num_free_blocks:
-    free KV blocks, minus those promised to sequences of this proxy that have not reserved theirs yet. itl_slo_s: limit
-    on a step that holds prompt tokens beside sequences; 0 while it is not known. prompt_share: share of the recent
-    reports in which the worker had prompts to compute.
-    """
+    """Estimated use of one worker."""
 
     tokens_per_s: float
+    """Prefill speed of a worker that runs no sequences."""
     loaded_tokens_per_s: float = 0.0
+    """Speed of loading from tiers below the KV pool; 0 before the first load."""
     prompts: PromptQueue = field(default_factory=PromptQueue)
     itl_slo_s: float = 0.0
+    """Limit on a step that holds prompt tokens beside sequences; 0 while it is not known."""
     num_sequences: int = 0
+    """Sequences of all proxies that decode here."""
     num_free_blocks: int = 0
+    """Free KV blocks, minus those promised to sequences of this proxy that have not reserved theirs yet."""
     prompt_share: float = 0.0
+    """Share of the recent reports in which the worker had prompts to compute."""
     _fixed_step_s: float = 0.0
     _step_s_per_sequence: float = 0.0
     _num_blocks: int = 1

@@ -60,31 +60,35 @@ class ModelLimits:
 
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
-    """One registered worker with its last report.
-
-    role: the current one; that of `worker` is the one at registration. bit: its number in both prefix indices. use:
-    what the router counts on it. draining: it gets no new work. decode_peers: the workers that decode prompts which
-    this one computes: those with which it has a ready pair, and itself in role any. lora_modules, quantization: see
-    RegisterWorker. role_ordered_until: loop time until which a report of another role is older than the order to take
-    this one. drain_ordered_until: the same of a report that it does not drain.
-    """
+    """One registered worker with its last report."""
 
     worker: WorkerInfo
     role: Role
+    """The current role; that of `worker` is the one at registration."""
     limits: ModelLimits
     bit: int
+    """Its number in both prefix indices."""
     use: WorkerUse
+    """What the router counts on it."""
     load: WorkerLoad = field(default_factory=WorkerLoad)
     pairs: list[PairStatus] = field(default_factory=list)
-    num_pair_changes: int = 0  # of the report that `pairs` came with
+    num_pair_changes: int = 0
+    """Number of the report that `pairs` came with."""
     has_missed_pairs: bool = False
-    traffic: dict[str, PairTraffic] = field(default_factory=dict)  # by decode worker
+    traffic: dict[str, PairTraffic] = field(default_factory=dict)
+    """KV shipped, by decode worker."""
     draining: bool = False
+    """Whether it gets no new work."""
     decode_peers: list[WorkerRecord] = field(default_factory=list)
+    """Workers that decode prompts which this one computes: those of its ready pairs, and itself in role any."""
     lora_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """See RegisterWorker."""
     quantization: str = ""
+    """See RegisterWorker."""
     role_ordered_until: float = 0.0
+    """Loop time until which a report of another role is older than the order to take this one."""
     drain_ordered_until: float = 0.0
+    """Loop time until which a report that it does not drain is older than the order to drain."""
 
     @property
     def info(self) -> WorkerInfo:

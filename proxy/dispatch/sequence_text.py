@@ -30,26 +30,26 @@ class PromptTokens(msgspec.Struct, frozen=True):
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """The next piece of one sequence's text, and its tokens.
-
-    index: prompt index * n + number of the sequence. text: may be empty while a possible stop string is held back.
-    num_shown: how many of the tokens are part of the text; a stop token is not. is_first: no delta of the sequence came
-    before. prompt: on the first delta of all sequences of the prompt, if the client asked for it; not part of the text.
-    stop_reason: the stop string or the token of `stop_token_ids` that ended the sequence.
-    embedding: of the prompt, if that was asked for instead of text; float32, packed. begins_text: the tokens are the
-    first of a text, as the detokeniser sees it: a blank before its first word may not be shown.
-    """
+    """The next piece of one sequence's text, and its tokens."""
 
     index: int
+    """Prompt index * n + number of the sequence."""
     text: str
+    """May be empty while a possible stop string is held back."""
     tokens: list[SampledToken]
     num_shown: int
+    """How many of the tokens are part of the text; a stop token is not."""
     finish_reason: FinishReason | None
     is_first: bool = False
+    """Whether no delta of the sequence came before."""
     prompt: PromptTokens | None = None
+    """On the first delta of all sequences of the prompt, if the client asked for it; not part of the text."""
     stop_reason: int | str | None = None
+    """The stop string or the token of `stop_token_ids` that ended the sequence."""
     embedding: bytes | None = None
+    """Embedding of the prompt, if one was asked for instead of text; float32, packed."""
     begins_text: bool = False
+    """Whether the detokeniser sees these tokens as the first of a text, whose leading blank may not be shown."""
 
 
 class SequenceText:

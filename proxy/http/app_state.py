@@ -18,15 +18,19 @@ from tandem.proxy.reading.media_pool import MediaPool
 
 @dataclass(frozen=True, slots=True)
 class AppState(GenerationServices):
-    """api_keys: None lets every client in. calls: of `/tokenize` and `/detokenize` in flight. media: None where the
-    model takes text only. responses, batches: None where none are stored."""
+    """The parts of a proxy that routes of all kinds use."""
 
     calls: ClientSlots
+    """Calls of `/tokenize` and `/detokenize` in flight."""
     api_keys: ApiKeys | None
+    """None lets every client in."""
     bodies: RequestBodies
     readiness: WorkerReadiness
     timelines: Timelines
     media: MediaPool | None
+    """None where the model takes text only."""
     adapters: AdapterTable
     responses: ResponseStore | None
+    """None where no responses are stored."""
     batches: BatchRunner | None
+    """None where no files and batches are stored."""

@@ -47,14 +47,18 @@ Image.MAX_IMAGE_PIXELS = None  # MediaLimits.max_pixels is checked instead
 
 
 class VideoInfo(msgspec.Struct, frozen=True):
-    """Properties of a video. num_frames: counted, not declared. fps: average. width, height: as shown, before rotation.
-    coded_size: (width, height) of the frames in the file, whose pixels may not be square."""
+    """Properties of a video."""
 
     num_frames: int
+    """Number of frames, counted and not as declared."""
     fps: float
+    """Mean frames per second."""
     width: int
+    """Width as shown, before rotation."""
     height: int
+    """Height as shown, before rotation."""
     coded_size: tuple[int, int]
+    """(width, height) of the frames in the file, whose pixels may not be square."""
 
     @property
     def duration_s(self) -> float:

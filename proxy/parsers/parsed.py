@@ -10,18 +10,18 @@ MAX_TOOL_CALLS = 256
 
 @dataclass(slots=True)
 class Parsed:
-    """The parts that a piece of text adds to an answer.
-
-    reasoning: thinking before the answer. content: text outside of calls. names: of the calls that begin, by index of
-    the call within the sequence. arguments: text that is added to the calls' arguments, which are JSON objects, by the
-    same index. ids: of the calls that begin, where the model itself names them.
-    """
+    """The parts that a piece of text adds to an answer."""
 
     content: str = ""
+    """Text outside of calls."""
     names: dict[int, str] = field(default_factory=dict)
+    """Names of the calls that begin, by index of the call within the sequence."""
     arguments: dict[int, str] = field(default_factory=dict)
+    """Text that is added to the calls' arguments, which are JSON objects, by the same index."""
     reasoning: str = ""
+    """Thinking before the answer."""
     ids: dict[int, str] = field(default_factory=dict)
+    """Ids of the calls that begin, where the model itself names them."""
 
 
 class ParsedPieces:

@@ -29,54 +29,54 @@ ToolFamilyName = Literal[
 
 @dataclass(frozen=True)
 class Parameters:
-    """Arguments that are written one by one instead of as JSON.
-
-    key: pattern before a value, with the group `key`. end: pattern after a value. It may have the group `key` too: the
-    value then ends only where a known argument begins. close: pattern after the last value.
-    strips_newline: one newline before a value is layout. markers: texts that may be tokens of their own.
-    """
+    """Arguments that are written one by one instead of as JSON."""
 
     key: regex.Pattern[str]
+    """Pattern before a value, with the group `key`."""
     end: regex.Pattern[str]
+    """Pattern after a value. If it has the group `key` too, the value ends only where a known argument begins."""
     close: regex.Pattern[str]
+    """Pattern after the last value."""
     strips_newline: bool = False
+    """Whether one newline before a value is layout."""
     markers: tuple[str, ...] = ()
+    """Texts that may be tokens of their own."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One way to write calls.
-
-    head: pattern from the marker to the arguments, with the group `name` and perhaps `id`. arguments: a JSON object or
-    a string that contains one, Python keyword arguments up to the closing bracket, or Parameters. tail: pattern after
-    the arguments. more: the head of a further call that follows without a marker. end: what follows the last call, any
-    number of times. needs_known_name: text of this shape is a call only if it names a tool of the request, because
-    answers that are no calls may look like it. begins_answer: it is a call only at the beginning of the answer, because
-    a JSON answer may contain it.
-    """
+    """One way to write calls."""
 
     head: regex.Pattern[str]
+    """Pattern from the marker to the arguments, with the group `name` and perhaps `id`."""
     arguments: Literal["json", "python"] | Parameters = "json"
+    """A JSON object or a string that contains one, Python keyword arguments up to the bracket, or Parameters."""
     tail: regex.Pattern[str] | None = None
+    """Pattern after the arguments."""
     more: regex.Pattern[str] | None = None
+    """Head of a further call that follows without a marker."""
     end: regex.Pattern[str] | None = None
+    """Pattern of what follows the last call, any number of times."""
     needs_known_name: bool = False
+    """Whether only text that names a tool of the request is a call, because answers may look like this shape."""
     begins_answer: bool = False
+    """Whether it is a call only at the beginning of the answer, because a JSON answer may contain it."""
 
 
 @dataclass(frozen=True)
 class Writing:
-    """How a grammar writes calls. NAME and INDEX are replaced by the name and the number of the call.
-
-    first, last: text before and after all calls; between: text between two of them. before, after: text around the
-    arguments of one call.
-    """
+    """How a grammar writes calls. NAME and INDEX are replaced by the name and the number of the call."""
 
     before: str
+    """Text before the arguments of one call."""
     after: str
+    """Text after the arguments of one call."""
     first: str = ""
+    """Text before all calls."""
     between: str = ""
+    """Text between two calls."""
     last: str = ""
+    """Text after all calls."""
 
 
 @dataclass(frozen=True)
