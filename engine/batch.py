@@ -14,17 +14,17 @@ from tandem.runtime.errors import ErrorInfo
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One token to sample, at the position after an item's last token.
-
-    prompt_token_ids, output_token_ids: the history; set if `params.has_penalties`, the latter also if
-    `params.needs_history`. banned_token_ids: cannot be chosen. grammar: the sequence's state; never leaves the process.
-    """
+    """One token to sample, at the position after an item's last token."""
 
     params: SamplingParams
     prompt_token_ids: Sequence[int] = ()
+    """History of the prompt; set if `params.has_penalties`."""
     output_token_ids: Sequence[int] = ()
+    """History of the output; set if `params.has_penalties` or `params.needs_history`."""
     banned_token_ids: Collection[int] = ()
+    """Tokens that cannot be chosen."""
     grammar: GrammarState | None = None
+    """The sequence's state; never leaves the process."""
 
 
 class BatchItem(msgspec.Struct, frozen=True):
@@ -69,12 +69,13 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class ItemOutput(msgspec.Struct, frozen=True):
-    """tokens: one per sample of the item. prompt_logprobs: one per target token.
-
-    error: the grammar, the media or the adapter failed; then the tokens are meaningless. pooled: float32, packed.
-    """
+    """What a step computed for one item."""
 
     tokens: list[SampledToken]
+    """One for each sample of the item."""
     prompt_logprobs: list[TokenLogprobs] = []
+    """One for each target token."""
     error: ErrorInfo | None = None
+    """Failure of the grammar, the media or the adapter; then the tokens are meaningless."""
     pooled: bytes | None = None
+    """float32 values, packed."""

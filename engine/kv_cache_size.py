@@ -81,13 +81,16 @@ class CudaMemory:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory in bytes. free, total: of the device. held: reserved by this process, with the weights. peak: the same in
-    the largest step, with CUDA graphs."""
+    """Memory of a device in bytes."""
 
     free: int
+    """Free memory of the device."""
     total: int
+    """Memory of the device."""
     held: int
+    """Memory that this process has reserved, with the weights."""
     peak: int
+    """The same in the largest step, with CUDA graphs."""
 
 
 def kv_cache_bytes(use: MemoryUse, fraction: float, ranks_per_gpu: int, num_peers: int) -> int:

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to run. model: the decoder with its head. vision: None for text-only models.
-
-    quantization: of the weights, for people; "" for none. lora_modules: (inputs, outputs) of the linear layers that
-    LoRA adapters may change, by name; empty if it takes none.
-    """
+    """A model that is ready to run."""
 
     model: Any
+    """The decoder with its head."""
     max_model_len: int
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
     layout: KVLayout
     vision: VisionTower | None = None
+    """None for text-only models."""
     quantization: str = ""
+    """Quantisation of the weights, for people; empty for none."""
     lora_modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """(inputs, outputs) of the linear layers that LoRA adapters may change, by name; empty if it takes none."""
 
     @property
     def kv_dtype(self) -> torch.dtype:

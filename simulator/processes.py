@@ -62,10 +62,7 @@ OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 
 @dataclass(frozen=True)
 class Machine:
-    """What all processes share. processes: by the process ids of their ranks. note: gets a line of the log.
-
-    workers, proxies: the last process of each name that the present launcher has started.
-    """
+    """What all processes share."""
 
     timeline: Timeline
     world: ProcessLoop
@@ -75,13 +72,17 @@ class Machine:
     wires: Wires
     report: Callable[[str, str], None]
     note: Callable[[str], None]
+    """Takes a line of the log."""
     on_delta: OnDelta
     """Called when a proxy takes tokens of an attempt."""
     on_proxy_end: Callable[[str], None]
     """Called with the id of a proxy when its clients' connections break."""
     processes: dict[int, SimulatedProcess] = field(default_factory=dict)
+    """Processes by the process ids of their ranks."""
     workers: dict[str, SimulatedWorker] = field(default_factory=dict)
+    """The last process of each name that the present launcher has started."""
     proxies: dict[str, SimulatedProxy] = field(default_factory=dict)
+    """The last process of each name that the present launcher has started."""
     proxies_by_id: dict[str, SimulatedProxy] = field(default_factory=dict)
     """Also those that are dead."""
     fails_until: dict[str, float] = field(default_factory=dict)

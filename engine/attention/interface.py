@@ -35,16 +35,16 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What `engine.loading.model_probe` found out about one attention module.
-
-    layer: index of its layer in the KV pool. window: as in AttentionOptions. num_kv_heads, head_dim: of the pool,
-    which may be larger than the layer's own.
-    """
+    """What `engine.loading.model_probe` found out about one attention module."""
 
     layer: int
+    """Index of its layer in the KV pool."""
     window: int
+    """Sliding window, as in AttentionOptions."""
     num_kv_heads: int
+    """KV heads of the pool, which may be more than the layer's own."""
     head_dim: int
+    """Head size of the pool, which may be larger than the layer's own."""
 
 
 class StepAttention(Protocol):

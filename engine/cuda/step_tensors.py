@@ -15,14 +15,10 @@ SPLIT = 256
 
 @dataclass(frozen=True)
 class StepTensors:
-    """A `StepIndex` of T tokens of N sequences on the device.
-
-    flat: int32, the one buffer that holds all the other tensors but the block table, in order. split_starts: [N + 1],
-    where each sequence's splits begin (`attention_kernel.attend_tokens`). max_splits: at least their number.
-    has_chunks: whether a sequence may have more than one token, or none.
-    """
+    """A `StepIndex` of T tokens of N sequences on the device."""
 
     flat: torch.Tensor
+    """int32, the one buffer that holds all the other tensors but the block table, in order."""
     token_ids: torch.Tensor
     positions: torch.Tensor
     blocks: torch.Tensor
@@ -30,9 +26,12 @@ class StepTensors:
     cu_seqlens: torch.Tensor
     num_context: torch.Tensor
     split_starts: torch.Tensor
+    """[N + 1], where each sequence's splits begin (`attention_kernel.attend_tokens`)."""
     block_table: torch.Tensor
     max_splits: int
+    """Limit on the number of splits."""
     has_chunks: bool
+    """Whether a sequence may have more than one token, or none."""
 
     @classmethod
     def of(cls, flat: torch.Tensor, index: StepIndex, max_splits: int | None = None) -> StepTensors:

@@ -16,16 +16,16 @@ _MIDDLE = 8  # the kernels compute (value - 8) * scale + zero
 
 @dataclass(frozen=True)
 class Int4Groups:
-    """Weights `(values - zeros) * scales`, groups of equal numbers of inputs.
-
-    values: [out_features, in_features], 0 to 15. scales: [out_features, num_groups]. zeros: the same, or None for 8.
-    input_groups: [in_features], the group of each input; None if they are in order.
-    """
+    """Weights `(values - zeros) * scales`, groups of equal numbers of inputs."""
 
     values: torch.Tensor
+    """[out_features, in_features], 0 to 15."""
     scales: torch.Tensor
+    """[out_features, num_groups]."""
     zeros: torch.Tensor | None
+    """[out_features, num_groups], or None for 8."""
     input_groups: torch.Tensor | None = None
+    """[in_features], the group of each input; None if they are in order."""
 
 
 class Int4Linear(QuantizedLinear):

@@ -25,15 +25,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepMask:
-    """rows: rows of the logits that have a grammar. mask_rows: for each of them, its row in `bits`.
-
-    bits: uint8 [num_masks, 4 * num_words], one bit per token. errors: by row of the logits; such rows are not masked.
-    """
+    """Which tokens the grammars of a step allow."""
 
     rows: list[int]
+    """Rows of the logits that have a grammar."""
     mask_rows: list[int]
+    """For each of them, its row in `bits`."""
     bits: npt.NDArray[np.uint8]
+    """uint8 [num_masks, 4 * num_words], one bit per token."""
     errors: dict[int, ErrorInfo]
+    """Errors by row of the logits; such rows are not masked."""
 
     def apply(self, logits: torch.Tensor) -> None:
         """Sets forbidden tokens to -inf in place. logits: [num_rows, vocab_size]."""

@@ -142,15 +142,19 @@ class GetMediaCacheStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_
 
 
 class MediaCacheStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """used_bytes: size of all items. pinned_bytes: size of held items. num_hits, num_misses: items acquired."""
+    """State of the media cache; counts are totals since its start."""
 
     call_id: str
     num_items: int
     used_bytes: int
+    """Size of all items."""
     pinned_bytes: int
+    """Size of held items."""
     num_leases: int
     num_hits: int
+    """Acquired items that were cached."""
     num_misses: int
+    """Acquired items that were not."""
 
 
 FromOtherHosts = GetMedia

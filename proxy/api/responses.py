@@ -73,20 +73,20 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """A complete choice, or a piece of one in a stream.
-
-    token_ids, prompt_token_ids: set if the request has return_token_ids; the latter only in the first piece.
-    stop_reason: see `TextDelta`. prompt_logprobs: unset in streams.
-    """
+    """A complete choice, or a piece of one in a stream."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    """See `TextDelta`."""
     token_ids: list[int] | None = None
+    """Set if the request has return_token_ids."""
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    """Unset in streams."""
     prompt_token_ids: list[int] | None = None
+    """Set if the request has return_token_ids, in the first piece only."""
 
 
 class CompletionResponse(msgspec.Struct, frozen=True):

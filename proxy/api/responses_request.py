@@ -111,13 +111,15 @@ class ChosenTool(msgspec.Struct):
 
 
 class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
-    """name: required if the type is function. tools, mode: required if the type is allowed_tools: which tools the
-    answer may call, and whether it must."""
+    """Which tools the answer may call, and whether it must."""
 
     type: Literal["function", "allowed_tools"] = field(default_factory=lambda: "function")  # always shown
     name: str | None = None
+    """Required if the type is function."""
     mode: Literal["auto", "required"] | None = None
+    """Required if the type is allowed_tools."""
     tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=MAX_FUNCTIONS)] | None = None
+    """Required if the type is allowed_tools."""
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):

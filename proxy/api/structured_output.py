@@ -42,16 +42,17 @@ class Constraint(NamedTuple):
 
 
 class OutputPlan(NamedTuple):
-    """grammar: what the answer must follow. tools: for the chat template. may_call: the answer may call tools.
-
-    arguments: JSON schemas of the tools' arguments, by name.
-    """
+    """What a request's tools and formats mean for its answer."""
 
     grammar: str | None = None
+    """What the answer must follow."""
     param: str | None = None
     tools: list[dict[str, Any]] | None = None
+    """Tools for the chat template."""
     may_call: bool = False
+    """Whether the answer may call tools."""
     arguments: dict[str, dict[str, Any]] | None = None
+    """JSON schemas of the tools' arguments, by name."""
 
 
 def plan_output(request: GenerationFields, tool_format: ToolFormat) -> OutputPlan:

@@ -46,16 +46,16 @@ _GIVEN_UP_S = PROXY_SILENCE_S - 1.0
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits that every registered worker accepts.
-
-    max_model_len: tokens of a sequence, prompt and output. vocab_size: token ids are below it. model_id, block_size:
-    inputs of the prefix cache's hashes.
-    """
+    """Limits that every registered worker accepts."""
 
     max_model_len: int
+    """Tokens of a sequence, prompt and output."""
     vocab_size: int
+    """Token ids are below it."""
     model_id: str = ""
+    """Input of the prefix cache's hashes."""
     block_size: int = 64
+    """Input of the prefix cache's hashes."""
 
 
 @dataclass(slots=True, eq=False)

@@ -45,17 +45,17 @@ def check_search_size(width: int, sizes: list[tuple[int, int]]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """The last token of a beam, and the beam before it.
-
-    length: number of tokens. logprob: of all tokens, and of the one that ended it. token: the last one; None before the
-    first. end: the token that ended the beam, which is not part of it; then `token` is that of `parent`, too.
-    """
+    """The last token of a beam, and the beam before it."""
 
     parent: Beam | None = None
     token: SampledToken | None = None
+    """The last token; None before the first."""
     length: int = 0
+    """Number of tokens."""
     logprob: float = 0.0
+    """Log-probability of all tokens, and of the one that ended the beam."""
     end: SampledToken | None = None
+    """Token that ended the beam, which is not part of it; `token` is then that of `parent`, too."""
 
     def backwards(self) -> Iterator[SampledToken]:
         """Yields the tokens, the last one first."""

@@ -17,16 +17,16 @@ _MAX_TOKENS_AT_ONCE = 64
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
-    """A prompt as its client sees it.
-
-    token_ids: packed. text: empty unless it is echoed. logprobs: of all tokens but the first, packed; empty unless
-    requested. skips_special: the text has no special tokens.
-    """
+    """A prompt as its client sees it."""
 
     token_ids: bytes
+    """Packed, see `protocol.messages.token_ids`."""
     text: str
+    """Empty unless it is echoed."""
     logprobs: list[bytes]
+    """Those of all tokens but the first, packed; empty unless requested."""
     skips_special: bool = True
+    """Whether the text is without special tokens."""
 
 
 class TextDelta(msgspec.Struct, frozen=True):

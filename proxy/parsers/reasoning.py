@@ -18,13 +18,16 @@ ReasoningFamilyName = Literal["deepseek_r1", "qwen3", "glm45", "kimi_k2", "kimi_
 
 @dataclass(frozen=True)
 class ReasoningFamily:
-    """opening, ending: text around the thinking; the answer follows the ending. to_answer: what a forced ending adds,
-    so that the model cannot think again. hints: parts of chat templates, all of which must occur."""
+    """One way to write thinking."""
 
     opening: str
+    """Text before the thinking."""
     ending: str
+    """Text after the thinking; the answer follows it."""
     hints: tuple[str, ...]
+    """Parts of chat templates, all of which must occur."""
     to_answer: str = ""
+    """Text that a forced ending adds, so that the model cannot think again."""
 
 
 _THINK = ("<think>", "</think>")
@@ -58,17 +61,17 @@ def detect_reasoning_family(chat_template: str | None) -> ReasoningFamilyName | 
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
-    """One family with one tokeniser.
-
-    opening_ids, ending_ids, forced_ids: token ids of the family's texts; forced_ids end the thinking at once.
-    has_special_markers: they include special tokens, so detokenising must not skip those.
-    """
+    """One family with one tokeniser."""
 
     name: ReasoningFamilyName
     opening_ids: tuple[int, ...]
+    """Token ids of the family's opening."""
     ending_ids: tuple[int, ...]
+    """Token ids of the family's ending."""
     forced_ids: tuple[int, ...]
+    """Token ids that end the thinking at once."""
     has_special_markers: bool
+    """Whether they include special tokens, which detokenising then must not skip."""
 
     @classmethod
     def of(cls, name: ReasoningFamilyName, tokenizer: Tokenizer) -> ReasoningFormat:

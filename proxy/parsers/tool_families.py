@@ -81,18 +81,17 @@ class Writing:
 
 @dataclass(frozen=True)
 class ToolFamily:
-    """markers: text that begins calls; empty if a call usually begins the answer. shapes: tried in this order;
-    grammars write arguments as in the first.
-
-    hints: parts of chat templates that tell the family. All parts of one hint must occur. slips: other texts that
-    begin calls where a model leaves out the marker; grammars do not write them.
-    """
+    """One way to write calls, as the models of a family do."""
 
     markers: tuple[str, ...]
+    """Texts that begin calls; empty if a call usually begins the answer."""
     shapes: tuple[Shape, ...]
+    """Shapes that are tried in this order; grammars write arguments as in the first."""
     writing: Writing
     hints: tuple[tuple[str, ...], ...]
+    """Parts of chat templates that tell the family. All parts of one hint must occur."""
     slips: tuple[str, ...] = ()
+    """Other texts that begin calls where a model leaves out the marker; grammars do not write them."""
 
 
 def _p(pattern: str) -> regex.Pattern[str]:

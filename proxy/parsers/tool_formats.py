@@ -27,18 +27,17 @@ def detect_tool_family(chat_template: str | None) -> ToolFamilyName:
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """One family with one tokeniser.
-
-    tokens: ids of added tokens, by text; a grammar must name them by id. text_tokens: those of them that are part of
-    text (such as `<think>`). has_special_markers: the markers are special tokens, so detokenising must not skip those.
-    tools: of one request, by name; None if they are not known yet.
-    """
+    """One family with one tokeniser."""
 
     name: ToolFamilyName = DEFAULT_FAMILY
     tokens: dict[str, int] = {}
+    """Ids of added tokens, by text; a grammar must name them by id."""
     text_tokens: tuple[int, ...] = ()
+    """Added tokens that are part of text (such as `<think>`)."""
     has_special_markers: bool = False
+    """Whether the markers are special tokens, which detokenising then must not skip."""
     tools: dict[str, ToolArguments] | None = None
+    """Tools of one request, by name; None if they are not known yet."""
 
     @classmethod
     def of(cls, name: ToolFamilyName, tokenizer: Tokenizer) -> ToolFormat:

@@ -37,19 +37,19 @@ class MediaSetup(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A body to read.
-
-    lease_id: the lease under which its media are cached. path: of the body's file, if not "". client: threads and
-    downloads are shared among clients. cache_scope: see `BodyReader.decode`.
-    """
+    """A body to read."""
 
     lease_id: str
+    """Lease under which its media are cached."""
     kind: BodyKind
     body: bytes
     limits: ModelLimits
     path: str = ""
+    """File with the body; empty if `body` is all of it."""
     client: str = ""
+    """Threads and downloads are shared among clients."""
     cache_scope: str = ""
+    """See `BodyReader.decode`."""
 
 
 class CancelMediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

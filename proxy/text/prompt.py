@@ -27,21 +27,21 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
-    """A chat before its template is applied.
-
-    messages: as chat templates take them. template: jinja from the client; None means the model's.
-    variables: additional template variables. media: the images and videos among the content parts, in order.
-    """
+    """A chat before its template is applied."""
 
     messages: list[dict[str, Any]]
+    """Messages as chat templates take them."""
     add_generation_prompt: bool
     add_special_tokens: bool = False
     continue_final_message: bool = False
     template: str | None = None
+    """Jinja from the client; None means the model's."""
     variables: dict[str, Any] = {}
+    """Additional template variables."""
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     media: list[MediaSource] = []
+    """Images and videos among the content parts, in order."""
 
     @property
     def answer_role(self) -> str:
@@ -95,21 +95,20 @@ class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenised prompt.
-
-    token_ids: packed, see `tandem.protocol.messages.token_ids`. prefix_hashes: hashes of the full blocks, packed; the
-    router finds cached prefixes by them. media: readable until the sequence is dropped. is_text: the client sent text,
-    so an echo has no special tokens. The other fields: see StartPrefill.
-    """
+    """A tokenised prompt. Fields without a comment are those of StartPrefill."""
 
     token_ids: bytes
+    """Packed, see `tandem.protocol.messages.token_ids`."""
     num_tokens: int
     num_prompt_logprobs: int | None = None
     cache_salt: str = ""
     priority: int = 0
     prefix_hashes: bytes = b""
+    """Hashes of the full blocks, packed; the router finds cached prefixes by them."""
     media: tuple[MediaItem, ...] = ()
+    """Readable until the sequence is dropped."""
     is_text: bool = True
+    """Whether the client sent text, so that an echo has no special tokens."""
     adapter: AdapterRef | None = None
     pooling: Pooling | None = None
 
