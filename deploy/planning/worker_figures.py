@@ -13,6 +13,7 @@ from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.planning.player import MeasuredStepTimes
 from tandem.protocol.messages.membership import StatusReport
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.settings import with_values
 from tandem.simulator.scenario import MODEL, ClusterShape
 
 _Seconds = Annotated[float, Meta(ge=0, le=3600)]
@@ -75,7 +76,7 @@ def read_figures(file: Path) -> WorkerFigures:
 def planned_shape(figures: WorkerFigures, config: ClusterConfig, lease_s: float = 10.0) -> ClusterShape:
     """Returns the shape of a cluster without faults."""
     return ClusterShape(
-        config=msgspec.structs.replace(config, model=MODEL, served_model_name=MODEL),
+        config=with_values(config, {"model": MODEL, "served_model_name": MODEL}),
         num_blocks=figures.num_blocks,
         max_queued=1_000_000,
         lease_s=lease_s,
