@@ -26,10 +26,10 @@ from tests.faults.chaos_clients import ChaosQuestion, Clients, make_questions
 from tests.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
 from tests.faults.leaks import Footprint, shared_memory
 from tests.faults.reference_model import ReferenceModel
-from tests.faults.streams import wait_until
 from tests.support.cluster import Cluster
 from tests.support.noise_model import ensure_noise_model
 from tests.support.processes import ProcessMemory, cluster_memory
+from tests.support.waiting import comes_true
 
 LOAD = 0.8
 NUM_AT_ONCE = 12
@@ -92,7 +92,7 @@ async def soak(
         leaks[:] = Footprint.of(cluster, shared_before).leaked_since(footprint)
         return not leaks
 
-    await asyncio.to_thread(wait_until, is_clean, 30)
+    await asyncio.to_thread(comes_true, is_clean, 30)
     after = cluster_memory(cluster.port)
     return {
         "seconds": seconds,

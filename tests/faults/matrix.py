@@ -29,10 +29,11 @@ from tandem.runtime.errors import TandemError
 from tests.faults.fault_cases import CLOSES, PLACED_PHASES, Case, Layout, Result
 from tests.faults.leaks import Footprint, shared_memory
 from tests.faults.phases import ELASTIC, LOCAL_PREFILL, NUM_TOKENS, Held, Missed, Phases
-from tests.faults.streams import Stream, wait_until
+from tests.faults.streams import Stream
 from tests.support.cluster import Cluster
 from tests.support.media_proxy import ask_cache, data_url, image_part
 from tests.support.vision_model import encoded, picture, save_model
+from tests.support.waiting import comes_true
 
 HEARD_S = 0.3
 """Time after which running processes have noticed a disconnect, and frozen ones have not been declared lost."""
@@ -116,7 +117,7 @@ class Matrix:
 
     def _settle(self) -> None:
         """Waits until the cluster is idle, with everything open that processes open on first use."""
-        if not wait_until(self.is_whole, WHOLE_LIMIT_S):
+        if not comes_true(self.is_whole, WHOLE_LIMIT_S):
             raise AssertionError(f"the cluster is not whole: {self.why_not_whole()}")
         roles: tuple[WorkerRole, ...] = ("prefill", "any")  # the first change opens a thread and writes a file
         for name, role in product(ELASTIC if self._is_elastic else (), roles):
@@ -178,7 +179,7 @@ class Matrix:
             elif case.fault == "SIGSTOP":
                 # The launcher does not restart stopped workers, but other stopped processes.
                 is_worker = case.role in ("prefill", "decode")
-                wait_until(lambda: stream.has_ended and (is_worker or self._is_replaced(pid)), STOPPED_S)
+                comes_true(lambda: stream.has_ended and (is_worker or self._is_replaced(pid)), STOPPED_S)
                 if not self._is_replaced(pid):
                     woken_s = time.monotonic() - struck_at
                 held.frozen.thaw()
@@ -187,7 +188,7 @@ class Matrix:
         self._make_elastic()
         pause_s = stream.longest_pause_s(struck_at, time.monotonic())
         must_be_gone = pid if case.fault in ("SIGKILL", "SIGTERM") else 0
-        is_whole = wait_until(lambda: self.is_whole(must_be_gone), WHOLE_LIMIT_S)
+        is_whole = comes_true(lambda: self.is_whole(must_be_gone), WHOLE_LIMIT_S)
         assert is_whole, f"{case}: the cluster is not whole: {self.why_not_whole()}"
         result = Result(
             case,
@@ -224,7 +225,7 @@ class Matrix:
             leaks[:] = Footprint.of(self._cluster, self._shared_before).leaked_since(before)
             return not leaks
 
-        wait_until(is_clean, LEAK_LIMIT_S)
+        comes_true(is_clean, LEAK_LIMIT_S)
         num_tracebacks = self._cluster.logs().count("Traceback")
         if num_tracebacks > self._num_tracebacks:
             problems.append(f"{num_tracebacks - self._num_tracebacks} tracebacks in the logs")
@@ -260,7 +261,7 @@ class Matrix:
         """Ends `_place`, also for a worker that restarts with the role that it had."""
         if self._is_elastic:
             names = self._phases.prefills
-            assert wait_until(lambda: not any(self._cluster.give_role(name, "any") for name in names), WHOLE_LIMIT_S)
+            assert comes_true(lambda: not any(self._cluster.give_role(name, "any") for name in names), WHOLE_LIMIT_S)
 
     def _is_replaced(self, pid: int) -> bool:
         return pid not in {self._phases.pid(name) for name in self._phases.names()}
@@ -298,7 +299,7 @@ class Matrix:
     def _bystander(self) -> Iterator[_Bystander]:
         """A stream that decodes during the case, on the proxy that is not struck."""
         stream = Stream(self._cluster, self._bystander_body)
-        assert wait_until(lambda: len(stream.token_ids) > 2, END_LIMIT_S)
+        assert comes_true(lambda: len(stream.token_ids) > 2, END_LIMIT_S)
         try:
             yield _Bystander(stream, self._bystander_tokens)
         finally:

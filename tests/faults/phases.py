@@ -21,8 +21,9 @@ import httpx
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import StatusReport, WorkerLoad
-from tests.faults.streams import Stream, wait_until
+from tests.faults.streams import Stream
 from tests.support.cluster import Cluster
+from tests.support.waiting import comes_true
 
 PHASES = ("queued", "prefilling", "shipping", "first token", "decoding", "finishing")
 LOCAL_PREFILL = "local prefill"
@@ -51,7 +52,7 @@ class Frozen:
             self._since.setdefault(pid, time.monotonic())
             os.kill(pid, signal.SIGSTOP)
         for pid in pids:
-            if not wait_until(lambda pid=pid: is_stopped(pid), 5):
+            if not comes_true(lambda pid=pid: is_stopped(pid), 5):
                 raise AssertionError(f"process {pid} does not stop")
 
     def thaw(self, *but: int) -> None:
@@ -231,5 +232,5 @@ class Phases:
 
     @staticmethod
     def _reach(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        if not wait_until(condition, timeout_s):
+        if not comes_true(condition, timeout_s):
             raise Missed(f"it did not come so far within {timeout_s:.0f} s")

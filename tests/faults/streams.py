@@ -7,7 +7,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -147,13 +146,3 @@ def descendants(pid: int) -> list[int]:
         for child in map(int, children):
             found += [child, *descendants(child)]
     return found
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Returns whether the condition came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_S)
-    return True

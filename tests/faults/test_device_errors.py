@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.phases import Phases
-from tests.faults.streams import Stream, wait_until
+from tests.faults.streams import Stream
 from tests.support.cluster import MODEL, Cluster
+from tests.support.waiting import wait_until
 
 FAULTS = """
 import sys

@@ -5,19 +5,11 @@ from __future__ import annotations
 import os
 import signal
 
-import httpx
 import pytest
 
-from tests.faults.streams import Stream, wait_until
+from tests.faults.streams import Stream
 from tests.support.cluster import MODEL, Cluster, children_of, is_alive
-
-
-def _complete(cluster: Cluster) -> str:
-    body = {"model": MODEL, "prompt": [7] * 200, "max_tokens": 6, "temperature": 0}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["text"]
-    return text
+from tests.support.waiting import comes_true
 
 
 def _pids(cluster: Cluster) -> dict[str, int]:
@@ -29,10 +21,10 @@ def test_worker_restarts_when_a_rank_dies() -> None:
     with Cluster(
         "--tensor-parallel-size", "2", "--dtype", "float32", "--kv-cache-gib", "0.1", "--worker-wait-s", "120"
     ) as cluster:
-        text = _complete(cluster)
+        expected = cluster.token_ids([7] * 200, 6)
         before = _pids(cluster)
         stream = Stream(cluster, {"model": MODEL, "prompt": [9] * 8, "max_tokens": 1500, "ignore_eos": True})
-        assert wait_until(lambda: bool(stream.arrivals), 20)
+        assert comes_true(lambda: bool(stream.arrivals), 20)
         (follower,) = children_of(before["decode-0"])
         os.kill(follower, signal.SIGKILL)
         cluster.wait_for(lambda: not is_alive(before["decode-0"]))
@@ -40,13 +32,13 @@ def test_worker_restarts_when_a_rank_dies() -> None:
         assert f"rank 1 (process {follower}) exited with -9; the worker ends with it" in cluster.logs()
 
         cluster.wait_for(cluster.is_healthy, 90)
-        assert _complete(cluster) == text
+        assert cluster.token_ids([7] * 200, 6) == expected
         (follower,) = children_of(before["prefill-0"])
         os.kill(before["prefill-0"], signal.SIGKILL)
         cluster.wait_for(lambda: not is_alive(follower))
 
         cluster.wait_for(cluster.is_healthy, 90)
-        assert _complete(cluster) == text
+        assert cluster.token_ids([7] * 200, 6) == expected
         after = _pids(cluster)
         assert after.keys() == before.keys() and not set(after.values()) & set(before.values())
         cluster.wait_for(cluster.all_blocks_free)

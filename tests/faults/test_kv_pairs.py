@@ -20,8 +20,8 @@ from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import WorkerReport
 from tandem.worker.worker_config import WorkerConfig
 from tests.faults.leaks import Footprint
-from tests.faults.streams import wait_until
 from tests.support.cluster import MODEL, Cluster
+from tests.support.waiting import comes_true
 
 RNG = random.Random(3)
 KV_CACHE_BYTES = 2**30 // 50
@@ -57,7 +57,7 @@ def nothing_is_left(cluster: Cluster) -> Iterator[None]:
         leaks[:] = Footprint.of(cluster, before.shared_memory).leaked_since(before)
         return not leaks
 
-    assert wait_until(is_clean, 30), leaks
+    assert comes_true(is_clean, 30), leaks
     assert "Traceback" not in cluster.logs()
 
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import GetTimeline
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
+from tests.support.waiting import until
 
 CODEC: Codec[GetTimeline] = Codec(GetTimeline)
 LIMIT_S = 60
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def test_a_broken_connection_loses_messages_in_flight_and_is_reported() -> None:

@@ -16,8 +16,9 @@ import httpx
 import pytest
 
 from tests.support.cluster import NOW
-from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

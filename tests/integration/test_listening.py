@@ -18,8 +18,9 @@ from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.server import HttpListener, _listen_socket
 from tandem.runtime.listen_socket import bind
 from tests.support.certificate import make_certificate
-from tests.support.http_listener import GET, LAST_GET, LIMIT_S, bodies, echo, ignore_body, play, respond, served, until
+from tests.support.http_listener import GET, LAST_GET, LIMIT_S, bodies, echo, ignore_body, play, respond, served
 from tests.support.ports import free_port
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")

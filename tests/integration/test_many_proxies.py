@@ -15,8 +15,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.cluster import NOW
-from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
 from tests.support.sse import whole_stream
+from tests.support.waiting import wait_until
 
 NUM_PROXIES = 3
 NUM_REQUESTS = 120

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from tests.support.cluster import children_of, is_alive
-from tests.support.fake_workers import wait_until
 from tests.support.media_proxy import MediaProxy, data_url, image_part, media_proxy
 from tests.support.vision_model import encoded, picture
+from tests.support.waiting import wait_until
 
 PATIENCE_S = 120.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,14 +20,9 @@ from tandem.protocol.network import NetworkConfig
 from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.worker.registration import Registration
+from tests.support.waiting import until
 
 LIMIT_S = 60
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def test_registration_follows_proxies_that_appear_and_disappear(tmp_path: Path) -> None:

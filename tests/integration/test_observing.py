@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.telemetry.stages import PLACEMENTS, STAGES
 from tests.support.cluster import MODEL, NOW, Cluster
-from tests.support.fake_workers import wait_until
 from tests.support.grafana import queries
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 SECRET = "xyzzy-the-prompt-is-nobodys-business"
 KEY = "sk-not-in-any-log"

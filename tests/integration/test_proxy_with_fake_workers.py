@@ -28,8 +28,9 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.proxy.batches.line_journal import LineJournal
 from tests.support.cluster import NOW
-from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
 from tests.support.sse import events_of, whole_stream
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

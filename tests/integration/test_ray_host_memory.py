@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,9 @@ from tandem.worker.worker_config import WorkerConfig
 from tests.integration.test_ray_gpus import one_node
 from tests.support.ports import free_port
 from tests.support.settings import cluster_config
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
-
-LIMIT_S = 240.0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(int(LIMIT_S / 0.1)):
-        if condition():
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"{condition} did not hold within {LIMIT_S} s")
 
 
 def test_a_restarted_worker_finds_its_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from tandem.deploy.demo_model import DEMO_MODEL
 from tests.integration.test_ray_gpus import one_node
-from tests.integration.test_ray_host_memory import until
 from tests.support.cluster import is_alive
 from tests.support.ports import free_port
 from tests.support.settings import cluster_config
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from tandem.protocol.messages.membership import (
 from tandem.protocol.sockets import RouterSocket, SocketContext, new_context
 from tandem.runtime.errors import ConfigError
 from tandem.worker.registration import Registration
+from tests.support.waiting import until
 
 LIMIT_S = 60
 
@@ -98,12 +99,6 @@ async def cluster(folder: Path, accepts: bool = True) -> AsyncIterator[tuple[Wor
         for proxy in proxies:
             proxy.socket.close()
         context.destroy(linger=0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def test_a_worker_lost_to_one_proxy_still_serves_the_other(tmp_path: Path) -> None:

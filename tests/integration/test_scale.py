@@ -12,6 +12,7 @@ from tests.support.cluster import MODEL, Cluster, tandem
 pytestmark = pytest.mark.timeout(600)
 
 SCALE_TIMEOUT_S = 300
+PROMPT = list(range(20, 60))
 
 
 def scale(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,21 +25,13 @@ def restart(cluster: Cluster, *names: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=SCALE_TIMEOUT_S)
 
 
-def complete(cluster: Cluster) -> str:
-    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["text"]
-    return text
-
-
 def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
     with Cluster("--threads-per-worker", "1", "--kv-cache-gib", "0.05") as cluster:
-        text = complete(cluster)
+        expected = cluster.token_ids(PROMPT, 8)
         up = scale(cluster, "decode=2")
         assert up.returncode == 0 and up.stdout == "prefill=1 decode=2\n", up.stderr
         assert {report.worker.worker_id for report in cluster.status().workers} == {"prefill-0", "decode-0", "decode-1"}
-        assert complete(cluster) == text
+        assert cluster.token_ids(PROMPT, 8) == expected
 
         drain = tandem("drain", "--port", str(cluster.port), "decode-0")
         left = subprocess.run(drain, capture_output=True, text=True, timeout=90)
@@ -52,7 +45,7 @@ def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
         down = scale(cluster, "prefill=1", "decode=1")
         assert down.returncode == 0, down.stderr
         assert {report.worker.worker_id for report in cluster.status().workers} == {"prefill-0", "decode-0"}
-        assert complete(cluster) == text
+        assert cluster.token_ids(PROMPT, 8) == expected
 
         wrong = scale(cluster, "prefill=0")
         assert (wrong.returncode, wrong.stderr) == (
@@ -70,14 +63,14 @@ def test_decode_workers_serve_alone_until_a_prefill_worker_is_added() -> None:
     alone = ("--prefill", "0", "--decode-prefill-threshold", "64")
     with Cluster(*alone, "--threads-per-worker", "1", "--kv-cache-gib", "0.05") as cluster:
         assert {report.worker.worker_id for report in cluster.status().workers} == {"decode-0"}
-        text = complete(cluster)
+        expected = cluster.token_ids(PROMPT, 8)
         prompt = {"model": MODEL, "prompt": [5] * 300, "max_tokens": 4, "ignore_eos": True}  # beyond the threshold
         url = f"{cluster.url}/v1/completions"
         assert httpx.post(url, json=prompt, timeout=60).json()["usage"]["completion_tokens"] == 4
 
         up = scale(cluster, "prefill=1")
         assert up.returncode == 0 and up.stdout == "prefill=1 decode=1\n", up.stderr
-        assert complete(cluster) == text
+        assert cluster.token_ids(PROMPT, 8) == expected
         assert httpx.post(url, json=prompt | {"prompt": [6] * 300}, timeout=60).status_code == 200
         cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_finished > 0, 10)
 
@@ -88,4 +81,4 @@ def test_decode_workers_serve_alone_until_a_prefill_worker_is_added() -> None:
         assert anew.returncode == 0, anew.stderr
         after = {report.worker.worker_id: report.worker.pid for report in cluster.status().workers}
         assert after["prefill-0"] != before["prefill-0"] and after["decode-0"] == before["decode-0"]
-        assert complete(cluster) == text
+        assert cluster.token_ids(PROMPT, 8) == expected

@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from tests.support.cluster import NOW
-from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
+from tests.support.waiting import wait_until
 
 N, NUM_TOKENS = 16, 800
 """Sequences and tokens of each: 2.5 MB of events, one for each token, and 13 KB of text."""

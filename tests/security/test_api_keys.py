@@ -22,9 +22,10 @@ from tandem.proxy.http import api_keys
 from tandem.proxy.http.api_keys import ApiKeys, KeyFile
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
 from tests.support.proxy_cluster import Cluster, play, turn
 from tests.support.sse import events_of
+from tests.support.waiting import until, wait_until
 
 
 @pytest.fixture
@@ -39,17 +40,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def watched(keys: ApiKeys, scenario: Callable[[Callable[..., Any]], Any]) -> None:
-    """Runs the scenario while the file is watched. It gets a function that waits until a condition holds."""
-
-    async def until(holds: Callable[[], bool]) -> None:
-        while not holds():  # noqa: ASYNC110  # the file is read on a thread
-            await asyncio.sleep(0.005)
+def watched(keys: ApiKeys, scenario: Callable[[], Any]) -> None:
+    """Runs the scenario while the file is watched, which happens on a thread."""
 
     async def run() -> None:
         watching = asyncio.create_task(keys.watch())
         try:
-            await asyncio.wait_for(scenario(until), 30)
+            await asyncio.wait_for(scenario(), 30)
         finally:
             watching.cancel()
 
@@ -61,7 +58,7 @@ def test_keys_are_added_and_revoked_while_the_proxy_runs(file: Path) -> None:
     keys = ApiKeys("fixed", file)
     ended: list[Exception] = []
 
-    async def scenario(until: Callable[..., Any]) -> None:
+    async def scenario() -> None:
         first, second = keys.find("Bearer first"), keys.find("Bearer second")
         assert first is not None and second is not None
         first.begin(ended.append)
@@ -83,7 +80,7 @@ def test_a_key_is_revoked_while_other_files_block_every_shared_thread(file: Path
     keys = ApiKeys(None, file)
     release = threading.Event()
 
-    async def scenario(until: Callable[..., Any]) -> None:
+    async def scenario() -> None:
         loop = asyncio.get_running_loop()
         blocked = [loop.run_in_executor(None, release.wait) for _ in range(64)]
         try:
@@ -109,7 +106,7 @@ def test_a_bad_file_opens_nothing_and_revokes_nothing(
     def errors() -> list[str]:
         return [record.message for record in caplog.records if record.levelno == logging.ERROR]
 
-    async def scenario(until: Callable[..., Any]) -> None:
+    async def scenario() -> None:
         for spoil in (lambda: file.write_text("# nothing\n"), lambda: file.write_bytes(b"\xff"), file.unlink):
             caplog.clear()
             spoil()

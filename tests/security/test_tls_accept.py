@@ -11,7 +11,8 @@ import pytest
 
 import tandem.proxy.http.accept
 from tests.support.certificate import make_certificate
-from tests.support.http_listener import LAST_GET, LIMIT_S, bodies, ignore_body, play, respond, served, until
+from tests.support.http_listener import LAST_GET, LIMIT_S, bodies, ignore_body, play, respond, served
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -53,6 +51,7 @@ from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.runtime.settings import with_values
 from tandem.worker.registration import Registration
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 MAX_MODEL_LEN = 256
 TEMPLATE = (
@@ -285,10 +284,3 @@ class Proxy:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(5)
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 5) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)

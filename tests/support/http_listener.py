@@ -16,16 +16,11 @@ from tandem.proxy.server import HttpListener
 from tandem.runtime.listen_socket import bind
 from tests.support.ports import free_port
 from tests.support.settings import proxy_config
+from tests.support.waiting import until
 
 LIMIT_S = 20
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 LAST_GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def respond(send: Any, body: bytes) -> None:

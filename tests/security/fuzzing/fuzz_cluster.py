@@ -49,6 +49,7 @@ from tests.security.fuzzing.fuzz_messages import MessageFuzzer, sender
 from tests.security.fuzzing.fuzz_replay import ReplayingProxy
 from tests.support.cluster import Cluster
 from tests.support.processes import num_descriptors, process_memory
+from tests.support.waiting import comes_true
 
 MODEL = "tandem-demo"
 _ROUND = 2000
@@ -228,11 +229,8 @@ def refusals(metrics: str) -> dict[str, int]:
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise SystemExit("the cluster did not become idle: resources are leaked or a worker is lost")
-        time.sleep(0.2)
+    if not comes_true(condition, _SETTLE_TIMEOUT_S):
+        raise SystemExit("the cluster did not become idle: resources are leaked or a worker is lost")
 
 
 def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]:

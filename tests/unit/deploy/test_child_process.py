@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.log_file import LogFile
 from tests.support.cluster import is_alive
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +29,6 @@ def sleeper(folder: Path, pid_file: Path) -> ChildProcess:
     return ChildProcess(
         "sleeper", "tests.support.sleeper", folder / "config.json", output, dict(os.environ), lambda *_: False, pid_file
     )
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110  # of another process
-            await asyncio.sleep(0.01)
 
 
 def test_a_failed_start_is_retried_and_leaks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

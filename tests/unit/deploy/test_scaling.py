@@ -33,6 +33,7 @@ from tandem.protocol.proxy_endpoints import EndpointsFile, write_endpoints
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.process import EXIT_RETIRED
+from tests.support.waiting import until
 
 
 class FakeProcess(Supervised):
@@ -108,12 +109,6 @@ def with_launcher(room: int, body: Callable[[Launcher, FakeSite], Awaitable[None
             await launcher._stop_children()
 
     asyncio.run(main())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0)
 
 
 def test_the_highest_numbers_are_removed_and_names_reused() -> None:

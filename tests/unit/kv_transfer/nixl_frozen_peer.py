@@ -20,7 +20,7 @@ from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.runtime.errors import KVTransferFailed
 from tests.faults.phases import is_stopped
-from tests.faults.streams import wait_until
+from tests.support.waiting import comes_true
 
 HOST = "127.0.0.1"
 NUM_BLOCKS, BLOCK_BYTES = 128, 1 << 20
@@ -67,7 +67,7 @@ class PeerProcess:
 
     def freeze(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
-        assert wait_until(lambda: is_stopped(self.process.pid), 10)
+        assert comes_true(lambda: is_stopped(self.process.pid), 10)
 
 
 @pytest.fixture

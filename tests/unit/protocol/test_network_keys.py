@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,6 +19,7 @@ from tandem.protocol.network_keys import PARTS, Part, load_keys, make_keys
 from tandem.protocol.refusals import Refusals
 from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
 from tandem.runtime.errors import ConfigError
+from tests.support.waiting import until
 
 REPORT = StatusReport("proxy-0", "m", True, 0, [])
 
@@ -44,12 +44,6 @@ class Server:
     def close(self) -> None:
         self.router.close()
         self.context.destroy(linger=0)
-
-
-async def until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    async with asyncio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110 - of sockets, which have no event
-            await asyncio.sleep(0.01)
 
 
 def dial(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.http_listener import LAST_GET, ignore_body, play, served, until
+from tests.support.http_listener import LAST_GET, ignore_body, play, served
+from tests.support.waiting import until
 
 OLD_GET = b"GET / HTTP/1.0\r\n\r\n"
 EVENTS = [b"data: %d\n\n" % number for number in range(4)]
