@@ -466,7 +466,7 @@ LAUNCH = (
         "await asyncio.wait_for(self._stopping.wait(), delay_s)",
         "await self._stopping.wait()",
     ),
-    Mutation("delays of restarts have no limit", SUPERVISOR, "min(2 * delay_s, MAX_RESTART_DELAY_S)", "8 * delay_s"),
+    Mutation("delays of restarts have no limit", SUPERVISOR, "min(2 * delay_s, MAX_RESTART_DELAY_S)", "64 * delay_s"),
     Mutation("workers that change their role leave as well", ROLES, "                surplus.remove(name)\n", ""),
     Mutation("workers that change their role are started as well", ROLES, "                added.remove(role)\n", ""),
     Mutation(
@@ -483,7 +483,8 @@ LAUNCH = (
     ),
     Mutation("reports do not change roles", ROLES, "        self._roles.update(changed)\n", ""),
 )
-"""Starting, watching, scaling and moving processes."""
+"""Starting, watching, scaling and moving processes. Seeds show five within 100, as an operator who repeats a command
+heals the others; each of these fails a test in `test_simulated_launcher.py`, or in the unit tests of the launcher."""
 
 MUTATIONS = SHELL + PURE + TRANSFERS + LAUNCH
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.deploy.launch.hang_detector import MAX_SILENCE_S
+from tandem.deploy.launch.launcher import DRAIN_GRACE_S
 from tandem.protocol.messages.operations import ScaleCluster
 from tandem.simulator.engine import StepTimes
 from tandem.simulator.site import LOST_S
@@ -35,6 +36,7 @@ def test_a_rolling_restart_replaces_each_process_and_loses_no_request() -> None:
     num_pairs: list[int] = []
 
     def look() -> None:
+        site.ask(60, 120, proxy=len(site.requests) % 2)  # some always run on the worker that drains
         if not any("proxy-0 (" in line and "draining" in line for line in site.log):
             num_pairs.append(len(site.pairs()))
 
@@ -61,6 +63,17 @@ def test_workers_move_before_others_start_or_stop() -> None:
         site.cluster.operator.scale(ScaleCluster(prefill=1, decode=1))
         obey(site)
         assert len(site.epochs()) == 2 and site.num_migrated() == 0
+        starts = Counter(line.split()[1] for line in site.log if " starts as " in line)
+        assert set(starts.values()) == {1}, "those that left are not started again"
+
+
+def test_a_worker_that_hangs_while_it_leaves_is_killed() -> None:
+    with simulated_site() as site:
+        site.strike("freeze", "decode-1", 1_000.0)
+        site.cluster.operator.scale(ScaleCluster(prefill=2, decode=1))
+        drain_s = site.cluster.shape.config.drain_timeout_s + DRAIN_GRACE_S
+        site.keep_asking(0.5, drain_s + 5, lambda: "decode-1" not in site.cluster.launcher.site.children)
+        assert set(site.finish()) == {"finished"} and len(site.epochs()) == 3
 
 
 def test_a_drained_worker_is_not_started_again() -> None:
