@@ -118,7 +118,7 @@ def ideal_decisions(cluster: SimulatedCluster) -> Iterator[None]:
     def informed(router: Router, *arguments: Any) -> Any:
         proxy = next(each for each in cluster.proxies.values() if each.router is router)
         for record in {id(r): r for r in proxy.table.prefill_workers + proxy.table.decode_workers}.values():
-            record.use.on_report(cluster.workers[record.worker.worker_id].worker._load())
+            record.use.on_report(cluster.workers[record.worker.worker_id].load())
         return pick(router, *arguments)
 
     with patch.object(Router, "pick", informed):

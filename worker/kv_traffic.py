@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.protocol.messages.checks import check_finish_transfer, check_open_pair, check_reserved
-from tandem.protocol.messages.membership import PairStatus, WorkerInfo, WorkerLoad
+from tandem.protocol.messages.membership import PairStatus, PairTraffic, WorkerInfo
 from tandem.protocol.messages.transfer import (
     ClosePair,
     CloseTransfer,
@@ -69,7 +69,7 @@ class KVTraffic:
         self._perform = perform
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._num_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
+        self.num_bytes = self.num_compared_blocks = self.num_corrupt_blocks = 0
         self.num_pair_changes = 0
         """See WorkerStatus."""
         self._reported: list[PairStatus] | None = None
@@ -147,14 +147,9 @@ class KVTraffic:
         self._reported = None
         self._outgoing_table.restart_traffic()
 
-    def add_to(self, load: WorkerLoad) -> WorkerLoad:
-        return msgspec.structs.replace(
-            load,
-            num_transferred_bytes=self._num_bytes,
-            num_compared_blocks=self._num_compared_blocks,
-            num_corrupt_blocks=self._num_corrupt_blocks,
-            traffic=self._outgoing_table.take_traffic(),
-        )
+    def take_traffic(self) -> list[PairTraffic]:
+        """Returns the traffic of pairs since the last call."""
+        return self._outgoing_table.take_traffic()
 
     def pair_to(self, worker_id: str, epoch: str) -> str:
         """Returns the id of the pair to ship through. Raises WorkerLost."""
@@ -256,7 +251,7 @@ class KVTraffic:
         """seconds: duration of the transfer."""
         if error is None:
             num_bytes = len(action.src_block_ids) * self._host.block_bytes
-            self._num_bytes += num_bytes
+            self.num_bytes += num_bytes
             if (pair := self._outgoing_table.on_shipped(action.pair_id, num_bytes, seconds)) is not None:
                 labels = (self._worker_id, pair.peer.worker_id, pair.connector)
                 self._metrics.on_shipped(labels, num_bytes, seconds)
@@ -274,7 +269,7 @@ class KVTraffic:
 
     def _on_received(self, action: Receive, error: KVTransferFailed | None) -> None:
         if error is None:
-            self._num_bytes += len(action.block_ids) * self._host.block_bytes
+            self.num_bytes += len(action.block_ids) * self._host.block_bytes
             if action.checksums:
                 self._host.pools.checksums(
                     action.block_ids,
@@ -288,8 +283,8 @@ class KVTraffic:
             self._perform(self._decode.on_corrupt(action.transfer_id, arrived))  # cannot be verified
             return
         corrupt = corrupt_blocks(action.block_ids, action.checksums, arrived)
-        self._num_compared_blocks += len(action.block_ids)
-        self._num_corrupt_blocks += len(corrupt)
+        self.num_compared_blocks += len(action.block_ids)
+        self.num_corrupt_blocks += len(corrupt)
         if not corrupt:
             self._end_receive(action, None)
             return

@@ -84,8 +84,8 @@ class RoleFile:
 class Presence:
     """Keeps a worker registered while `serve` runs.
 
-    perform: executes actions of the scheduler. load: returns the current load for status messages. clear_tiers: empties
-    the tiers below the KV pool.
+    perform: executes actions of the scheduler. report: returns the load report for a number of role changes.
+    clear_tiers: empties the tiers below the KV pool.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Presence:
         scheduler: WorkerScheduler,
         traffic: KVTraffic,
         perform: Callable[[list[Action]], None],
-        load: Callable[[], WorkerLoad],
+        report: Callable[[int], WorkerLoad],
         clear_tiers: Callable[[], None],
     ) -> None:
         self.info = info
@@ -104,7 +104,7 @@ class Presence:
         self._scheduler = scheduler
         self._traffic = traffic
         self._perform = perform
-        self._load = load
+        self._report = report
         self._clear_tiers = clear_tiers
         self._drain = Drain(config.drain_timeout_s)
         self._loop = asyncio.get_running_loop()
@@ -200,9 +200,8 @@ class Presence:
         self._registration.send_to_all(self._status())
 
     def _status(self) -> WorkerStatus:
-        load, pairs = self._load(), self._traffic.take_status()
+        load, pairs = self._report(self._num_role_changes), self._traffic.take_status()
         prefixes, tier_prefixes = self._scheduler.blocks.prefix_log.take(), self._scheduler.tiers.prefix_log.take()
-        load = msgspec.structs.replace(load, num_role_changes=self._num_role_changes)
         info = self.info
         return WorkerStatus(
             info.worker_id, info.epoch, info.role, load, pairs, prefixes, self._drain.has_begun, tier_prefixes,

@@ -17,7 +17,6 @@ from tandem.engine.step_times import StepTimes
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.tiers.tier_state import TierState
 from tandem.prefill_worker.scheduler import PrefillScheduler
-from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.worker_actions import Action
 
 MIN_BATCHED_TOKENS = 64
@@ -52,8 +51,8 @@ class WorkerScheduler:
         tiers: Sequence[TierState] = (),
     ) -> None:
         self.blocks = blocks
-        self._step_times = StepTimes(itl_slo_s)
-        self.tiers = PrefixTiers(blocks, tiers, block_bytes, lambda: self._step_times.prompt_tokens_per_s)
+        self.step_times = StepTimes(itl_slo_s)
+        self.tiers = PrefixTiers(blocks, tiers, block_bytes, lambda: self.step_times.prompt_tokens_per_s)
         self.decode = DecodeScheduler(blocks, model_id, max_num_seqs, block_bytes, self.tiers)
         self.prefill = PrefillScheduler(
             blocks, model_id, max_num_batched_tokens, max_num_seqs, lease_s, self.decode, self.tiers
@@ -74,37 +73,6 @@ class WorkerScheduler:
     @property
     def is_idle(self) -> bool:
         return self.prefill.prompts.is_idle and self.decode.is_idle
-
-    def load(self) -> WorkerLoad:
-        """Returns the figures that the schedulers know."""
-        prefill, decode, blocks = self.prefill, self.decode, self.blocks
-        waiting_tokens, times = prefill.prompts.waiting_tokens(), self._step_times
-        return WorkerLoad(
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            num_waiting_tokens=sum(num_tokens for _, num_tokens in waiting_tokens),
-            num_blocks=blocks.num_blocks,
-            num_free_blocks=blocks.num_free,
-            num_quarantined_blocks=blocks.num_quarantined,
-            num_cached_blocks=blocks.num_cached,
-            num_prompt_tokens=prefill.num_prompt_tokens + decode.num_prompt_tokens,
-            num_cached_tokens=prefill.num_cached_tokens + decode.num_cached_tokens,
-            num_preempted=decode.num_preempted,
-            num_finished=prefill.num_finished + decode.num_finished,
-            num_received_tokens=max(0, decode.num_prompt_tokens - decode.num_cached_tokens),
-            num_received=decode.num_received,
-            num_shipped=prefill.num_shipped,
-            num_kept_blocks=decode.num_kept_blocks,
-            waiting_tokens=waiting_tokens,
-            prompt_tokens_per_s=times.prompt_tokens_per_s,
-            num_decoding=decode.num_running + decode.num_waiting,
-            fixed_step_s=times.fixed_s,
-            step_s_per_sequence=times.s_per_sequence,
-            itl_slo_s=times.itl_slo_s,
-            num_loaded_tokens=self.tiers.num_loaded_tokens,
-            loaded_tokens_per_s=self.tiers.loaded_tokens_per_s,
-            tiers=self.tiers.figures(),
-        )
 
     # ---- events that concern both roles
 
@@ -145,7 +113,7 @@ class WorkerScheduler:
 
     def _next_step(self, now: float) -> tuple[Batch, list[Action]]:
         decoding, preempted = self.decode.schedule(now)
-        max_tokens = self._step_times.chunk(len(decoding.items), self._max_num_batched_tokens)
+        max_tokens = self.step_times.chunk(len(decoding.items), self._max_num_batched_tokens)
         computing, reserving = self.prefill.schedule(now, max_tokens)
         batch = Batch(decoding.items + computing.items, decoding.block_copies, computing.encodes)
         if batch.items or batch.encodes:
@@ -158,7 +126,7 @@ class WorkerScheduler:
         """results: one for each item of the oldest step in flight. step_s: how long it took, if it was measured."""
         step = self._steps.popleft()
         if step_s is not None:
-            self._step_times.on_step(step.num_decoding, step.num_prompt_tokens, step_s)
+            self.step_times.on_step(step.num_decoding, step.num_prompt_tokens, step_s)
         actions = self.decode.on_step(now, results[: step.num_decoding])
         return actions + self.prefill.on_step(now, results[step.num_decoding :]) if step.has_prompts else actions
 

@@ -8,11 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.kv_transfer.tiers.tier import TierAnswer
-from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.worker_actions import Action, FindBlocks, LoadBlocks, StoreBlocks
 from tandem.runtime.errors import InternalError
 
@@ -42,19 +39,13 @@ class TierTraffic:
         self._refresh_at = 0.0
         self._has_host_memory = asyncio.Event()  # it has been opened, or has failed
 
-    def add_to(self, load: WorkerLoad) -> WorkerLoad:
-        """Adds the tiers' sizes to the policy's figures."""
-        tiers = [
-            msgspec.structs.replace(
-                each,
-                num_bytes=self._last[each.name].num_bytes,
-                max_bytes=self._last[each.name].max_bytes,
-                num_corrupt=self._last[each.name].num_corrupt,
-                error=each.error or self._errors.get(each.name) or "",
-            )
-            for each in load.tiers
-        ]
-        return msgspec.structs.replace(load, tiers=tiers) if tiers else load
+    def last_answer(self, name: str) -> TierAnswer:
+        """Returns the last answer of a tier, which has its size."""
+        return self._last[name]
+
+    def error_of(self, name: str) -> str:
+        """Returns why a tier did not do its last job; empty if it did."""
+        return self._errors.get(name) or ""
 
     async def open(self) -> None:
         """Opens the tiers, and waits for host memory, so that no request waits while it is pinned.

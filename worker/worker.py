@@ -52,6 +52,7 @@ from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, Tand
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost
 from tandem.worker.kv_traffic import KVTraffic
+from tandem.worker.load_report import LoadReporter
 from tandem.worker.presence import Presence, new_worker_info
 from tandem.worker.scheduler import WorkerScheduler
 from tandem.worker.step_loop import StepLoop
@@ -105,7 +106,6 @@ class Worker:
             [TierState(name, knows_all=name != "store") for name in host.pools.tiers.names],
         )
         network = self._new_network(config)
-        self._refusals = network.refusals
         endpoint = config.media_cache_endpoint
         shared = SharedEmbeddings(MediaCacheClient(network, endpoint), model_id) if endpoint else None
         takes_media = host.loaded.vision is not None
@@ -135,8 +135,9 @@ class Worker:
             self._clock,
         )
         self._tiers = TierTraffic(host.pools.tiers, scheduler.tiers, self._perform)
+        self._reporter = LoadReporter(scheduler, self._steps, self._traffic, self._tiers, self._media, network.refusals)
         self._presence = Presence(
-            config, info, host, scheduler, self._traffic, self._perform, self._load, self._tiers.clear
+            config, info, host, scheduler, self._traffic, self._perform, self._report, self._tiers.clear
         )
         try:
             await self._tiers.open()
@@ -162,15 +163,8 @@ class Worker:
         if prefill.num_expired_leases > num_expired:
             log.warning("%d KV leases expired", prefill.num_expired_leases - num_expired)
 
-    def _load(self) -> WorkerLoad:
-        load = msgspec.structs.replace(
-            self._tiers.add_to(self._traffic.add_to(self._scheduler.load())),
-            step_time_s=self._steps.step_time_s,
-            refusals=self._refusals.totals(),
-            num_media_encoded=self._media.num_encoded,
-            num_media_found=self._media.num_found,
-            num_media_fetched_bytes=self._media.num_fetched_bytes,
-        )
+    def _report(self, num_role_changes: int) -> WorkerLoad:
+        load = self._reporter.take(num_role_changes)
         self._metrics.on_load(load)
         return load
 

@@ -199,7 +199,7 @@ def test_the_simulated_worker_measures_the_steps_that_it_was_given() -> None:
     trace = [TraceRequest(0.3 * number, 200, 40) for number in range(30)]
     played = play(trace, ONE_ELASTIC)
     [worker] = played.cluster.workers.values()
-    times: StepTimes = worker.worker._scheduler._step_times
+    times: StepTimes = worker.worker._scheduler.step_times
     assert times.fixed_s == pytest.approx(FIGURES.fixed_step_s, rel=0.05)
     assert times.s_per_sequence == pytest.approx(FIGURES.step_s_per_sequence, rel=0.1)
     assert times.prompt_tokens_per_s == pytest.approx(FIGURES.prompt_tokens_per_s, rel=0.1)
@@ -254,7 +254,7 @@ def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
 def test_reports_count_each_prompt_and_each_sequence_once(layout: Layout) -> None:
     """Workers tell what they received from what they computed, and what they shipped from what ended on them."""
     trace = [TraceRequest(0.04 * number, 256, 30) for number in range(60)]
-    loads = [worker.worker._scheduler.load() for worker in play(trace, layout).cluster.workers.values()]
+    loads = [worker.load() for worker in play(trace, layout).cluster.workers.values()]
     num_tokens = sum(load.num_prompt_tokens - load.num_cached_tokens - load.num_received_tokens for load in loads)
     assert num_tokens == sum(request.num_prompt_tokens for request in trace)
     assert sum(load.num_finished - load.num_shipped for load in loads) == len(trace)
@@ -266,7 +266,7 @@ def test_preempted_requests_still_get_their_tokens() -> None:
     figures = msgspec.structs.replace(FIGURES, num_blocks=48)
     shape = shape_of(figures, **TWO_ELASTIC)
     played = Player([TraceRequest(0.01 * number, 100, 300) for number in range(12)], shape).play()
-    assert sum(worker.worker._scheduler.load().num_preempted for worker in played.cluster.workers.values())
+    assert sum(worker.load().num_preempted for worker in played.cluster.workers.values())
     assert [served.num_tokens for served in played.served] == [300] * 12
 
 
@@ -295,7 +295,7 @@ def test_chats_are_routed_to_their_prefixes() -> None:
     """Of a chat's later turns only the new message must be computed: at most 100 tokens and a block of 16."""
     trace = chats(random.Random(1), 60, 20.0)
     played = play(trace, EIGHT, proxies=2)
-    loads = [worker.worker._scheduler.load() for worker in played.cluster.workers.values() if worker.role == "prefill"]
+    loads = [worker.load() for worker in played.cluster.workers.values() if worker.role == "prefill"]
     num_tokens = sum(load.num_prompt_tokens for load in loads)
     must_compute = sum(116 if request.follows is not None else 612 for request in trace)
     assert num_tokens == sum(request.num_prompt_tokens for request in trace)
@@ -309,7 +309,7 @@ def test_load_is_balanced_between_proxies_with_the_same_stale_reports() -> None:
     played = play(trace, EIGHT, proxies=4)
     computed = [
         load.num_prompt_tokens for worker in played.cluster.workers.values()
-        if worker.role == "prefill" and (load := worker.worker._scheduler.load())
+        if worker.role == "prefill" and (load := worker.load())
     ]  # fmt: skip
     assert max(computed) < 1.1 * sum(computed) / len(computed)
     assert played.summary()["ttft_ms"]["p99"] < 800, "a prompt alone takes 100 ms; at random some wait for 1.3 s"

@@ -311,7 +311,7 @@ def test_blocks_of_a_frozen_worker_are_free_or_in_quarantine(name: str) -> None:
         site.strike("freeze", name, 30.0)
         site.until(site.has_ended, 10.0)
         site.pass_time(SILENCE_S)
-        loads = {each: site.scheduler(each).load() for each in site.cluster.workers if each != name}
+        loads = {each: site.cluster.workers[each].load() for each in site.cluster.workers if each != name}
         held = {each: load.num_blocks - load.num_free_blocks for each, load in loads.items()}
         assert held == {each: load.num_quarantined_blocks for each, load in loads.items()}
         if name == "decode-0":
@@ -376,10 +376,10 @@ def test_a_changed_role_decides_where_prompts_run() -> None:
         site.tell(SetWorkerRole("worker-1", "decode"))
         assert "last worker that may prefill" in site.answers[-1].error
         site.pass_time(2.0)
-        before = {name: site.scheduler(name).load().num_prompt_tokens for name in site.cluster.workers}
+        before = {name: site.cluster.workers[name].load().num_prompt_tokens for name in site.cluster.workers}
         site.ask(200, 10)
         site.until(site.has_ended)
-        after = {name: site.scheduler(name).load().num_prompt_tokens for name in site.cluster.workers}
+        after = {name: site.cluster.workers[name].load().num_prompt_tokens for name in site.cluster.workers}
         assert after["worker-1"] - before["worker-1"] == 200
         for name in site.cluster.workers:
             site.tell(SetWorkerRole(name, "any"))

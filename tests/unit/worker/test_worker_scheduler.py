@@ -71,7 +71,7 @@ def test_a_step_holds_tokens_of_sequences_and_chunks_of_prompts() -> None:
     number, messages = step(scheduler, step_s=0.5)
     assert number == 2
     assert [type(message) for message in messages] == [TokenBatch, FirstToken]
-    assert scheduler.load().prompt_tokens_per_s == pytest.approx(len(TOKENS) / 0.5)
+    assert scheduler.step_times.prompt_tokens_per_s == pytest.approx(len(TOKENS) / 0.5)
 
 
 def test_sequences_that_share_a_prompt_copy_its_last_block() -> None:

@@ -1,0 +1,28 @@
+"""The load report has a figure for each field of the message."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from tandem.protocol.messages.membership import TierFigures, WorkerLoad
+from tandem.worker import load_report
+from tandem.worker.load_report import LoadReporter
+
+
+def test_every_field_is_reported_and_tiers_have_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(load_report, "WorkerLoad", lambda **fields: given.update(fields))
+    scheduler, tiers = MagicMock(), MagicMock()
+    scheduler.prefill.prompts.waiting_tokens.return_value = [(0, 5), (1, 7)]
+    for part in (scheduler.prefill, scheduler.decode):
+        part.num_prompt_tokens, part.num_cached_tokens = 3, 2
+    scheduler.tiers.figures.return_value = [TierFigures("disk", num_blocks=4)]
+    tiers.last_answer.return_value = MagicMock(num_bytes=10, max_bytes=20, num_corrupt=1)
+    tiers.error_of.return_value = "the disk is full"
+    LoadReporter(scheduler, MagicMock(), MagicMock(), tiers, MagicMock(), MagicMock()).take(9)
+    assert given.keys() == set(WorkerLoad.__struct_fields__)
+    assert (given["num_waiting_tokens"], given["num_received_tokens"], given["num_role_changes"]) == (12, 1, 9)
+    assert given["tiers"] == [TierFigures("disk", 4, 10, 20, num_corrupt=1, error="the disk is full")]
