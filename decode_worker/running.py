@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tandem.decode_worker.sequence import DecodeSequence
+from tandem.decode_worker.sequence import DecodePrompt, DecodeSequence
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
 
@@ -36,9 +37,41 @@ class RunningBatch:
 
     # ---- joining and leaving
 
-    def join(self, sequence: DecodeSequence) -> None:
-        self.sequences.append(sequence)
-        self._joined.append(sequence)
+    def begin(
+        self,
+        prompt: DecodePrompt,
+        first_tokens: Mapping[str, int],
+        prompt_blocks: list[int],
+        spare: list[int],
+        num_own: int,
+        position_offset: int,
+    ) -> bool:
+        """Starts the prompt's sequences. They share its full blocks, and each gets blocks of its own after these.
+
+        first_tokens: token ids by attempt_id. spare: blocks of their own, as far as they have been reserved; steps
+        allocate the others. num_own: blocks of its own that a sequence begins with. Returns whether blocks were freed.
+        """
+        blocks = self._blocks
+        full = prompt_blocks[: len(prompt.hashes)]
+        for block_id, block_hash in zip(full, prompt.hashes, strict=True):
+            blocks.publish(block_id, block_hash)
+        partial = prompt_blocks[len(full) :]  # at most one; the first sequence takes it, the others copy it
+        for number, sequence in enumerate(prompt.sequences.values()):
+            num_spare = num_own if number else num_own - len(partial)
+            own, spare = spare[:num_spare], spare[num_spare:]
+            blocks.share(full)
+            if not number:
+                own = partial + own
+            elif partial:
+                blocks.share(partial)
+                sequence.copy_from = partial[0]
+            sequence.begin(full + own, first_tokens[sequence.attempt_id], blocks.block_size, position_offset)
+            self.sequences.append(sequence)
+            self._joined.append(sequence)
+        blocks.release(full)  # the transfer's own hold
+        has_sequences = bool(prompt.sequences)
+        blocks.release(spare if has_sequences else spare + partial)
+        return bool(spare) or not has_sequences
 
     def leave(self, sequence: DecodeSequence) -> bool:
         """Removes a sequence. Returns False if a step still uses its blocks: `release` must follow `end_step` then."""

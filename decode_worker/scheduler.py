@@ -14,9 +14,11 @@ that the peer may still write stay in quarantine until the transfer is over (`de
 
 from __future__ import annotations
 
+from tandem.decode_worker.answers import StepTokens, failure, preempted, refusal
 from tandem.decode_worker.reservations import Reservations
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import ComputedPrompt, DecodePrompt, DecodeSequence, num_blocks_needed
+from tandem.decode_worker.sequence_table import SequenceTable
 from tandem.decode_worker.transfer import IncomingTransfer, Transfers
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -25,19 +27,13 @@ from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import (
-    AttemptFailed,
-    AttemptPreempted,
-    DecodeBegan,
-    NewToken,
     PrepareDecode,
     PromptMessage,
-    TokenBatch,
 )
-from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import Action, Receive, SendToPeer, SendToProxy
+from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
+from tandem.protocol.worker_actions import Action, Receive
 from tandem.runtime.errors import (
     DeadlineExceeded,
-    ErrorInfo,
     InternalError,
     KVTransferFailed,
     Overloaded,
@@ -71,10 +67,9 @@ class DecodeScheduler:
         self._tiers = tiers or PrefixTiers(blocks)
         self._model_id = model_id
         self._block_bytes = block_bytes
-        self._running = RunningBatch(blocks, max_num_seqs)
-        self._reservations = Reservations(blocks, self._running, max_num_seqs, self._tiers)
-        self._by_request: dict[tuple[str, str], DecodeSequence] = {}
-        self._by_transfer: dict[str, DecodePrompt] = {}  # not begun
+        self.running = RunningBatch(blocks, max_num_seqs)
+        self.reservations = Reservations(blocks, self.running, max_num_seqs, self._tiers)
+        self.sequences = SequenceTable()
         self._transfers = Transfers()
         self._num_arrived = 0
         self.num_finished = 0
@@ -85,45 +80,22 @@ class DecodeScheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     @property
     def is_idle(self) -> bool:
-        return not self._by_request
+        return not self.sequences.by_attempt
 
     @property
     def num_waiting(self) -> int:
-        return len(self._by_request) - len(self._running)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._reservations.num_prompt_tokens
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens that were found in the prefix cache, of `num_prompt_tokens`."""
-        return self._reservations.num_cached_tokens
-
-    @property
-    def num_received(self) -> int:
-        """Sequences whose prompt another worker has computed."""
-        return self._reservations.num_received
+        return len(self.sequences.by_attempt) - len(self.running)
 
     # ---- what the prefill role needs to know
 
     @property
     def num_growing(self) -> int:
         """Blocks that must stay free, so that running sequences can grow."""
-        return len(self._running)
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether a transfer waits for blocks or for sequences to end."""
-        return self._reservations.is_blocked
-
-    def has_room(self, num_sequences: int) -> bool:
-        """Returns whether so many sequences may begin besides those that run or are reserved."""
-        return self._reservations.has_room(num_sequences)
+        return len(self.running)
 
     def why_refused(self, request: PromptMessage) -> TandemError | None:
         """Returns why the request's sequences can never run here."""
@@ -134,20 +106,9 @@ class DecodeScheduler:
 
     def begin_computed(self, computed: ComputedPrompt) -> list[Action]:
         """Runs sequences whose prompt the prefill role has computed. Takes over the prompt's blocks."""
-        prompt = DecodePrompt.of(
-            computed.request,
-            self._num_arrived,
-            computed.arrived_at,
-            self.blocks.block_size,
-            self._model_id,
-            computed.grammar,
-            computed.hashes,
-            computed.adapter,
-        )
-        for attempt_id in prompt.sequences.keys() - computed.open_ids:
-            del prompt.sequences[attempt_id]
+        prompt = DecodePrompt.of_computed(computed, self._num_arrived, self.blocks.block_size, self._model_id)
         self._num_arrived += 1
-        self._by_request.update({sequence.key: sequence for sequence in prompt.sequences.values()})
+        self.sequences.add(prompt)
         return self._begin(prompt, computed.block_table, [], computed.first_token_ids, computed.position_offset)
 
     # ---- events from proxies
@@ -159,23 +120,19 @@ class DecodeScheduler:
             request, self._num_arrived, now, self.blocks.block_size, self._model_id, grammar, adapter=adapter
         )
         prompt.prefill_epoch = request.prefill_epoch
-        sequences = list(prompt.sequences.values())
-        error = self._why_refused(prompt)
-        if error is not None:
-            return [_failure(sequence, error) for sequence in sequences]
+        if (error := self._why_refused(prompt)) is not None:
+            return [failure(sequence, error) for sequence in prompt.sequences.values()]
         self._num_arrived += 1
-        self._by_transfer[request.transfer_id] = prompt
-        self._by_request.update({sequence.key: sequence for sequence in sequences})
-        self._reservations.begin_load(now, prompt)
+        self.sequences.by_transfer[request.transfer_id] = prompt
+        self.sequences.add(prompt)
+        self.reservations.begin_load(now, prompt)
         return self._reserve()
 
     def _why_refused(self, prompt: DecodePrompt) -> TandemError | None:
         request = prompt.request
-        if request.transfer_id in self._by_transfer or any(
-            sequence.key in self._by_request for sequence in prompt.sequences.values()
-        ):
+        if self.sequences.holds(prompt):
             return InternalError(f"transfer {request.transfer_id} exists already")
-        if len(self._by_request) >= MAX_HELD_SEQUENCES:
+        if len(self.sequences.by_attempt) >= MAX_HELD_SEQUENCES:
             return Overloaded("this worker has too many sequences")
         if self._transfers.is_closed(request.transfer_id):
             return KVTransferFailed("the prefill worker has given up the transfer")
@@ -187,12 +144,11 @@ class DecodeScheduler:
         return self.why_refused(request)
 
     def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
-        sequence = self._by_request.get((proxy_id, attempt_id))
+        sequence = self.sequences.by_attempt.get((proxy_id, attempt_id))
         return self._end(sequence) if sequence is not None else []
 
     def on_proxy_lost(self, proxy_id: str) -> list[Action]:
-        gone = [s for s in self._by_request.values() if s.prompt.request.proxy_id == proxy_id]
-        return [action for sequence in gone for action in self._end(sequence)]
+        return [action for sequence in self.sequences.of_proxy(proxy_id) for action in self._end(sequence)]
 
     # ---- events from prefill workers
 
@@ -200,16 +156,16 @@ class DecodeScheduler:
         if self._transfers.get(message.transfer_id) is not None:
             return []
         if self._transfers.is_closed(message.transfer_id):
-            return [_refusal(message.pair_id, message.transfer_id, RequestAborted("the request has ended"))]
+            return [refusal(message.pair_id, message.transfer_id, RequestAborted("the request has ended"))]
         if len(self._transfers) >= MAX_HELD_SEQUENCES:
-            return [_refusal(message.pair_id, message.transfer_id, Overloaded("this worker has too many transfers"))]
-        prompt = self._by_transfer.get(message.transfer_id)
+            return [refusal(message.pair_id, message.transfer_id, Overloaded("this worker has too many transfers"))]
+        prompt = self.sequences.by_transfer.get(message.transfer_id)
         if prompt is not None and prompt.request.adapter_digest != message.adapter:
             error = KVTransferFailed(_OTHER_ADAPTER)
-            return [_refusal(message.pair_id, message.transfer_id, error), *self._end_all(prompt, error)]
+            return [refusal(message.pair_id, message.transfer_id, error), *self._end_all(prompt, error)]
         transfer = IncomingTransfer(message.transfer_id, message.pair_id, now, message.adapter)
         self._transfers.add(transfer)
-        self._reservations.wait(transfer)
+        self.reservations.wait(transfer)
         return self._reserve()
 
     def on_ship(self, message: ShipKV) -> list[Action]:
@@ -250,7 +206,7 @@ class DecodeScheduler:
         if transfer is None:
             return []
         transfer.peer_stopped = True
-        prompt = self._by_transfer.get(transfer_id)
+        prompt = self.sequences.by_transfer.get(transfer_id)
         return self._end_all(prompt) if prompt is not None else self._advance(transfer)
 
     def on_pair_lost(self, pair_id: str, reason: str, peer_stopped: bool) -> list[Action]:
@@ -263,50 +219,43 @@ class DecodeScheduler:
 
     def on_prefill_lost(self, prefill_epoch: str) -> list[Action]:
         """Ends prompts that wait for a lost prefill worker, whether or not their transfer has begun."""
-        lost = [p for p in self._by_transfer.values() if p.prefill_epoch == prefill_epoch]
-        return [a for p in lost for a in self._end_all(p, WorkerLost("the prefill worker was lost"))]
+        error = WorkerLost("the prefill worker was lost")
+        return [a for prompt in self.sequences.waiting_for(prefill_epoch) for a in self._end_all(prompt, error)]
 
     def on_tick(self, now: float) -> list[Action]:
-        late = [s for s in self._by_request.values() if now >= s.prompt.arrived_at + s.prompt.request.deadline_s]
         error = DeadlineExceeded("the request's deadline has passed")
-        actions = [action for sequence in late for action in self._end(sequence, error)]
-        for transfer in self._reservations.waiting_transfers():
-            if transfer.transfer_id not in self._by_transfer and now >= transfer.arrived_at + UNCLAIMED_TIMEOUT_S:
+        actions = [action for sequence in self.sequences.late(now) for action in self._end(sequence, error)]
+        for transfer in self.reservations.waiting_transfers():
+            if (
+                transfer.transfer_id not in self.sequences.by_transfer
+                and now >= transfer.arrived_at + UNCLAIMED_TIMEOUT_S
+            ):
                 actions += self._give_up(transfer, KVTransferFailed("the proxy's request did not arrive"))
         return actions
 
     def wanted_transfers(self, pair_id: str) -> list[str]:
         """Returns the transfers whose leases must be renewed: all but those that were given up."""
         transfers = self._transfers.of_pair(pair_id)
-        return [t.transfer_id for t in transfers if t.transfer_id in self._by_transfer or not t.is_reserved]
+        return [t.transfer_id for t in transfers if t.transfer_id in self.sequences.by_transfer or not t.is_reserved]
 
     # ---- steps
 
-    def on_clock(self, now: float) -> None:
-        """Sets the start time of sequences that have joined during a step. Called after each event."""
-        self._running.on_clock(now)
-
-    def may_schedule_ahead(self) -> bool:
-        """Whether the next step can be scheduled while the last one runs; see `RunningBatch.may_schedule_ahead`."""
-        return self._running.may_schedule_ahead()
-
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
         """Returns the next step's batch, and messages about preempted sequences."""
-        batch, preempted = self._running.schedule(now)
-        self.num_preempted += len(preempted)
-        for sequence in preempted:
-            self._remove(sequence)
-        return batch, [SendToProxy(s.prompt.request.proxy_id, AttemptPreempted(s.attempt_id)) for s in preempted]
+        batch, evicted = self.running.schedule(now)
+        self.num_preempted += len(evicted)
+        for sequence in evicted:
+            self.sequences.remove(sequence)
+        return batch, [preempted(sequence) for sequence in evicted]
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
         """Returns one TokenBatch for each proxy with sequences in the step."""
-        step = self._running.end_step()
-        batches: dict[str, list[NewToken]] = {}
-        began: dict[str, list[DecodeBegan]] = {}
+        step = self.running.end_step()
+        answers = StepTokens()
         freed: list[Action] = []
         for sequence, output in zip(step, results, strict=True):
             if sequence.ended:
-                self._running.release(sequence)
+                self.running.release(sequence)
                 continue
             if output.error is not None:
                 freed += self._end(sequence, output.error.to_error())
@@ -319,17 +268,12 @@ class DecodeScheduler:
                 )
             request = sequence.prompt.request
             finish_reason = request.stop.check(token.token_id, len(sequence.output_token_ids))
-            batches.setdefault(request.proxy_id, []).append(NewToken(sequence.attempt_id, token, finish_reason))
-            if len(sequence.output_token_ids) == request.num_generated + 2:
-                began.setdefault(request.proxy_id, []).append(_began(now, sequence))
+            answers.add(now, sequence, token, finish_reason)
             if finish_reason is not None:
                 self.num_finished += 1
                 freed += self._end(sequence)
-        actions: list[Action] = [
-            SendToProxy(proxy_id, TokenBatch(tokens, began.get(proxy_id, []))) for proxy_id, tokens in batches.items()
-        ]
-        self._running.rotate(step)
-        return actions + freed + self._reserve()
+        self.running.rotate(step)
+        return answers.actions() + freed + self._reserve()
 
     def on_out_of_memory(self, preempt: bool) -> list[Action]:
         """Ends a step that did not fit into the device's memory, or was not run. Its sequences have no new token.
@@ -337,52 +281,47 @@ class DecodeScheduler:
         preempt: preempts the newest half of them. All are preempted if the step copied blocks, because the copies may
         be missing.
         """
-        had_copies = self._running.has_copied
-        step = sorted(self._running.end_step(), key=lambda sequence: sequence.age)
+        had_copies = self.running.has_copied
+        step = sorted(self.running.end_step(), key=lambda sequence: sequence.age)
         num_kept = 0 if had_copies else len(step) // 2 if preempt else len(step)
         actions: list[Action] = []
         for number, sequence in enumerate(step):
             if sequence.ended:
-                self._running.release(sequence)
+                self.running.release(sequence)
             elif number >= num_kept:
-                sequence.ended = True
-                self._running.leave(sequence)
-                self._remove(sequence)
+                self.sequences.remove(sequence)
+                self.running.leave(sequence)
                 self.num_preempted += 1
-                actions.append(SendToProxy(sequence.prompt.request.proxy_id, AttemptPreempted(sequence.attempt_id)))
+                actions.append(preempted(sequence))
         return actions + self._reserve()
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
         actions: list[Action] = []
         failure = InternalError(f"the model failed on this batch: {error}")
-        for sequence in self._running.end_step():
+        for sequence in self.running.end_step():
             if sequence.ended:
-                self._running.release(sequence)
+                self.running.release(sequence)
             else:
                 actions += self._end(sequence, failure)
         return actions + self._reserve()
 
     def reserve_waiting(self) -> list[Action]:
         """Serves transfers that were blocked, if blocks were released since, or that have waited for a tier."""
-        return self._reserve() if self.is_blocked or self._reservations.is_loading else []
+        return self._reserve() if self.reservations.is_blocked or self.reservations.is_loading else []
 
     def _reserve(self) -> list[Action]:
-        return self._reservations.serve(self._by_transfer)
+        return self.reservations.serve(self.sequences.by_transfer)
 
     # ---- beginnings and ends
 
     def _advance(self, transfer: IncomingTransfer) -> list[Action]:
         """Starts the sequences if their KV is complete, or frees an abandoned transfer's blocks if it is over."""
-        prompt = self._by_transfer.get(transfer.transfer_id)
+        prompt = self.sequences.by_transfer.get(transfer.transfer_id)
         if prompt is not None:
             if not transfer.is_complete:
                 return []
             assert transfer.first_token_ids is not None
-            if len(transfer.first_token_ids) != len(prompt.request.attempt_ids):
-                counts = f"{len(transfer.first_token_ids)} first tokens for {len(prompt.request.attempt_ids)} sequences"
-                return self._give_up(transfer, KVTransferFailed(f"the prefill worker sent {counts}"))
-            if transfer.position_offset and not prompt.request.media:  # it could lie outside of the model's positions
-                error = KVTransferFailed("the prefill worker sent a position offset for a prompt without media")
+            if (error := transfer.why_unusable(prompt.request)) is not None:
                 return self._give_up(transfer, error)
             self._transfers.close(transfer.transfer_id)
             prompt.num_kv_bytes = transfer.num_arrived_blocks * self._block_bytes
@@ -394,7 +333,7 @@ class DecodeScheduler:
         if transfer.is_reserved:
             self.blocks.end_quarantine(transfer.own_block_ids)
         else:
-            self._reservations.stop_waiting(transfer)
+            self.reservations.stop_waiting(transfer)
         self._transfers.close(transfer.transfer_id)
         return self._reserve()
 
@@ -406,63 +345,40 @@ class DecodeScheduler:
         first_token_ids: list[int],
         position_offset: int,
     ) -> list[Action]:
-        """Starts the sequences. They share the prompt's full blocks, and each gets blocks of its own after these.
-
-        spare: blocks of their own, as far as they have been reserved; steps allocate the others.
-        """
-        self._by_transfer.pop(prompt.request.transfer_id, None)
-        self._reservations.forget(prompt.request.transfer_id)
-        prompt.has_begun = True
-        full = prompt_blocks[: len(prompt.hashes)]
-        for block_id, block_hash in zip(full, prompt.hashes, strict=True):
-            self.blocks.publish(block_id, block_hash)
-        partial = prompt_blocks[len(full) :]  # at most one; the first sequence takes it, the others copy it
-        num_own = self._reservations.num_own_blocks(prompt)
+        """Starts the sequences; see `RunningBatch.begin`."""
         request = prompt.request
-        is_first = True
-        for attempt_id, token_id in zip(request.attempt_ids, first_token_ids, strict=True):
-            sequence = prompt.sequences.get(attempt_id)
-            if sequence is None:
-                continue
-            if request.stop.check(token_id, request.num_generated + 1) is not None:  # the proxy knows
-                self._remove(sequence)
-                continue
-            num_spare = num_own - (len(partial) if is_first else 0)
-            own, spare = spare[:num_spare], spare[num_spare:]
-            self.blocks.share(full)
-            if is_first:
-                own = partial + own
-            elif partial:
-                self.blocks.share(partial)
-                sequence.copy_from = partial[0]
-            is_first = False
-            sequence.begin(full + own, token_id, self.blocks.block_size, position_offset)
-            self._running.join(sequence)
-        self.blocks.release(full)  # the transfer's own hold
-        self.blocks.release(spare + (partial if is_first else []))
-        return self._reserve() if spare or is_first else []
+        self.sequences.by_transfer.pop(request.transfer_id, None)
+        self.reservations.forget(request.transfer_id)
+        prompt.has_begun = True
+        first_tokens = dict(zip(request.attempt_ids, first_token_ids, strict=True))
+        for sequence in list(prompt.sequences.values()):
+            if request.stop.check(first_tokens[sequence.attempt_id], request.num_generated + 1) is not None:
+                self.sequences.remove(sequence)  # the proxy knows
+        num_own = self.reservations.num_own_blocks(prompt)
+        has_freed = self.running.begin(prompt, first_tokens, prompt_blocks, spare, num_own, position_offset)
+        return self._reserve() if has_freed else []
 
     def _give_up(self, transfer: IncomingTransfer, error: TandemError) -> list[Action]:
         """Ends the requests of a transfer that will not complete, or only the transfer if it has none."""
-        prompt = self._by_transfer.get(transfer.transfer_id)
+        prompt = self.sequences.by_transfer.get(transfer.transfer_id)
         if prompt is not None:
             return self._end_all(prompt, error)
-        return [_refusal(transfer.pair_id, transfer.transfer_id, error), *self._advance(transfer)]
+        return [refusal(transfer.pair_id, transfer.transfer_id, error), *self._advance(transfer)]
 
     def _end_all(self, prompt: DecodePrompt, error: TandemError | None = None) -> list[Action]:
         return [action for sequence in list(prompt.sequences.values()) for action in self._end(sequence, error)]
 
     def _end(self, sequence: DecodeSequence, error: TandemError | None = None) -> list[Action]:
         """Forgets the sequence at once and sends `error` to the proxy. Its blocks follow when nothing uses them."""
-        self._remove(sequence)
-        actions: list[Action] = [_failure(sequence, error)] if error is not None else []
+        self.sequences.remove(sequence)
+        actions: list[Action] = [failure(sequence, error)] if error is not None else []
         prompt = sequence.prompt
         if prompt.has_begun:
-            return actions + self._reserve() if self._running.leave(sequence) else actions
+            return actions + self._reserve() if self.running.leave(sequence) else actions
         if prompt.sequences:
             return actions  # others still wait for this transfer
-        del self._by_transfer[prompt.request.transfer_id]
-        self._reservations.forget(prompt.request.transfer_id)
+        del self.sequences.by_transfer[prompt.request.transfer_id]
+        self.reservations.forget(prompt.request.transfer_id)
         transfer = self._transfers.get(prompt.request.transfer_id)
         if transfer is None:
             self._transfers.close(prompt.request.transfer_id)
@@ -476,25 +392,5 @@ class DecodeScheduler:
             self.blocks.quarantine(transfer.own_block_ids)
         if not transfer.peer_stopped:
             reason = error or RequestAborted("the request has ended")
-            actions.append(_refusal(transfer.pair_id, transfer.transfer_id, reason))
+            actions.append(refusal(transfer.pair_id, transfer.transfer_id, reason))
         return actions + self._advance(transfer) + self._reserve()
-
-    def _remove(self, sequence: DecodeSequence) -> None:
-        sequence.ended = True
-        del self._by_request[sequence.key], sequence.prompt.sequences[sequence.attempt_id]
-
-
-def _failure(sequence: DecodeSequence, error: TandemError) -> Action:
-    message = AttemptFailed(sequence.attempt_id, ErrorInfo.of(error))
-    return SendToProxy(sequence.prompt.request.proxy_id, message)
-
-
-def _refusal(pair_id: str, transfer_id: str, error: TandemError) -> Action:
-    return SendToPeer(pair_id, KVRefused(transfer_id, ErrorInfo.of(error)))
-
-
-def _began(now: float, sequence: DecodeSequence) -> DecodeBegan:
-    stepped_at = sequence.stepped_at if sequence.stepped_at is not None else now
-    return DecodeBegan(
-        sequence.attempt_id, stepped_at - sequence.joined_at, now - stepped_at, sequence.prompt.num_kv_bytes
-    )

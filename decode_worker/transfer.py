@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.transfer import ShipKV
 from tandem.runtime.errors import KVTransferFailed
 
@@ -80,6 +81,15 @@ class IncomingTransfer:
             self.has_gap = True
         elif not self.has_gap:
             self.num_arrived_blocks += num_blocks
+
+    def why_unusable(self, request: PromptMessage) -> KVTransferFailed | None:
+        """Returns what is wrong with the end of a complete transfer."""
+        num_tokens, num_sequences = len(self.first_token_ids or ()), len(request.attempt_ids)
+        if num_tokens != num_sequences:
+            return KVTransferFailed(f"the prefill worker sent {num_tokens} first tokens for {num_sequences} sequences")
+        if self.position_offset and not request.media:  # it could lie outside of the model's positions
+            return KVTransferFailed("the prefill worker sent a position offset for a prompt without media")
+        return None
 
     def keep_arrived(self, num_full_blocks: int) -> list[int]:
         """Called when the request has ended. Returns the arrived blocks that are full blocks of the prompt."""

@@ -223,11 +223,11 @@ class PrefillScheduler:
     def _begin(self, now: float, prompt: PrefillPrompt, actions: list[Action]) -> bool:
         """Gives a waiting prompt its blocks, cached ones first. Returns False if it must wait: for blocks, for the
         decode role, or for a tier that has more of its prefix."""
-        if self._decode.is_blocked:
+        if self._decode.reservations.is_blocked:
             return False
         if prompt.decodes_here:
             num_promised = sum(len(other.open_ids) for other in self.prompts.computing.values() if other.decodes_here)
-            if not self._decode.has_room(num_promised + len(prompt.open_ids)):
+            if not self._decode.reservations.has_room(num_promised + len(prompt.open_ids)):
                 return False
         hashes = prompt.hashes or prompt.hash_blocks(self.blocks.block_size, self._model_id)
         # The last token is always computed, as its result is needed.

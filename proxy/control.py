@@ -37,7 +37,8 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.plausible import plausible_status
 from tandem.protocol.messaging import Network
-from tandem.proxy.cluster.worker_table import CHECK_INTERVAL_S, MembershipChange
+from tandem.proxy.cluster.worker_record import MembershipChange
+from tandem.proxy.cluster.worker_table import CHECK_INTERVAL_S
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.observe.serving_figures import serving_figures

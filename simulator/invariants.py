@@ -94,7 +94,7 @@ class Invariants:
         now, name = self._timeline.now, worker.name
         prefill, decode = worker.worker._scheduler.prefill, worker.worker._scheduler.decode
         held = {key for key, prompt in prefill.prompts.by_attempt.items() if not prompt.ended}
-        held |= decode._by_request.keys()
+        held |= decode.sequences.by_attempt.keys()
         for proxy_id, attempt_id in sorted(held):
             proxy = self._cluster.proxies_by_id[proxy_id]
             if since := self._silent_since(proxy.loop, worker.loop, proxy.loop):
@@ -104,10 +104,10 @@ class Invariants:
                 yield "a request that has ended is held", f"{name}: {attempt_id}", SOON_S
         if now - worker.loop.running_since < SOON_S:
             return
-        for sequence in decode._by_request.values():
+        for sequence in decode.sequences.by_attempt.values():
             if now > sequence.prompt.arrived_at + sequence.prompt.request.deadline_s + 1:
                 yield "a request is held beyond its deadline", f"{name}: {sequence.attempt_id}", 0
-        for waiting in decode._by_transfer.values():
+        for waiting in decode.sequences.by_transfer.values():
             prefill_worker = self._by_epoch.get(waiting.prefill_epoch)
             if prefill_worker is None or prefill_worker.has_left or worker.loop not in prefill_worker.watched_by:
                 continue
@@ -115,8 +115,8 @@ class Invariants:
             if waiting.arrived_at < min(exited_at) and max(exited_at) < now - 1:
                 details = f"{name}: {waiting.request.transfer_id}"
                 yield "a prompt waits for a prefill worker that has exited", details, CHECK_S
-        for transfer in decode._reservations.waiting_transfers():
-            if transfer.transfer_id not in decode._by_transfer:
+        for transfer in decode.reservations.waiting_transfers():
+            if transfer.transfer_id not in decode.sequences.by_transfer:
                 yield "a transfer waits for its request", f"{name}: {transfer.transfer_id}", UNCLAIMED_TIMEOUT_S + 1
         table = worker.worker._traffic._outgoing_table
         for prompt in prefill.prompts.by_transfer.values():

@@ -90,7 +90,7 @@ class WorkerScheduler:
     def on_tick(self, now: float) -> list[Action]:
         self.tiers.on_tick(now)
         actions = self.prefill.on_tick(now) + self.decode.on_tick(now)
-        return actions + self.prefill.yield_blocks(now) if self.decode.is_blocked else actions
+        return actions + self.prefill.yield_blocks(now) if self.decode.reservations.is_blocked else actions
 
     # ---- steps
 
@@ -107,7 +107,7 @@ class WorkerScheduler:
         (`DecodeSequence.needs_tokens`). Tokens that follow a stop token are dropped when they arrive.
         """
         [running] = self._steps
-        if running.has_prompts or not self.decode.may_schedule_ahead():
+        if running.has_prompts or not self.decode.running.may_schedule_ahead():
             return Batch([]), []
         return self._next_step(now)
 

@@ -50,7 +50,7 @@ class StepLoop:
     def start(self) -> None:
         """Begins a step if none runs. Called after each event."""
         if self._num_in_flight:
-            self._scheduler.decode.on_clock(self._clock())
+            self._scheduler.decode.running.on_clock(self._clock())
             return
         batch, actions = self._scheduler.schedule(self._clock())
         if batch.items or batch.encodes:

@@ -14,7 +14,7 @@ from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_la
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_request import ResponseOptions
 from tandem.proxy.cluster.adapter_table import NamedAdapter
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat

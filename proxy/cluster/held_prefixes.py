@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.proxy.cluster.worker_table import WorkerRecord, WorkerTable
+from tandem.proxy.cluster.worker_record import WorkerRecord
+from tandem.proxy.cluster.worker_table import WorkerTable
 
 
 @dataclass(frozen=True, slots=True)

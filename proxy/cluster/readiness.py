@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from tandem.proxy.cluster.worker_table import ModelLimits, WorkerTable
+from tandem.proxy.cluster.worker_record import ModelLimits
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import Overloaded
 
 

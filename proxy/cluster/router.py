@@ -19,7 +19,8 @@ import msgspec
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.proxy.cluster.held_prefixes import HeldPrefixes, find_held_prefixes
 from tandem.proxy.cluster.worker_load import WorkerUse
-from tandem.proxy.cluster.worker_table import WorkerRecord, WorkerTable
+from tandem.proxy.cluster.worker_record import WorkerRecord
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import Overloaded
 from tandem.telemetry.stages import Placement
 

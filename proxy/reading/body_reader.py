@@ -18,7 +18,7 @@ from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.responses_request import InputItem
 from tandem.proxy.api.structured_output import checked_grammar
 from tandem.proxy.api.validation import BodyDecoder
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.parsers.parser_names import reasoning_format, tool_format
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.model_text import ModelText

@@ -10,7 +10,7 @@ import msgspec
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import ModelNotFound
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.source import InvalidMedia
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind

@@ -23,7 +23,7 @@ from tandem.protocol.media_client import MediaCacheClient
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import SLOUnreachable
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.proxy_config import ProxyConfig

@@ -10,7 +10,7 @@ from tandem.protocol.media_segment import write_segment
 from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.fetch import read_local
 from tandem.proxy.media.processor import MediaProcessor, MediaSize, PreparedMedia
 from tandem.proxy.media.source import MediaSource

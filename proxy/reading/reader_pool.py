@@ -20,7 +20,7 @@ import msgspec
 
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia, reads_files
 from tandem.proxy.reading.job_queue import JobQueue

@@ -19,7 +19,7 @@ from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.media import MediaItem, MediaKind
 from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import (
     AnyPrompt,

@@ -18,7 +18,7 @@ from typing import get_args
 
 from tandem.protocol.lora_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from tandem.proxy.batches.batch_lines import IndexedLine, check_lines, read_lines, request_body
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader
 from tandem.proxy.text.model_text import ModelText

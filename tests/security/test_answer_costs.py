@@ -25,7 +25,7 @@ from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.logprobs import completion_logprobs, prompt_logprobs
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.prompt import RenderedPrompts

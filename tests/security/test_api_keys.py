@@ -16,7 +16,7 @@ import pytest
 from tandem.protocol.messages.client_salt import scoped_salt
 from tandem.proxy.admission.api_key import InvalidApiKey
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http import api_keys
 from tandem.proxy.http.api_keys import ApiKeys, KeyFile

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.processor import MediaProcessor
 from tandem.proxy.media.source import MediaSource
 from tandem.proxy.reading.media_messages import MediaJobDone, MediaJobFailed

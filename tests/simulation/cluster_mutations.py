@@ -46,6 +46,7 @@ REGISTRATION, PRESENCE, WORKER = "worker/registration.py", "worker/presence.py",
 CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py", "proxy/dispatch/attempt.py"
 DECODE, TRANSFER, PREFILL = "decode_worker/scheduler.py", "decode_worker/transfer.py", "prefill_worker/scheduler.py"
 TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt_table.py"
+SEQUENCES = "decode_worker/sequence_table.py"
 
 SHELL = (
     Mutation(
@@ -284,9 +285,9 @@ PURE = (
     ),
     Mutation(
         "decode has no deadlines",
-        DECODE,
-        "late = [s for s in self._by_request.values() if now >=",
-        "late = [s for s in () if now >=",
+        SEQUENCES,
+        "return [s for s in self.by_attempt.values() if now >=",
+        "return [s for s in () if now >=",
     ),
     Mutation(
         "prefill is not told that a request has ended",
@@ -297,7 +298,7 @@ PURE = (
     Mutation("unclaimed reservations stay", DECODE, "now >= transfer.arrived_at + UNCLAIMED_TIMEOUT_S", "False"),
     Mutation(
         "a lost prefill worker does not end the prompts that wait for it",
-        DECODE,
+        SEQUENCES,
         "if p.prefill_epoch == prefill_epoch]",
         "if False]",
     ),

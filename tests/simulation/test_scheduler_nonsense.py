@@ -90,7 +90,7 @@ def test_decode(events: list[Any]) -> None:
     for pair_id in ("pair-0", "pair-1"):
         scheduler.on_pair_lost(pair_id, "the test ends", True)
     scheduler.on_proxy_lost("proxy")
-    assert scheduler.blocks.num_free == NUM_BLOCKS and not scheduler._by_request and not scheduler._transfers
+    assert scheduler.blocks.num_free == NUM_BLOCKS and not scheduler.sequences.by_attempt and not scheduler._transfers
 
 
 TO_PREFILL = st.one_of(

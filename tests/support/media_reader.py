@@ -20,7 +20,7 @@ from tandem.protocol.messages.media import MediaItem, check_media, check_segment
 from tandem.protocol.messages.media_cache import MediaCacheStatus, MediaKey
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.sockets import new_context
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import (

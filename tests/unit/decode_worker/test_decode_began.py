@@ -41,7 +41,7 @@ def test_a_sequence_that_joins_during_a_step_waits_for_the_next() -> None:
     batch, _ = scheduler.schedule(1.0)
     assert len(batch.items) == 1
     join(scheduler, 1)
-    scheduler.on_clock(1.25)  # the shell calls it after each event during a step
+    scheduler.running.on_clock(1.25)  # the shell calls it after each event during a step
     [reported] = batches(scheduler.on_step(2.0, [TOKEN]))
     assert reported.began == [DecodeBegan("r0", 0.0, 1.0, 100)]
     batch, _ = scheduler.schedule(2.0)

@@ -134,11 +134,11 @@ def test_a_transfer_is_served_when_the_prefill_role_releases_blocks() -> None:
     )  # fmt: skip
     actions = scheduler.decode.on_prepare(1.0, prepare)
     actions += scheduler.decode.on_reserve(1.0, ReserveKV("pair", "c", 20))
-    assert not actions and scheduler.decode.is_blocked
+    assert not actions and scheduler.decode.reservations.is_blocked
     scheduler.on_step(1.5, [TOKEN] * len(batch.items))  # "a" ends with its first token
     _, actions = scheduler.schedule(2.0)
     assert any(isinstance(action, SendToPeer) for action in actions)
-    assert not scheduler.decode.is_blocked
+    assert not scheduler.decode.reservations.is_blocked
 
 
 def test_the_prefill_role_yields_when_both_workers_are_full() -> None:

@@ -15,7 +15,7 @@ from tandem.engine.sampling.grammar_matcher import compile_grammar, make_tokeniz
 from tandem.engine.sampling.grammar_server import read_tokenizer
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool

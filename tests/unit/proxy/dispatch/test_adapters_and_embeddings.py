@@ -21,7 +21,7 @@ from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.answers.embeddings import EmbeddingAnswer, encode_embedding
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.runtime.errors import InvalidRequest

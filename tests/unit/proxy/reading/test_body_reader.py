@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.api.responses_request import ResponseRequest
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, reads_files
 from tandem.proxy.text.embedding_defaults import EmbeddingDefaults

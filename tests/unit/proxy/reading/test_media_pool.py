@@ -15,7 +15,7 @@ from tandem.protocol.sockets import new_context
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.router import SLOUnreachable
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.reading.media_messages import (
     TO_PROCESS,
     CancelMediaJob,

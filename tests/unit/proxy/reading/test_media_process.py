@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from transformers import AutoProcessor
 
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.reading.media_messages import CancelMediaJob, MediaJob, MediaJobDone, MediaJobFailed
 from tandem.proxy.reading.media_reader import MediaReader
 from tandem.runtime.errors import InvalidRequest, RequestAborted

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.proxy.cluster.worker_table import ModelLimits
+from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading import reader_connection, reader_pool, reader_process
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia

@@ -1,0 +1,88 @@
+"""What the table of workers holds of each worker, and how it reports changes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem.protocol.messages.membership import PairStatus, PairTraffic, Role, WorkerInfo, WorkerLoad
+from tandem.proxy.cluster.worker_load import WorkerUse
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Limits that every registered worker accepts."""
+
+    max_model_len: int
+    """Tokens of a sequence, prompt and output."""
+    vocab_size: int
+    """Token ids are below it."""
+    model_id: str = ""
+    """Input of the prefix cache's hashes."""
+    block_size: int = 64
+    """Input of the prefix cache's hashes."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRecord:
+    """One registered worker with its last report."""
+
+    worker: WorkerInfo
+    role: Role
+    """The current role; that of `worker` is the one at registration."""
+    limits: ModelLimits
+    bit: int
+    """Its number in both prefix indices."""
+    use: WorkerUse
+    """What the router counts on it."""
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    pairs: list[PairStatus] = field(default_factory=list)
+    num_pair_changes: int = 0
+    """Number of the report that `pairs` came with."""
+    has_missed_pairs: bool = False
+    traffic: dict[str, PairTraffic] = field(default_factory=dict)
+    """KV shipped, by decode worker."""
+    draining: bool = False
+    """Whether it gets no new work."""
+    decode_peers: list[WorkerRecord] = field(default_factory=list)
+    """Workers that decode prompts which this one computes: those of its ready pairs, and itself in role any."""
+    lora_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """See RegisterWorker."""
+    quantization: str = ""
+    """See RegisterWorker."""
+    role_ordered_until: float = 0.0
+    """Loop time until which a report of another role is older than the order to take this one."""
+    drain_ordered_until: float = 0.0
+    """Loop time until which a report that it does not drain is older than the order to drain."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Identity with the current role."""
+        if self.role == self.worker.role:
+            return self.worker
+        return msgspec.structs.replace(self.worker, role=self.role)
+
+
+@dataclass(frozen=True, slots=True)
+class LostWorker:
+    """has_crashed: the launcher saw its process end by a signal or an error. Silence proves no crash.
+
+    is_gone: nothing listens under this epoch any more; another process may soon listen at its address.
+    """
+
+    worker: WorkerInfo
+    reason: str
+    has_crashed: bool = False
+    is_gone: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipChange:
+    """Workers that were lost and that joined. Handle the lost ones first: a worker may be both, under two epochs."""
+
+    lost: list[LostWorker] = field(default_factory=list)
+    joined: list[WorkerInfo] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.lost or self.joined)
