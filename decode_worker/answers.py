@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.decode_worker.sequence import DecodeSequence
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, DecodeBegan, NewToken, TokenBatch
 from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.protocol.messages.transfer import KVRefused
-from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
 from tandem.runtime.errors import ErrorInfo, TandemError
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import DecodePrompt
 from tandem.decode_worker.transfer import IncomingTransfer
@@ -12,7 +13,6 @@ from tandem.engine.block_manager import BlockManager
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.protocol.messages.dispatch import DecodeReserved
 from tandem.protocol.messages.transfer import KVReserved
-from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
 
 
 class Reservations:

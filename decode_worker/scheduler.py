@@ -14,6 +14,7 @@ that the peer may still write stay in quarantine until the transfer is over (`de
 
 from __future__ import annotations
 
+from tandem.decode_worker.actions import Action, Receive
 from tandem.decode_worker.answers import StepTokens, failure, preempted, refusal
 from tandem.decode_worker.reservations import Reservations
 from tandem.decode_worker.running import RunningBatch
@@ -31,7 +32,6 @@ from tandem.protocol.messages.dispatch import (
     PromptMessage,
 )
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import Action, Receive
 from tandem.runtime.errors import (
     DeadlineExceeded,
     InternalError,

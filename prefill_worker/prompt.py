@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.decode_worker.actions import Ship
 from tandem.decode_worker.sequence import ComputedPrompt
 from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.lora.adapter import Adapter
@@ -20,7 +21,6 @@ from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV
 from tandem.protocol.prefix_hash import BlockHasher
-from tandem.protocol.worker_actions import Ship
 
 
 @dataclass(eq=False)

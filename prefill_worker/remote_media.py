@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tandem.engine.vision.media_tensors import view_tensor
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.media_cache import HEADER_BYTES, MediaKey
 from tandem.protocol.messaging import Network

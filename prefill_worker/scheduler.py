@@ -14,6 +14,7 @@ A prompt that is decoded on the same worker is not shipped: its blocks pass to t
 
 from __future__ import annotations
 
+from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -30,7 +31,6 @@ from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, S
 from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases
-from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
 from tandem.runtime.errors import (
     DeadlineExceeded,
     ErrorInfo,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tandem.protocol.media_client import MediaCacheClient
-from tandem.protocol.media_segment import map_segment, offsets_of, write_segment
+from tandem.media_cache.media_client import MediaCacheClient
+from tandem.media_cache.media_segment import map_segment, offsets_of, write_segment
 from tandem.protocol.messages.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
 from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import start_job

@@ -18,7 +18,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.admission import MAX_INPUTS, Admission
 from tandem.proxy.admission.answer_budget import AnswerBudget

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from tandem.decode_worker.actions import Action, Receive, SendToPeer, Ship
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.protocol.messages.checks import check_finish_transfer, check_open_pair, check_reserved
 from tandem.protocol.messages.membership import PairStatus, PairTraffic, WorkerInfo
@@ -27,7 +28,6 @@ from tandem.protocol.messages.transfer import (
     ToDecodePeer,
 )
 from tandem.protocol.messaging import Network
-from tandem.protocol.worker_actions import Action, Receive, SendToPeer, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import EngineHost

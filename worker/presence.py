@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.decode_worker.actions import Action
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     RegisterWorker,
@@ -21,7 +22,6 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.messaging import Network
-from tandem.protocol.worker_actions import Action
 from tandem.runtime.drain import Drain, Retired
 from tandem.runtime.threads import show_thread_name
 from tandem.runtime.whole_file import write_whole

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from tandem.decode_worker.actions import Action
 from tandem.engine.batch import ItemOutput
 from tandem.engine.engine import Engine, OutOfDeviceMemory, StepTiming
-from tandem.protocol.worker_actions import Action
 from tandem.runtime.errors import first_line
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.scheduler import WorkerScheduler

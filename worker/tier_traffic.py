@@ -8,9 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tandem.decode_worker.actions import Action
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
+from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
 from tandem.kv_transfer.tiers.tier import TierAnswer
-from tandem.protocol.worker_actions import Action, FindBlocks, LoadBlocks, StoreBlocks
 from tandem.runtime.errors import InternalError
 
 if TYPE_CHECKING:

@@ -13,13 +13,15 @@ from collections.abc import Callable
 
 import msgspec
 
+from tandem.decode_worker.actions import Action, Receive, SendToPeer, SendToProxy, Ship
+from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
 from tandem.engine.tiers.tier_state import TierState
 from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
 from tandem.protocol.codec import Codec, MessageTooLarge
-from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import (
@@ -38,16 +40,6 @@ from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.messaging import MessageRouter, Network
 from tandem.protocol.sockets import new_context
-from tandem.protocol.worker_actions import (
-    Action,
-    FindBlocks,
-    LoadBlocks,
-    Receive,
-    SendToPeer,
-    SendToProxy,
-    Ship,
-    StoreBlocks,
-)
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost

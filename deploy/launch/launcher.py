@@ -27,8 +27,8 @@ from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_nam
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised, has_crashed
 from tandem.deploy.sites.site import Site
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.codec import Codec
-from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.membership import (
     FromProxyControl,
     GetStatus,

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.prefix_log import PrefixLog
+from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks, TierAction
 from tandem.engine.tiers.tier_state import TierState
 from tandem.protocol.messages.membership import TierFigures
-from tandem.protocol.worker_actions import Action, FindBlocks, LoadBlocks, StoreBlocks
 
 LOAD_TIMEOUT_S = 2.0
 """A prompt waits no longer for its prefix, but computes what is missing."""
@@ -82,7 +82,7 @@ class PrefixTiers:
         self._waits: dict[Hashable, _Load] = {}  # the load that a prompt has waited for last
         self._storing: dict[str, tuple[int, list[int]]] = {}  # by tier: job and blocks, which are held
         self._num_loads = 0
-        self._actions: list[Action] = []
+        self._actions: list[TierAction] = []
         self._num_tiers_of: Counter[bytes] = Counter()
         self.prefix_log = PrefixLog()
         self.num_loaded_tokens = 0
@@ -107,7 +107,7 @@ class PrefixTiers:
             for tier in self._tiers.values()
         ]
 
-    def take_actions(self, now: float) -> list[Action]:
+    def take_actions(self, now: float) -> list[TierAction]:
         """Returns the next jobs of the tiers. Called after each event."""
         if not self._tiers:
             return []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media import MediaItem
 from tandem.runtime.errors import WorkerLost
 from tandem.runtime.file_limits import out_of_descriptors

@@ -22,7 +22,7 @@ from transformers import AutoProcessor
 from transformers.processing_utils import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
-from tandem.protocol.media_segment import offsets_of
+from tandem.media_cache.media_segment import offsets_of
 from tandem.protocol.messages.media import BYTES_PER_ELEMENT, MediaKind, MediaTensor
 from tandem.proxy.media.decode import decode_image, decode_video, image_size, sampled, video_info
 from tandem.proxy.media.media_limits import MediaLimits

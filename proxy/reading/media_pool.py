@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import SLOUnreachable

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media_cache import GrantedMedia, MediaKey, WantedMedia
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.fair_slots import FairSlots

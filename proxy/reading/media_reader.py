@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.protocol.media_segment import write_segment
+from tandem.media_cache.media_segment import write_segment
 from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey
 from tandem.proxy.api.generation_request import GenerationRequest

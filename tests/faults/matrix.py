@@ -22,7 +22,7 @@ import httpx
 
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.membership import Role as WorkerRole
 from tandem.protocol.messages.membership import StatusReport
 from tandem.runtime.errors import TandemError

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media_cache import MediaCacheStatus
 from tandem.protocol.messages.membership import WorkerReport
 from tandem.protocol.network_keys import make_keys

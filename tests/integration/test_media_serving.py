@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media_cache import MediaCacheStatus
 from tests.support.cluster import Cluster, tandem
 from tests.support.media_proxy import ask_cache, data_url, image_part, video_part

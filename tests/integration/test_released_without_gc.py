@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tests.faults.leaks import Footprint, shared_memory
 from tests.faults.streams import descendants
 from tests.support.cluster import Cluster

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tests.support.cluster import Cluster, tandem
 from tests.support.media_proxy import ask_cache
 from tests.support.served_vision_models import Part, body_of, generated_by_transformers, save_served_model

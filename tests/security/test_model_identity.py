@@ -23,9 +23,9 @@ from tandem.engine.loading.model_identity import SAMPLE_BYTES, folder_identity
 from tandem.engine.loading.model_loader import load_model
 from tandem.kv_transfer.handshake import agree
 from tandem.media_cache.media_cache_config import MediaCacheConfig
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.media_cache.server import MediaCacheServer
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
-from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 from tandem.protocol.sockets import new_context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.decode_worker.actions import SendToProxy
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
@@ -13,7 +14,6 @@ from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import SendToProxy
 from tandem.runtime.errors import InvalidMessage
 
 TOKENS = list(range(1, 7))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tandem.decode_worker.actions import SendToProxy
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -16,7 +17,6 @@ from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, Prepare
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import SendToProxy
 from tandem.runtime.errors import ErrorInfo, InvalidRequest
 from tandem.worker.scheduler import WorkerScheduler
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.decode_worker.actions import Action, SendToPeer
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import Action, SendToPeer
 from tandem.runtime.errors import KVTransferFailed
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 20

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import combine, corrupt_blocks, rank_checksums
@@ -15,7 +16,6 @@ from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVLayout, KVRefused, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import Receive, SendToPeer, SendToProxy
 from tandem.runtime.errors import KVTransferFailed
 
 NUM_BLOCKS, NUM_HEADS, HEAD_BYTES = 6, 6, 16

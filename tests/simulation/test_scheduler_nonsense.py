@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tandem.decode_worker.actions import Receive, Ship
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -16,7 +17,6 @@ from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, Star
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, RenewLeases, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import Receive, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed
 from tandem.worker.scheduler import WorkerScheduler
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media_cache import MediaCacheStatus
 from tandem.protocol.sockets import new_context

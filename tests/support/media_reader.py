@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.media_cache.media_cache_config import MediaCacheConfig
+from tandem.media_cache.media_client import MediaCacheClient
+from tandem.media_cache.media_segment import map_segment
 from tandem.media_cache.server import MediaCacheServer
-from tandem.protocol.media_client import MediaCacheClient
-from tandem.protocol.media_segment import map_segment
 from tandem.protocol.messages.media import MediaItem, check_media, check_segment
 from tandem.protocol.messages.media_cache import MediaCacheStatus, MediaKey
 from tandem.protocol.messages.token_ids import unpack_token_ids

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tandem.decode_worker.actions import Action, SendToProxy
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_thread import EngineThread
 from tandem.engine.sampling.grammar import Grammar
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, FirstToken, StartPrefill, TokenBatch
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.protocol.worker_actions import Action, SendToProxy
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.scheduler import WorkerScheduler
 from tandem.worker.step_loop import StepLoop

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from tandem.decode_worker.actions import Action, Receive, SendToPeer, SendToProxy, Ship
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
@@ -27,7 +28,6 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams, St
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import Action, Receive, SendToPeer, SendToProxy, Ship
 from tandem.worker.scheduler import WorkerScheduler
 from tests.support.vision_models import Generated
 

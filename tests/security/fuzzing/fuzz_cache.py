@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from tandem.protocol.media_client import MediaCacheClient
-from tandem.protocol.media_segment import write_segment
+from tandem.media_cache.media_client import MediaCacheClient
+from tandem.media_cache.media_segment import write_segment
 from tandem.protocol.messages.media_cache import (
     CommittedMedia,
     FromMediaCache,

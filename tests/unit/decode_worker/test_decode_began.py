@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.decode_worker.actions import Action, SendToProxy
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -10,7 +11,6 @@ from tandem.protocol.messages.dispatch import DecodeBegan, NewToken, PrepareDeco
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import Action, SendToProxy
 
 TOKENS = list(range(1, 7))
 TOKEN = ItemOutput([SampledToken(9)])

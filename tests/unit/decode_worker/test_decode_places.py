@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.decode_worker.actions import Action, SendToPeer
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -9,7 +10,6 @@ from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import Action, SendToPeer
 
 TOKENS = list(range(1, 7))
 TOKEN = ItemOutput([SampledToken(9)])

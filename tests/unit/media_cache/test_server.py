@@ -17,9 +17,9 @@ import pytest
 
 from tandem.engine.vision.media_tensors import open_tensors
 from tandem.media_cache.media_cache_config import MediaCacheConfig
+from tandem.media_cache.media_client import MediaCacheClient
+from tandem.media_cache.media_segment import map_segment, write_segment
 from tandem.media_cache.server import MediaCacheServer
-from tandem.protocol.media_client import MediaCacheClient
-from tandem.protocol.media_segment import map_segment, write_segment
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
 from tandem.protocol.sockets import new_context

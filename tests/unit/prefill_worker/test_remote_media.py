@@ -21,11 +21,11 @@ import torch
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.prompt_media import PromptMedia
 from tandem.media_cache.media_cache_config import MediaCacheConfig
+from tandem.media_cache.media_client import MediaCacheClient
+from tandem.media_cache.media_segment import offsets_of, write_segment
 from tandem.media_cache.server import MediaCacheServer
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import PromptFetches, RemoteMedia
-from tandem.protocol.media_client import MediaCacheClient
-from tandem.protocol.media_segment import offsets_of, write_segment
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.media import MediaItem, MediaTensor

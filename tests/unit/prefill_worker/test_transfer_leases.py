@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.decode_worker.actions import SendToPeer, SendToProxy, Ship
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.prefill_worker.scheduler import PrefillScheduler
@@ -17,7 +18,6 @@ from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReserveKV
-from tandem.protocol.worker_actions import SendToPeer, SendToProxy, Ship
 from tandem.worker.scheduler import WorkerScheduler
 
 TERM_S = 8.0

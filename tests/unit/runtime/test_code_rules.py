@@ -39,7 +39,7 @@ MAY_WRITE = {
     "deploy/cli.py",  # /dev/null
     "kv_transfer/tiers/host_memory.py",  # shared memory
     "kv_transfer/tiers/disk.py",  # blocks, under random names
-    "protocol/media_segment.py",  # shared memory, whose header is written last
+    "media_cache/media_segment.py",  # shared memory, whose header is written last
     "proxy/batches/batch_store.py",  # appends results, with the batch's lock
     "proxy/batches/file_store.py",  # moves results to their place
     "proxy/batches/json_files.py",  # sets a damaged file aside

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter, AdapterWeights
@@ -17,7 +18,6 @@ from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, Prepare
 from tandem.protocol.messages.generation import Pooling, SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
-from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
 from tandem.runtime.errors import InvalidMessage
 from tandem.worker.scheduler import WorkerScheduler
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import (
@@ -20,7 +21,6 @@ from tandem.protocol.messages.dispatch import (
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVReserved, ReserveKV
-from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
 from tandem.worker.scheduler import WorkerScheduler
 
 TOKENS = list(range(1, 7))

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.decode_worker.actions import SendToProxy
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.vision.embedding_cache import EmbeddingCache
@@ -25,7 +26,6 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams, St
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import HEADER_BYTES
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.protocol.worker_actions import SendToProxy
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, WorkerLost
 from tandem.worker.scheduler import WorkerScheduler
 

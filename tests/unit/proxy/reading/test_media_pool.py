@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.protocol.media_client import MediaCacheClient
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.sockets import new_context
 from tandem.proxy.api.generation_request import GenerationRequest
