@@ -13,29 +13,32 @@ from tandem.proxy.answers.errors import AdminAddressIsOpen
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.browsers import with_cors, with_rules
+from tandem.proxy.http.openapi import document_routes
 from tandem.proxy.http.routes.admin import SetRole, admin_routes
 from tandem.proxy.http.routes.batches import batch_routes
 from tandem.proxy.http.routes.generation import generation_routes
 from tandem.proxy.http.routes.responses import response_routes
 from tandem.proxy.http.routes.server import server_routes
-from tandem.proxy.http.starlette_app import starlette_app
+from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
 from tandem.proxy.proxy_config import ProxyConfig
 
 
 def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:
     """Returns the application for clients. It has the admin routes too where there is no admin address."""
-    routes = [
-        *generation_routes(config, state),
-        *response_routes(state),
-        *batch_routes(state),
-        *server_routes(config, state),
-    ]
+    routes = client_routes(config, state)
+    routes += document_routes(routes, config.served_model_name, state.api_keys is not None)
     if not config.http.admin_port:
         routes += admin_routes(config, state, set_role)
     app = starlette_app(routes, state.api_keys, state.answer_budget)
     if state.api_keys is None:
         app = with_rules(app, BrowserRules(config.http.cors_origins, config.http.host))
     return with_cors(app, config.http.cors_origins)
+
+
+def client_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
+    """Returns the routes for clients, without those of their description."""
+    server = server_routes(config, state)
+    return [*generation_routes(config, state), *response_routes(state), *batch_routes(state), *server]
 
 
 def make_batch_app(config: ProxyConfig, state: AppState) -> ASGIApp:

@@ -1,43 +1,23 @@
-"""The OpenAPI document, made from the types that bodies are decoded into, and an HTML page of it without scripts."""
+"""The OpenAPI document, made from the routes and the types of their bodies, and an HTML page of it without scripts."""
 
 from __future__ import annotations
 
 import html
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from tandem.proxy.answers.errors import RETRY_STATUSES
-from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
-from tandem.proxy.api.messages_response import MessageEvent, MessageResponse, MessagesError, TokenCount
-from tandem.proxy.api.responses import (
-    ChatCompletionChunk,
-    ChatCompletionResponse,
-    CompletionResponse,
-    DetokenizeResponse,
-    EmbeddingResponse,
-    ErrorResponse,
-    HealthResponse,
-    ModelCard,
-    ModelList,
-    TokenizeResponse,
-    VersionResponse,
-)
-from tandem.proxy.api.responses_answer import DeletedResponse, InputItemList, ResponseEvent, ResponseObject
-from tandem.proxy.api.responses_request import ResponseRequest
-from tandem.proxy.api.schema import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    TokenizeRequest,
-)
-from tandem.proxy.batches.batch import BatchObject, BatchRequest
-from tandem.proxy.batches.file_store import StoredFile
-from tandem.proxy.http.routes.batches import BatchList, DeletedFile, FileList, UploadForm
+from tandem.proxy.api.messages_response import MessageEvent
+from tandem.proxy.api.responses import HealthResponse
+from tandem.proxy.api.responses_answer import ResponseEvent
+from tandem.proxy.http.starlette_app import ApiRoute, answer, json_answer
 from tandem.runtime.version import own_version
 
 Json = dict[str, Any]
@@ -82,78 +62,30 @@ _REQUIRED_TOGETHER: dict[str, Json] = {
 """Conditions between fields that msgspec types cannot express."""
 
 
-@dataclass(frozen=True)
-class RouteDoc:
-    """answer: type of a 200, or its media type. chunk: type of a stream's events. Types are structs or unions of them.
-    is_open: needs no API key. error: type of the body of errors. form: type of a multipart body.
+def document_routes(routes: Sequence[ApiRoute], served_model_name: str, has_api_key: bool) -> list[ApiRoute]:
+    """Returns the routes of the OpenAPI document of `routes`, and of these two."""
 
-    more_errors: statuses besides those that every route may answer with, and every route with a body.
-    """
+    async def show(request: Request) -> Response:
+        return json_answer(request, document)
 
-    method: str
-    path: str
-    summary: str
-    answer: type | UnionType | str
-    body: type | UnionType | None = None
-    chunk: type | UnionType | None = None
-    more_errors: tuple[int, ...] = ()
-    is_open: bool = False
-    error: type = ErrorResponse
-    form: type | None = None
+    async def show_page(request: Request) -> Response:
+        return answer(request, shown, "text/html")
 
-    @property
-    def errors(self) -> list[int]:
-        of_key = () if self.is_open else (401,)
-        of_body = () if self.body is None and self.form is None else (400, 403, 404, 408, 413, 415, 503, 504)
-        return sorted({405, 431, 500, *of_key, *of_body, *self.more_errors})
+    own = [
+        ApiRoute("GET", "/openapi.json", show, "This description.", is_open=True),
+        ApiRoute("GET", "/docs", show_page, "This description as a page.", "text/html", is_open=True),
+    ]
+    document = openapi_document([*routes, *own], served_model_name, has_api_key)
+    shown = docs_page(document)
+    return own
 
 
-ROUTES = [
-    RouteDoc("get", "/", "A page to chat with the model.", "text/html", is_open=True),
-    RouteDoc("post", "/v1/completions", "Continue a prompt.", CompletionResponse, CompletionRequest,
-          CompletionResponse, (429,)),
-    RouteDoc("post", "/v1/chat/completions", "Answer a chat.", ChatCompletionResponse, ChatCompletionRequest,
-          ChatCompletionChunk, (429,)),
-    RouteDoc("post", "/v1/embeddings", "Embeddings of one or more inputs.", EmbeddingResponse, EmbeddingRequest,
-          more_errors=(429,)),
-    RouteDoc("post", "/v1/responses", "Answer a chat, in the form of OpenAI's Responses API.", ResponseObject,
-          ResponseRequest, ResponseEvent, (429,)),
-    RouteDoc("get", "/v1/responses/{response_id}", "A stored response.", ResponseObject, more_errors=(404,)),
-    RouteDoc("get", "/v1/responses/{response_id}/input_items", "The input of a stored response.", InputItemList,
-          more_errors=(404,)),
-    RouteDoc("delete", "/v1/responses/{response_id}", "Remove a stored response.", DeletedResponse,
-          more_errors=(404,)),
-    RouteDoc("post", "/v1/messages", "Answer a chat, in the form of Anthropic's Messages API.", MessageResponse,
-          MessageRequest, MessageEvent, (429,), error=MessagesError),
-    RouteDoc("post", "/v1/messages/count_tokens", "The number of tokens that a message's prompt would have.",
-          TokenCount, CountTokensRequest, error=MessagesError),
-    RouteDoc("post", "/v1/files", "Upload a file: `file` and `purpose` (batch) as a form.", StoredFile,
-          form=UploadForm, more_errors=(429, 501, 507)),
-    RouteDoc("get", "/v1/files", "Your files, newest first.", FileList, more_errors=(400, 501)),
-    RouteDoc("get", "/v1/files/{file_id}", "What is known of a file.", StoredFile, more_errors=(404, 501)),
-    RouteDoc("get", "/v1/files/{file_id}/content", "The file.", "application/octet-stream", more_errors=(404, 501)),
-    RouteDoc("delete", "/v1/files/{file_id}", "Remove a file.", DeletedFile, more_errors=(404, 501)),
-    RouteDoc("post", "/v1/batches", "Run the requests of a file.", BatchObject, BatchRequest, more_errors=(501, 507)),
-    RouteDoc("get", "/v1/batches", "Your batches, newest first.", BatchList, more_errors=(400, 501)),
-    RouteDoc("get", "/v1/batches/{batch_id}", "A batch.", BatchObject, more_errors=(404, 501)),
-    RouteDoc("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch.", BatchObject, more_errors=(400, 404, 501, 507)),
-    RouteDoc("get", "/v1/models", "The model that is served, and LoRA adapters.", ModelList),
-    RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, more_errors=(404,)),
-    RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse, TokenizeRequest),
-    RouteDoc("post", "/detokenize", "The text of tokens.", DetokenizeResponse, DetokenizeRequest),
-    RouteDoc("get", "/health", "200 while requests can be served.", HealthResponse, more_errors=(503,), is_open=True),
-    RouteDoc("get", "/live", "200 while the process runs.", HealthResponse, is_open=True),
-    RouteDoc("get", "/version", "Tandem's version.", VersionResponse),
-    RouteDoc("get", "/openapi.json", "This description.", "application/json", is_open=True),
-    RouteDoc("get", "/docs", "This description as a page.", "text/html", is_open=True),
-]  # fmt: skip
-
-
-def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
-    """Returns an OpenAPI 3.1 document."""
+def openapi_document(routes: Sequence[ApiRoute], served_model_name: str, has_api_key: bool) -> Json:
+    """Returns an OpenAPI 3.1 document of the routes that have a summary."""
+    routes = [route for route in routes if route.summary]
     types = {
         kind
-        for route in ROUTES
+        for route in routes
         for kinds in (route.answer, route.chunk, route.body, route.form, route.error)
         for kind in _members(kinds)
     }
@@ -166,8 +98,8 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
         if {"type": "null"} in model.pop("anyOf", ()):  # of a request
             model["enum"] = [None, served_model_name]
     paths: Json = {}
-    for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method] = _operation(route, schema_of, has_api_key)
+    for route in routes:
+        paths.setdefault(documented_path(route), {})[route.method.lower()] = _operation(route, schema_of, has_api_key)
     document: Json = {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": own_version()},
@@ -179,16 +111,20 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     return document
 
 
-def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) -> Json:
-    answer = _content(route.answer, schema_of)
+def documented_path(route: ApiRoute) -> str:
+    return route.path.replace(":path}", "}")
+
+
+def _operation(route: ApiRoute, schema_of: dict[type, Json], has_api_key: bool) -> Json:
+    content = _content(route.answer, schema_of)
     if route.chunk is not None:
         chunk = " or a ".join(kind.__name__ for kind in _members(route.chunk))
         has_done = route.chunk not in (MessageEvent, ResponseEvent)
         end = "the last one [DONE], " if has_done else ""
         description = f"with stream: events whose data is a {chunk}, {end}or an {route.error.__name__}"
-        answer["text/event-stream"] = {"schema": {"description": description}}
+        content["text/event-stream"] = {"schema": {"description": description}}
     header = {"X-Request-Id": {"schema": {"type": "string"}, "description": "the request's own, or a new one"}}
-    responses: Json = {"200": {"description": "OK", "content": answer, "headers": header}}
+    responses: Json = {"200": {"description": "OK", "content": content, "headers": header}}
     for status in route.errors:
         if status == 401 and not has_api_key:
             continue
@@ -203,7 +139,7 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
         }
     operation: Json = {"summary": route.summary, "responses": responses}
     if "{" in route.path:
-        name = route.path.partition("{")[2].partition("}")[0]
+        name = documented_path(route).partition("{")[2].partition("}")[0]
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _content(route.body, schema_of)}
@@ -224,11 +160,11 @@ def _members(kinds: type | UnionType | str | None) -> tuple[type, ...]:
     return (kinds,) if isinstance(kinds, type) else ()
 
 
-def _content(answer: type | UnionType | str, schema_of: dict[type, Json]) -> Json:
-    if not isinstance(answer, str):
-        schemas = [schema_of[kind] for kind in _members(answer)]
+def _content(kind: type | UnionType | str, schema_of: dict[type, Json]) -> Json:
+    if not isinstance(kind, str):
+        schemas = [schema_of[each] for each in _members(kind)]
         return {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
-    return {answer: {"schema": {} if answer == "application/json" else {"type": "string"}}}
+    return {kind: {"schema": {} if kind == "application/json" else {"type": "string"}}}
 
 
 # ---- the page at /docs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from tandem.proxy.answers.json_parts import MAX_PIECE_BYTES
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.answers.streaming_response import EventStream
 from tandem.proxy.answers.whole_answer import WholeAnswer
+from tandem.proxy.api.responses import ErrorResponse
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.connection_limits import client_network
 from tandem.runtime.errors import TandemError
@@ -35,12 +37,34 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """is_open: needs no API key."""
+    """A route, and what the OpenAPI document says of it. Types are structs or unions of them."""
 
     method: str
     path: str
     handler: Handler
+    summary: str = ""
+    """One sentence for the OpenAPI document; a route without one is not part of it."""
+    answer: type | UnionType | str = "application/json"
+    """Type of a 200, or its media type."""
+    body: type | UnionType | None = None
+    """Type of the JSON body."""
+    chunk: type | UnionType | None = None
+    """Type of a stream's events."""
+    more_errors: tuple[int, ...] = ()
+    """Statuses besides those that every route may answer with, and every route with a body."""
     is_open: bool = False
+    """Whether it needs no API key."""
+    error: type = ErrorResponse
+    """Type of the body of errors."""
+    form: type | None = None
+    """Type of a multipart body."""
+
+    @property
+    def errors(self) -> list[int]:
+        """Statuses of errors that it may answer with."""
+        of_key = () if self.is_open else (401,)
+        of_body = () if self.body is None and self.form is None else (400, 403, 404, 408, 413, 415, 503, 504)
+        return sorted({405, 431, 500, *of_key, *of_body, *self.more_errors})
 
 
 def starlette_app(routes: Sequence[ApiRoute], keys: ApiKeys | None, budget: AnswerBudget) -> ASGIApp:

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode, checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
-from tandem.proxy.http.openapi import openapi_document
 from tests.support.cluster import MODEL, Cluster
+from tests.support.openapi import openapi_of
 
 CHECKS = [
     checks.not_a_server_error,
@@ -28,7 +28,7 @@ CHECKS = [
 HANG_S = 120.0
 CONSTRAINTS = ("response_format", "structured_outputs", "tools")
 """Fields that exclude each other, which the schema cannot express."""
-DOCUMENT = openapi_document(MODEL, has_api_key=False)
+DOCUMENT = openapi_of(MODEL, has_api_key=False)
 OPERATIONS = [result.ok() for result in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
 
 

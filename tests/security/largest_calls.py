@@ -31,14 +31,11 @@ from tandem.proxy.api.responses_request import ResponseRequest, options_of
 from tandem.proxy.batches.batch import BatchObject, BatchRequest
 from tandem.proxy.batches.file_store import StoredFile, client_folder
 from tandem.proxy.http.api_keys import ApiKeys
+from tandem.proxy.http.app import client_routes
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES
-from tandem.proxy.http.openapi import ROUTES
+from tandem.proxy.http.openapi import document_routes
 from tandem.proxy.http.routes.admin import LoadAdapterBody, RoleBody, UnloadAdapterBody, admin_routes
-from tandem.proxy.http.routes.batches import batch_routes
-from tandem.proxy.http.routes.generation import generation_routes
-from tandem.proxy.http.routes.responses import response_routes
-from tandem.proxy.http.routes.server import server_routes
 from tandem.proxy.http.starlette_app import ApiRoute
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
@@ -121,18 +118,16 @@ def _noting(read: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
 
 def all_routes(config: ProxyConfig) -> list[ApiRoute]:
     state: Any = MagicMock(spec=AppState)
-    routes = [*generation_routes(config, state), *response_routes(state), *batch_routes(state)]
-    return [*routes, *server_routes(config, state), *admin_routes(config, state, MagicMock())]
+    routes = client_routes(config, state)
+    description = document_routes(routes, config.served_model_name, has_api_key=True)
+    return [*routes, *description, *admin_routes(config, state, MagicMock())]
 
 
 def body_types(route: ApiRoute) -> list[type[msgspec.Struct]]:
     """Returns the types of a route's body; none where it has none or is a form."""
     if route.path in ADMIN_BODIES:
         return [ADMIN_BODIES[route.path]]
-    named = _PARAMETER.sub("{}", route.path)
-    [body] = [
-        each.body for each in ROUTES if (each.method.upper(), _PARAMETER.sub("{}", each.path)) == (route.method, named)
-    ] or [None]  # routes of operators without a body are not in the description
+    body = route.body
     return list(get_args(body)) if isinstance(body, UnionType) else [body] if body is not None else []
 
 

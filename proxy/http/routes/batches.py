@@ -176,16 +176,20 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         return json_answer(request, await run(request, lambda store: store.cancel(batch_id)))
 
     return [
-        ApiRoute("POST", "/v1/files", upload),
-        ApiRoute("GET", "/v1/files", files),
-        ApiRoute("GET", "/v1/files/{file_id}", file),
-        ApiRoute("GET", "/v1/files/{file_id}/content", content),
-        ApiRoute("DELETE", "/v1/files/{file_id}", delete),
-        ApiRoute("POST", "/v1/batches", create),
-        ApiRoute("GET", "/v1/batches", batches),
-        ApiRoute("GET", "/v1/batches/{batch_id}", batch),
-        ApiRoute("POST", "/v1/batches/{batch_id}/cancel", cancel),
-    ]
+        ApiRoute("POST", "/v1/files", upload, "Upload a file: `file` and `purpose` (batch) as a form.", StoredFile,
+            form=UploadForm, more_errors=(429, 501, 507)),
+        ApiRoute("GET", "/v1/files", files, "Your files, newest first.", FileList, more_errors=(400, 501)),
+        ApiRoute("GET", "/v1/files/{file_id}", file, "What is known of a file.", StoredFile, more_errors=(404, 501)),
+        ApiRoute("GET", "/v1/files/{file_id}/content", content, "The file.", "application/octet-stream",
+            more_errors=(404, 501)),
+        ApiRoute("DELETE", "/v1/files/{file_id}", delete, "Remove a file.", DeletedFile, more_errors=(404, 501)),
+        ApiRoute("POST", "/v1/batches", create, "Run the requests of a file.", BatchObject, BatchRequest,
+            more_errors=(501, 507)),
+        ApiRoute("GET", "/v1/batches", batches, "Your batches, newest first.", BatchList, more_errors=(400, 501)),
+        ApiRoute("GET", "/v1/batches/{batch_id}", batch, "A batch.", BatchObject, more_errors=(404, 501)),
+        ApiRoute("POST", "/v1/batches/{batch_id}/cancel", cancel, "Cancel a batch.", BatchObject,
+            more_errors=(400, 404, 501, 507)),
+    ]  # fmt: skip
 
 
 def _id(request: Request, name: str) -> str:

@@ -28,6 +28,25 @@ from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
 from tandem.proxy.answers.timeline_comments import wants_timeline, with_timeline
 from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
+from tandem.proxy.api.messages_response import MessageEvent, MessageResponse, MessagesError, TokenCount
+from tandem.proxy.api.responses import (
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    EmbeddingResponse,
+    TokenizeResponse,
+)
+from tandem.proxy.api.responses_answer import ResponseEvent, ResponseObject
+from tandem.proxy.api.responses_request import ResponseRequest
+from tandem.proxy.api.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.app_state import AppState
@@ -60,15 +79,25 @@ def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
         return await _transform(request, state, lambda body: readers.transform(BodyReader.detokenize, body))
 
     return [
-        ApiRoute("POST", "/v1/completions", partial(generate, "completion")),
-        ApiRoute("POST", "/v1/chat/completions", partial(generate, "chat")),
-        ApiRoute("POST", "/v1/embeddings", partial(generate, "embedding")),
-        ApiRoute("POST", "/v1/responses", partial(generate, "response")),
-        ApiRoute("POST", "/v1/messages", partial(generate, "message")),
-        ApiRoute("POST", "/v1/messages/count_tokens", count_tokens),
-        ApiRoute("POST", "/tokenize", tokenize),
-        ApiRoute("POST", "/detokenize", detokenize),
-    ]
+        ApiRoute("POST", "/v1/completions", partial(generate, "completion"), "Continue a prompt.", CompletionResponse,
+            CompletionRequest, CompletionResponse, (429,)),
+        ApiRoute("POST", "/v1/chat/completions", partial(generate, "chat"), "Answer a chat.", ChatCompletionResponse,
+            ChatCompletionRequest, ChatCompletionChunk, (429,)),
+        ApiRoute("POST", "/v1/embeddings", partial(generate, "embedding"), "Embeddings of one or more inputs.",
+            EmbeddingResponse, EmbeddingRequest, more_errors=(429,)),
+        ApiRoute("POST", "/v1/responses", partial(generate, "response"),
+            "Answer a chat, in the form of OpenAI's Responses API.", ResponseObject, ResponseRequest, ResponseEvent,
+            (429,)),
+        ApiRoute("POST", "/v1/messages", partial(generate, "message"),
+            "Answer a chat, in the form of Anthropic's Messages API.", MessageResponse, MessageRequest, MessageEvent,
+            (429,), error=MessagesError),
+        ApiRoute("POST", "/v1/messages/count_tokens", count_tokens,
+            "The number of tokens that a message's prompt would have.", TokenCount, CountTokensRequest,
+            error=MessagesError),
+        ApiRoute("POST", "/tokenize", tokenize, "The tokens of a prompt or of a chat.", TokenizeResponse,
+            TokenizeRequest),
+        ApiRoute("POST", "/detokenize", detokenize, "The text of tokens.", DetokenizeResponse, DetokenizeRequest),
+    ]  # fmt: skip
 
 
 async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, request: Request) -> Response:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.api.response_store import ResponseNotFound, ResponseStore
-from tandem.proxy.api.responses_answer import DeletedResponse
+from tandem.proxy.api.responses_answer import DeletedResponse, InputItemList, ResponseObject
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.listing import PageQuery, page
 from tandem.proxy.http.starlette_app import ApiRoute, answer, cache_scope_of, client_of, json_answer
@@ -53,10 +53,12 @@ def response_routes(state: AppState) -> list[ApiRoute]:
         return json_answer(request, DeletedResponse(_id(request)))
 
     return [
-        ApiRoute("GET", "/v1/responses/{response_id}", show),
-        ApiRoute("GET", "/v1/responses/{response_id}/input_items", show_input),
-        ApiRoute("DELETE", "/v1/responses/{response_id}", delete),
-    ]
+        ApiRoute("GET", "/v1/responses/{response_id}", show, "A stored response.", ResponseObject, more_errors=(404,)),
+        ApiRoute("GET", "/v1/responses/{response_id}/input_items", show_input, "The input of a stored response.",
+            InputItemList, more_errors=(404,)),
+        ApiRoute("DELETE", "/v1/responses/{response_id}", delete, "Remove a stored response.", DeletedResponse,
+            more_errors=(404,)),
+    ]  # fmt: skip
 
 
 def _id(request: Request) -> str:

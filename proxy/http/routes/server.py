@@ -19,7 +19,6 @@ from tandem.proxy.api.responses import (
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.routes.admin import PAGE_HEADERS
 from tandem.proxy.http.starlette_app import ApiRoute, fixed_answer, json_answer
 from tandem.proxy.proxy_config import ProxyConfig
@@ -29,7 +28,6 @@ from tandem.runtime.version import own_version
 
 def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     card = ModelCard(config.served_model_name, int(time.time()), None, root=config.served_model_name)
-    document = openapi_document(config.served_model_name, state.api_keys is not None)
     show_health = partial(_health, state)
 
     def adapter_card(base: ModelCard, adapter: NamedAdapter) -> ModelCard:
@@ -42,7 +40,7 @@ def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
         return json_answer(request, ModelList([base, *(adapter_card(base, each) for each in state.adapters.all())]))
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
+        name = request.path_params["model"]
         base = _with_limit(state, card)
         if name == config.served_model_name:
             return json_answer(request, base)
@@ -56,15 +54,17 @@ def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     page = page.replace("TAKES_IMAGES", "yes" if state.media is not None else "no")
 
     return [
-        ApiRoute("GET", "/", fixed_answer(page, "text/html", PAGE_HEADERS), is_open=True),
-        ApiRoute("GET", "/v1/models", models),
-        ApiRoute("GET", "/v1/models/{name:path}", model),
-        ApiRoute("GET", "/health", show_health, is_open=True),
-        ApiRoute("GET", "/live", fixed_answer(HealthResponse("ok")), is_open=True),
-        ApiRoute("GET", "/version", fixed_answer(VersionResponse(own_version()))),
-        ApiRoute("GET", "/openapi.json", fixed_answer(document), is_open=True),
-        ApiRoute("GET", "/docs", fixed_answer(docs_page(document), "text/html"), is_open=True),
-    ]
+        ApiRoute("GET", "/", fixed_answer(page, "text/html", PAGE_HEADERS), "A page to chat with the model.",
+            "text/html", is_open=True),
+        ApiRoute("GET", "/v1/models", models, "The model that is served, and LoRA adapters.", ModelList),
+        ApiRoute("GET", "/v1/models/{model:path}", model, "The same, by its name.", ModelCard, more_errors=(404,)),
+        ApiRoute("GET", "/health", show_health, "200 while requests can be served.", HealthResponse,
+            more_errors=(503,), is_open=True),
+        ApiRoute("GET", "/live", fixed_answer(HealthResponse("ok")), "200 while the process runs.", HealthResponse,
+            is_open=True),
+        ApiRoute("GET", "/version", fixed_answer(VersionResponse(own_version())), "Tandem's version.",
+            VersionResponse),
+    ]  # fmt: skip
 
 
 def max_model_len(state: AppState) -> int | None:

@@ -8,10 +8,12 @@ import pytest
 
 from tandem.proxy.answers.errors import _STATUS
 from tandem.proxy.api.schema import NotServed
-from tandem.proxy.http.openapi import ERRORS, ROUTES, FieldRow, docs_page, field_rows, openapi_document
+from tandem.proxy.http.openapi import ERRORS, FieldRow, docs_page, documented_path, field_rows
+from tests.support.openapi import documented_routes, openapi_of
 
 PAGE = Path(__file__).parents[4] / "docs" / "api.md"
-DOCUMENT = openapi_document("MODEL", has_api_key=True)
+DOCUMENT = openapi_of("MODEL", has_api_key=True)
+ROUTES = documented_routes("MODEL", has_api_key=True)
 
 
 def rows_of(schema_name: str) -> list[FieldRow]:
@@ -36,7 +38,7 @@ def tables() -> dict[str, str]:
     made = {
         "Endpoints": table(
             ["path", "answer", "key"],
-            *([f"`{r.method.upper()} {r.path}`", r.summary, "no" if r.is_open else "yes"] for r in ROUTES),
+            *([f"`{r.method} {documented_path(r)}`", r.summary, "no" if r.is_open else "yes"] for r in ROUTES),
         ),
         "Fields of both": field_table([row for row in completion if row in chat]),
         "Fields of completions": field_table([row for row in completion if row not in chat]),
@@ -83,5 +85,5 @@ def test_the_docs_page_links_every_body_and_path() -> None:
     for name in DOCUMENT["components"]["schemas"]:
         assert f'id="{name}"' in page
     for route in ROUTES:
-        assert f"{route.method.upper()} {route.path}" in page
+        assert f"{route.method} {documented_path(route)}" in page
     assert all(f'id="{target}"' in page for target in {part.split('"')[0] for part in page.split('href="#')[1:]})
