@@ -38,14 +38,17 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Launched:
-    """A launch. step: None if it failed with `error`. began_at, queued_at: when the launch began and ended."""
+    """A launch."""
 
     batch: Batch
     on_done: OnDone
     step: LaunchedStep | None
+    """None if the launch failed with `error`."""
     error: BaseException | None
     began_at: float
+    """Time when the launch began."""
     queued_at: float
+    """Time when the launch ended."""
 
     @property
     def num_tokens(self) -> int:

@@ -42,13 +42,15 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class _ItemLease:
-    """A lease. wanted: keys in the order asked for. entries: by key, None where there is none. num_waits: entries that
-    the lease waits for."""
+    """A lease."""
 
     client_pid: int
     wanted: list[MediaKey]
+    """Keys in the order in which they were asked for."""
     entries: dict[MediaKey, Entry | None]
+    """Entries by key; None where there is none."""
     num_waits: int = 0
+    """Entries that the lease waits for."""
 
 
 @dataclass(frozen=True, slots=True)

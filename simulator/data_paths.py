@@ -37,11 +37,14 @@ CONNECTORS = {"ipc": SimulatedConnector(True, False), "gloo": SimulatedConnector
 
 @dataclass(frozen=True)
 class PathFaults:
-    """block_s: returns the seconds to write a block. breaks: whether a path breaks now. corrupts: changes a block."""
+    """What goes wrong on the paths of KV."""
 
     block_s: Callable[[], float]
+    """Returns the seconds to write a block."""
     breaks: Callable[[], bool]
+    """Returns whether a path breaks now."""
     corrupts: Callable[[], bool]
+    """Changes a block."""
 
 
 @dataclass(frozen=True)

@@ -46,13 +46,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Fault:
-    """duration_s: of a freeze or a partition. target, other: numbers of processes."""
+    """A fault of a scenario."""
 
     at: float
     kind: FaultKind
     target: int
+    """Number of a process."""
     other: int
+    """Number of the other process of a partition."""
     duration_s: float
+    """Duration of a freeze or a partition."""
 
 
 @dataclass(frozen=True)

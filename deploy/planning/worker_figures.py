@@ -21,11 +21,7 @@ _Count = Annotated[int, Meta(ge=1, le=100_000_000)]
 
 
 class WorkerFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker computes with, as `protocol.messages.membership.WorkerLoad` reports it.
-
-    kv_s_per_token: to transfer the KV of one token to another worker. step_gap_s: between two steps. start_s: from the
-    start of a worker to its first request.
-    """
+    """What a worker computes with, as `protocol.messages.membership.WorkerLoad` reports it."""
 
     prompt_tokens_per_s: Annotated[float, Meta(gt=0, le=1e9)]
     fixed_step_s: _Seconds
@@ -34,8 +30,11 @@ class WorkerFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: _Count
     max_model_len: _Count
     kv_s_per_token: _Seconds = 0.0
+    """Time to transfer the KV of one token to another worker."""
     step_gap_s: _Seconds = 0.0
+    """Time between two steps."""
     start_s: _Seconds = 10.0
+    """Time from the start of a worker to its first request."""
 
     @classmethod
     def of_reports(cls, reports: Sequence[StatusReport]) -> WorkerFigures:

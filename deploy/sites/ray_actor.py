@@ -35,12 +35,14 @@ MEDIA_CACHE_START_S = 60.0
 
 
 class NodePlace(msgspec.Struct, frozen=True):
-    """host, node_id: address of the node in the Ray cluster, and Ray's name for it. folder: files of the process,
-    removed when the actor is closed."""
+    """Where an actor runs."""
 
     host: str
+    """Address of the node in the Ray cluster."""
     folder: str
+    """Files of the process, removed when the actor is closed."""
     node_id: str
+    """Ray's name of the node."""
 
 
 class ProcessEnd(msgspec.Struct, frozen=True):

@@ -20,17 +20,16 @@ NO_WINDOW = 0
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """The parameters of one layer's attention.
-
-    window: tokens that a query attends to, its own included, or NO_WINDOW. softcap: scores become
-    `softcap * tanh(score / softcap)`, unless it is 0. sinks: [num_heads], logits that take part in the softmax but have
-    no value (attention sinks, Xiao et al., ICLR 2024), or None.
-    """
+    """The parameters of one layer's attention."""
 
     scale: float
     window: int = NO_WINDOW
+    """Tokens that a query attends to, its own included, or NO_WINDOW."""
     softcap: float = 0.0
+    """Scores become `softcap * tanh(score / softcap)`, unless it is 0."""
     sinks: torch.Tensor | None = None
+    """[num_heads], logits that take part in the softmax but have no value (attention sinks, Xiao et al., ICLR 2024), or
+    None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,21 +44,27 @@ class UnsuitableModelError(Exception):
 
 @dataclass(frozen=True)
 class ProbedModel:
-    """num_layers: attention layers with a KV cache. num_kv_heads, head_dim: the maximum over the layers."""
+    """What the attention layers of a model need."""
 
     num_layers: int
+    """Attention layers with a KV cache."""
     num_kv_heads: int
+    """Maximum over the layers."""
     head_dim: int
+    """Maximum over the layers."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of an attention module. query, key, value: [num_heads, num_tokens, head_dim]."""
+    """One call of an attention module."""
 
     module: torch.nn.Module
     query: torch.Tensor
+    """[num_heads, num_tokens, head_dim]"""
     key: torch.Tensor
+    """[num_heads, num_tokens, head_dim]"""
     value: torch.Tensor
+    """[num_heads, num_tokens, head_dim]"""
     window: int
 
 

@@ -21,16 +21,15 @@ from tandem.protocol.lora_files import Shape
 
 @dataclass(frozen=True)
 class LoraSlice:
-    """The part of a layer's outputs that one of the model's original linear layers computes.
-
-    name: of the original layer. first_output: where its outputs begin in this layer's. first_row: of the original's
-    outputs, the first that is computed here.
-    """
+    """The part of a layer's outputs that one of the model's original linear layers computes."""
 
     name: str
+    """Name of the original layer."""
     first_output: int
+    """Index of its first output among this layer's."""
     num_outputs: int
     first_row: int = 0
+    """Index of the first of the original's outputs that is computed here."""
 
 
 @dataclass(frozen=True)

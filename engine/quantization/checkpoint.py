@@ -103,12 +103,15 @@ def refusal(model: str, reason: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Reading:
-    """Parameters of one load. model: its name, for errors. device: where the layers run. num_ranks: sharing them."""
+    """Parameters of one load."""
 
     model: str
+    """Name of the model, for errors."""
     quantization: CheckpointQuantization
     device: torch.device
+    """Where the layers run."""
     num_ranks: int
+    """Ranks that share the layers."""
 
 
 @register_quantization_config(_METHOD)

@@ -27,15 +27,14 @@ class LayerFormat:
 
 @dataclass(frozen=True)
 class CheckpointQuantization:
-    """How a checkpoint is quantised. label: for people, such as "gptq int4".
-
-    formats: the first that covers a layer holds for it. decoder_only: other layers than the decoder's are left alone,
-    whatever their names.
-    """
+    """How a checkpoint is quantised."""
 
     label: str
+    """Label for people, such as "gptq int4"."""
     formats: list[LayerFormat]
+    """The first that covers a layer holds for it."""
     decoder_only: bool
+    """Whether layers outside the decoder are left alone, whatever their names."""
 
     def scheme_of(self, name: str) -> Scheme | None:
         """Returns the format of a linear layer; None for one that is not quantised."""

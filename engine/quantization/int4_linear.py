@@ -29,16 +29,14 @@ class Int4Groups:
 
 
 class Int4Linear(QuantizedLinear):
-    """INT4 weights, inputs as they are (W4A16).
-
-    packed: in the layout of the device's kernel. scales_and_zeros: [num_groups, out_features, 2], of groups of
-    `group_size` inputs, in the dtype of the inputs. input_order: [in_features], or None if the kernel takes the inputs
-    as they come.
-    """
+    """INT4 weights, inputs as they are (W4A16)."""
 
     packed: torch.Tensor
+    """Weights in the layout of the device's kernel."""
     scales_and_zeros: torch.Tensor
+    """[num_groups, out_features, 2], of groups of `group_size` inputs, in the dtype of the inputs."""
     input_order: torch.Tensor | None
+    """[in_features], or None if the kernel takes the inputs as they come."""
 
     def __init__(
         self,

@@ -56,14 +56,14 @@ class QuantizedLinear(nn.Module):
 
 
 class ScaledLinear(QuantizedLinear):
-    """Weights and inputs of 8 bits (W8A8). weight: [out_features, in_features]. weight_scale: [out_features], float32.
-
-    input_scale: [1], float32, of a static quantisation; None gives each row a scale of its own.
-    """
+    """Weights and inputs of 8 bits (W8A8)."""
 
     weight: torch.Tensor
+    """[out_features, in_features]"""
     weight_scale: torch.Tensor
+    """[out_features], float32."""
     input_scale: torch.Tensor | None
+    """[1], float32, of a static quantisation; None gives each row a scale of its own."""
 
     def __init__(
         self,

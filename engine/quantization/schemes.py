@@ -115,15 +115,15 @@ def w8a8_problem(kind: torch.dtype, in_features: int, out_features: int, device:
 
 @dataclass(frozen=True)
 class PackedInts:
-    """The pack-quantized format of compressed-tensors: 4- or 8-bit weights in 32-bit words, inputs as they are.
-
-    group_size: 0 for one group per output. has_zeros: asymmetric. has_order: inputs may be in groups of any order.
-    """
+    """The pack-quantized format of compressed-tensors: 4- or 8-bit weights in 32-bit words, inputs as they are."""
 
     num_bits: int
     group_size: int
+    """0 for one group per output."""
     has_zeros: bool
+    """Whether the quantisation is asymmetric."""
     has_order: bool
+    """Whether inputs may be in groups of any order."""
 
     def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
         per_word = 32 // self.num_bits
@@ -165,15 +165,14 @@ class PackedInts:
 
 @dataclass(frozen=True)
 class Gptq:
-    """4-bit weights of GPTQ, packed along the inputs. group_size: 0 for one group.
-
-    zero_offset: added to each word of zero points; `GPTQ_V1_ZEROS` in the format "gptq", 0 in "gptq_v2".
-    has_order: inputs may be in groups of any order (`desc_act`).
-    """
+    """4-bit weights of GPTQ, packed along the inputs."""
 
     group_size: int
+    """0 for one group."""
     zero_offset: int
+    """Added to each word of zero points; `GPTQ_V1_ZEROS` in the format "gptq", 0 in "gptq_v2"."""
     has_order: bool
+    """Whether inputs may be in groups of any order (`desc_act`)."""
 
     def tensors(self, in_features: int, out_features: int) -> TensorSpecs:
         num_groups = _num_groups(in_features, self.group_size)

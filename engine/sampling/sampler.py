@@ -37,14 +37,14 @@ _SEGMENT_SIZE = 512
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows that are sampled in one way: places of their columns among the uploaded tensors.
-
-    rows: int64 [num_rows]. keys: int64 [num_rows, 1], noise. temperatures: float32 [num_rows, 1]; None if all are 1.
-    """
+    """Rows that are sampled in one way: places of their columns among the uploaded tensors."""
 
     rows: int
+    """int64 [num_rows]"""
     keys: int
+    """int64 [num_rows, 1], noise."""
     temperatures: int | None
+    """float32 [num_rows, 1]; None if all are 1."""
 
     @classmethod
     def of(cls, rows: list[int], params: Sequence[SamplingParams], positions: Sequence[int], columns: Columns) -> _Rows:

@@ -125,16 +125,15 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class DecodeBegan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Sent with the first token that decode samples for a sequence. Durations, because clocks differ between hosts.
-
-    decode_wait_s: from the arrival of all KV to the sequence's first step. step_s: duration of that step. num_kv_bytes:
-    KV that arrived for its prompt.
-    """
+    """Sent with the first token that decode samples for a sequence. Durations, because clocks differ between hosts."""
 
     attempt_id: str
     decode_wait_s: float
+    """From the arrival of all KV to the sequence's first step."""
     step_s: float
+    """Duration of that step."""
     num_kv_bytes: int = 0
+    """KV that arrived for its prompt."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -91,15 +91,14 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Natural logarithms of the model's probabilities, before temperature, penalties, bias and filters.
-
-    logprob, rank: of the token itself; rank 1 is the most likely. top: (token id, logprob), the most likely first
-    unless `SamplingParams.logprob_token_ids` names them.
-    """
+    """Natural logarithms of the model's probabilities, before temperature, penalties, bias and filters."""
 
     logprob: float
+    """Log-probability of the token itself."""
     rank: int
+    """Rank of the token itself; 1 is the most likely."""
     top: list[tuple[int, float]]
+    """(token id, logprob), the most likely first unless `SamplingParams.logprob_token_ids` names them."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -110,16 +109,14 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class StopConditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When the workers end a sequence. Stop strings are matched by the proxy.
-
-    max_tokens: limit on generated tokens, at least 1. stop_token_ids: token ids that end the sequence, including the
-    end-of-sequence ids unless the client ignores them. min_tokens: stop_token_ids are not sampled before this many
-    tokens.
-    """
+    """When the workers end a sequence. Stop strings are matched by the proxy."""
 
     max_tokens: int
+    """Limit on generated tokens, at least 1."""
     stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the sequence, with the end-of-sequence ids unless the client ignores them."""
     min_tokens: int = 0
+    """`stop_token_ids` are not sampled before this many tokens."""
 
     def check(self, token_id: int, num_generated: int) -> FinishReason | None:
         """Returns why the sequence ends with `token_id` as its `num_generated`-th token, or None."""

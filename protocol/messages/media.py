@@ -40,17 +40,15 @@ class MediaTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One image or video of a prompt.
-
-    digest: over the source bytes, the processing options and the model's identity; items with equal digests share
-    cached KV. spans: (start, length) of its placeholder tokens in the prompt, ascending; a video may have several.
-    segment: path of the shared memory file that holds the tensors.
-    """
+    """One image or video of a prompt."""
 
     digest: bytes
+    """Hash of source bytes, the processing options and the model's identity. Items of equal digests share cached KV."""
     kind: MediaKind
     spans: tuple[tuple[int, int], ...]
+    """(start, length) of its placeholder tokens in the prompt, ascending; a video may have several."""
     segment: str
+    """Path of the shared memory file that holds the tensors."""
     tensors: tuple[MediaTensor, ...]
 
     @property

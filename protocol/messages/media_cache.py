@@ -41,12 +41,14 @@ class WantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class GrantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """segment: path of the file. is_ready: if False, the lease that receives this grant writes and commits the item.
-    description: the bytes committed with the item."""
+    """One item of a lease."""
 
     segment: str
+    """Path of the file."""
     is_ready: bool
+    """If False, the lease that receives this grant writes and commits the item."""
     description: bytes = b""
+    """Bytes that were committed with the item."""
 
 
 class CommittedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -58,14 +60,12 @@ class CommittedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class AcquireMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Pins cached items and allocates space for the others: all of them, or none. Answered once, under the lease's id.
-
-    client_pid: process whose exit ends the lease. Processes on other hosts hold no leases; `GetMedia` serves them.
-    lease_id: globally unique.
-    """
+    """Pins cached items and allocates space for the others, all or none. Answered once, under the lease's id."""
 
     client_pid: int
+    """Process whose exit ends the lease. Those of other hosts hold none; `GetMedia` serves them."""
     lease_id: str
+    """Globally unique."""
     items: list[WantedMedia]
 
 

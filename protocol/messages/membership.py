@@ -286,7 +286,7 @@ class RegistrationRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_
 
 
 class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One worker as a proxy sees it. max_model_len, block_size, quantization: see RegisterWorker."""
+    """One worker as a proxy sees it."""
 
     worker: WorkerInfo
     load: WorkerLoad
@@ -294,8 +294,11 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     silence_s: float
     draining: bool = False
     max_model_len: int = 0
+    """See RegisterWorker."""
     block_size: int = 0
+    """See RegisterWorker."""
     quantization: str = ""
+    """See RegisterWorker."""
 
 
 class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -34,11 +34,14 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class Constraint(NamedTuple):
-    """grammar: llguidance's Lark. param: its field in the request. json_rule: the same as a rule within a grammar."""
+    """A grammar that the answer must follow."""
 
     grammar: str
+    """Grammar in llguidance's Lark."""
     param: str
+    """Its field in the request."""
     json_rule: str | None = None
+    """The same as a rule within a grammar."""
 
 
 class OutputPlan(NamedTuple):

@@ -12,17 +12,15 @@ from tandem.proxy.cluster.worker_table import WorkerTable
 
 @dataclass(frozen=True, slots=True)
 class HeldPrefixes:
-    """The prefixes of a prompt of num_tokens, by the workers' bits. Workers without any are absent.
-
-    num_blocks: leading full blocks in the KV pool. beyond_pool: tokens beyond these, at least the last one, which is
-    computed for its logits. beyond_tiers: tokens beyond the blocks in the pool and the tiers together, because a worker
-    loads what its pool lacks of the prefix.
-    """
+    """The prefixes of a prompt of num_tokens, by the workers' bits. Workers without any are absent."""
 
     num_tokens: int
     num_blocks: dict[int, int]
+    """Leading full blocks in the KV pool."""
     beyond_pool: dict[int, int]
+    """Tokens beyond these, at least the last one, which is computed for its logits."""
     beyond_tiers: dict[int, int]
+    """Tokens beyond the blocks in the pool and the tiers together, because a worker loads what its pool lacks."""
 
     def num_uncached(self, record: WorkerRecord) -> int:
         """Returns the tokens to compute on this worker, plus the tokens to load there times their cost, rounded up."""

@@ -52,15 +52,14 @@ class PreparedMedia(msgspec.Struct, frozen=True):
 
 
 class MediaSize(msgspec.Struct, frozen=True):
-    """An item's size from its header.
-
-    num_bytes: expected size of the segment. num_tokens: 0 if unknown (video). num_pixels: of the decoded image, or of
-    all sampled frames.
-    """
+    """An item's size from its header."""
 
     num_bytes: int
+    """Expected size of the segment."""
     num_tokens: int
+    """0 if unknown (video)."""
     num_pixels: int
+    """Pixels of the decoded image, or of all sampled frames."""
 
 
 class MediaProcessor:

@@ -19,12 +19,15 @@ class InvalidMedia(InvalidRequest):
 
 
 class MediaSource(msgspec.Struct, frozen=True):
-    """number: index of the item in the request. url: data, http, https or file. param: its position in the body."""
+    """An image or video as a request names it."""
 
     number: int
+    """Index of the item in the request."""
     kind: MediaKind
     url: str
+    """data, http, https or file."""
     param: str
+    """Its position in the body."""
 
     def refused(self, reason: str) -> InvalidMedia:
         return InvalidMedia(f"{self.kind} {self.number} ({self.param}): {reason}", self.param)

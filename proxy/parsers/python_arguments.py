@@ -45,13 +45,16 @@ _STRING_ENDS = {
 
 @dataclass(slots=True)
 class _Container:
-    """close: bracket that ends it. start: number of the written piece that opens it. keys: of the arguments so far."""
+    """A bracket that is open."""
 
     close: str
+    """Bracket that ends it."""
     start: int
+    """Number of the written piece that opens it."""
     num_values: int = 0
     has_comma: bool = False
     keys: set[str] = field(default_factory=set)
+    """Keys of the arguments so far."""
 
 
 class PythonArguments:
