@@ -1,7 +1,11 @@
-"""A follower that is stopped (SIGSTOP) ends with rank 0, so that its GPU is free for the worker's next process."""
+"""A follower that is stopped (SIGSTOP) ends with rank 0, so that its GPU is free for the worker's next process.
+
+It logs as rank 0 does.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -10,12 +14,17 @@ import sys
 from contextlib import suppress
 
 CODE = """
-import os, signal
+import logging, os, signal
 from tandem.runtime.forked_child import fork_child
+from tandem.runtime.logs import LogSettings
 from tandem.worker import follower
 
-follower.serve = lambda config: os.kill(os.getpid(), signal.SIGSTOP)
-config = follower.FollowerConfig("worker/1", 1, None, "127.0.0.1", "info", 0, 0, 0)
+def serve(config):
+    logging.getLogger('ranks').info('serving')
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+follower.serve = serve
+config = follower.FollowerConfig("worker/1", 1, None, "127.0.0.1", LogSettings(log_format="json"), 0, 0, 0)
 child = fork_child(lambda: follower.run_follower(config), (), {})
 os.waitid(os.P_PID, child.pid, os.WSTOPPED)
 print(child.pid, flush=True)
@@ -24,11 +33,14 @@ input()
 
 
 def test_a_stopped_follower_ends_with_rank_0() -> None:
-    rank_0 = subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert rank_0.stdout is not None
+    pipe = subprocess.PIPE
+    rank_0 = subprocess.Popen([sys.executable, "-c", CODE], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert rank_0.stdin is not None and rank_0.stdout is not None and rank_0.stderr is not None
     follower = int(rank_0.stdout.readline())
     ends = os.pidfd_open(follower)
     try:
+        line = json.loads(rank_0.stderr.readline())
+        assert (line["process"], line["message"]) == ("worker/1", "serving")
         rank_0.kill()
         rank_0.wait(60)
         poll = select.poll()
@@ -40,3 +52,4 @@ def test_a_stopped_follower_ends_with_rank_0() -> None:
         os.close(ends)
         rank_0.stdin.close()
         rank_0.stdout.close()
+        rank_0.stderr.close()
