@@ -30,7 +30,7 @@ from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.step_deadline import StepDeadline
 from tandem.runtime.errors import first_line
-from tandem.runtime.lifetime import end_process
+from tandem.runtime.processes.lifetime import end_process
 from tandem.runtime.threads import show_thread_name
 
 log = logging.getLogger(__name__)

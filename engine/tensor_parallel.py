@@ -37,10 +37,10 @@ from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.protocol.sockets import listen_on_free_port
 from tandem.runtime.errors import first_line
-from tandem.runtime.fork_server import why_unsafe_to_fork
-from tandem.runtime.forked_child import ForkedChild, fork_child
-from tandem.runtime.lifetime import end_process
 from tandem.runtime.logs import LogSettings
+from tandem.runtime.processes.fork_server import why_unsafe_to_fork
+from tandem.runtime.processes.forked_child import ForkedChild, fork_child
+from tandem.runtime.processes.lifetime import end_process
 
 LOAD_TIMEOUT_S = 600.0
 """Deadline of collectives while the ranks load."""

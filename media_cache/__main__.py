@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.media_cache.server import MediaCacheServer
-from tandem.runtime.process import run_process
+from tandem.runtime.processes.process import run_process
 
 
 def main() -> None:

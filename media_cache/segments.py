@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tandem.runtime.file_limits import take_all_descriptors
+from tandem.runtime.files.file_limits import take_all_descriptors
 
 _OTHER_FDS = 256
 """Descriptors reserved for sockets and clients."""

@@ -36,7 +36,7 @@ from tandem.protocol.messages.media_cache import (
 )
 from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.runtime.errors import ConfigError, ErrorInfo, InvalidRequest, TandemError
-from tandem.runtime.whole_file import write_whole
+from tandem.runtime.files.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 

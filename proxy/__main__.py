@@ -11,10 +11,10 @@ from pathlib import Path
 import uvloop
 
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.forked_process import ONE_THREAD
 from tandem.runtime.garbage_collection import importing
-from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.logs import setup_logging
+from tandem.runtime.processes.forked_process import ONE_THREAD
+from tandem.runtime.processes.lifetime import die_with_parent
 
 
 def main(arguments: list[str]) -> int:

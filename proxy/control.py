@@ -44,7 +44,7 @@ from tandem.proxy.http.app_state import AppState
 from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError, InvalidMessage, ProtocolError
-from tandem.runtime.whole_file import write_whole
+from tandem.runtime.files.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import RequestAborted
-from tandem.runtime.process import EXIT_FAILED, exit_code_of, serve
+from tandem.runtime.processes.process import EXIT_FAILED, exit_code_of, serve
 from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
 from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
@@ -94,7 +94,7 @@ class Machine:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
 
     def watch_exit(self, loop: ProcessLoop, pid: int, on_exit: Callable[[], None]) -> Callable[[], None]:
-        """Implements `runtime.exits.WatchExit` for the process of this loop."""
+        """Implements `runtime.processes.exits.WatchExit` for the process of this loop."""
         process = self.processes[pid]
         if process.loop_of(pid).is_dead:
             raise ProcessLookupError(pid)

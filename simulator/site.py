@@ -16,7 +16,7 @@ from tandem.deploy.processes.process_configs import Place, ProcessConfigs
 from tandem.deploy.processes.supervisor import EXIT_LOST, OnExit, Supervised
 from tandem.protocol.messages.membership import Role
 from tandem.runtime.errors import ConfigError, InternalError
-from tandem.runtime.process import EXIT_FAILED
+from tandem.runtime.processes.process import EXIT_FAILED
 from tandem.simulator.processes import Machine, SimulatedProcess, SimulatedProxy, SimulatedWorker
 
 FOLDER = Path("/simulated")
@@ -169,7 +169,7 @@ class SimulatedLauncher(SimulatedProcess):
         self._machine.workers.clear()
         self._machine.proxies.clear()
         for process in list(self._machine.processes.values()):
-            process.send_signal(signal.SIGINT)  # see `runtime.lifetime.die_with_parent`
+            process.send_signal(signal.SIGINT)  # see `runtime.processes.lifetime.die_with_parent`
 
 
 def endpoint_of(name: str) -> str:

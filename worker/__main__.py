@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.runtime.garbage_collection import importing
-from tandem.runtime.process import run_process
+from tandem.runtime.processes.process import run_process
 from tandem.worker.worker_config import WorkerConfig
 
 

@@ -13,8 +13,8 @@ from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine import Engine
 from tandem.engine.loaded_model import LoadedModel
 from tandem.kv_transfer.connector import KVConnector
-from tandem.runtime.exits import WatchExit, watch_exit
 from tandem.runtime.host import host_id
+from tandem.runtime.processes.exits import WatchExit, watch_exit
 from tandem.worker.worker_config import WorkerConfig
 
 if TYPE_CHECKING:

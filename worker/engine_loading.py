@@ -18,9 +18,9 @@ from tandem.kv_transfer.connectors.process_group import disable_nccl_watchdog
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
-from tandem.protocol.lora_files import InvalidAdapter
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.lora_files import InvalidAdapter
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.follower import run_follower

@@ -22,9 +22,9 @@ from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.connectors.process_group import disable_nccl_watchdog
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
-from tandem.runtime.command_line import show_command_line
 from tandem.runtime.garbage_collection import freeze_loaded_objects
-from tandem.runtime.process import run_to_exit
+from tandem.runtime.processes.command_line import show_command_line
+from tandem.runtime.processes.process import run_to_exit
 
 
 def main() -> None:

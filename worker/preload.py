@@ -1,4 +1,4 @@
-"""The process from which workers are forked: `python -m tandem.worker.preload`, see `runtime.fork_server`.
+"""The process from which workers are forked: `python -m tandem.worker.preload`, see `runtime.processes.fork_server`.
 
 It has imported what workers import, and holds no model, thread, socket or CUDA context. The variables that libraries
 read when they are imported are those of this process; a worker's own are read later (`deploy.processes.preloaded`).
@@ -11,12 +11,12 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from tandem.runtime.command_line import show_command_line
 from tandem.runtime.errors import first_line
-from tandem.runtime.fork_server import main_channel, serve_forks
-from tandem.runtime.forked_process import CHANNEL_FD
 from tandem.runtime.garbage_collection import importing
-from tandem.runtime.process import EXIT_BAD_CONFIG
+from tandem.runtime.processes.command_line import show_command_line
+from tandem.runtime.processes.fork_server import main_channel, serve_forks
+from tandem.runtime.processes.forked_process import CHANNEL_FD
+from tandem.runtime.processes.process import EXIT_BAD_CONFIG
 
 ENTRY = "worker"
 MODULES = (

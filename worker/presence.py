@@ -23,8 +23,8 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messaging import Network
 from tandem.runtime.drain import Drain, Retired
+from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.threads import show_thread_name
-from tandem.runtime.whole_file import write_whole
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.kv_traffic import KVTraffic

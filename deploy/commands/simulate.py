@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.whole_file import write_whole
+from tandem.runtime.files.whole_file import write_whole
 
 MAX_STORY_LINES = 60
 

@@ -13,7 +13,7 @@ from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.commands.status import plain_table
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.whole_file import write_whole
+from tandem.runtime.files.whole_file import write_whole
 
 if TYPE_CHECKING:
     from tandem.deploy.planning.player import Played

@@ -41,7 +41,7 @@ from tandem.protocol.messages.membership import (
 from tandem.protocol.messages.operations import LaunchedProcess
 from tandem.protocol.messaging import MessageDealer, Network
 from tandem.runtime.errors import ConfigError, InternalError, TandemError
-from tandem.runtime.process import EXIT_BAD_CONFIG, EXIT_RETIRED
+from tandem.runtime.processes.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 from tandem.runtime.tasks import keep_running, start_job
 
 log = logging.getLogger(__name__)

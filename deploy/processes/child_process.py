@@ -15,10 +15,10 @@ from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, OnExit, Supervised
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.forked_process import ForkedProcess
-from tandem.runtime.process import EXIT_BAD_CONFIG
+from tandem.runtime.files.whole_file import write_whole
+from tandem.runtime.processes.forked_process import ForkedProcess
+from tandem.runtime.processes.process import EXIT_BAD_CONFIG
 from tandem.runtime.tasks import keep_running, start
-from tandem.runtime.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 

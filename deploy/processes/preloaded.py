@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tandem.deploy.processes.log_file import LogFile
-from tandem.runtime.command_line import SPACE
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.forked_process import ForkedProcess, ForkServer, ForkServerLost
-from tandem.runtime.process import EXIT_BAD_CONFIG
+from tandem.runtime.processes.command_line import SPACE
+from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost
+from tandem.runtime.processes.process import EXIT_BAD_CONFIG
 from tandem.runtime.tasks import keep_running
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ import msgspec
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.engine.engine_config import EngineConfig
 from tandem.media_cache.media_cache_config import MediaCacheConfig
-from tandem.protocol.lora_files import InvalidAdapter, read_adapter
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -24,6 +23,7 @@ from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.http.api_keys import ApiKeys, KeyFile, parse_keys
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.worker.worker_config import WorkerConfig
 
 PROXY_GRACE_S = 1.5

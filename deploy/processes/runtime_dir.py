@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.whole_file import write_whole
+from tandem.runtime.files.whole_file import write_whole
 
 PROXIES_FILE = "proxies"
 """File with the control endpoints of proxies on other hosts."""

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.runtime.process import EXIT_BAD_CONFIG, EXIT_RETIRED
+from tandem.runtime.processes.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 
 OnExit = Callable[[str, int, int], bool]
 """Called with name, pid and return code at each exit; True restarts the process."""

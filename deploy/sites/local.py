@@ -25,8 +25,8 @@ from tandem.deploy.sites.site import WORKER_MODULE
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.listen_socket import bind
-from tandem.runtime.whole_file import write_whole
 
 
 class LocalSite:

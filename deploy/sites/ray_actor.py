@@ -25,10 +25,10 @@ from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S
 from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.forked_process import ForkedProcess
-from tandem.runtime.lifetime import end_process
+from tandem.runtime.files.whole_file import write_whole
+from tandem.runtime.processes.forked_process import ForkedProcess
+from tandem.runtime.processes.lifetime import end_process
 from tandem.runtime.tasks import keep_running, start_job
-from tandem.runtime.whole_file import write_whole
 
 POLL_S = 0.05
 MEDIA_CACHE_START_S = 60.0

@@ -25,7 +25,7 @@ from tandem.deploy.sites.ray_actor import NodePlace, ProcessActor, ProcessEnd
 from tandem.deploy.sites.ray_host_memory import RayHostMemory
 from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
-from tandem.runtime.process import EXIT_BAD_CONFIG
+from tandem.runtime.processes.process import EXIT_BAD_CONFIG
 
 log = logging.getLogger(__name__)
 

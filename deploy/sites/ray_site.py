@@ -31,8 +31,8 @@ from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.proxy.http.api_keys import KeyFile, parse_keys
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.errors import ConfigError, first_line
+from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.tasks import keep_running
-from tandem.runtime.whole_file import write_whole
 
 try:
     import ray

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils.logging import set_tqdm_hook
 
-from tandem.runtime.whole_file import write_whole
+from tandem.runtime.files.whole_file import write_whole
 
 _PERIOD_S = 0.1
 

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tandem.protocol.lora_files import InvalidAdapter
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest
+from tandem.runtime.files.lora_files import InvalidAdapter
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from torch import nn
 
 from tandem.engine.batch import BatchItem
 from tandem.engine.lora.adapter import AdapterWeights
-from tandem.protocol.lora_files import Shape
+from tandem.runtime.files.lora_files import Shape
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from tandem.engine.quantization.linears import QuantizedLinear
-from tandem.protocol.lora_files import Shape
+from tandem.runtime.files.lora_files import Shape
 
 
 def adaptable_layers(model: nn.Module) -> dict[str, Shape]:

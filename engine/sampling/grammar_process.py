@@ -26,9 +26,9 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, first_line
-from tandem.runtime.fork_server import num_data_bytes, why_unsafe_to_fork
-from tandem.runtime.forked_child import fork_child
-from tandem.runtime.lifetime import die_with_parent
+from tandem.runtime.processes.fork_server import num_data_bytes, why_unsafe_to_fork
+from tandem.runtime.processes.forked_child import fork_child
+from tandem.runtime.processes.lifetime import die_with_parent
 from tandem.runtime.stack import call_with_stack
 
 COMPILE_CPU_S = 5.0

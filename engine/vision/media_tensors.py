@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tandem.protocol.messages.media import DIGEST_BYTES, MediaItem, MediaTensor, check_segment
 from tandem.runtime.errors import InvalidRequest, Overloaded, WorkerLost
-from tandem.runtime.file_limits import out_of_descriptors
+from tandem.runtime.files.file_limits import out_of_descriptors
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from tandem.runtime.errors import KVTransferFailed, first_line
-from tandem.runtime.lifetime import end_process
+from tandem.runtime.processes.lifetime import end_process
 
 _POLL_INTERVAL_S = 0.0002
 """The end of a transfer is noticed at most this late. The device goes on (`process_group.MESSAGES_AHEAD`)."""

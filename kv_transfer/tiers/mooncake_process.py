@@ -29,7 +29,7 @@ from tandem.kv_transfer.tiers.mooncake_blocks import DistributedStore, Loaded, M
 from tandem.protocol.codec import Codec
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.logs import LogSettings
-from tandem.runtime.process import run_to_exit
+from tandem.runtime.processes.process import run_to_exit
 
 OPEN_TIMEOUT_S = 15.0
 """Deadline of starting the process and connecting to the master."""

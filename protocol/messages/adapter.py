@@ -6,8 +6,8 @@ import msgspec
 
 
 class AdapterRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """digest: of the adapter's files (`protocol.lora_files`); part of prefix hashes. folder: absolute path from which
-    workers load it."""
+    """digest: of the adapter's files (`runtime.files.lora_files`); part of prefix hashes. folder: absolute path from
+    which workers load it."""
 
     digest: str
     folder: str

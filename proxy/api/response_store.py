@@ -23,8 +23,8 @@ import msgspec
 from tandem.proxy.api.responses_answer import response_of
 from tandem.proxy.api.responses_request import InputItem, ItemIndex, StoredInput
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.files.whole_file import remove_abandoned, write_whole
 from tandem.runtime.threads import Threads
-from tandem.runtime.whole_file import remove_abandoned, write_whole
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from tandem.proxy.batches.json_files import (
 )
 from tandem.proxy.batches.line_journal import LineJournal
 from tandem.runtime.errors import InvalidRequest
-from tandem.runtime.whole_file import ABANDONED_AFTER_S, remove_abandoned
+from tandem.runtime.files.whole_file import ABANDONED_AFTER_S, remove_abandoned
 
 MAX_UNFINISHED = 64
 """Limit for the batches of one client that have not ended."""

@@ -19,7 +19,7 @@ import msgspec
 
 from tandem.proxy.batches.json_files import OnDamaged, ids_in, new_id, read_json, storage_errors, write_json
 from tandem.runtime.errors import InvalidRequest
-from tandem.runtime.whole_file import ABANDONED_AFTER_S, remove_abandoned, sync_folder, whole_file
+from tandem.runtime.files.whole_file import ABANDONED_AFTER_S, remove_abandoned, sync_folder, whole_file
 
 MAX_FILE_BYTES = 200 << 20
 MAX_CLIENT_BYTES = 4 << 30

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from tandem.runtime.errors import TandemError
-from tandem.runtime.whole_file import write_whole
+from tandem.runtime.files.whole_file import write_whole
 
 log = logging.getLogger("proxy")
 

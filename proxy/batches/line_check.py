@@ -15,8 +15,8 @@ import msgspec
 
 from tandem.proxy.batches.batch import LineError
 from tandem.proxy.batches.batch_lines import CheckedLines, check_lines, read_lines
-from tandem.runtime.lifetime import die_with_parent
-from tandem.runtime.whole_file import whole_file
+from tandem.runtime.files.whole_file import whole_file
+from tandem.runtime.processes.lifetime import die_with_parent
 
 MAX_CHECKED_HERE_BYTES = 256 * 1024
 """Size of a file that is checked on a thread, where it holds the interpreter's lock for at most about 10 ms a line."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.proxy.batches.json_files import storage_errors
-from tandem.runtime.whole_file import write_whole
+from tandem.runtime.files.whole_file import write_whole
 
 _RUNNING = re.compile(rb"^\+(\d+)\.$", re.MULTILINE)  # an entry that a full disk has cut off has no point
 

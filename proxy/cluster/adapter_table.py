@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.protocol.lora_files import AdapterFiles, InvalidAdapter, Shape
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.runtime.errors import InvalidRequest
-from tandem.runtime.whole_file import write_whole
+from tandem.runtime.files.lora_files import AdapterFiles, InvalidAdapter, Shape
+from tandem.runtime.files.whole_file import write_whole
 
 MAX_ADAPTERS = 1024
 """Adapters that may be loaded at the same time."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tandem.proxy.admission.api_key import ApiKey
 from tandem.runtime.errors import ConfigError, TandemError
-from tandem.runtime.regular_file import read_regular_with_status
+from tandem.runtime.files.regular_file import read_regular_with_status
 from tandem.runtime.threads import Threads
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from tandem.proxy.answers.errors import TooManyConnections, TooManyFromClient
-from tandem.runtime.file_limits import take_all_descriptors
+from tandem.runtime.files.file_limits import take_all_descriptors
 
 log = logging.getLogger(__name__)
 

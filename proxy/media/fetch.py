@@ -28,7 +28,7 @@ from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import MAX_CLIENT_SHARE, MediaSource
 from tandem.runtime.errors import Overloaded, first_line
-from tandem.runtime.regular_file import read_regular
+from tandem.runtime.files.regular_file import read_regular
 
 _MAX_REDIRECTS = 4
 _REDIRECTS = (301, 302, 303, 307, 308)

@@ -10,7 +10,7 @@ import msgspec
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media import MediaItem
 from tandem.runtime.errors import WorkerLost
-from tandem.runtime.file_limits import out_of_descriptors
+from tandem.runtime.files.file_limits import out_of_descriptors
 
 
 class MediaLease:

@@ -46,8 +46,8 @@ from tandem.proxy.reading.media_messages import (
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InternalError, ProtocolError, TandemError, WorkerLost
-from tandem.runtime.file_limits import out_of_descriptors
-from tandem.runtime.forked_process import ForkedProcess, ForkServer, ForkServerLost, KeptForkServer
+from tandem.runtime.files.file_limits import out_of_descriptors
+from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost, KeptForkServer
 from tandem.runtime.tasks import start_job
 
 log = logging.getLogger(__name__)

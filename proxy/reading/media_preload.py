@@ -6,9 +6,9 @@ It has imported what they need, which takes 4 s of CPU, and holds no model, thre
 from __future__ import annotations
 
 from tandem.proxy.reading.media_messages import ENTRY
-from tandem.runtime.fork_server import main_channel, serve_forks
-from tandem.runtime.forked_process import CHANNEL_FD
 from tandem.runtime.garbage_collection import importing
+from tandem.runtime.processes.fork_server import main_channel, serve_forks
+from tandem.runtime.processes.forked_process import CHANNEL_FD
 
 if __name__ == "__main__":
     with importing():

@@ -50,10 +50,10 @@ from tandem.proxy.reading.media_messages import (
 )
 from tandem.proxy.reading.media_reader import MediaContent, MediaReader
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
-from tandem.runtime.command_line import show_command_line
 from tandem.runtime.errors import ConfigError, InternalError, InvalidRequest, Overloaded, RequestAborted, TandemError
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.logs import setup_logging
+from tandem.runtime.processes.command_line import show_command_line
 from tandem.runtime.tasks import start
 
 log = logging.getLogger(__name__)
@@ -273,4 +273,4 @@ def run(_arguments: list[str]) -> None:
     except Exception:
         log.exception("the media process fails")
         exit_code = 1
-    sys.exit(exit_code)  # at once, by `runtime.fork_server`: nobody waits for threads that are decoding
+    sys.exit(exit_code)  # at once, by `runtime.processes.fork_server`: nobody waits for threads that are decoding

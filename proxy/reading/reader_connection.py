@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.proxy.reading.reader_process import ENTRY, JOBS_FD, LENGTH_BYTES, JobAnswer
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
-from tandem.runtime.forked_process import ForkedProcess, KeptForkServer
+from tandem.runtime.processes.forked_process import ForkedProcess, KeptForkServer
 from tandem.runtime.tasks import start_job
 
 JOB_CPU_S = 10.0

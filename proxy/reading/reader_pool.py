@@ -29,8 +29,8 @@ from tandem.proxy.reading.reader_process import CONFIG_FD, encode_job, reader_en
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_template, has_token_ids
 from tandem.runtime.errors import InternalError, Overloaded, TandemError
-from tandem.runtime.forked_process import ForkServer, ForkServerLost, KeptForkServer
 from tandem.runtime.garbage_collection import freeze_loaded_objects
+from tandem.runtime.processes.forked_process import ForkServer, ForkServerLost, KeptForkServer
 from tandem.runtime.tasks import keep_running
 
 log = logging.getLogger(__name__)

@@ -24,10 +24,10 @@ import msgspec
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
-from tandem.runtime.fork_server import Entry, main_channel, num_data_bytes, serve_forks
-from tandem.runtime.forked_process import CHANNEL_FD
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.logs import setup_logging
+from tandem.runtime.processes.fork_server import Entry, main_channel, num_data_bytes, serve_forks
+from tandem.runtime.processes.forked_process import CHANNEL_FD
 
 log = logging.getLogger(__name__)
 

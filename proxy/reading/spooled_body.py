@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tandem.runtime.file_limits import out_of_descriptors
+from tandem.runtime.files.file_limits import out_of_descriptors
 
 _MEDIA_FIELDS = (b'"image_url"', b'"video_url"', b'"image"')
 _TAIL_BYTES = max(map(len, _MEDIA_FIELDS)) - 1

@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.proxy.text.model_files import PROCESSOR_FILES
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.regular_file import read_regular
+from tandem.runtime.files.regular_file import read_regular
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem.runtime.errors import InvalidRequest
-from tandem.runtime.forked_child import fork_child
+from tandem.runtime.processes.forked_child import fork_child
 
 TEMPLATE_CPU_S = 2
 """CPU time for a client's own template; a model's template takes milliseconds."""

@@ -285,7 +285,7 @@ def batch_files(max_bytes: int) -> Iterator[tuple[str, bytes]]:
 
 def adapter_files(max_bytes: int) -> Iterator[tuple[str, bytes, bytes]]:
     """Yields a name, the configuration and the weights of LoRA adapters. max_bytes: of JSON in either."""
-    from tandem.protocol import lora_files
+    from tandem.runtime.files import lora_files
 
     values = [*_anything(max_bytes), (" of many digits", "1" + "0" * 4000), (" of some digits", "1" + "0" * 400)]
     values += [(" below 0", "-1"), (" infinite", "Infinity"), (" no number", "NaN"), (" large", "1e308")]

@@ -16,13 +16,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 
-from tandem.protocol.lora_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from tandem.proxy.batches.batch_lines import IndexedLine, check_lines, read_lines, request_body
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.runtime.errors import TandemError
+from tandem.runtime.files.lora_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from tests.security.largest_bodies import adapter_files, all_structs, batch_files, bodies
 from tests.support.noise_model import ensure_noise_model
 

@@ -16,7 +16,7 @@ from typing import get_args
 import pytest
 
 from tandem.proxy.batches.batch import BatchRequest
-from tandem.runtime.forked_process import ONE_THREAD
+from tandem.runtime.processes.forked_process import ONE_THREAD
 from tests.security.largest_bodies import all_structs
 from tests.support.openapi import documented_routes
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from tandem.deploy.processes.process_configs import process_environment
-from tandem.runtime.command_line import SPACE
-from tandem.runtime.forked_child import ForkedChild
-from tandem.runtime.forked_process import ForkServer
+from tandem.runtime.processes.command_line import SPACE
+from tandem.runtime.processes.forked_child import ForkedChild
+from tandem.runtime.processes.forked_process import ForkServer
 
 PRELOAD_TIMEOUT_S = 120.0
 _IGNORED = {"PYTEST_CURRENT_TEST"}

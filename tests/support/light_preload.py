@@ -8,9 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from tandem.runtime.command_line import show_command_line
-from tandem.runtime.fork_server import main_channel, serve_forks
-from tandem.runtime.forked_process import CHANNEL_FD
+from tandem.runtime.processes.command_line import show_command_line
+from tandem.runtime.processes.fork_server import main_channel, serve_forks
+from tandem.runtime.processes.forked_process import CHANNEL_FD
 
 
 def run(arguments: list[str]) -> None:

@@ -11,10 +11,10 @@ import sys
 
 from tandem.deploy.processes import preloaded
 from tandem.deploy.processes.preloaded import PreloadedWorker
-from tandem.runtime.command_line import show_command_line
-from tandem.runtime.fork_server import main_channel, serve_forks
-from tandem.runtime.forked_process import CHANNEL_FD, ONE_THREAD, ForkServer
 from tandem.runtime.garbage_collection import freeze_loaded_objects
+from tandem.runtime.processes.command_line import show_command_line
+from tandem.runtime.processes.fork_server import main_channel, serve_forks
+from tandem.runtime.processes.forked_process import CHANNEL_FD, ONE_THREAD, ForkServer
 from tandem.worker import preload
 
 _ADDED = (*ONE_THREAD, *sys.argv[2:])

@@ -11,7 +11,7 @@ from unittest import mock
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
-from tandem.runtime import forked_process
+from tandem.runtime.processes import forked_process
 
 CONFIG = ProxyConfig("proxy-0", "", "m", "m")
 

@@ -15,7 +15,7 @@ from tandem.kv_transfer.connector import KVReceiver, OnDone
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import ClosePair, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed, first_line
-from tandem.runtime.exits import WatchExit
+from tandem.runtime.processes.exits import WatchExit
 from tandem.worker.pairs.incoming_table import (
     AcceptPair,
     IncomingPairAction,

@@ -17,7 +17,6 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.protocol.lora_files import read_adapter
 from tandem.protocol.messages.membership import Role, WorkerReport
 from tandem.proxy.answers.errors import RoleRefused, UnknownRequest, UnknownWorker
 from tandem.proxy.api.field_errors import decode_body
@@ -26,6 +25,7 @@ from tandem.proxy.http.starlette_app import ApiRoute, answer, fixed_answer, json
 from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.files.lora_files import read_adapter
 from tandem.runtime.threads import Threads
 from tandem.telemetry.proxy_metrics import CONTENT_TYPE
 from tandem.telemetry.request_log import NUM_KEPT

@@ -14,7 +14,7 @@ from tandem.deploy.processes import preloaded
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.preloaded import PreloadedWorker
-from tandem.runtime import forked_process
+from tandem.runtime.processes import forked_process
 from tests.support import light_preload
 
 ENV = {"CUDA_VISIBLE_DEVICES": "3"}

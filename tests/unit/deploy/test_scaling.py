@@ -32,7 +32,7 @@ from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.protocol.proxy_endpoints import EndpointsFile, write_endpoints
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.process import EXIT_RETIRED
+from tandem.runtime.processes.process import EXIT_RETIRED
 from tests.support.waiting import until
 
 

@@ -22,7 +22,7 @@ from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, KVLayout, OpenPair
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch
-from tandem.runtime.exits import watch_exit
+from tandem.runtime.processes.exits import watch_exit
 from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import IncomingPairTable
 from tests.support.memory_connector import MemoryReceiver, MemorySender

@@ -27,7 +27,7 @@ from tandem.kv_transfer.ranks import rank_pool
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
-from tandem.runtime.lifetime import end_process
+from tandem.runtime.processes.lifetime import end_process
 from tests.support.late_device import LateDevice, install
 from tests.support.late_nccl import LateNCCL, NCCLWorld
 from tests.unit.kv_transfer.nccl_ends import WATCHDOG, Ends, on_loop

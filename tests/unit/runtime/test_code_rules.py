@@ -19,9 +19,9 @@ SHARES_THREADS = {"to_thread", "run_in_executor"}
 FORKS = {"fork"}
 WRITES_WHOLE = {"write_text", "write_bytes"}
 MAY_FORK = {
-    "runtime/fork_server.py",
-    "runtime/forked_child.py",
-    "runtime/forked_process.py",
+    "runtime/processes/fork_server.py",
+    "runtime/processes/forked_child.py",
+    "runtime/processes/forked_process.py",
     "proxy/__main__.py",  # calls `ReaderPool.fork`
 }
 MAY_START = {"runtime/tasks.py"}
@@ -34,7 +34,7 @@ WRITES_IN_PLACE = re.compile("[rbt]*[wax+][rbt+]*")
 CHANGES_FILES = {"open", "fdopen", "FileIO", "replace", "rename"}
 COPIES = {"copy", "copy2", "copyfile", "move"}
 MAY_WRITE = {
-    "runtime/whole_file.py",
+    "runtime/files/whole_file.py",
     "runtime/threads.py",  # /proc
     "deploy/cli.py",  # /dev/null
     "kv_transfer/tiers/host_memory.py",  # shared memory
@@ -107,7 +107,7 @@ def test_tasks_are_started_in_one_place() -> None:
 
 
 def test_processes_are_forked_in_one_place() -> None:
-    assert not broken(FORKS, MAY_FORK), "use tandem.runtime.fork_server or forked_child"
+    assert not broken(FORKS, MAY_FORK), "use tandem.runtime.processes.fork_server or forked_child"
 
 
 def test_files_are_written_whole() -> None:
@@ -118,7 +118,7 @@ def test_files_are_written_whole() -> None:
         if (name := str(file.relative_to(ROOT))) not in MAY_WRITE
         for line, called in writes(file.read_text())
     ]
-    assert not found, "use tandem.runtime.whole_file, so that no reader sees a part of a file"
+    assert not found, "use tandem.runtime.files.whole_file, so that no reader sees a part of a file"
 
 
 def test_blocking_work_of_a_proxy_has_threads_of_its_kind() -> None:

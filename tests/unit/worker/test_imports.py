@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tandem.engine.engine_config import EngineConfig
-from tandem.runtime.forked_process import ONE_THREAD
+from tandem.runtime.processes.forked_process import ONE_THREAD
 from tandem.worker.worker_config import WorkerConfig
 
 UNUSED = {
@@ -67,7 +67,7 @@ read = kind.__getitem__, kind.__contains__
 kind.__getitem__ = lambda self, name: (os.write(fd, f"{name}\\n".encode()), read[0](self, name))[1]
 kind.__contains__ = lambda self, name: (os.write(fd, f"{name}\\n".encode()), read[1](self, name))[1]
 import tandem.worker.worker, tandem.worker.engine_loading, tandem.worker.follower
-from tandem.runtime.fork_server import why_unsafe_to_fork
+from tandem.runtime.processes.fork_server import why_unsafe_to_fork
 from pathlib import Path
 imported = sorted(sys.modules)
 from tandem.worker import preload
@@ -83,7 +83,7 @@ unsafe = why_unsafe_to_fork()
 
 import torch
 from numba import njit
-from tandem.runtime.forked_child import fork_child
+from tandem.runtime.processes.forked_child import fork_child
 from tandem.worker import __main__ as worker
 def run():  # a worker with three threads
     sys.argv = ["worker", sys.argv[2]]

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 CODE = """
 import logging, os, signal
-from tandem.runtime.forked_child import fork_child
+from tandem.runtime.processes.forked_child import fork_child
 from tandem.runtime.logs import LogSettings
 from tandem.worker import follower
 

@@ -25,7 +25,7 @@ from tandem.proxy.batches.file_store import FileNotFound, FileStore
 from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
-from tandem.runtime.whole_file import ABANDONED_AFTER_S
+from tandem.runtime.files.whole_file import ABANDONED_AFTER_S
 from tests.unit.proxy.batches.batch_files import OWNER, URL, App, check_lines, create, line, run_until_ended
 from tests.unit.proxy.batches.test_failing_batches import die_while_running, make_batch
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.protocol.lora_files import AdapterFiles, InvalidAdapter
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.proxy.cluster.adapter_table import AdapterNotFound, AdapterTable, NamedAdapter
+from tandem.runtime.files.lora_files import AdapterFiles, InvalidAdapter
 
 SHAPES = {"q_proj": (2, 2)}
 FILES = AdapterFiles("digest", 1, 1.0, SHAPES, b"")

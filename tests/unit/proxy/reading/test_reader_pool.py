@@ -238,7 +238,7 @@ def test_without_the_fork_server_running_processes_go_on_and_another_server_is_s
 ) -> None:
     """The other one loads the model's text files by itself."""
     if number == signal.SIGSTOP:
-        monkeypatch.setattr("tandem.runtime.forked_process.FORK_TIMEOUT_S", 2.0)
+        monkeypatch.setattr("tandem.runtime.processes.forked_process.FORK_TIMEOUT_S", 2.0)
     (tmp_path / "model").mkdir()
     make_tokenizer(tmp_path / "model")
     pool = fork_pool(1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tandem.protocol.lora_files import MAX_HEADER_BYTES, InvalidAdapter, read_adapter
+from tandem.runtime.files.lora_files import MAX_HEADER_BYTES, InvalidAdapter, read_adapter
 from tests.support.lora import make_adapter
 
 MODEL = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(12, 6)})

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from tandem.runtime.fork_server import (
+from tandem.runtime.processes.fork_server import (
     MAX_REQUEST_BYTES,
     READY,
     Entry,

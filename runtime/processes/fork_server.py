@@ -1,10 +1,10 @@
 """A process that has loaded what others need and forks them on request, so that they start in milliseconds.
 
 The fork server has one thread and serves one socket of type SOCK_SEQPACKET, whose other end belongs to the process that
-started it (`runtime.forked_process.ForkServer`). A forked process becomes a child of that process, not of the server:
-the server forks an intermediate process, which forks the new one and exits, and the kernel then gives the new one to
-the requester, which is a subreaper at that moment. Exit statuses, signals and the death with the parent are thereby
-what they are for a process that the requester had started itself, and the end of the server harms no process
+started it (`runtime.processes.forked_process.ForkServer`). A forked process becomes a child of that process, not of the
+server: the server forks an intermediate process, which forks the new one and exits, and the kernel then gives the new
+one to the requester, which is a subreaper at that moment. Exit statuses, signals and the death with the parent are
+thereby what they are for a process that the requester had started itself, and the end of the server harms no process
 (docs/adr/0033-fork-server.md).
 """
 
@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
-from tandem.runtime.lifetime import die_with_parent
+from tandem.runtime.processes.lifetime import die_with_parent
 
 Entry = Callable[[list[str]], None]
 """Function that a forked process runs. It gets the request's arguments; the process exits when it returns."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime.regular_file import read_regular, read_regular_with_status
+from tandem.runtime.files.regular_file import read_regular, read_regular_with_status
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:

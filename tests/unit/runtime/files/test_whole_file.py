@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime.whole_file import ABANDONED_AFTER_S, partial_name, remove_abandoned, write_whole
+from tandem.runtime.files.whole_file import ABANDONED_AFTER_S, partial_name, remove_abandoned, write_whole
 
 
 def test_threads_that_write_one_file_never_mix(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.runtime.errors import InvalidRequest
-from tandem.runtime.regular_file import read_regular
+from tandem.runtime.files.regular_file import read_regular
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20

@@ -13,9 +13,9 @@ import uvloop
 
 from tandem.runtime.drain import Retired
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.file_limits import take_all_descriptors
-from tandem.runtime.lifetime import die_with_parent, leave
+from tandem.runtime.files.file_limits import take_all_descriptors
 from tandem.runtime.logs import LogSettings, setup_logging
+from tandem.runtime.processes.lifetime import die_with_parent, leave
 from tandem.runtime.tasks import start
 
 EXIT_FAILED = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime.forked_child import fork_child
+from tandem.runtime.processes.forked_child import fork_child
 
 
 def test_it_has_the_kept_descriptors_its_variables_and_default_signals() -> None:

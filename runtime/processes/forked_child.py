@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn
 
-from tandem.runtime.fork_server import close_descriptors
+from tandem.runtime.processes.fork_server import close_descriptors
 
 _POLL_S = 0.01
 

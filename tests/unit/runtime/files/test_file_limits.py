@@ -7,7 +7,7 @@ import sys
 
 _SCRIPT = """
 import os, resource
-from tandem.runtime.file_limits import take_all_descriptors
+from tandem.runtime.files.file_limits import take_all_descriptors
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
 before = len(os.listdir("/proc/self/fd"))

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime import fork_server, forked_process
-from tandem.runtime.fork_server import Entry
-from tandem.runtime.forked_process import ForkedProcess, ForkServer, ForkServerLost
+from tandem.runtime.processes import fork_server, forked_process
+from tandem.runtime.processes.fork_server import Entry
+from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost
 
 
 def leave(arguments: list[str]) -> None:
@@ -200,7 +200,7 @@ def test_bad_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PARENT = """
 import asyncio, os, time
-from tandem.runtime.forked_process import ForkServer
+from tandem.runtime.processes.forked_process import ForkServer
 
 def wait(arguments):
     time.sleep(100)
