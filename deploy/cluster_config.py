@@ -38,17 +38,12 @@ MIN_BLOCK_SIZE = 8
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of `tandem up` and `tandem worker`: the launcher's, and those of parts that get them whole."""
+    """Settings of `tandem up` and `tandem worker`: the launcher's, and those of parts that get them whole.
+
+    The flags of a group are listed in the order of these fields.
+    """
 
     # fmt: off
-    engine: EngineConfig = EngineConfig("", max_num_batched_tokens=0, max_num_seqs=0)
-    served_model_name: Annotated[str, setting("model", description=
-        "Model name that clients send; empty uses the model's own name.")] = ""
-    lora: Annotated[list[str], setting("model", description=
-        "LoRA adapter as NAME=FOLDER, in PEFT's format; requests use it by giving NAME as their model. May be "
-        "repeated.")] = []
-    requests: RequestSettings = RequestSettings()
-
     workers: Annotated[int, setting("workers", ge=0, le=256, description=
         "Number of elastic workers, which prefill and decode. With them, --prefill and --decode are 0 unless "
         "given.")] = 0
@@ -65,6 +60,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Tensor parallel size of decode workers; 0 uses --tensor-parallel-size.")] = 0
     threads_per_worker: Annotated[int, setting("workers", ge=0, le=256, description=
         "CPU threads of each worker, split among its processes; 0 divides the cores among all workers.")] = 0
+
+    engine: EngineConfig = EngineConfig("", max_num_batched_tokens=0, max_num_seqs=0)
+    served_model_name: Annotated[str, setting("model", description=
+        "Model name that clients send; empty uses the model's own name.")] = ""
+    lora: Annotated[list[str], setting("model", description=
+        "LoRA adapter as NAME=FOLDER, in PEFT's format; requests use it by giving NAME as their model. May be "
+        "repeated.")] = []
+    http: HttpSettings = HttpSettings()
+    requests: RequestSettings = RequestSettings()
+
     routing: RoutingSettings = RoutingSettings()
     drain_timeout_s: Annotated[float, setting("workers", gt=0, description=
         "Seconds that a draining process has to finish its requests; the rest migrates to other workers.")] = 30.0
@@ -77,7 +82,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "installed plugin.")] = "auto"
     tiers: TiersConfig = TiersConfig()
 
-    http: HttpSettings = HttpSettings()
     data_dir: Annotated[str, setting("HTTP", description=
         "Folder for the Files and Batches API, which survives restarts; without it they answer 501. On several hosts "
         "it must be on a shared disk.")] = ""

@@ -72,29 +72,30 @@ class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode. connectors: in order of preference. host_id: see `runtime.host`.
-
-    prefill_pids: processes of all ranks, each of which may write to the decode worker's pools. decode_epoch: of the
-    worker that the pair is meant for; after a restart, another process may answer at its address. checksums: whether
-    this side wants all blocks verified. lease_s: how long it keeps a transfer's blocks after each RenewLeases. number:
-    counts this epoch's pairs; a later one replaces earlier ones. closed_pair_ids: this process's earlier pairs with the
-    decode worker that have stopped; their ClosePair may have been lost with its connection.
-    """
+    """Prefill to decode: open a pair."""
 
     version: int
     prefill_worker_id: str
     prefill_epoch: str
     prefill_pids: list[int]
+    """Processes of all ranks, each of which may write to the decode worker's pools."""
     decode_epoch: str
+    """Epoch of the worker that the pair is meant for; after a restart, another process may answer at its address."""
     pair_id: str
     layout: KVLayout
     host_id: str
+    """See `runtime.host`."""
     device: str
     connectors: list[str]
+    """Names in order of preference."""
     checksums: bool = False
+    """Whether this side wants all blocks verified."""
     lease_s: float = 10.0
+    """Time for which this side keeps a transfer's blocks after each RenewLeases."""
     number: int = 0
+    """Number of the pair in this epoch; a later one replaces earlier ones."""
     closed_pair_ids: list[str] = []
+    """Earlier pairs of this process with the decode worker that have stopped; their ClosePair may have been lost."""
 
 
 class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

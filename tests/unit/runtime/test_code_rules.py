@@ -1,4 +1,4 @@
-"""Rules for product code that ruff cannot express, as they are about methods: who starts tasks and writes files."""
+"""Rules for product code that ruff cannot express: on tasks, on written files and on comments of fields."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ MAY_WRITE = {
     "deploy/configuration_page.py",  # a page of the documentation
 }
 
+MAX_FIELDS_IN_DOCSTRING = 4
+
 
 def called_names(source: str) -> Iterator[tuple[int, str]]:
     """Yields line and last name of everything that is called or passed on, e.g. `create_task` of `loop.create_task`."""
@@ -91,6 +93,18 @@ def writes(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
+def fields_in_docstrings(source: str) -> Iterator[tuple[int, str, int]]:
+    """Yields line and name of each class, and how many of its fields its docstring describes as "name: ..."."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and (text := ast.get_docstring(node)):
+            fields = [
+                each.target.id
+                for each in node.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            ]
+            yield node.lineno, node.name, sum(bool(re.search(rf"\b{field}\b[^.\n]*:", text)) for field in fields)
+
+
 def broken(names: set[str], allowed: set[str], packages: tuple[str, ...] = PACKAGES) -> list[str]:
     found = []
     for package in packages:
@@ -124,6 +138,23 @@ def test_files_are_written_whole() -> None:
 def test_blocking_work_of_a_proxy_has_threads_of_its_kind() -> None:
     found = broken(SHARES_THREADS, MAY_SHARE, ("proxy", "media_cache"))
     assert not found, "use tandem.runtime.threads, so that work which never ends stops no other kind of work"
+
+
+def test_fields_are_described_beside_them() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{line} {name}"
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*.py")
+        for line, name, number in fields_in_docstrings(file.read_text())
+        if number > MAX_FIELDS_IN_DOCSTRING
+    ]
+    assert not found, "put a comment below each field instead of a paragraph above all of them"
+
+
+def test_the_rule_counts_fields() -> None:
+    fields = "".join(f"\n    {name}: int" for name in ("one", "two", "three", "four"))
+    source = 'class A:\n    """An A. one: first. two, three: others."""' + fields
+    assert list(fields_in_docstrings(source)) == [(1, "A", 3)]
 
 
 @pytest.mark.parametrize(
