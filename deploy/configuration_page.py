@@ -18,7 +18,8 @@ _INTRODUCTION = """\
 override the file. `tandem worker` takes the same ones, except for `--workers`, `--prefill`, `--decode`, `--proxies`,
 and `--ray`; `--join` and `--name` are for `tandem worker` only.
 
-This page is generated from the settings that `deploy/cluster_config.py` collects, by `python -m tandem.deploy.configuration_page`.
+`python -m tandem.deploy.configuration_page` generates this page from the settings that
+`deploy/cluster_config.py` collects.
 """
 
 

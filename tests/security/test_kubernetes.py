@@ -18,8 +18,8 @@ import msgspec
 import pytest
 import yaml
 
-from tandem.deploy.cluster_config import ClusterConfig
 from tandem.protocol.network_keys import PARTS
+from tests.support.settings import cluster_config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -192,7 +192,7 @@ def test_every_mount_exists_and_every_secret_is_made_by_the_guide(
 @pytest.mark.parametrize("deployment", ALL)
 def test_keys_are_mounted_where_the_configuration_looks_for_them(deployment: list[Document]) -> None:
     text = named(deployment, "ConfigMap")["tandem"]["data"]["cluster.toml"]
-    config = msgspec.toml.decode(text, type=ClusterConfig)
+    config = cluster_config(**msgspec.toml.decode(text))
     assert not (config.insecure_network or config.http.api_key)
     assert "kubectl create secret generic tandem-api-keys --from-file=api_keys=" in GUIDE
     is_ray = any(ray_cluster(document) for document in deployment)
