@@ -29,7 +29,7 @@ from tandem.engine.layers.linear import MergedLinear
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 
 CONTEXT = 300  # tokens of each decoding sequence
 PROMPT = 1024

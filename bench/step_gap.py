@@ -21,7 +21,7 @@ from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.cuda.step_tensors import flat_on_host
 from tandem.engine.launched_step import LaunchedStep, Sampling, are_samples_known, samples_after
 from tandem.engine.sampling.sampler import SamplingStep
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tests.support.steps import SteppingWorker
 
 STEP_S = 0.005

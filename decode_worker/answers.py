@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.decode_worker.sequence import DecodeSequence
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, DecodeBegan, NewToken, TokenBatch
-from tandem.protocol.messages.generation import FinishReason, SampledToken
+from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.protocol.messages.transfer import KVRefused
 from tandem.runtime.errors import ErrorInfo, TandemError
 

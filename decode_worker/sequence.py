@@ -11,7 +11,7 @@ from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.protocol.messages.dispatch import PromptMessage
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, token_array, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 

@@ -9,7 +9,7 @@ import msgspec
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
-from tandem.protocol.messages.generation import Pooling, SampledToken, SamplingParams, TokenLogprobs
+from tandem.protocol.messages.sampling import Pooling, SampledToken, SamplingParams, TokenLogprobs
 from tandem.runtime.errors import ErrorInfo
 
 

@@ -22,7 +22,7 @@ from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool, block_bytes
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.model_runner import ModelRunner
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tandem.engine.batch import BatchItem, ItemOutput, Sample
 from tandem.engine.cuda.streams import Array
 from tandem.engine.sampling.sampler import SampledRows
-from tandem.protocol.messages.generation import SampledToken
+from tandem.protocol.messages.sampling import SampledToken
 
 Sampling = tuple[SampledRows | None, Callable[[Sequence[SampledToken]], list[ItemOutput]]]
 """The sampled tokens, None if there are none, and what makes the items' outputs of all of them."""

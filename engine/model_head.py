@@ -14,7 +14,7 @@ import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from tandem.engine.sampling.logprobs import token_logprobs
-from tandem.protocol.messages.generation import Pooling, TokenLogprobs
+from tandem.protocol.messages.sampling import Pooling, TokenLogprobs
 
 _ROWS_PER_SLICE = 256
 """Rows of logits in memory at a time: about 160 MB for a vocabulary of 150,000."""

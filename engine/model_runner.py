@@ -42,7 +42,7 @@ from tandem.engine.model_head import ModelHead
 from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask
 from tandem.engine.sampling.sampler import SamplingStep
 from tandem.engine.vision.media_input import MediaInput, positions_of
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, TokenLogprobs
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, TokenLogprobs
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, first_line
 
 log = logging.getLogger(__name__)

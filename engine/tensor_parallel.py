@@ -33,7 +33,7 @@ from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.model_loader import check_model, load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.protocol.sockets import listen_on_free_port
 from tandem.runtime.errors import first_line

@@ -17,7 +17,7 @@ from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
-from tandem.protocol.messages.generation import SampledToken
+from tandem.protocol.messages.sampling import SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV
 from tandem.protocol.prefix_hash import BlockHasher

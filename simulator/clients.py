@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.api.generation_request import GenerationRequest

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tandem.engine.batch import Batch, BatchItem, ItemOutput
 from tandem.engine.engine import OnDone, StepTiming
-from tandem.protocol.messages.generation import SampledToken
+from tandem.protocol.messages.sampling import SampledToken
 from tandem.simulator.timeline import ProcessLoop
 
 VOCAB_SIZE = 50_000

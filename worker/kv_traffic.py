@@ -35,8 +35,8 @@ from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import IncomingPairTable
 from tandem.worker.pairs.outgoing import OutgoingPairs
 from tandem.worker.pairs.outgoing_table import OutgoingPairTable
-from tandem.worker.scheduler import WorkerScheduler
 from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 log = logging.getLogger(__name__)
 

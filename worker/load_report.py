@@ -8,9 +8,9 @@ from tandem.prefill_worker.media import MediaIntake
 from tandem.protocol.messages.membership import TierFigures, WorkerLoad
 from tandem.protocol.refusals import Refusals
 from tandem.worker.kv_traffic import KVTraffic
-from tandem.worker.scheduler import WorkerScheduler
 from tandem.worker.step_loop import StepLoop
 from tandem.worker.tier_traffic import TierTraffic
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 
 class LoadReporter:

@@ -1,4 +1,4 @@
-"""Registers a worker with the proxies, reports its load, drains it and lets it leave."""
+"""What a worker tells the proxies of itself (`worker.proxy_links`): its registration, load, role, drain and end."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tandem.runtime.threads import show_thread_name
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.kv_traffic import KVTraffic
-from tandem.worker.registration import Registration
-from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.proxy_links import ProxyLinks
 from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Presence:
         self._drain = Drain(config.drain_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._host = host
-        self._registration: Registration | None = None  # set while serving
+        self._registration: ProxyLinks | None = None  # set while serving
         self._num_role_changes = 0
         self._role_file = RoleFile(Path(config.role_file)) if config.role_file else None
 
@@ -118,7 +118,7 @@ class Presence:
 
         Raises ConfigError if no proxy accepts this worker, Retired if it was drained for good.
         """
-        registration = self._registration = Registration(
+        registration = self._registration = ProxyLinks(
             network,
             self._config.proxy_endpoints,
             self._register(),

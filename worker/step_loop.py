@@ -16,7 +16,7 @@ from tandem.engine.batch import ItemOutput
 from tandem.engine.engine import Engine, OutOfDeviceMemory, StepTiming
 from tandem.runtime.errors import first_line
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 log = logging.getLogger(__name__)
 

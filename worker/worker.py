@@ -46,10 +46,10 @@ from tandem.worker.engine_host import LoadHost
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.load_report import LoadReporter
 from tandem.worker.presence import Presence, new_worker_info
-from tandem.worker.scheduler import WorkerScheduler
 from tandem.worker.step_loop import StepLoop
 from tandem.worker.tier_traffic import TierTraffic
 from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 
 BLOCK_SIZE, VOCAB_SIZE = 16, 512
 COMMON: dict[str, Any] = {

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from tandem.engine.sampling.grammar_messages import FillMask, Mask, NewState
-from tandem.protocol.messages.generation import Thinking
+from tandem.protocol.messages.sampling import Thinking
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
 
 MASKS_TIMEOUT_S = 3.0

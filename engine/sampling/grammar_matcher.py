@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.protocol.messages.generation import Thinking
 from tandem.protocol.messages.grammar import one_line, parser_limits
+from tandem.protocol.messages.sampling import Thinking
 from tandem.runtime.errors import InvalidRequest
 
 

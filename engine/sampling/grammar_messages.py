@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.protocol.messages.generation import Thinking
+from tandem.protocol.messages.sampling import Thinking
 from tandem.runtime.errors import ErrorInfo
 
 

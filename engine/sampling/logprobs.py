@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.protocol.messages.generation import TokenLogprobs
+from tandem.protocol.messages.sampling import TokenLogprobs
 
 
 def logprob_columns(

@@ -25,7 +25,7 @@ from tandem.engine.sampling.grammar_mask import StepMask
 from tandem.engine.sampling.logprobs import logprob_columns, read_logprobs
 from tandem.engine.sampling.noise import first_to_arrive, signed_noise_key
 from tandem.engine.sampling.penalties import Adjustments
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, TokenLogprobs
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, TokenLogprobs
 
 _FULL_SORT_VOCAB_SIZE = 4096
 """Up to this size a full sort is faster than top-k."""

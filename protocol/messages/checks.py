@@ -14,9 +14,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
-from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.protocol.messages.membership import RegisterWorker
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, OpenPair
 from tandem.runtime.errors import InvalidMessage

@@ -10,14 +10,14 @@ from __future__ import annotations
 import msgspec
 
 from tandem.protocol.messages.adapter import AdapterRef
-from tandem.protocol.messages.generation import (
+from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.sampling import (
     FinishReason,
     Pooling,
     SampledToken,
     SamplingParams,
     StopConditions,
 )
-from tandem.protocol.messages.media import MediaItem
 from tandem.runtime.errors import ErrorInfo
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.protocol.codec import MAX_MESSAGE_BYTES
-from tandem.protocol.messages.generation import TokenLogprobs
+from tandem.protocol.messages.sampling import TokenLogprobs
 from tandem.runtime.errors import ProtocolError
 
 MAX_PROMPT_LOGPROBS_BYTES = MAX_MESSAGE_BYTES // 2

@@ -7,12 +7,12 @@ from typing import Any
 
 from msgspec import UNSET
 
-from tandem.protocol.messages.generation import SampledToken
+from tandem.protocol.messages.sampling import SampledToken
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.answers import Answers, Choice
 from tandem.proxy.answers.json_parts import Holes, JsonArray, JsonText, Part, pieces
 from tandem.proxy.answers.logprobs import chat_logprobs
-from tandem.proxy.api.responses import (
+from tandem.proxy.api.answer_bodies import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from tandem.protocol.messages.generation import SampledToken
+from tandem.protocol.messages.sampling import SampledToken
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.answers import Answers, Choice
 from tandem.proxy.answers.json_parts import Holes, JsonText, Part, pieces
 from tandem.proxy.answers.logprobs import completion_logprobs, with_first
 from tandem.proxy.answers.prompt_part import CompletionArrays, PromptPart
-from tandem.proxy.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
+from tandem.proxy.api.answer_bodies import CompletionChoice, CompletionLogprobs, CompletionResponse
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 

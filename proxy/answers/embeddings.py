@@ -8,8 +8,8 @@ from contextlib import aclosing
 import numpy as np
 
 from tandem.proxy.answers.json_parts import Part, encode
+from tandem.proxy.api.answer_bodies import Embedding, EmbeddingResponse, EmbeddingUsage, PromptTokensDetails
 from tandem.proxy.api.generation_request import EmbeddingOptions
-from tandem.proxy.api.responses import Embedding, EmbeddingResponse, EmbeddingUsage, PromptTokensDetails
 from tandem.proxy.dispatch.generation import Generation
 
 

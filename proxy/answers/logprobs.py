@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
-from tandem.proxy.api.responses import (
+from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
+from tandem.proxy.api.answer_bodies import (
     ChatLogprob,
     ChatLogprobs,
     CompletionLogprobs,

@@ -8,11 +8,11 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from tandem.protocol.messages.generation import FinishReason, SampledToken
+from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.chat import ChatAnswers, EncodedChatChoice
 from tandem.proxy.answers.json_parts import Holes
-from tandem.proxy.api.responses import (
+from tandem.proxy.api.answer_bodies import (
     AnsweredToolCall,
     AssistantMessage,
     CalledFunction,

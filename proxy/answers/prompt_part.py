@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.prompt_logprobs import unpack_logprobs
+from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, unpack_token_ids
 from tandem.proxy.answers.json_parts import JsonArray, JsonText
 from tandem.proxy.answers.logprobs import completion_logprobs, prompt_logprobs, with_first
+from tandem.proxy.api.answer_bodies import CompletionLogprobs
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.responses import CompletionLogprobs
 from tandem.proxy.dispatch.sequence_text import PromptTokens
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import InternalError

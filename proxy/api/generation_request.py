@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from tandem.protocol.messages.generation import Pooling, SamplingParams, StopConditions
 from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
+from tandem.protocol.messages.sampling import Pooling, SamplingParams, StopConditions
 from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_request import ResponseOptions

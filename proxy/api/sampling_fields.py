@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.api.generation_request import ALL_LOGPROBS
 from tandem.proxy.api.schema import ChatFields, CompletionRequest, EmbeddingRequest, GenerationFields
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.chat_prompts import ChatPromptBuilder

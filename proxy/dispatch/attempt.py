@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from tandem.protocol.messages.dispatch import FirstToken, NewToken
-from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.proxy.cluster.router import Route, Router
 from tandem.runtime.errors import TandemError
 from tandem.telemetry.stages import AttemptTimes

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
+from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.runtime.errors import InvalidRequest
 

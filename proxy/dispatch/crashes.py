@@ -12,7 +12,7 @@ from hashlib import sha256
 
 import msgspec
 
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import InvalidRequest
 

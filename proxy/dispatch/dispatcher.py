@@ -39,9 +39,9 @@ from tandem.protocol.messages.dispatch import (
     TokenBatch,
     ToProxy,
 )
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.plausible import plausible_count, plausible_figure
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.prefix_hash import unpack_short_hashes
 from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Route, Router, SLOUnreachable
 from tandem.proxy.cluster.worker_table import MAX_WORKERS

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from tandem.protocol.messages.generation import (
+from tandem.protocol.messages.media import MediaKind
+from tandem.protocol.messages.sampling import (
     FinishReason,
     SampledToken,
     SamplingParams,
     StopConditions,
     TokenLogprobs,
 )
-from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.proxy.admission.admission import Admission, Ticket
 from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer

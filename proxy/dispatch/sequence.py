@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tandem.protocol.messages.generation import (
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.plausible import plausible_count
+from tandem.protocol.messages.sampling import (
     FinishReason,
     SampledToken,
     SamplingParams,
     StopConditions,
 )
-from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.plausible import plausible_count
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.crashes import SUSPECT_DEATHS
 from tandem.proxy.text.prompt import Prompt

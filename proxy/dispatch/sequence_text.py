@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tandem.protocol.messages.generation import FinishReason, SampledToken
+from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.stop_strings import StopStrings
 from tandem.telemetry.proxy_metrics import SequenceTimer

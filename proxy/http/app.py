@@ -16,9 +16,9 @@ from tandem.proxy.http.browsers import with_cors, with_rules
 from tandem.proxy.http.openapi import document_routes
 from tandem.proxy.http.routes.admin import SetRole, admin_routes
 from tandem.proxy.http.routes.batches import batch_routes
-from tandem.proxy.http.routes.generation import generation_routes
-from tandem.proxy.http.routes.responses import response_routes
+from tandem.proxy.http.routes.generation_routes import generation_routes
 from tandem.proxy.http.routes.server import server_routes
+from tandem.proxy.http.routes.stored_responses import response_routes
 from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
 from tandem.proxy.proxy_config import ProxyConfig
 

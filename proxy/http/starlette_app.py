@@ -27,7 +27,7 @@ from tandem.proxy.answers.json_parts import MAX_PIECE_BYTES
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.answers.streaming_response import EventStream
 from tandem.proxy.answers.whole_answer import WholeAnswer
-from tandem.proxy.api.responses import ErrorResponse
+from tandem.proxy.api.answer_bodies import ErrorResponse
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.connection_limits import client_network
 from tandem.runtime.errors import TandemError

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 from tokenizers import Tokenizer
 
-from tandem.protocol.messages.generation import Thinking
+from tandem.protocol.messages.sampling import Thinking
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.parsers.held_text import MAX_SPACE_CHARACTERS, SPACE, HeldText, Markers, start_of_space
 

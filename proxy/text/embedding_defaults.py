@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.protocol.messages.generation import Pooling
+from tandem.protocol.messages.sampling import Pooling
 from tandem.runtime.errors import InvalidRequest
 
 

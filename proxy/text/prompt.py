@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.messages.adapter import AdapterRef
-from tandem.protocol.messages.generation import Pooling
 from tandem.protocol.messages.media import MediaItem, MediaKind, MediaTensor
+from tandem.protocol.messages.sampling import Pooling
 from tandem.proxy.media.source import MediaSource
 from tandem.runtime.errors import InvalidRequest
 

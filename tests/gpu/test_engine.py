@@ -19,7 +19,7 @@ from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.sampler import sample
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
 

@@ -19,7 +19,7 @@ from tandem.protocol.messages.membership import (
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.protocol.sockets import RouterSocket, new_context
-from tandem.worker.registration import Registration
+from tandem.worker.proxy_links import ProxyLinks
 from tests.support.waiting import until
 
 LIMIT_S = 60
@@ -44,7 +44,7 @@ def test_registration_follows_proxies_that_appear_and_disappear(tmp_path: Path) 
         lost: list[str] = []
         views: list[list[WorkerInfo]] = []
         file = tmp_path / "proxies"
-        registration = Registration(
+        registration = ProxyLinks(
             context,
             [],
             RegisterWorker(PROTOCOL_VERSION, worker, 100, 100, "model", 64),

@@ -22,9 +22,9 @@ from tandem.protocol.messages.dispatch import (
     TokenBatch,
     ToProxy,
 )
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.sockets import DealerSocket, new_context
 from tests.support.cluster import Cluster

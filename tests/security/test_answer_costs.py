@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
-from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
+from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull
 from tandem.proxy.admission.admission_settings import AdmissionSettings

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.membership import Role, WorkerInfo
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.dispatch.crashes import (

@@ -20,8 +20,8 @@ from tandem.protocol.messages.dispatch import (
     ToProxy,
     ToWorker,
 )
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, TokenLogprobs
 from tandem.protocol.messages.prompt_logprobs import max_packed_bytes, pack_logprobs, unpack_logprobs
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, TokenLogprobs
 from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
 from tandem.runtime.errors import InvalidRequest
 from tandem.worker.worker import send_to_proxy

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tandem.decode_worker.actions import SendToProxy
-from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.checks import MAX_POSITION_OFFSET, check_finish_transfer
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
 from tandem.runtime.errors import InvalidMessage

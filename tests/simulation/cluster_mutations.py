@@ -42,9 +42,13 @@ class Mutation(NamedTuple):
 
 TRAFFIC, OUTGOING, INCOMING = "worker/kv_traffic.py", "worker/pairs/outgoing.py", "worker/pairs/incoming.py"
 OUTGOING_TABLE, INCOMING_TABLE = "worker/pairs/outgoing_table.py", "worker/pairs/incoming_table.py"
-REGISTRATION, PRESENCE, WORKER = "worker/registration.py", "worker/presence.py", "worker/worker.py"
+REGISTRATION, PRESENCE, WORKER = "worker/proxy_links.py", "worker/presence.py", "worker/worker.py"
 CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py", "proxy/dispatch/attempt.py"
-DECODE, TRANSFER, PREFILL = "decode_worker/scheduler.py", "decode_worker/transfer.py", "prefill_worker/scheduler.py"
+DECODE, TRANSFER, PREFILL = (
+    "decode_worker/decode_scheduler.py",
+    "decode_worker/transfer.py",
+    "prefill_worker/prefill_scheduler.py",
+)
 TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt_table.py"
 SEQUENCES = "decode_worker/sequence_table.py"
 

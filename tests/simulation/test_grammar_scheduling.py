@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from tandem.decode_worker.actions import SendToProxy
-from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill, TokenBatch
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
 from tandem.runtime.errors import ErrorInfo, InvalidRequest
-from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 SAMPLING = SamplingParams(grammar="start: /a+/")
 STOP = StopConditions(10, frozenset({0}))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tandem.decode_worker.actions import Action, SendToPeer
-from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import PrepareDecode
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 from tandem.runtime.errors import KVTransferFailed

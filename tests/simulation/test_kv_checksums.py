@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy
-from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import combine, corrupt_blocks, rank_checksums
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVLayout, KVRefused, ReserveKV, ShipKV
 from tandem.runtime.errors import KVTransferFailed

@@ -10,15 +10,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tandem.decode_worker.actions import Receive, Ship
-from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, StartPrefill
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, RenewLeases, ReserveKV, ShipKV
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed
-from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 TRANSFERS = st.sampled_from(["t0", "t1", "unknown"])

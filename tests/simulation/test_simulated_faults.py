@@ -14,7 +14,7 @@ from typing import get_args
 
 import pytest
 
-from tandem.decode_worker.scheduler import UNCLAIMED_TIMEOUT_S
+from tandem.decode_worker.decode_scheduler import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.membership import Role, SetWorkerRole
 from tandem.simulator.network import Switch
 from tandem.simulator.scenario import ClusterShape

@@ -33,7 +33,6 @@ from tandem.protocol.messages.dispatch import (
     TokenBatch,
     ToWorker,
 )
-from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PairStatus,
@@ -44,12 +43,13 @@ from tandem.protocol.messages.membership import (
     WorkerLoad,
     WorkerStatus,
 )
+from tandem.protocol.messages.sampling import SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.runtime.settings import with_values
-from tandem.worker.registration import Registration
+from tandem.worker.proxy_links import ProxyLinks
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -111,10 +111,10 @@ class FakeWorkers:
             )
             for name, info in infos.items()
         }
-        self._registrations: dict[str, Registration] = {}
+        self._registrations: dict[str, ProxyLinks] = {}
         self._infos = infos
         for name in infos:
-            self._registrations[name] = Registration(
+            self._registrations[name] = ProxyLinks(
                 context,
                 self._controls,
                 self._register(name),

@@ -22,7 +22,6 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     TokenBatch,
 )
-from tandem.protocol.messages.generation import FinishReason, SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PairStatus,
@@ -31,6 +30,7 @@ from tandem.protocol.messages.membership import (
     WorkerLoad,
     WorkerStatus,
 )
+from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.admission_settings import AdmissionSettings

@@ -12,11 +12,11 @@ from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_thread import EngineThread
 from tandem.engine.sampling.grammar import Grammar
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, FirstToken, StartPrefill, TokenBatch
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.scheduler import WorkerScheduler
 from tandem.worker.step_loop import StepLoop
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 TIMEOUT_S = 60.0
 

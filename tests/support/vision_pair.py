@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.decode_worker.actions import Action, Receive, SendToPeer, SendToProxy, Ship
-from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_config import EngineConfig
@@ -24,11 +24,11 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     TokenBatch,
 )
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
-from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_scheduler import WorkerScheduler
 from tests.support.vision_models import Generated
 
 BLOCK_SIZE = 8

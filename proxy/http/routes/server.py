@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.proxy.api.responses import (
+from tandem.proxy.api.answer_bodies import (
     HealthResponse,
     ModelCard,
     ModelList,

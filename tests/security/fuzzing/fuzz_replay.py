@@ -19,8 +19,8 @@ from tandem.protocol.messages.dispatch import (
     TokenBatch,
     ToProxy,
 )
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.runtime.errors import InternalError
 

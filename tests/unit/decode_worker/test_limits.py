@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 from pytest import MonkeyPatch
 
-from tandem.decode_worker import scheduler as decode_scheduler
+from tandem.decode_worker import decode_scheduler
 from tandem.decode_worker import transfer as decode_transfer
-from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker import scheduler as prefill_scheduler
+from tandem.prefill_worker import prefill_scheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
 from tandem.worker.pairs import incoming_table
 from tandem.worker.pairs.incoming_table import AcceptPair, RefusePair
-from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_scheduler import WorkerScheduler
 from tests.simulation.test_scheduler_nonsense import prepare
 from tests.unit.worker.test_incoming_pairs import FIRST, open_first
 

@@ -47,7 +47,7 @@ from tandem.engine.engine_config import EngineConfig, KVCacheDtype
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import ConfigError
 from tests.support.tiny_models import make_tiny_config
 

@@ -15,7 +15,7 @@ from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
-from tandem.protocol.messages.generation import SamplingParams, TokenLogprobs
+from tandem.protocol.messages.sampling import SamplingParams, TokenLogprobs
 
 torch.set_num_threads(1)
 

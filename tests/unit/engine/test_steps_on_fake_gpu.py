@@ -20,7 +20,7 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling import sampler
 from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask
 from tandem.engine.sampling.sampler import SamplingStep
-from tandem.protocol.messages.generation import SamplingParams, Thinking
+from tandem.protocol.messages.sampling import SamplingParams, Thinking
 from tests.support.fake_gpu import CUDA, ValuelessGPU, fake_gpu, runner_on_fake_gpu
 from tests.unit.engine.test_engine_parity import COMMON, MODELS
 

@@ -15,7 +15,7 @@ from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.grammar import MASKS_TIMEOUT_S
 from tandem.engine.sampling.grammars import Grammars
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tests.support.hostile_grammars import ambiguous
 
 

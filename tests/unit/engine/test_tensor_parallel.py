@@ -25,7 +25,7 @@ from tandem.engine.loading.sharding import check_shards
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel import TensorParallelGroup, follow, without_sampling
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogSettings

@@ -9,9 +9,9 @@ from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.prefill_worker.step import AGING_S
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 
 class PrefillOnly:

@@ -27,9 +27,9 @@ from tandem.media_cache.server import MediaCacheServer
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import PromptFetches, RemoteMedia
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tandem.decode_worker.actions import SendToPeer, SendToProxy, Ship
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker.scheduler import PrefillScheduler
+from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReserveKV
-from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 TERM_S = 8.0
 

@@ -17,12 +17,12 @@ from tandem.protocol.messages.checks import (
     check_reserved,
 )
 from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     RegisterWorker,
     WorkerInfo,
 )
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVLayout, KVReserved, OpenPair
 from tandem.runtime.errors import InvalidMessage

@@ -15,11 +15,11 @@ from tandem.engine.lora.adapter import Adapter, AdapterWeights
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.checks import check_request
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill
-from tandem.protocol.messages.generation import Pooling, SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import Pooling, SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
 from tandem.runtime.errors import InvalidMessage
-from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 REFS = [AdapterRef("a" * 64, "/a"), AdapterRef("b" * 64, "/b"), None]
 TOKENS = list(range(1, 21))

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-import tandem.worker.registration
+import tandem.worker.proxy_links
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     ClusterView,
@@ -23,19 +23,19 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError
-from tandem.worker.registration import Registration
+from tandem.worker.proxy_links import ProxyLinks
 from tests.support.clocked_loop import ClockedLoop, run_in_no_time
 
 INFO = WorkerInfo("decode-0", "e", "decode", "tcp://127.0.0.1:1", 1)
 
 
 def test_a_proxy_that_cannot_be_connected_to_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tandem.worker.registration, "HEARTBEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(tandem.worker.proxy_links, "HEARTBEAT_INTERVAL_S", 0.01)
     file = tmp_path / "proxies"
 
     async def run() -> None:
         context = new_context()
-        registration = Registration(
+        registration = ProxyLinks(
             context,
             [],
             RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64),
@@ -97,7 +97,7 @@ def test_a_worker_that_was_late_itself_gives_up_no_proxy() -> None:
     async def run() -> None:
         register = RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64)
         status = WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
-        registration = Registration(
+        registration = ProxyLinks(
             network,
             ["ipc://proxy"],
             register,
@@ -141,7 +141,7 @@ def test_workers_are_those_that_any_proxy_knows_and_a_missed_change_is_asked_for
         register = RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64)
         status = WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
         network: Any = SimpleNamespace(dealer=FakeSocket)
-        registration = Registration(
+        registration = ProxyLinks(
             network, ["ipc://a", "ipc://b"], register, lambda: status,
             lambda view: views.append([worker.epoch for worker in view]),
             lambda proxy_id: None, lambda: None, lambda: None, lambda role: None, lambda: None,
@@ -188,7 +188,7 @@ def test_a_report_is_made_and_encoded_once_for_all_proxies() -> None:
     async def run() -> None:
         register = RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64)
         network: Any = SimpleNamespace(dealer=FakeSocket)
-        registration = Registration(
+        registration = ProxyLinks(
             network, ["ipc://a", "ipc://b"], register, status, lambda view: None,
             lambda proxy_id: None, lambda: None, lambda: None, lambda role: None, lambda: None,
         )  # fmt: skip
@@ -213,7 +213,7 @@ def test_what_a_proxy_has_sent_since_it_declared_this_worker_lost_is_kept(proxie
         register = RegisterWorker(PROTOCOL_VERSION, INFO, 100, 100, "model", 64)
         status = WorkerStatus(INFO.worker_id, INFO.epoch, INFO.role, WorkerLoad())
         network: Any = SimpleNamespace(dealer=FakeSocket)
-        registration = Registration(
+        registration = ProxyLinks(
             network, [f"ipc://{name}" for name in proxies], register, lambda: status, lambda view: None, lost.append,
             lambda: None, lambda: None, lambda role: None, lambda: None,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.tensor_parallel import LeadingRunner, TensorParallelGroup
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.logs import LogSettings
 from tests.unit.worker.test_step_loop import CountingRunner, check_overlap, every_sampling, save_model
 

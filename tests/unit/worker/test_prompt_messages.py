@@ -12,11 +12,11 @@ import pytest
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_config import EngineConfig
 from tandem.protocol.messages.dispatch import AbortAllAttempts, AttemptFailed, PrepareDecode, StartPrefill
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.worker.scheduler import WorkerScheduler
 from tandem.worker.worker import Worker
 from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 FIELDS: dict[str, Any] = {
     "proxy_id": "p", "attempt_ids": ["a", "b"], "transfer_id": "t", "token_ids": pack_token_ids([1, 2, 3]),

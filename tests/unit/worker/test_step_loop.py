@@ -21,7 +21,7 @@ from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.grammar import TOO_SLOW, Grammar, MaskProcess, MaskRequest
 from tandem.engine.sampling.grammar_messages import Mask
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions, Thinking
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions, Thinking
 from tandem.runtime.errors import ErrorInfo
 from tandem.worker.engine_loading import may_overlap
 from tests.support.steps import SteppingWorker

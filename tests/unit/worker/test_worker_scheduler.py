@@ -18,10 +18,10 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     TokenBatch,
 )
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVReserved, ReserveKV
-from tandem.worker.scheduler import WorkerScheduler
+from tandem.worker.worker_scheduler import WorkerScheduler
 
 TOKENS = list(range(1, 7))
 TOKEN = ItemOutput([SampledToken(9)])

@@ -18,7 +18,7 @@ from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel import without_sampling
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.unit.engine.attention.interpreted_attention import (
     FP8,

@@ -14,7 +14,7 @@ from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.layers.fused_layer import FusedLayer
 from tandem.engine.loading.model_loader import load_model
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tests.support.compiled_kernels import LayerSizes, bound, is_supported, launches, resources, variants
 from tests.support.fake_gpu import fake_gpu, runner_on_fake_gpu
 from tests.support.interpreted import run_interpreted

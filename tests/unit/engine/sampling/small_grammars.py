@@ -12,7 +12,7 @@ from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer
 from tandem.engine.sampling.grammar_server import GrammarServer
 from tandem.engine.sampling.grammars import GrammarProcess
-from tandem.protocol.messages.generation import Thinking
+from tandem.protocol.messages.sampling import Thinking
 
 VOCAB_SIZE = 333  # not a multiple of 8 or 32
 END, OTHER_END = 0, 1

@@ -24,8 +24,8 @@ from tandem.engine.sampling.grammar_messages import LoadTokenizer
 from tandem.engine.sampling.grammar_server import GrammarServer, read_tokenizer
 from tandem.engine.sampling.grammars import Grammars
 from tandem.engine.sampling.sampler import sample
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, Thinking
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, check_grammar
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, Thinking
 from tandem.runtime.errors import InvalidRequest
 from tests.support.garbage import frames_in, kept_garbage
 from tests.unit.engine.sampling.small_grammars import (

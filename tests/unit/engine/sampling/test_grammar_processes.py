@@ -22,8 +22,8 @@ from tandem.engine.sampling.grammar_messages import LoadTokenizer
 from tandem.engine.sampling.grammar_process import MAX_MEMORY_BYTES
 from tandem.engine.sampling.grammar_server import GrammarServer
 from tandem.engine.sampling.grammars import Grammars
-from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded
 from tests.support.garbage import frames_in, kept_garbage
 from tests.support.hostile_grammars import CHAINS, ambiguous

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tandem.engine.batch import Sample
 from tandem.engine.sampling.noise import arrival_times, first_to_arrive, noise_key, noise_keys
 from tandem.engine.sampling.sampler import sample
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1

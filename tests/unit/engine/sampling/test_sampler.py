@@ -17,7 +17,7 @@ import tandem.engine.sampling.sampler
 from tandem.engine.batch import Sample
 from tandem.engine.sampling.noise import arrival_times, noise_keys
 from tandem.engine.sampling.sampler import SamplingStep, sample
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, Thinking
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, Thinking
 
 VOCAB_SIZE = 50
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.generation import FinishReason
 from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.sampling import FinishReason
 from tandem.proxy.answers.answers import DONE, Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers

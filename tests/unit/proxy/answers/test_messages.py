@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.generation import FinishReason
+from tandem.protocol.messages.sampling import FinishReason
 from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.errors import tandem_error_response
 from tandem.proxy.answers.messages import BlockWriter, MessageAnswers, encode_event, joined_blocks

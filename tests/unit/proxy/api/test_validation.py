@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.answers.errors import error_body, status_of
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.request_settings import RequestSettings

@@ -15,8 +15,8 @@ import pytest
 
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.dispatch import FirstToken, PrepareDecode, StartPrefill
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.answers.embeddings import EmbeddingAnswer, encode_embedding
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound

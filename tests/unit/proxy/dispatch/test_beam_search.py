@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
-from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
+from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.admission_settings import AdmissionSettings

@@ -14,8 +14,8 @@ from tandem.protocol.messages.dispatch import (
     PrepareDecode,
     StartPrefill,
 )
-from tandem.protocol.messages.generation import FinishReason
 from tandem.protocol.messages.membership import PairStatus, WorkerLoad, WorkerStatus
+from tandem.protocol.messages.sampling import FinishReason
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.errors import ClientDisconnected

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from tandem.protocol.messages.dispatch import AbortAllAttempts, AbortAttempt, PrepareDecode, StartPrefill
-from tandem.protocol.messages.generation import SampledToken, SamplingParams
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import NoWorkerReady

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad, WorkerStatus
+from tandem.protocol.messages.sampling import SamplingParams
 from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, play
 
 ANY = WorkerInfo("worker-0", "w1", "any", "ipc://w", 3)

@@ -21,8 +21,8 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     TokenBatch,
 )
-from tandem.protocol.messages.generation import SampledToken, SamplingParams
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams
 from tandem.proxy.dispatch import sequence
 from tandem.runtime.errors import DeadlineExceeded, InternalError, KVTransferFailed, Overloaded, WorkerLost
 from tests.support.proxy_cluster import DECODE, EOS, PREFILL, Cluster, collect, play, turn

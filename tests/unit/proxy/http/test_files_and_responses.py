@@ -29,7 +29,7 @@ from tandem.proxy.http import listing
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.routes import batches
 from tandem.proxy.http.routes.batches import batch_routes
-from tandem.proxy.http.routes.responses import response_routes
+from tandem.proxy.http.routes.stored_responses import response_routes
 from tandem.proxy.http.starlette_app import starlette_app
 
 Test = Callable[[httpx.AsyncClient], Awaitable[None]]

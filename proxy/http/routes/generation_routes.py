@@ -27,10 +27,7 @@ from tandem.proxy.answers.streaming_response import KEEP_ALIVE_S, EventStream, b
 from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
 from tandem.proxy.answers.timeline_comments import wants_timeline, with_timeline
 from tandem.proxy.answers.whole_answer import WholeAnswer
-from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
-from tandem.proxy.api.messages_response import MessageEvent, MessageResponse, MessagesError, TokenCount
-from tandem.proxy.api.responses import (
+from tandem.proxy.api.answer_bodies import (
     ChatCompletionChunk,
     ChatCompletionResponse,
     CompletionResponse,
@@ -38,6 +35,9 @@ from tandem.proxy.api.responses import (
     EmbeddingResponse,
     TokenizeResponse,
 )
+from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
+from tandem.proxy.api.messages_response import MessageEvent, MessageResponse, MessagesError, TokenCount
 from tandem.proxy.api.responses_answer import ResponseEvent, ResponseObject
 from tandem.proxy.api.responses_request import ResponseRequest
 from tandem.proxy.api.schema import (

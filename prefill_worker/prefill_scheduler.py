@@ -15,7 +15,7 @@ A prompt that is decoded on the same worker is not shipped: its blocks pass to t
 from __future__ import annotations
 
 from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
-from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter
@@ -28,8 +28,8 @@ from tandem.prefill_worker.step import PrefillStep, plan_step
 from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, StartPrefill
-from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
+from tandem.protocol.messages.sampling import SampledToken
 from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases
 from tandem.runtime.errors import (
     DeadlineExceeded,

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandem.decode_worker.actions import Action
-from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.step_times import StepTimes
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.tiers.tier_state import TierState
-from tandem.prefill_worker.scheduler import PrefillScheduler
+from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 
 MIN_BATCHED_TOKENS = 64
 """Steps are not made smaller than this when the device is out of memory."""

@@ -64,7 +64,7 @@ class _ProxyLink:
         self.refusal_logged_at: float | None = None
 
 
-class Registration:
+class ProxyLinks:
     """Runs on the loop on which it is created, until `close`.
 
     status: returns the current status. on_view: called with all workers that any proxy knows, when that changes.

@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tandem.protocol.messages.generation import FinishReason
 from tandem.protocol.messages.media import MediaKind
+from tandem.protocol.messages.sampling import FinishReason
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
