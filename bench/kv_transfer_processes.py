@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import queue
 import statistics
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from bench.kv_transfer_references import (
     HOST,
@@ -32,9 +32,7 @@ from bench.kv_transfer_references import (
 )
 from tandem.kv_transfer.connector import DataNetwork, KVConnector, Peer
 from tandem.kv_transfer.connectors.mapped_memory import map_peer_pool
-from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.registry import load_connector
-from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.network_keys import load_keys, make_keys
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import KVTransferFailed
@@ -117,31 +115,20 @@ class DecodeSide:
         torch.set_num_threads(1)
         self._peer = peer
         num_bytes = num_pairs * pair_bytes
-        server: StoreServer | None = None
         if connector == "ipc":
             fd = os.memfd_create("bench-kv-pool", os.MFD_CLOEXEC)
             os.ftruncate(fd, num_bytes)
-            pool = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
-            params = ConnectorParams(os.getpid(), fd, num_bytes, num_bytes // BLOCK_BYTES)
+            pool = torch.from_file(f"/proc/{os.getpid()}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
         else:
             pool = torch.zeros(num_bytes, dtype=torch.uint8)
-            server = StoreServer(HOST)
-            params = ConnectorParams(store_host=HOST, store_port=server.port)
-        peer.send(params)
         self._shares = pool.view(num_pairs, -1, BLOCK_BYTES)
-        ready = Countdown(num_pairs)
         made_by, network = opened_by(connector, store)
-        self._receivers = [
-            made_by.open_receiver(
-                f"pair-{i}",
-                HashStore if server is None else partial(server.store, f"pair-{i}"),
-                pool.view(-1, BLOCK_BYTES),
-                network,
-                ready.done,
-            )
-            for i in range(num_pairs)
-        ]
-        ready.wait()
+        blocks = pool.view(-1, BLOCK_BYTES)
+        self._receivers = []
+        for i in range(num_pairs):
+            addresses: queue.Queue[bytes | KVTransferFailed] = queue.Queue()
+            self._receivers.append(made_by.open_receiver(f"pair-{i}", blocks, network, addresses.put))
+            peer.send(addresses.get(timeout=TIMEOUT_S))
         self._raw = [RAW[connector](store, i, 1, share) for i, share in enumerate(self._shares) if connector in RAW]
         self._nixl = NixlReference(store, 1, self._shares) if connector == "nixl" else None
 
@@ -187,18 +174,19 @@ class PrefillSide:
         blocks = pool.view(-1, BLOCK_BYTES)
         blocks[:, :8] = torch.arange(len(blocks))[:, None].view(torch.uint8)
         self._shares = pool.view(num_pairs, -1, BLOCK_BYTES)
-        params: ConnectorParams = peer.recv()
+        addresses = [peer.recv() for _ in range(num_pairs)]
         ready = Countdown(num_pairs)
         made_by, network = opened_by(connector, store)
         self._is_one_sided = made_by.one_sided
         self._senders = [
-            made_by.open_sender(Peer(f"pair-{i}", params), blocks, network, ready.done) for i in range(num_pairs)
+            made_by.open_sender(Peer(f"pair-{i}", address), blocks, network, ready.done)
+            for i, address in enumerate(addresses)
         ]
         ready.wait()
         self._raw: dict[Mode, list[Copy]] = {}
         modes: tuple[Mode, ...] = ("raw", "raw scattered")
         if connector == "ipc":
-            mapped = map_peer_pool(params).view(num_pairs, -1, BLOCK_BYTES)
+            mapped = map_peer_pool(addresses[0]).view(num_pairs, -1, BLOCK_BYTES)
             for mode in modes:
                 self._raw[mode] = [raw_ipc(a, b, mode) for a, b in zip(self._shares, mapped, strict=True)]
         elif connector == "nixl":

@@ -13,7 +13,7 @@ import torch
 
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
-from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
+from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError
 
 
@@ -72,10 +72,6 @@ class KVPool:
     def as_blocks(self) -> torch.Tensor:
         """Returns a view of the pool as bytes, uint8 [num_blocks, block_bytes]."""
         return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
-
-    def location(self) -> ConnectorParams:
-        """Returns the parameters with which a peer on this host maps the pool."""
-        return ConnectorParams(pid=os.getpid(), fd=self.fd or 0, num_bytes=self.num_bytes, num_blocks=self.num_blocks)
 
     def close(self) -> None:
         """Closes the memfd. The memory is freed when this process and its peers have unmapped it."""

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
-from typing import NoReturn
 
 import msgspec
 import torch
@@ -38,8 +35,7 @@ from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.protocol.sockets import listen_on_free_port
 from tandem.runtime.errors import first_line
 from tandem.runtime.logs import LogSettings
-from tandem.runtime.processes.fork_server import why_unsafe_to_fork
-from tandem.runtime.processes.forked_child import ForkedChild, fork_child
+from tandem.runtime.processes.forked_child import ForkedChild
 from tandem.runtime.processes.lifetime import end_process
 
 LOAD_TIMEOUT_S = 600.0
@@ -69,11 +65,15 @@ class FollowerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfers_fd: int
 
 
+FollowerProcess = subprocess.Popen[bytes] | ForkedChild
+StartFollower = Callable[[FollowerConfig], FollowerProcess]
+
+
 class TensorParallelGroup:
     """Rank 0's followers; none if the worker has one rank.
 
     Create it on the main thread, because a follower exits with the thread that started it, and before another thread
-    starts, so that followers can be forked. run_follower: what a forked follower does; None starts them as programs.
+    starts, so that followers can be forked. start_follower: starts a process that calls `join_as_follower`.
     on_lost(reason, exit code): called on another thread when a follower has died; by default it ends the process.
     Raises ConfigError for a model that cannot be split this way.
     """
@@ -84,14 +84,14 @@ class TensorParallelGroup:
         engine: EngineConfig,
         host: str,
         logs: LogSettings,
+        start_follower: StartFollower,
         on_lost: Callable[[str, int], None] = end_process,
-        run_follower: Callable[[FollowerConfig], NoReturn] | None = None,
     ) -> None:
         self._engine = engine
         self._on_lost = on_lost
-        self._run_follower = run_follower
+        self._start_follower = start_follower
         self._closing = False
-        self._processes: list[subprocess.Popen[bytes] | ForkedChild] = []
+        self._processes: list[FollowerProcess] = []
         self._steps: list[RankChannel[Batch]] = []
         self.transfer_connections: list[Connection] = []  # one per follower, in order of rank
         if engine.tensor_parallel_size == 1:
@@ -115,20 +115,13 @@ class TensorParallelGroup:
         transfers, follower_transfers = open_channel()
         fds = (follower_steps.fileno(), follower_transfers.fileno())
         config = FollowerConfig(name, rank, self._engine, host, logs, store_port, *fds)
-        variables = {"LOCAL_RANK": str(rank)}  # transformers selects the GPU by it
-        run = self._run_follower
-        if run is not None and not why_unsafe_to_fork():
-            self._processes.append(fork_child(partial(run, config), fds, variables))
-        else:
-            command = [sys.executable, "-m", "tandem.worker.follower", msgspec.json.encode(config).decode()]
-            environment = {**os.environ, **variables}
-            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment))
+        self._processes.append(self._start_follower(config))
         follower_steps.close()
         follower_transfers.close()
         self._steps.append(RankChannel(steps, Codec(Batch)))
         self.transfer_connections.append(transfers)
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes] | ForkedChild) -> None:
+    def _watch(self, rank: int, process: FollowerProcess) -> None:
         returncode = process.wait()
         if not self._closing:
             reason = f"rank {rank} (process {process.pid}) exited with {returncode}; the worker ends with it"

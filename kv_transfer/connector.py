@@ -14,19 +14,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
-from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.tls_identity import TlsContexts
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
 
+T = TypeVar("T")
 OnDone = Callable[[KVTransferFailed | None], None]
-OpenStore: TypeAlias = "Callable[[], Store]"
-"""Opens the store in which a path's two ends rendezvous. It may block, so never call it on the event loop."""
+OnAddress = Callable[[bytes | KVTransferFailed], None]
 PeerView: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Selects the heads that a path writes from the peer's whole pool, uint8 [num_blocks, block_bytes]."""
 
@@ -43,12 +42,12 @@ class DataNetwork:
 class Peer:
     """The decode end of a path, as seen from prefill.
 
-    params: as announced by the decode worker; `process_group.connect_store` opens its store.
+    address: what the connector's `open_receiver` reported there. It may be forged.
     view: for connectors that map the peer's pool.
     """
 
     path_id: str
-    params: ConnectorParams
+    address: bytes
     view: PeerView = lambda pool: pool
 
 
@@ -76,6 +75,26 @@ def when_all(count: int, on_done: OnDone) -> OnDone:
             )
 
     return done
+
+
+def gather(
+    count: int, on_all: Callable[[list[T] | KVTransferFailed], None]
+) -> list[Callable[[T | KVTransferFailed], None]]:
+    """Returns a callback for each of `count` jobs, callable from any thread.
+
+    The last call reports the results in the order of the jobs, or an error as `when_all` does.
+    """
+    results: dict[int, T] = {}
+    done = when_all(count, lambda error: on_all(error or [results[job] for job in range(count)]))
+
+    def end(job: int, result: T | KVTransferFailed) -> None:
+        if isinstance(result, KVTransferFailed):
+            done(result)
+        else:
+            results[job] = result
+            done(None)
+
+    return [partial(end, job) for job in range(count)]
 
 
 class KVSender(Protocol):
@@ -108,15 +127,13 @@ class KVConnector(Protocol):
     """Creates the two ends of a path from one rank's pool to another's. See `kv_transfer.registry`.
 
     devices: torch device types it supports; both pools have the same. crosses_hosts: whether it also works between
-    hosts. encrypts: whether the network's TLS contexts protect the data. meets_in_store: whether the two ends need a
-    store to rendezvous.
+    hosts. encrypts: whether the network's TLS contexts protect the data.
     one_sided: whether the sender writes into the receiver's pool by itself. If so, blocks are announced (ShipKV) after
     they were written, and only the sender's message or its exit proves that it has stopped. Otherwise they are
     announced before, because the receiver takes part.
 
     blocks: own pool, uint8 [num_blocks, ...], whole blocks or some heads of each; both sides have the same shape apart
-    from num_blocks. Neither method blocks. `on_ready` is called once, on any thread, when the path is usable or has
-    failed.
+    from num_blocks. Neither method blocks.
     """
 
     @property
@@ -131,15 +148,20 @@ class KVConnector(Protocol):
     @property
     def one_sided(self) -> bool: ...
 
-    @property
-    def meets_in_store(self) -> bool: ...
+    def open_receiver(
+        self, path_id: str, blocks: torch.Tensor, network: DataNetwork, on_address: OnAddress
+    ) -> KVReceiver:
+        """Opens the decode end, which comes first. Raises KVTransferFailed.
 
-    def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
-        """Opens the prefill end. Raises KVTransferFailed, e.g. if the peer's memory cannot be mapped."""
+        `on_address` is called once, on any thread, with what the sender needs to connect, in the connector's own form
+        and of at most `checks.MAX_ADDRESS_BYTES`. A path that fails later fails its next `receive`.
+        """
         ...
 
-    def open_receiver(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
-    ) -> KVReceiver:
-        """Opens the decode end. Raises KVTransferFailed. Calls `open_store` only if `meets_in_store`."""
+    def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
+        """Opens the prefill end. Raises KVTransferFailed, e.g. if the peer's memory cannot be mapped.
+
+        `on_ready` is called on any thread when both ends are connected, or the path has failed. A sender that is still
+        connecting may be closed, and need not call it then.
+        """
         ...

@@ -32,7 +32,7 @@ BUILT_IN = {
 }
 """In order of preference; `auto` offers those that support the device. `nixl` supports none if it is not installed."""
 _MEMBERS = (
-    "devices", "crosses_hosts", "encrypts", "one_sided", "meets_in_store", "open_sender", "open_receiver",
+    "devices", "crosses_hosts", "encrypts", "one_sided", "open_sender", "open_receiver",
 )  # fmt: skip
 
 

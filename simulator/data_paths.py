@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, when_all
+from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, gather, when_all
 from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
-from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
+from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
 from tandem.simulator.engine import Pool
 from tandem.simulator.timeline import ProcessLoop
@@ -69,26 +69,27 @@ class Wires:
 
 
 class SimulatedPools:
-    """Takes the place of `kv_transfer.ranks.worker_pools.WorkerPools`. loops: of the ranks, as `pids`."""
+    """Takes the place of `kv_transfer.ranks.worker_pools.WorkerPools`. loops: of the ranks, as `pids`.
 
-    host = "127.0.0.1"
+    An address is the process id of its rank.
+    """
 
     def __init__(self, loops: list[ProcessLoop], pids: list[int], layout: KVLayout, wires: Wires, tiers: Any) -> None:
         self.layout = layout
-        self.params = [ConnectorParams(pid=pid) for pid in pids]
+        self._pids = pids
         self.tiers = tiers
         self._loops = loops
         self._own = [wires.pools[pid] for pid in pids]
         self._wires = wires
         self._checksums_at = 0.0
 
-    def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
+    def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
         ready, senders = when_all(len(self._loops), on_ready), list[KVSender]()
-        for rank, (loop, own, peer) in enumerate(zip(self._loops, self._own, peers, strict=True)):
+        for rank, (loop, own, peer) in enumerate(zip(self._loops, self._own, addresses, strict=True)):
             if CONNECTORS[connector].one_sided:
                 error = KVTransferFailed("the path cannot be opened") if self._wires.faults.breaks() else None
                 loop.call_later(self._wires.faults.block_s(), ready, error)
-                senders.append(_OneSidedSender(loop, own, self._wires.pools[peer.pid], self._wires))
+                senders.append(_OneSidedSender(loop, own, self._wires.pools[int(peer[0])], self._wires))
             else:
                 path = self._wires.paths.get(f"{pair_id}/{rank}")
                 if path is None:
@@ -98,17 +99,21 @@ class SimulatedPools:
         return combine_senders(senders)
 
     def open_receiver(
-        self, connector: str, pair_id: str, num_senders: int, on_ready: OnDone
-    ) -> tuple[KVReceiver, list[ConnectorParams]]:
-        ready, receivers = when_all(len(self._loops), on_ready), list[KVReceiver]()
-        for rank, (loop, own) in enumerate(zip(self._loops, self._own, strict=True)):
+        self,
+        connector: str,
+        pair_id: str,
+        num_senders: int,
+        on_addresses: Callable[[list[list[bytes]] | KVTransferFailed], None],
+    ) -> KVReceiver:
+        listening, receivers = gather(len(self._loops), on_addresses), list[KVReceiver]()
+        for rank, (loop, own, pid) in enumerate(zip(self._loops, self._own, self._pids, strict=True)):
             if CONNECTORS[connector].one_sided:
-                loop.call_soon(ready, None)
                 receivers.append(_OneSidedReceiver(loop))
             else:
-                path = self._wires.paths[f"{pair_id}/{rank}"] = _Connection(loop, own, self._wires, ready)
+                path = self._wires.paths[f"{pair_id}/{rank}"] = _Connection(loop, own, self._wires)
                 receivers.append(path.receiver)
-        return combine_receivers(receivers), self.params
+            loop.call_soon(listening[rank], [str(pid).encode()])
+        return combine_receivers(receivers)
 
     def checksums(self, block_ids: Sequence[int], on_done: Callable[[list[int]], None]) -> None:
         found = [zlib.crc32(repr([pool.blocks[block] for pool in self._own]).encode()) for block in block_ids]
@@ -181,8 +186,8 @@ class _OneSidedReceiver:
 class _Connection:
     """A two-sided path. The sender's jobs meet the receiver's in order."""
 
-    def __init__(self, loop: ProcessLoop, target: Pool, wires: Wires, on_ready: OnDone) -> None:
-        self.receiver, self.sender = _End(self, loop, target, on_ready), _End(self, None, None, None)
+    def __init__(self, loop: ProcessLoop, target: Pool, wires: Wires) -> None:
+        self.receiver, self.sender = _End(self, loop, target), _End(self, None, None)
         self._wires = wires
         self._error: KVTransferFailed | None = None
         self._is_busy = False
@@ -192,16 +197,15 @@ class _Connection:
         return [self.receiver.loop, self.sender.loop]
 
     def connect(self, loop: ProcessLoop, source: Pool, on_ready: OnDone) -> None:
-        """Connects the sender. Both ends learn of it once the receiver's process runs."""
+        """Connects the sender, which learns of it once the receiver's process runs."""
         self.sender.loop, self.sender.pool, self.sender.on_ready = loop, source, on_ready
         if self._error is not None:
             loop.call_soon(on_ready, self._error)
         self.receiver.call(self._wires.faults.block_s(), self._accept)
 
     def _accept(self) -> None:
-        for end in (self.receiver, self.sender):
-            if self._error is None:
-                end.be_ready(None)
+        if self._error is None:
+            self.sender.be_ready(None)
 
     def advance(self) -> None:
         if self._is_busy or self._error is not None:
@@ -258,8 +262,9 @@ class _Connection:
 class _End:
     """One end of a two-sided path: a `KVSender` and a `KVReceiver`."""
 
-    def __init__(self, path: _Connection, loop: ProcessLoop | None, pool: Pool | None, on_ready: OnDone | None) -> None:
-        self.loop, self.pool, self.on_ready = loop, pool, on_ready
+    def __init__(self, path: _Connection, loop: ProcessLoop | None, pool: Pool | None) -> None:
+        self.loop, self.pool = loop, pool
+        self.on_ready: OnDone | None = None
         self.jobs: deque[tuple[Sequence[int], OnDone]] = deque()
         self._path = path
 

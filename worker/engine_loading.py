@@ -14,7 +14,7 @@ from tandem.engine.lora.adapters import Adapters, load_adapter
 from tandem.engine.sampling.grammars import Grammars
 from tandem.engine.tensor_parallel import TensorParallelGroup
 from tandem.kv_transfer.connector import DataNetwork
-from tandem.kv_transfer.connectors.process_group import disable_nccl_watchdog
+from tandem.kv_transfer.connectors.nccl_group import disable_nccl_watchdog
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
@@ -23,7 +23,7 @@ from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.worker.engine_host import EngineHost
-from tandem.worker.follower import run_follower
+from tandem.worker.follower import start_follower
 from tandem.worker.worker_config import WorkerConfig
 
 
@@ -33,7 +33,7 @@ async def load_engine_host(config: WorkerConfig, on_prepared: Callable[[], None]
     on_prepared: called on the loop when a grammar has been compiled or an adapter loaded.
     """
     loop = asyncio.get_running_loop()
-    ranks = TensorParallelGroup(config.worker_id, config.engine, config.host, config.logs, run_follower=run_follower)
+    ranks = TensorParallelGroup(config.worker_id, config.engine, config.host, config.logs, start_follower)
     loaded: LoadedModel = await loop.run_in_executor(None, ranks.load)
     disable_nccl_watchdog()
 
@@ -59,7 +59,7 @@ async def load_engine_host(config: WorkerConfig, on_prepared: Callable[[], None]
     keys = config.network.keys_of("worker")
     network = DataNetwork(config.host, tls_contexts(keys) if keys is not None else None)
     own_pool = RankPool(0, loaded.layout, pool.as_blocks(), network)
-    pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections, keys, config.tiers)
+    pools = WorkerPools(own_pool, ranks.transfer_connections, keys, config.tiers)
     await loop.run_in_executor(None, pools.wait_until_ready)
     freeze_loaded_objects()
     return EngineHost(

@@ -19,18 +19,14 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from bench.gpu.part import Part
 from tandem.kv_transfer.connector import DataNetwork, Peer
-from tandem.kv_transfer.connectors.process_group import StoreServer, disable_nccl_watchdog
-from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.connectors.nccl_group import disable_nccl_watchdog
 from tandem.kv_transfer.registry import load_connector
-from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.runtime.errors import KVTransferFailed
 from tests.support.outcomes import Outcomes
 
@@ -38,7 +34,6 @@ HOST = "127.0.0.1"
 MIB = 2**20
 BLOCK_BYTES = 2 * MIB
 SIZES = (16 * MIB, 64 * MIB, 256 * MIB)
-LAYOUT = KVLayout("model", "bfloat16", 32, 8, 128, 16)  # blocks of BLOCK_BYTES
 MODES = ("adjacent", "scattered")
 LIMIT_S = 120.0 if not torch.cuda.is_available() else 25.0
 """Of one connector, and of each wait. Nothing is measured on a CPU, which others may use."""
@@ -52,15 +47,15 @@ def block_ids(mode: str, num_blocks: int, side: str) -> list[int]:
     return ids
 
 
-def new_pool(device: torch.device, num_bytes: int) -> tuple[torch.Tensor, int]:
-    """Returns zeroed blocks, and their file descriptor on CPU."""
+def new_pool(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """Returns zeroed blocks, on CPU in a file that a peer can map."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        return torch.zeros(num_bytes // BLOCK_BYTES, BLOCK_BYTES, dtype=torch.uint8, device=device), 0
+        return torch.zeros(num_bytes // BLOCK_BYTES, BLOCK_BYTES, dtype=torch.uint8, device=device)
     fd = os.memfd_create("bench-pool")
     os.ftruncate(fd, num_bytes)
     flat = torch.from_file(f"/proc/{os.getpid()}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
-    return flat.view(-1, BLOCK_BYTES), fd
+    return flat.view(-1, BLOCK_BYTES)
 
 
 @contextmanager
@@ -86,18 +81,9 @@ def wait_for(device: torch.device) -> None:
 
 def decode_side(peer: Connection, connector: str, device: torch.device, sizes: Sequence[int]) -> None:
     """Receives announced blocks, and returns their checksums when asked to "look"."""
-    blocks, fd = new_pool(device, max(sizes))
-    outcomes, server = Outcomes(LIMIT_S), None
-    params = ConnectorParams(os.getpid(), fd, blocks.nbytes, len(blocks))
-    if connector == "ipc":
-        params = RankPool(0, LAYOUT, blocks, DataNetwork(HOST)).located(params)
-    else:
-        server = StoreServer(HOST)
-        params = ConnectorParams(store_host=HOST, store_port=server.port)
-    peer.send(params)
-    open_store = HashStore if server is None else partial(server.store, "pair")
-    receiver = load_connector(connector).open_receiver("pair", open_store, blocks, DataNetwork(HOST), outcomes)
-    outcomes.check_next()
+    blocks = new_pool(device, max(sizes))
+    outcomes = Outcomes(LIMIT_S)
+    receiver = load_connector(connector).open_receiver("pair", blocks, DataNetwork(HOST), peer.send)
     while (announced := peer.recv()) is not None:
         receiver.receive(announced, outcomes)
         outcomes.check_next()
@@ -124,12 +110,12 @@ def prefill_side(
     theirs.close()
     if not peer.poll(LIMIT_S):
         raise KVTransferFailed("the decode process did not start")
-    params = peer.recv()
-    source, _ = new_pool(own, max(sizes))
+    address = peer.recv()
+    source = new_pool(own, max(sizes))
     target = torch.empty_like(source, device=peers)
     outcomes = Outcomes(LIMIT_S)
     is_one_sided = load_connector(connector).one_sided
-    sender = load_connector(connector).open_sender(Peer("pair", params), source, DataNetwork(HOST), outcomes)
+    sender = load_connector(connector).open_sender(Peer("pair", address), source, DataNetwork(HOST), outcomes)
     outcomes.check_next()
     for size in sizes:
         num_blocks = size // BLOCK_BYTES

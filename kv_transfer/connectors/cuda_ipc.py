@@ -10,22 +10,63 @@ A transfer is done when the host has seen its event, so nothing is written after
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
 from tandem.kv_transfer.connector import OnDone, PeerView
+from tandem.kv_transfer.connectors.addresses import read_address
 from tandem.kv_transfer.connectors.block_runs import paired_runs
 from tandem.kv_transfer.connectors.cuda_stream import SideStream, finish_queued_work
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.connectors.mapped_memory import same_heads
 from tandem.kv_transfer.connectors.staging import as_words
-from tandem.protocol.messages.transfer import ConnectorParams, CudaPoolHandle
-from tandem.runtime.errors import KVPathRefused, KVTransferFailed
+from tandem.runtime.errors import KVPathRefused, first_line
+
+log = logging.getLogger(__name__)
+
+
+class CudaPoolHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How another process on the host maps a pool on a GPU, as given by torch's `UntypedStorage._share_cuda_`.
+
+    handle: exported CUDA memory; the pool is num_bytes at offset_bytes. counter_handle, counter_offset: torch's
+    reference count in shared memory.
+    """
+
+    handle: bytes
+    num_bytes: int
+    offset_bytes: int
+    counter_handle: bytes
+    counter_offset: int
+    num_blocks: int
+
+
+_addresses: dict[int, bytes] = {}
+_exporting = threading.Lock()
+
+
+def pool_address(blocks: torch.Tensor) -> bytes:
+    """Returns the address of the pool that `blocks` is a view of. Blocks in its first call.
+
+    It is empty where the driver refuses to export memory (some containers and virtual GPUs), and peers use another
+    connector.
+    """
+    pool = blocks.untyped_storage().data_ptr()
+    with _exporting:
+        if pool not in _addresses:
+            try:
+                _addresses[pool] = msgspec.msgpack.encode(export_pool(blocks))
+            except RuntimeError as error:
+                log.warning("peers cannot map the KV pool on this GPU (CUDA IPC): %s", first_line(error))
+                _addresses[pool] = b""
+        return _addresses[pool]
 
 
 def export_pool(blocks: torch.Tensor) -> CudaPoolHandle:
-    """Returns the handle with which a peer maps this pool. blocks: uint8 [num_blocks, block_bytes], a whole storage.
+    """Returns the handle with which a peer maps the pool that `blocks` is a view of.
 
     Call once per pool: torch counts the users of each exported handle. Blocks until the pool has its first content:
     the event that torch exports for this is not documented to work on another GPU.
@@ -34,20 +75,18 @@ def export_pool(blocks: torch.Tensor) -> CudaPoolHandle:
     storage = blocks.untyped_storage()
     # The values that torch.multiprocessing.reductions.reduce_tensor pickles: device, these, and two of the event.
     _, handle, num_bytes, offset, counter_handle, counter_offset, _, _ = storage._share_cuda_()  # type: ignore[no-untyped-call]
-    return CudaPoolHandle(handle, num_bytes, offset, counter_handle, counter_offset)
+    return CudaPoolHandle(handle, num_bytes, offset, counter_handle, counter_offset, len(blocks))
 
 
-def map_peer_pool(params: ConnectorParams, device: torch.device) -> torch.Tensor:
+def map_peer_pool(address: bytes, device: torch.device) -> torch.Tensor:
     """Maps the peer's pool as uint8 [num_blocks, block_bytes] into the address space of `device`, the own GPU.
 
     torch takes the memory for the own GPU's, wherever it is; CUDA tells them apart by address. May block. Raises
-    KVPathRefused if a driver refuses, and KVTransferFailed for parameters that cannot be right.
+    KVPathRefused if a driver refuses, and KVTransferFailed for an address that cannot be right.
     """
-    pool = params.cuda
-    if pool is None:
+    if not address:
         raise KVPathRefused("cannot map the peer's KV pool: its driver does not export memory (CUDA IPC)")
-    if pool.num_bytes < params.num_bytes:
-        raise KVTransferFailed(f"the peer's pool is smaller than the {params.num_bytes} bytes it announced")
+    pool = read_address(address, CudaPoolHandle)
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
             torch.cuda.current_device() if device.index is None else device.index,
@@ -62,18 +101,16 @@ def map_peer_pool(params: ConnectorParams, device: torch.device) -> torch.Tensor
     except RuntimeError as error:
         raise KVPathRefused(f"cannot map the peer's KV pool: {str(error).splitlines()[0]}") from error
     mapped = torch.empty(0, dtype=torch.uint8, device=device)
-    mapped.set_(storage, 0, (params.num_bytes,), (1,))
-    return mapped.view(params.num_blocks, -1)
+    mapped.set_(storage, 0, (pool.num_bytes,), (1,))
+    return mapped.view(pool.num_blocks, -1)
 
 
 class CudaIpcSender:
     """The prefill end. on_ready: see `KVConnector.open_sender`."""
 
-    def __init__(
-        self, name: str, blocks: torch.Tensor, params: ConnectorParams, peer_view: PeerView, on_ready: OnDone
-    ) -> None:
+    def __init__(self, name: str, blocks: torch.Tensor, address: bytes, peer_view: PeerView, on_ready: OnDone) -> None:
         self._src = blocks
-        self._params = params
+        self._address = address
         self._peer_view = peer_view
         self._dst: torch.Tensor | None = None
         self._side_stream: SideStream | None = None
@@ -85,7 +122,7 @@ class CudaIpcSender:
         self._side_stream.run(self._map)
 
     def _map(self) -> None:
-        self._dst = same_heads(map_peer_pool(self._params, self._src.device), self._src, self._peer_view)
+        self._dst = same_heads(map_peer_pool(self._address, self._src.device), self._src, self._peer_view)
 
     def _unmap(self) -> None:
         self._dst = None

@@ -20,7 +20,7 @@ from tandem.runtime.errors import KVTransferFailed, first_line
 from tandem.runtime.processes.lifetime import end_process
 
 _POLL_INTERVAL_S = 0.0002
-"""The end of a transfer is noticed at most this late. The device goes on (`process_group.MESSAGES_AHEAD`)."""
+"""The end of a transfer is noticed at most this late. The device goes on (`nccl_group.MESSAGES_AHEAD`)."""
 
 _NON_BLOCKING = 1
 """cudaStreamNonBlocking: the stream and the default stream, which is the model's, do not wait for each other."""

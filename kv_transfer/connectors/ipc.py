@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer
-from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer
+from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender, pool_address
 from tandem.kv_transfer.connectors.mapped_memory import MappedMemoryReceiver, MappedMemorySender
+from tandem.kv_transfer.connectors.passive_receiver import PassiveReceiver
 
 
 class IpcConnector:
@@ -16,22 +17,22 @@ class IpcConnector:
     crosses_hosts = False
     encrypts = False
     one_sided = True
-    meets_in_store = False
 
     def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
         name = f"ship-{peer.path_id}"
         if blocks.device.type == "cuda":
-            return CudaIpcSender(name, blocks, peer.params, peer.view, on_ready)
-        sender = MappedMemorySender(name, blocks, peer.params, peer.view)
+            return CudaIpcSender(name, blocks, peer.address, peer.view, on_ready)
+        sender = MappedMemorySender(name, blocks, peer.address, peer.view)
         on_ready(None)
         return sender
 
     def open_receiver(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
+        self, path_id: str, blocks: torch.Tensor, network: DataNetwork, on_address: OnAddress
     ) -> KVReceiver:
-        receiver = MappedMemoryReceiver(f"take-{path_id}", blocks)
-        on_ready(None)
-        return receiver
+        name = f"take-{path_id}"
+        if blocks.device.type == "cuda":
+            return PassiveReceiver(name, lambda: pool_address(blocks), on_address)
+        return MappedMemoryReceiver(name, blocks, on_address)
 
 
 connector = IpcConnector()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from tandem.kv_transfer.connector import OnDone
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed, first_line
 from tandem.runtime.threads import show_thread_name
+
+T = TypeVar("T")
 
 
 class JobThread:
@@ -24,20 +26,20 @@ class JobThread:
         self._closed = False
         self._broken: KVTransferFailed | None = None
 
-    def submit(self, job: Callable[[], None], on_done: OnDone) -> None:
-        """Queues `job`. `on_done` is called on the thread, or at once if the thread is closed."""
+    def submit(self, job: Callable[[], T], on_done: Callable[[T | KVTransferFailed], None]) -> None:
+        """Queues `job`. `on_done` gets its result on the thread, or an error at once if the thread is closed."""
         if self._closed:
             on_done(KVTransferFailed("the pair is closed"))
             return
         self._executor.submit(self._run, job).add_done_callback(lambda future: on_done(future.result()))
 
-    def _run(self, job: Callable[[], None]) -> KVTransferFailed | None:
+    def _run(self, job: Callable[[], T]) -> T | KVTransferFailed:
         if self._broken is not None:
             return self._broken
         if self._closed:
             return KVTransferFailed("the pair was closed while the transfer was queued")
         try:
-            job()
+            return job()
         except Exception as error:
             failure = KVTransferFailed(f"the KV transfer failed: {first_line(error)}")
             if isinstance(error, KVPathRefused):
@@ -45,7 +47,6 @@ class JobThread:
             if not self._keeps_going:
                 self._broken = failure
             return failure
-        return None
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         """Fails queued jobs, lets the running one finish, then calls `on_closed` on the thread. Does not wait."""

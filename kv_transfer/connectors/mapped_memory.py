@@ -8,32 +8,51 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
-from tandem.kv_transfer.connector import OnDone, PeerView
+from tandem.kv_transfer.connector import OnAddress, OnDone, PeerView
+from tandem.kv_transfer.connectors.addresses import read_address
 from tandem.kv_transfer.connectors.block_runs import paired_runs
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.connectors.staging import copy_blocks
-from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.runtime.errors import KVTransferFailed
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls release the GIL
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; on older kernels pages fault in on first use
+_FILE = re.compile(r"/proc/\d{1,10}/fd/\d{1,10}")
 
 
-def map_peer_pool(params: ConnectorParams) -> torch.Tensor:
+class MappedPool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How another process on the host maps a pool. file: /proc/PID/fd/N."""
+
+    file: str
+    num_bytes: int
+    num_blocks: int
+
+
+def pool_address(blocks: torch.Tensor) -> bytes:
+    """Returns the address of the pool that `blocks` is a view of, which torch has mapped from a file."""
+    pool = blocks.untyped_storage()
+    return msgspec.msgpack.encode(MappedPool(str(pool.filename), pool.nbytes(), len(blocks)))
+
+
+def map_peer_pool(address: bytes) -> torch.Tensor:
     """Maps the peer's pool as uint8 [num_blocks, block_bytes], shared. Raises KVTransferFailed."""
-    path = f"/proc/{params.pid}/fd/{params.fd}"
+    pool = read_address(address, MappedPool)
+    if not _FILE.fullmatch(pool.file):
+        raise KVTransferFailed(f"the peer's KV pool cannot be {pool.file}")
     try:
-        if Path(path).stat().st_size < params.num_bytes:  # torch would grow the file
-            raise KVTransferFailed(f"the peer's pool is smaller than the {params.num_bytes} bytes it announced")
-        mapped = torch.from_file(path, shared=True, size=params.num_bytes, dtype=torch.uint8)
+        if Path(pool.file).stat().st_size < pool.num_bytes:  # torch would grow the file
+            raise KVTransferFailed(f"the peer's pool is smaller than the {pool.num_bytes} bytes it announced")
+        mapped = torch.from_file(pool.file, shared=True, size=pool.num_bytes, dtype=torch.uint8)
+        return mapped.view(pool.num_blocks, -1)
     except (OSError, RuntimeError) as error:
         raise KVTransferFailed(f"cannot map the peer's KV pool: {error}") from error
-    return mapped.view(params.num_blocks, -1)
 
 
 def same_heads(mapped: torch.Tensor, blocks: torch.Tensor, peer_view: PeerView) -> torch.Tensor:
@@ -74,9 +93,9 @@ def _take_new(block_ids: Sequence[int], seen: set[int]) -> list[int]:
 class MappedMemorySender:
     """The prefill end. peer_view: selects the heads of `blocks` in the mapped pool. Raises KVTransferFailed."""
 
-    def __init__(self, name: str, blocks: torch.Tensor, params: ConnectorParams, peer_view: PeerView) -> None:
+    def __init__(self, name: str, blocks: torch.Tensor, address: bytes, peer_view: PeerView) -> None:
         self._src = blocks
-        self._dst: torch.Tensor | None = same_heads(map_peer_pool(params), blocks, peer_view)
+        self._dst: torch.Tensor | None = same_heads(map_peer_pool(address), blocks, peer_view)
         self._populated: set[int] = set()
         self._thread = JobThread(name)
 
@@ -108,19 +127,19 @@ class MappedMemorySender:
 class MappedMemoryReceiver:
     """The decode end. Blocks are usable when announced, because the peer announces them after it has written them.
 
-    blocks: own pool. On CPU a thread maps the arrived pages, so that the engine thread does not fault on them.
+    blocks: own pool. A thread maps the arrived pages, so that the engine thread does not fault on them.
     """
 
-    def __init__(self, name: str, blocks: torch.Tensor) -> None:
+    def __init__(self, name: str, blocks: torch.Tensor, on_address: OnAddress) -> None:
         self._blocks = blocks
         self._populated: set[int] = set()
-        self._thread = JobThread(name, keeps_going=True) if blocks.device.type == "cpu" else None
+        self._thread = JobThread(name, keeps_going=True)
+        on_address(pool_address(blocks))
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         on_done(None)
-        if self._thread is not None and (new := _take_new(block_ids, self._populated)):
+        if new := _take_new(block_ids, self._populated):
             self._thread.submit(lambda: populate_pages(self._blocks, new, for_writing=False), lambda error: None)
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
+        self._thread.close()

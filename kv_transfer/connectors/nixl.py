@@ -1,8 +1,8 @@
 """The `nixl` connector: prefill writes into the decode worker's pool, one-sided, through NVIDIA's NIXL (RDMA, NVLink or
 TCP, by UCX). The same code moves CPU and GPU memory. NIXL is an extra: `pip install tandem-serve[nixl]`.
 
-Each process has one agent, whose registered memory is the whole pool; all its paths share it. The decode end puts its
-agent's metadata and its pool's address into the store. NIXL neither encrypts nor authenticates.
+Each process has one agent, whose registered memory is the whole pool; all its paths share it. A path's address has the
+agent's metadata and the pool's place in memory. NIXL neither encrypts nor authenticates.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer
+from tandem.kv_transfer.connectors.addresses import read_address
 from tandem.kv_transfer.connectors.job_thread import JobThread
-from tandem.kv_transfer.connectors.process_group import connect_store
+from tandem.kv_transfer.connectors.passive_receiver import PassiveReceiver
 from tandem.runtime.errors import KVTransferFailed, first_line
 
 MESSAGE_BYTES = 64 << 20
@@ -37,7 +38,6 @@ _POLLS_PER_WRITE = 16
 """NIXL has no wait with a deadline, so the path's thread polls: after a pause of this fraction of the time so far."""
 _PROGRESS_DELAY_US = 1000
 """Longest sleep of NIXL's own thread between two events. With 0, the default in Python, it spins on a core."""
-_POOL_KEY = "pool"
 
 
 class NixlPool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,8 +179,7 @@ class NixlSender:
         self._thread.submit(self._connect, on_ready)
 
     def _connect(self) -> None:
-        stored = connect_store(self._peer.path_id, self._peer.params).get(_POOL_KEY)
-        pool = msgspec.json.decode(stored, type=NixlPool)
+        pool = read_address(self._peer.address, NixlPool)
         theirs = self._peer.view(torch.empty((pool.num_blocks, pool.block_bytes), dtype=torch.uint8, device="meta"))
         if theirs.shape[1:] != self._blocks.shape[1:]:
             raise KVTransferFailed(
@@ -261,25 +260,12 @@ class NixlSender:
         on_closed()
 
 
-class NixlReceiver:
-    """The decode end. Blocks are usable when they are announced, because the peer announces them after writing them."""
-
-    def __init__(self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, on_ready: OnDone) -> None:
-        self._thread = JobThread(f"take-{path_id}")
-        self._thread.submit(lambda: self._announce(open_store, blocks), on_ready)
-
-    @staticmethod
-    def _announce(open_store: OpenStore, blocks: torch.Tensor) -> None:
-        agent = agent_of(blocks)
-        num_bytes = blocks.untyped_storage().nbytes()
-        pool = NixlPool(agent.metadata, agent.address, len(blocks), num_bytes // len(blocks), agent.device)
-        open_store().set(_POOL_KEY, msgspec.json.encode(pool).decode())
-
-    def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
-        on_done(None)
-
-    def close(self) -> None:
-        self._thread.close()
+def pool_address(blocks: torch.Tensor) -> bytes:
+    """Returns the address of the pool that `blocks` is a view of. Blocks in its first call."""
+    agent = agent_of(blocks)
+    num_bytes = blocks.untyped_storage().nbytes()
+    pool = NixlPool(agent.metadata, agent.address, len(blocks), num_bytes // len(blocks), agent.device)
+    return msgspec.msgpack.encode(pool)
 
 
 class NixlConnector:
@@ -288,7 +274,6 @@ class NixlConnector:
     crosses_hosts = True
     encrypts = False
     one_sided = True
-    meets_in_store = True
 
     @cached_property
     def devices(self) -> Sequence[str]:
@@ -298,9 +283,9 @@ class NixlConnector:
         return NixlSender(peer, blocks, on_ready)
 
     def open_receiver(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
+        self, path_id: str, blocks: torch.Tensor, network: DataNetwork, on_address: OnAddress
     ) -> KVReceiver:
-        return NixlReceiver(path_id, open_store, blocks, on_ready)
+        return PassiveReceiver(f"take-{path_id}", lambda: pool_address(blocks), on_address)
 
 
 connector = NixlConnector()

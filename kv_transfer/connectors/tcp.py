@@ -1,7 +1,7 @@
 """The `tcp` connector: blocks travel over a socket, with TLS if the cluster has keys. Both sides have CPU pools.
 
-The decode end listens on a free port, which it puts into the store, until the peer has connected. Each transfer has a
-header, so that the ends notice when they disagree.
+The decode end listens on a free port, which is its address, until the peer has connected. Each transfer has a header,
+so that the ends notice when they disagree.
 
 A path has one connection, on one thread. Python reads one TLS record of 16 KiB per call, so several threads of a
 process would spend on the GIL what they gain from more cores (figures: docs/adr/0029-tcp-connector.md).
@@ -21,12 +21,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import msgspec
 import torch
 
-from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, OpenStore, Peer
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer
+from tandem.kv_transfer.connectors.addresses import SocketAddress, read_address
 from tandem.kv_transfer.connectors.block_runs import is_run
 from tandem.kv_transfer.connectors.job_thread import JobThread
-from tandem.kv_transfer.connectors.process_group import connect_store
 from tandem.kv_transfer.connectors.staging import copy_blocks
 from tandem.protocol.sockets import listen_on_free_port
 from tandem.runtime.errors import KVTransferFailed, first_line
@@ -38,7 +39,6 @@ _GREETING_TIMEOUT_S = 2.0
 """Deadline of a new connection's TLS handshake and greeting: a stranger delays the others by no more."""
 _CHUNK_BYTES = 1 << 20
 """Blocks that are not adjacent in the pool are gathered into a buffer of about this size."""
-_PORT_KEY = "port"
 _GREETING = struct.Struct("!H")  # bytes of the path id, which follows
 _ACCEPTED = b"\1"
 _HEADER = struct.Struct("!QQI")  # number of the transfer, bytes of a block, blocks
@@ -94,21 +94,19 @@ class _Link:
 
 
 class _TcpEnd:
-    """Common to both ends: the connection and its thread. Connecting is the thread's first job."""
+    """Common to both ends: the connection and its thread."""
 
-    def __init__(self, name: str, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> None:
+    def __init__(self, name: str, blocks: torch.Tensor, network: DataNetwork) -> None:
         self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
         self._bytes = blocks.view(-1).numpy().data if blocks.is_contiguous() else None
         self._block_bytes = blocks[0].numel()
         self._network = network
         self._num_transfers = 0
-        self._lock = threading.Lock()  # of the next three
+        self._lock = threading.Lock()  # of the next two
         self._links: list[_Link] = []  # the peer's, and strangers' until they are refused
-        self._listener: socket.socket | None = None
         self._is_closed = False
         self._link: _Link | None = None
         self._thread = JobThread(name)
-        self._thread.submit(self._connect, on_ready)
 
     def _connect(self) -> None:
         try:
@@ -154,10 +152,7 @@ class _TcpEnd:
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         with self._lock:
             self._is_closed = True
-            links, listener = list(self._links), self._listener
-        if listener is not None:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
+            links = list(self._links)
         for link in links:
             link.stop()
 
@@ -173,14 +168,15 @@ class TcpSender(_TcpEnd):
     """The prefill end, which connects."""
 
     def __init__(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> None:
+        super().__init__(f"ship-{peer.path_id}", blocks, network)
         self._peer = peer
-        super().__init__(f"ship-{peer.path_id}", blocks, network, on_ready)
+        self._thread.submit(self._connect, on_ready)
 
     def _open_connection(self, deadline: float) -> _Link:
-        path_id, params = self._peer.path_id.encode(), self._peer.params
-        address = params.store_host, int(connect_store(self._peer.path_id, params).get(_PORT_KEY))
+        path_id, address = self._peer.path_id.encode(), read_address(self._peer.address, SocketAddress)
         context = self._network.tls.client if self._network.tls is not None else None
-        link = self._keep(_Link(socket.create_connection(address, _time_left(deadline)), context, is_server=False))
+        plain = socket.create_connection((address.host, address.port), _time_left(deadline))
+        link = self._keep(_Link(plain, context, is_server=False))
         link.send(_GREETING.pack(len(path_id)) + path_id)
         link.greeted()  # the peer may be busy with a stranger
         if link.read(1) != _ACCEPTED:
@@ -204,27 +200,21 @@ class TcpSender(_TcpEnd):
 class TcpReceiver(_TcpEnd):
     """The decode end, which listens. It alone writes to its pool, so nothing is written once it is closed."""
 
-    def __init__(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
-    ) -> None:
+    def __init__(self, path_id: str, blocks: torch.Tensor, network: DataNetwork, on_address: OnAddress) -> None:
+        """Raises KVTransferFailed if it cannot listen."""
+        try:
+            fd, port = listen_on_free_port(network.host)
+        except OSError as error:
+            raise KVTransferFailed(f"cannot listen on {network.host}: {error}") from error
+        super().__init__(f"take-{path_id}", blocks, network)
         self._path_id = path_id.encode()
-        self._open_store = open_store
-        super().__init__(f"take-{path_id}", blocks, network, on_ready)
+        self._listener = socket.socket(fileno=fd)
+        self._thread.submit(self._connect, lambda error: None)
+        on_address(msgspec.msgpack.encode(SocketAddress(network.host, port)))
 
     def _open_connection(self, deadline: float) -> _Link:
-        store = self._open_store()
-        fd, port = listen_on_free_port(self._network.host)
-        with socket.socket(fileno=fd) as listener:
-            with self._lock:
-                self._listener = listener
-                if self._is_closed:
-                    raise KVTransferFailed("the pair was closed")
-            store.set(_PORT_KEY, str(port))
-            try:
-                return self._accept(listener, deadline)
-            finally:
-                with self._lock:
-                    self._listener = None
+        with self._listener as listener:
+            return self._accept(listener, deadline)
 
     def _accept(self, listener: socket.socket, deadline: float) -> _Link:
         """Returns the peer's connection. Others, such as a stranger's, are closed."""
@@ -254,6 +244,16 @@ class TcpReceiver(_TcpEnd):
             raise KVTransferFailed("a connection was not of this path")
         return link
 
+    def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
+        with contextlib.suppress(OSError):  # closed, once the peer has connected
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+        def end() -> None:
+            self._listener.close()
+            on_closed()
+
+        super().close(end)
+
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         self._submit(self._receive, block_ids, on_done)
 
@@ -280,15 +280,14 @@ class TcpConnector:
     crosses_hosts = True
     encrypts = True
     one_sided = False
-    meets_in_store = True
 
     def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
         return TcpSender(peer, blocks, network, on_ready)
 
     def open_receiver(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
+        self, path_id: str, blocks: torch.Tensor, network: DataNetwork, on_address: OnAddress
     ) -> KVReceiver:
-        return TcpReceiver(path_id, open_store, blocks, network, on_ready)
+        return TcpReceiver(path_id, blocks, network, on_address)
 
 
 connector = TcpConnector()

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
 import torch
-from torch._C._distributed_c10d import Store
 
-from tandem.kv_transfer.checksums import rank_checksums
-from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer, when_all
-from tandem.kv_transfer.connectors.cuda_ipc import export_pool
+from tandem.kv_transfer.checksums import OnChecksums, rank_checksums
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer, gather, when_all
+from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.registry import load_connector
-from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
-from tandem.runtime.errors import KVTransferFailed, first_line
+from tandem.protocol.messages.transfer import KVLayout
+from tandem.runtime.errors import KVTransferFailed
 
-log = logging.getLogger(__name__)
+OnAddresses = Callable[[list[bytes] | KVTransferFailed], None]
+"""Gets the addresses of one decode rank's paths, in the order of the prefill ranks."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +29,24 @@ class RankPool:
     layout: KVLayout
     blocks: torch.Tensor
     network: DataNetwork
+    checksum_thread: JobThread = field(default_factory=lambda: JobThread("checksums", keeps_going=True))
 
-    def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
-        """Opens the paths to the decode worker's ranks. peers: one per rank. Raises KVTransferFailed."""
+    def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
+        """Opens the paths to the decode worker's ranks. addresses: see `PairAccepted`. Raises KVTransferFailed."""
         layout = self.layout
-        routes = head_routes(layout.total_kv_heads, layout.tensor_parallel_size, len(peers))
-        routes = [route for route in routes if route.src_rank == self.rank]
-        ready = when_all(len(routes), on_ready)
+        if not addresses or layout.total_kv_heads % len(addresses):
+            raise KVTransferFailed(f"the peer cannot share {layout.total_kv_heads} heads among {len(addresses)} ranks")
+        routes = head_routes(layout.total_kv_heads, layout.tensor_parallel_size, len(addresses))
+        by_route = [address for rank in addresses for address in rank]  # decode's order is that of the heads, too
+        if len(by_route) != len(routes):
+            raise KVTransferFailed(f"the peer has {len(by_route)} addresses for {len(routes)} paths between the ranks")
+        own = [(route, address) for route, address in zip(routes, by_route, strict=True) if route.src_rank == self.rank]
+        ready = when_all(len(own), on_ready)
         senders: list[KVSender] = []
         try:
-            for route in routes:
+            for route, address in own:
                 view = partial(route.dst.of, num_layers=layout.num_layers)
-                peer = Peer(_path_id(pair_id, self.rank, route.dst_rank), peers[route.dst_rank], view)
+                peer = Peer(_path_id(pair_id, self.rank, route.dst_rank), address, view)
                 blocks = route.src.of(self.blocks, layout.num_layers)
                 senders.append(load_connector(connector).open_sender(peer, blocks, self.network, ready))
         except KVTransferFailed:
@@ -51,49 +55,28 @@ class RankPool:
             raise
         return combine_senders(senders)
 
-    def open_receiver(
-        self, connector: str, pair_id: str, num_senders: int, open_store: Callable[[str], Store], on_ready: OnDone
-    ) -> KVReceiver:
-        """Opens the paths from the prefill worker's `num_senders` ranks. Raises KVTransferFailed.
-
-        open_store: returns the store of a path id.
-        """
+    def open_receiver(self, connector: str, pair_id: str, num_senders: int, on_addresses: OnAddresses) -> KVReceiver:
+        """Opens the paths from the prefill worker's `num_senders` ranks. Raises KVTransferFailed."""
         layout = self.layout
         routes = head_routes(layout.total_kv_heads, num_senders, layout.tensor_parallel_size)
         routes = [route for route in routes if route.dst_rank == self.rank]
-        ready = when_all(len(routes), on_ready)
         receivers: list[KVReceiver] = []
         try:
-            for route in routes:
+            for route, on_address in zip(routes, gather(len(routes), on_addresses), strict=True):
                 path_id = _path_id(pair_id, route.src_rank, self.rank)
                 blocks = route.dst.of(self.blocks, layout.num_layers)
-                receivers.append(
-                    load_connector(connector).open_receiver(
-                        path_id, partial(open_store, path_id), blocks, self.network, ready
-                    )
-                )
+                receivers.append(load_connector(connector).open_receiver(path_id, blocks, self.network, on_address))
         except KVTransferFailed:
             for receiver in receivers:
                 receiver.close()
             raise
         return combine_receivers(receivers)
 
-    def located(self, params: ConnectorParams) -> ConnectorParams:
-        """Adds what a peer on this host needs to map a pool on a GPU; on CPU `params` is already complete.
-
-        Where the driver refuses to export memory (some containers and virtual GPUs), peers use another connector.
-        """
-        if self.blocks.device.type == "cpu":
-            return params
-        try:
-            return msgspec.structs.replace(params, cuda=export_pool(self.blocks))
-        except RuntimeError as error:
-            log.warning("peers cannot map the KV pool on this GPU (CUDA IPC): %s", first_line(error))
-            return params
-
-    def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """Hashes this rank's heads of each block (`kv_transfer.checksums`). Slow, so not for the event loop."""
-        return rank_checksums(self.blocks, block_ids, self.layout, self.rank)
+    def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
+        """Hashes this rank's heads of each block, on a thread. Results arrive in the order of the calls."""
+        self.checksum_thread.submit(
+            lambda: rank_checksums(self.blocks, block_ids, self.layout, self.rank), on_checksums
+        )
 
 
 def _path_id(pair_id: str, src_rank: int, dst_rank: int) -> str:

@@ -8,20 +8,18 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from typing import Any
 
+from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone
-from tandem.kv_transfer.ranks import orders
 from tandem.kv_transfer.ranks.orders import Order, OrderDone, PoolReady
+from tandem.kv_transfer.ranks.rank_pool import OnAddresses
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
 from tandem.runtime.threads import show_thread_name
 
 log = logging.getLogger(__name__)
-
-MakeOrder = Callable[[int], Order]
-"""Makes the order with the given job id."""
 
 
 class RemoteRank:
@@ -30,62 +28,45 @@ class RemoteRank:
     def __init__(self, connection: Connection) -> None:
         self._channel: RankChannel[PoolReady | OrderDone] = RankChannel(connection, Codec(PoolReady | OrderDone))
         self._job_ids = itertools.count()
-        self._pending: dict[int, Callable[[OrderDone], None]] = {}
+        self._pending: dict[int, Callable[[Any], None]] = {}
         self._lock = threading.Lock()
         self._sending = ThreadPoolExecutor(1, "rank-orders", show_thread_name)  # a frozen follower reads nothing
         self._gone = False
 
-    def wait_until_ready(self, timeout_s: float) -> ConnectorParams:
-        """Blocks until the follower has allocated its pool. Returns how it is reached. Raises InternalError."""
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Blocks until the follower has allocated its pool. Raises InternalError."""
         message = self._channel.receive() if self._channel.has_message(timeout_s) else None
         if not isinstance(message, PoolReady):
             raise InternalError(f"a rank did not come up within {timeout_s:.0f} s")
         threading.Thread(target=self._listen, name="remote-rank", daemon=True).start()
-        return message.params
 
-    def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
-        self.order(lambda job_id: orders.OpenRankSender(job_id, pair_id, connector, peers), on_ready)
+    def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
+        self.order("open_sender", connector, pair_id, addresses, on_done=on_ready)
         return _RemoteSender(self, pair_id)
 
-    def open_receiver(
-        self, connector: str, pair_id: str, num_senders: int, store: ConnectorParams, on_ready: OnDone
-    ) -> KVReceiver:
-        self.order(lambda job_id: orders.OpenRankReceiver(job_id, pair_id, connector, num_senders, store), on_ready)
+    def open_receiver(self, connector: str, pair_id: str, num_senders: int, on_addresses: OnAddresses) -> KVReceiver:
+        self.order("open_receiver", connector, pair_id, num_senders, on_done=on_addresses)
         return _RemoteReceiver(self, pair_id)
 
-    def checksums(self, block_ids: Sequence[int], on_checksums: Callable[[list[int]], None], on_done: OnDone) -> None:
-        """Hashes the follower's heads of each block. `on_checksums` is called before `on_done` on success."""
+    def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
+        self.order("checksums", list(block_ids), on_done=on_checksums)
 
-        def answered(answer: OrderDone) -> None:
-            if answer.error is None:
-                on_checksums(answer.checksums)
-            on_done(_failure(answer))
+    def order(self, name: str, *args: Any, on_done: Callable[[Any], None] = lambda result: None) -> None:
+        """Sends an order (`TransferServer`). `on_done` gets its result, or a KVTransferFailed, once."""
+        self._sending.submit(self._send, name, args, on_done)
 
-        self._send(lambda job_id: orders.ComputeChecksums(job_id, list(block_ids)), answered)
-
-    def use_tier(self, make: MakeOrder, on_answer: Callable[[int, str | None], None]) -> None:
-        """Sends an order about a tier; `on_answer` is called once with the number of blocks and the error."""
-        self._send(make, lambda answer: on_answer(answer.num_blocks, answer.error))
-
-    def order(self, make: MakeOrder, on_done: OnDone) -> None:
-        """Sends an order; `on_done` is called once with its result."""
-        self._send(make, lambda answer: on_done(_failure(answer)))
-
-    def _send(self, make: MakeOrder, on_answer: Callable[[OrderDone], None]) -> None:
-        self._sending.submit(self._send_now, make, on_answer)
-
-    def _send_now(self, make: MakeOrder, on_answer: Callable[[OrderDone], None]) -> None:
+    def _send(self, name: str, args: tuple[Any, ...], on_done: Callable[[Any], None]) -> None:
         job_id = next(self._job_ids)
         with self._lock:
             gone = self._gone
-            self._pending[job_id] = on_answer
+            self._pending[job_id] = on_done
         if gone:
-            self._finish(OrderDone(job_id, "a rank of this worker is gone"))
+            self._finish(OrderDone(job_id, error="a rank of this worker is gone"))
             return
         try:
-            self._channel.send(make(job_id))
+            self._channel.send(Order(job_id, name, list(args)))
         except OSError as error:
-            self._finish(OrderDone(job_id, f"a rank of this worker takes no orders: {error}"))
+            self._finish(OrderDone(job_id, error=f"a rank of this worker takes no orders: {error}"))
 
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
@@ -95,19 +76,17 @@ class RemoteRank:
             self._gone = True
             pending = list(self._pending)
         for job_id in pending:
-            self._finish(OrderDone(job_id, "a rank of this worker is gone"))
+            self._finish(OrderDone(job_id, error="a rank of this worker is gone"))
 
     def _finish(self, answer: OrderDone) -> None:
         with self._lock:
-            on_answer = self._pending.pop(answer.job_id, None)
-        if on_answer is not None:
-            on_answer(answer)
-
-
-def _failure(answer: OrderDone) -> KVTransferFailed | None:
-    if answer.error is None:
-        return None
-    return (KVPathRefused if answer.is_refused else KVTransferFailed)(answer.error)
+            on_done = self._pending.pop(answer.job_id, None)
+        if on_done is None:
+            return
+        if answer.error is None:
+            on_done(answer.result)
+        else:
+            on_done((KVPathRefused if answer.is_refused else KVTransferFailed)(answer.error))
 
 
 class _RemoteSender:
@@ -116,12 +95,10 @@ class _RemoteSender:
         self._pair_id = pair_id
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
-        dst = list(dst_block_ids)
-        self._rank.order(lambda job_id: orders.PrepareBlocks(job_id, self._pair_id, dst), lambda error: None)
+        self._rank.order("prepare", self._pair_id, list(dst_block_ids))
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
-        src, dst = list(src_block_ids), list(dst_block_ids)
-        self._rank.order(lambda job_id: orders.SendBlocks(job_id, self._pair_id, src, dst), on_done)
+        self._rank.order("send", self._pair_id, list(src_block_ids), list(dst_block_ids), on_done=on_done)
 
     def close(self, on_closed: Callable[[], None]) -> None:
         """See `KVSender.close`. Only the follower's answer proves that it writes nothing more.
@@ -135,7 +112,7 @@ class _RemoteSender:
             else:
                 log.error("pair %s cannot be closed: %s", self._pair_id, error)
 
-        self._rank.order(lambda job_id: orders.CloseRankSender(job_id, self._pair_id), closed)
+        self._rank.order("close_sender", self._pair_id, on_done=closed)
 
 
 class _RemoteReceiver:
@@ -144,8 +121,7 @@ class _RemoteReceiver:
         self._pair_id = pair_id
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
-        ids = list(block_ids)
-        self._rank.order(lambda job_id: orders.ReceiveBlocks(job_id, self._pair_id, ids), on_done)
+        self._rank.order("receive", self._pair_id, list(block_ids), on_done=on_done)
 
     def close(self) -> None:
-        self._rank.order(lambda job_id: orders.CloseRankReceiver(job_id, self._pair_id), lambda error: None)
+        self._rank.order("close_receiver", self._pair_id)

@@ -4,126 +4,135 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
-from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone
-from tandem.kv_transfer.connectors.job_thread import JobThread
-from tandem.kv_transfer.connectors.process_group import connect_store
-from tandem.kv_transfer.ranks import orders
+import msgspec
+
+from tandem.kv_transfer.connector import KVReceiver, KVSender
 from tandem.kv_transfer.ranks.orders import Order, OrderDone, PoolReady
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.tiers.rank_tiers import RankTiers
 from tandem.kv_transfer.tiers.registry import make_tiers
-from tandem.kv_transfer.tiers.tier import TierAnswer
+from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.transfer import ConnectorParams
+from tandem.protocol.network_keys import NetworkKeys
 from tandem.protocol.rank_channel import RankChannel
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed, first_line
 
 log = logging.getLogger(__name__)
 
+Done = Callable[[Any], None]
+"""Gets an order's result, or a KVTransferFailed. Called once, on any thread."""
+
 
 class TransferServer:
-    """Serves one follower's pool. params: how the pool is reached."""
+    """Serves one follower's pool."""
 
-    def __init__(self, connection: Connection, pool: RankPool, params: ConnectorParams) -> None:
+    def __init__(self, connection: Connection, pool: RankPool) -> None:
         self._channel: RankChannel[Order] = RankChannel(connection, Codec(Order))
         self._pool = pool
-        self._params = pool.located(params)
         self._senders: dict[str, KVSender] = {}
         self._receivers: dict[str, KVReceiver] = {}
-        self._checksum_thread = JobThread("checksums", keeps_going=True)
         self._tiers = RankTiers(pool.blocks, [])
+        self._orders: dict[str, Callable[..., None]] = {
+            "use_keys": self._use_keys,
+            "use_tiers": self._use_tiers,
+            "open_sender": self._open_sender,
+            "open_receiver": self._open_receiver,
+            "prepare": self._prepare,
+            "send": self._send,
+            "receive": self._receive,
+            "close_sender": self._close_sender,
+            "close_receiver": self._close_receiver,
+            "checksums": lambda done, block_ids: self._pool.checksums(block_ids, done),
+            "store": lambda done, *job: self._tier_job(self._tiers.store, done, *job),
+            "load": lambda done, *job: self._tier_job(self._tiers.load, done, *job),
+            "refresh": lambda done, *job: self._tier_job(self._tiers.refresh, done, *job),
+            "clear": lambda done, *job: self._tier_job(self._tiers.clear, done, *job),
+        }
+        """By name. Each gets its `Done` and the order's arguments."""
 
     def start(self) -> None:
-        """Announces the pool to rank 0, then serves on a thread until rank 0 is gone."""
-        self._channel.send(PoolReady(self._params))
+        """Tells rank 0 that the pool is there, then serves on a thread until rank 0 is gone."""
+        self._channel.send(PoolReady())
         threading.Thread(target=self._serve, name="transfers", daemon=True).start()
 
     def _serve(self) -> None:
         while (order := self._channel.receive()) is not None:
             done = partial(self._answer, order.job_id)
             try:
-                self._carry_out(order, done)
+                self._orders[order.name](done, *order.args)
             except KVTransferFailed as error:
                 done(error)
             except Exception as error:  # rank 0 waits for the answer to each order
                 log.exception("an order about KV transfers failed")
                 done(KVTransferFailed(f"a rank of this worker failed: {first_line(error)}"))
 
-    def _carry_out(self, order: Order, done: OnDone) -> None:
-        match order:
-            case orders.UseKeys():
-                network = replace(self._pool.network, tls=tls_contexts(order.keys))
-                self._pool = replace(self._pool, network=network)
-                done(None)
-            case orders.OpenRankSender():
-                self._senders[order.pair_id] = self._pool.open_sender(order.connector, order.pair_id, order.peers, done)
-            case orders.OpenRankReceiver():
-                self._receivers[order.pair_id] = self._pool.open_receiver(
-                    order.connector,
-                    order.pair_id,
-                    order.num_senders,
-                    lambda path_id: connect_store(path_id, order.store),
-                    done,
-                )
-            case orders.PrepareBlocks():
-                if order.pair_id in self._senders:
-                    self._senders[order.pair_id].prepare(order.dst_block_ids)
-                done(None)
-            case orders.SendBlocks():
-                if order.pair_id not in self._senders:
-                    raise KVTransferFailed("the pair is closed")
-                self._senders[order.pair_id].send(order.src_block_ids, order.dst_block_ids, done)
-            case orders.ReceiveBlocks():
-                if order.pair_id not in self._receivers:
-                    raise KVTransferFailed("the pair is closed")
-                self._receivers[order.pair_id].receive(order.block_ids, done)
-            case orders.CloseRankSender():
-                sender = self._senders.pop(order.pair_id, None)
-                if sender is None:  # it could not be opened
-                    done(None)
-                else:
-                    sender.close(lambda: done(None))
-            case orders.CloseRankReceiver():
-                receiver = self._receivers.pop(order.pair_id, None)
-                if receiver is not None:
-                    receiver.close()
-                done(None)
-            case orders.ComputeChecksums():
-                checksums: list[int] = []
-                self._checksum_thread.submit(
-                    lambda: checksums.extend(self._pool.checksums(order.block_ids)),
-                    lambda error: self._answer(order.job_id, error, checksums),
-                )
-            case orders.UseTiers():
-                pool = self._pool
-                self._tiers = RankTiers(pool.blocks, make_tiers(order.config, pool.layout, pool.rank, pool.blocks))
-                done(None)
-            case orders.StoreInTier():
-                self._tiers.store(order.tier, order.block_ids, order.hashes, partial(self._answer_tier, order.job_id))
-            case orders.LoadFromTier():
-                self._tiers.load(order.tier, order.block_ids, order.hashes, partial(self._answer_tier, order.job_id))
-            case orders.RefreshTier():
-                self._tiers.refresh(order.tier, partial(self._answer_tier, order.job_id))
-            case orders.ClearTier():
-                self._tiers.clear(order.tier, partial(self._answer_tier, order.job_id))
-
-    def _answer_tier(self, job_id: int, answer: TierAnswer) -> None:
-        error = None if answer.error is None else KVTransferFailed(answer.error)
-        self._answer(job_id, error, num_blocks=answer.num_blocks)
-
-    def _answer(
-        self, job_id: int, error: KVTransferFailed | None, checksums: Sequence[int] = (), num_blocks: int = 0
-    ) -> None:
-        message = None if error is None else error.message
+    def _answer(self, job_id: int, result: Any) -> None:
+        answer = OrderDone(job_id, result)
+        if isinstance(result, KVTransferFailed):
+            answer = OrderDone(job_id, None, result.message, isinstance(result, KVPathRefused))
         try:
-            self._channel.send(
-                OrderDone(job_id, message, list(checksums), isinstance(error, KVPathRefused), num_blocks)
-            )
+            self._channel.send(answer)
         except OSError:
             log.debug("rank 0 is gone; the result of job %d is dropped", job_id)
+
+    # ---- orders
+
+    def _use_keys(self, done: Done, keys: Any) -> None:
+        """Protects the paths that are opened from now on by the cluster's keys."""
+        network = replace(self._pool.network, tls=tls_contexts(msgspec.convert(keys, NetworkKeys)))
+        self._pool = replace(self._pool, network=network)
+        done(None)
+
+    def _use_tiers(self, done: Done, config: Any) -> None:
+        """Keeps blocks in these tiers."""
+        pool = self._pool
+        tiers = make_tiers(msgspec.convert(config, TiersConfig), pool.layout, pool.rank, pool.blocks)
+        self._tiers = RankTiers(pool.blocks, tiers)
+        done(None)
+
+    def _open_sender(self, done: Done, connector: str, pair_id: str, addresses: list[list[bytes]]) -> None:
+        self._senders[pair_id] = self._pool.open_sender(connector, pair_id, addresses, done)
+
+    def _open_receiver(self, done: Done, connector: str, pair_id: str, num_senders: int) -> None:
+        self._receivers[pair_id] = self._pool.open_receiver(connector, pair_id, num_senders, done)
+
+    def _prepare(self, done: Done, pair_id: str, dst_block_ids: list[int]) -> None:
+        if pair_id in self._senders:
+            self._senders[pair_id].prepare(dst_block_ids)
+        done(None)
+
+    def _send(self, done: Done, pair_id: str, src_block_ids: list[int], dst_block_ids: list[int]) -> None:
+        if pair_id not in self._senders:
+            raise KVTransferFailed("the pair is closed")
+        self._senders[pair_id].send(src_block_ids, dst_block_ids, done)
+
+    def _receive(self, done: Done, pair_id: str, block_ids: list[int]) -> None:
+        if pair_id not in self._receivers:
+            raise KVTransferFailed("the pair is closed")
+        self._receivers[pair_id].receive(block_ids, done)
+
+    def _close_sender(self, done: Done, pair_id: str) -> None:
+        """Done when nothing can be written any more."""
+        sender = self._senders.pop(pair_id, None)
+        if sender is None:  # it could not be opened
+            done(None)
+        else:
+            sender.close(lambda: done(None))
+
+    def _close_receiver(self, done: Done, pair_id: str) -> None:
+        receiver = self._receivers.pop(pair_id, None)
+        if receiver is not None:
+            receiver.close()
+        done(None)
+
+    @staticmethod
+    def _tier_job(do: Callable[..., None], done: Done, *job: Any) -> None:
+        """Has a result also if the tier fails: the blocks before."""
+        do(*job, lambda answer: done([answer.num_blocks, answer.error]))

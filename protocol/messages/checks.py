@@ -18,7 +18,7 @@ from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.protocol.messages.membership import RegisterWorker
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
-from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, OpenPair
+from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, OpenPair, PairAccepted
 from tandem.runtime.errors import InvalidMessage
 
 MAX_SEQUENCES = 1024
@@ -36,6 +36,8 @@ MAX_PAIRS = 4096
 """Pairs of one worker, i.e. workers of the other role."""
 MAX_CLOSED_PAIRS = 1000
 """Pairs with one worker that were closed before and are named in `OpenPair`; the newest."""
+MAX_ADDRESS_BYTES = 64 * 1024
+"""Address of one data path in `PairAccepted`. NIXL's has some kilobytes for each network adapter."""
 _MAX_FEW_LOGPROBS = 256
 """Top tokens that may be asked for even if the vocabulary is smaller: a beam search of width 128 needs 256."""
 MAX_LORA_MODULES = 100_000
@@ -124,6 +126,15 @@ def check_open_pair(message: OpenPair) -> None:
     _require(len(message.closed_pair_ids) <= MAX_CLOSED_PAIRS, kind, "closed_pair_ids", "too many")
     _check_names(kind, message.closed_pair_ids)
     _check_names(kind, (message.pair_id, message.prefill_worker_id, message.prefill_epoch))
+
+
+def check_pair_accepted(message: PairAccepted) -> None:
+    """Checks the number and size of the addresses. The connector checks their contents."""
+    kind, addresses = "PairAccepted", message.addresses
+    _require(1 <= len(addresses) <= MAX_RANKS, kind, "addresses", "of too few or too many ranks")
+    _require(all(len(each) <= MAX_RANKS for each in addresses), kind, "addresses", "too many of a rank")
+    sizes = [len(address) for each in addresses for address in each]
+    _require(max(sizes, default=0) <= MAX_ADDRESS_BYTES, kind, "addresses", f"one has over {MAX_ADDRESS_BYTES} bytes")
 
 
 def check_register(message: RegisterWorker) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0

@@ -42,35 +42,6 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
 
-class CudaPoolHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How another process on the host maps a pool on a GPU, as given by torch's `UntypedStorage._share_cuda_`.
-
-    handle: exported CUDA memory; the pool is num_bytes at offset_bytes. counter_handle, counter_offset: torch's
-    reference count in shared memory.
-    """
-
-    handle: bytes
-    num_bytes: int
-    offset_bytes: int
-    counter_handle: bytes
-    counter_offset: int
-
-
-class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one rank of a decode worker is reached: its pool's file or GPU memory (ipc), or the store's address (others).
-
-    cuda: None on CPU, and where the driver does not export memory.
-    """
-
-    pid: int = 0
-    fd: int = 0
-    num_bytes: int = 0
-    num_blocks: int = 0
-    cuda: CudaPoolHandle | None = None
-    store_host: str = ""
-    store_port: int = 0
-
-
 class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Prefill to decode: open a pair."""
 
@@ -101,13 +72,14 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Decode to prefill: connect by `connector` now. The pair is usable once both sides are connected.
 
-    params: one for each of the decode worker's ranks, in order. checksums: whether ShipKV must carry them, because
-    either side wants them.
+    addresses: for each of the decode worker's ranks, in order, those of its paths from the prefill ranks that share
+    heads with it, in order (`KVConnector.open_receiver`). checksums: whether ShipKV must carry them, because either
+    side wants them.
     """
 
     pair_id: str
     connector: str
-    params: list[ConnectorParams]
+    addresses: list[list[bytes]]
     checksums: bool = False
 
 

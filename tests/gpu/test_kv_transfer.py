@@ -10,24 +10,21 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from tandem.kv_transfer.connector import DataNetwork, Peer
-from tandem.kv_transfer.connectors.cuda_ipc import map_peer_pool
+from tandem.kv_transfer.connectors.cuda_ipc import CudaPoolHandle, map_peer_pool
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
-from tandem.kv_transfer.connectors.process_group import NCCL_ENVIRONMENT, StoreServer
-from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.connectors.nccl_group import NCCL_ENVIRONMENT
 from tandem.kv_transfer.registry import load_connector
-from tandem.protocol.messages.transfer import ConnectorParams, CudaPoolHandle, KVLayout
 from tandem.runtime.errors import KVTransferFailed
 from tests.support.outcomes import Outcomes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 16
-LAYOUT = KVLayout("model", "bfloat16", 2, 4, 64, 32)  # 64 KiB a block
 NETWORK = DataNetwork("127.0.0.1")
 NUM_STREAMS = 24
 """Fewer than the hardware queues that workers ask for (`deploy.processes.nccl_interface`): streams of one queue wait
@@ -56,26 +53,17 @@ def test_side_streams_wait_neither_for_each_other_nor_for_the_default_stream() -
 
 
 def decode_side(peer: Connection, connector: str) -> None:
-    """Announces its pool, receives blocks on command, returns the pool, and ends on command."""
+    """Sends its address, receives blocks on command, returns the pool, and ends on command."""
     blocks = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device="cuda")
-    pool = RankPool(0, LAYOUT, blocks, NETWORK)
-    outcomes, server = Outcomes(60), None
-    params = pool.located(ConnectorParams(os.getpid(), 0, blocks.nbytes, NUM_BLOCKS))
-    if connector == "nccl":
-        server = StoreServer(NETWORK.host)
-        params = ConnectorParams(store_host=NETWORK.host, store_port=server.port)
-    peer.send(params)
-    open_store = HashStore if server is None else (lambda: server.store("pair"))
-    receiver = load_connector(connector).open_receiver("pair", open_store, blocks, NETWORK, outcomes)
-    error = outcomes.next()
-    peer.send(None if error is None else error.message)
+    outcomes = Outcomes(60)
+    receiver = load_connector(connector).open_receiver("pair", blocks, NETWORK, peer.send)
     while (block_ids := peer.recv()) is not None:
         receiver.receive(block_ids, outcomes)
         peer.send((outcomes.next(), blocks.cpu()))
 
 
 @contextmanager
-def decode_process(connector: str) -> Iterator[tuple[Connection, ConnectorParams]]:
+def decode_process(connector: str) -> Iterator[tuple[Connection, bytes]]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=decode_side, args=(theirs, connector), daemon=True)
@@ -120,10 +108,10 @@ def move_at_random(connector: str, sender: Any, peer: Connection, source: torch.
 
 
 def test_cuda_ipc_puts_blocks_where_they_should_be() -> None:
-    with decode_process("ipc") as (peer, params):
+    with decode_process("ipc") as (peer, address):
         ready, source = Outcomes(60), random_blocks()
-        sender = load_connector("ipc").open_sender(Peer("pair", params), source, NETWORK, ready)
-        assert ready.next() is None and peer.recv() is None
+        sender = load_connector("ipc").open_sender(Peer("pair", address), source, NETWORK, ready)
+        assert ready.next() is None
         move_at_random("ipc", sender, peer, source)
         closed, late = Outcomes(60), Outcomes()
         sender.close(lambda: closed(None))
@@ -133,10 +121,10 @@ def test_cuda_ipc_puts_blocks_where_they_should_be() -> None:
         assert error is not None and "closed" in error.message
 
 
-def prefill_side(results: Connection, peers: ConnectorParams) -> None:
+def prefill_side(results: Connection, address: bytes) -> None:
     """Sends a few blocks over `ipc`; ends on command."""
     ready, source = Outcomes(60), torch.full((NUM_BLOCKS, BLOCK_BYTES), 7, dtype=torch.uint8, device="cuda")
-    sender = load_connector("ipc").open_sender(Peer("pair", peers), source, NETWORK, ready)
+    sender = load_connector("ipc").open_sender(Peer("pair", address), source, NETWORK, ready)
     error, sent = ready.next(), Outcomes(60)
     if error is None:
         sender.send([1, 2, 9], [8, 3, 4], sent)
@@ -152,12 +140,11 @@ def test_cuda_ipc_between_gpus_that_do_not_see_each_other(own: int, monkeypatch:
     gpus = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in (own, 1 - own)]
     reaches = torch.cuda.can_device_access_peer(own, 1 - own)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[1])
-    with decode_process("ipc") as (peer, params):
-        assert peer.recv() is None
+    with decode_process("ipc") as (peer, address):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[0])
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=prefill_side, args=(theirs, params), daemon=True)
+        process = context.Process(target=prefill_side, args=(theirs, address), daemon=True)
         process.start()
         theirs.close()
         try:
@@ -177,11 +164,10 @@ def test_cuda_ipc_between_gpus_that_do_not_see_each_other(own: int, monkeypatch:
 
 
 def test_a_second_pair_maps_the_same_pool_again() -> None:
-    with decode_process("ipc") as (peer, params):
-        assert peer.recv() is None
+    with decode_process("ipc") as (peer, address):
         for _ in range(3):
             ready, closed, source = Outcomes(60), Outcomes(), random_blocks()
-            sender = load_connector("ipc").open_sender(Peer("pair", params), source, NETWORK, ready)
+            sender = load_connector("ipc").open_sender(Peer("pair", address), source, NETWORK, ready)
             assert ready.next() is None
             sent = Outcomes(60)
             sender.send([1], [2], sent)
@@ -194,10 +180,9 @@ def test_a_second_pair_maps_the_same_pool_again() -> None:
 
 
 def test_an_invalid_handle_is_refused() -> None:
-    handle = CudaPoolHandle(b"c" + bytes(64), NUM_BLOCKS * BLOCK_BYTES, 0, b"", 0)
-    params = ConnectorParams(1, 0, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, handle)
+    handle = CudaPoolHandle(b"c" + bytes(64), NUM_BLOCKS * BLOCK_BYTES, 0, b"", 0, NUM_BLOCKS)
     with pytest.raises(KVTransferFailed, match="cannot map"):
-        map_peer_pool(params, torch.device("cuda", 0))
+        map_peer_pool(msgspec.msgpack.encode(handle), torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(
@@ -207,9 +192,9 @@ def test_an_invalid_handle_is_refused() -> None:
 def test_nccl_between_two_processes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **NCCL_ENVIRONMENT}.items():
         monkeypatch.setenv(name, value)
-    with decode_process("nccl") as (peer, params):
+    with decode_process("nccl") as (peer, address):
         ready, source = Outcomes(60), random_blocks()
-        sender = load_connector("nccl").open_sender(Peer("pair", params), source, NETWORK, ready)
-        assert ready.next() is None and peer.recv() is None
+        sender = load_connector("nccl").open_sender(Peer("pair", address), source, NETWORK, ready)
+        assert ready.next() is None
         move_at_random("nccl", sender, peer, source)
         sender.close(lambda: None)

@@ -21,10 +21,9 @@ import torch.distributed
 from tandem.engine import model_runner
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
-from tandem.kv_transfer.connectors import process_group
+from tandem.kv_transfer.connectors import block_messages, nccl_group
 from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
 from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver, ProcessGroupSender
-from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.runtime.errors import KVTransferFailed
 from tests.support.late_device import LOOP, LateDevice, install, map_at_once
 from tests.support.late_nccl import NCCLWorld
@@ -75,11 +74,11 @@ class StreamWorld:
         self.connector = connector
         install(self.device, patch)
         patch.setattr(torch.distributed, "ProcessGroupNCCL", self.nccl)
-        for name, value in process_group.NCCL_ENVIRONMENT.items():
+        for name, value in nccl_group.NCCL_ENVIRONMENT.items():
             patch.setenv(name, value)
         plan = (self.rng.choice([1, 2]), 1)  # blocks per message, buffers
-        patch.setattr(process_group, "message_plan", lambda backend, block_bytes: plan)
-        patch.setattr(process_group, "MESSAGES_AHEAD", self.rng.choice([1, 2]))
+        patch.setattr(block_messages, "message_plan", lambda backend, block_bytes: plan)
+        patch.setattr(nccl_group, "MESSAGES_AHEAD", self.rng.choice([1, 2]))
         is_split = self.rng.random() < 0.5
         self.prefill, self.decode = (Worker(self, name, is_split) for name in ("prefill", "decode"))
         map_at_once(self.device, self.decode.pool, patch)
@@ -115,22 +114,19 @@ class StreamWorld:
     # ---- the path
 
     def _open(self) -> None:
-        left = [None] if self.connector == "ipc" else [None, None]
-
         def ready(error: Error) -> None:
             assert error is None, error
-            left.pop()
-            if not left:
-                for number in range(self.prompts_left):
-                    self.waiting.append(partial(self._start_prompt, number + 1))
-                self.prompts_left = 0
+            for number in range(self.prompts_left):
+                self.waiting.append(partial(self._start_prompt, number + 1))
+            self.prompts_left = 0
 
         post: Callable[[Error], None] = lambda error: self.post(lambda: ready(error))  # noqa: E731
         if self.connector == "ipc":
-            self.sender: Any = CudaIpcSender("ship", self.prefill.pool, ConnectorParams(), lambda pool: pool, post)
+            self.sender: Any = CudaIpcSender("ship", self.prefill.pool, b"", lambda pool: pool, post)
             return
         store: Any = lambda: "path"  # noqa: E731
-        self.receiver = ProcessGroupReceiver("take", "nccl", store, "", self.decode.pool, post)
+        serve: Any = lambda: ("path", b"")  # noqa: E731
+        self.receiver = ProcessGroupReceiver("take", "nccl", serve, "", self.decode.pool, lambda address: None)
         self.sender = ProcessGroupSender("ship", "nccl", store, "", self.prefill.pool, post)
 
     def _close(self) -> None:

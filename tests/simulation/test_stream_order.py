@@ -17,10 +17,11 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions
 
 from tandem.engine import model_runner
-from tandem.kv_transfer.connectors import process_group
+from tandem.kv_transfer.connectors import nccl_group
 from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
-from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver, _ProcessGroupEnd
+from tandem.kv_transfer.connectors.nccl_group import NcclGroup
+from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver
 from tests.simulation.stream_world import run, run_graphs
 from tests.support.late_device import LateEvent, LateStream
 from tests.support.late_nccl import LateNCCL
@@ -95,11 +96,11 @@ def an_aborted_message_counts_as_arrived(patch: pytest.MonkeyPatch) -> None:
     def wait(self: Any, end: Any, timeout_s: float) -> None:
         self._side_stream.wait(end, timeout_s)
 
-    patch.setattr(_ProcessGroupEnd, "_await", wait)
+    patch.setattr(NcclGroup, "_await", wait)
 
 
 def no_abort_after_an_error(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_ProcessGroupEnd, "_transfer", _ProcessGroupEnd._queue_messages)
+    patch.setattr(NcclGroup, "move", NcclGroup._queue)
     patch.setattr(LateEvent, "synchronize", _only_steps_wait(LateEvent.synchronize))
 
 
@@ -125,7 +126,7 @@ def groups_are_aborted_on_the_loop(patch: pytest.MonkeyPatch) -> None:
             group.abort()
         then()
 
-    patch.setattr(process_group, "_abort_apart", abort)
+    patch.setattr(nccl_group, "_abort_apart", abort)
 
 
 def groups_connect_on_the_loop(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +134,7 @@ def groups_connect_on_the_loop(patch: pytest.MonkeyPatch) -> None:
 
     def mutated(self: Any, *arguments: Any) -> None:
         make(self, *arguments)
-        group = process_group._new_group("nccl", "path", 1, "")  # type: ignore[arg-type]
+        group = nccl_group._new_group("path", 1)  # type: ignore[arg-type]
         group.broadcast([torch.zeros(1)], BroadcastOptions())
 
     patch.setattr(ProcessGroupReceiver, "__init__", mutated)
@@ -141,8 +142,8 @@ def groups_connect_on_the_loop(patch: pytest.MonkeyPatch) -> None:
 
 def the_watchdog_is_on(patch: pytest.MonkeyPatch) -> None:
     """As torch has it, with a group's time-out that is ours."""
-    patch.setattr(process_group, "NCCL_ENVIRONMENT", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
-    patch.setattr(process_group, "NCCL_GROUP_TIMEOUT", timedelta(seconds=process_group.TRANSFER_TIMEOUT_S - 1))
+    patch.setattr(nccl_group, "NCCL_ENVIRONMENT", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
+    patch.setattr(nccl_group, "NCCL_GROUP_TIMEOUT", timedelta(seconds=nccl_group.TRANSFER_TIMEOUT_S - 1))
 
 
 @pytest.mark.parametrize(

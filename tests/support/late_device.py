@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from tandem.engine.cuda import streams
-from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, job_thread, process_group
+from tandem.kv_transfer.connectors import cuda_ipc, cuda_stream, job_thread, nccl_group
 
 Ready = Callable[[], bool]
 LOOP = "loop"
@@ -280,20 +280,6 @@ class LateDevice(TorchDispatchMode):
     def thread(self, target: Callable[[], None], name: str = "thread", daemon: bool = True) -> Any:
         return SimpleNamespace(start=lambda: self.start(name, target))
 
-    def timer(self, seconds: float, function: Callable[[], None]) -> Any:
-        timer = SimpleNamespace(daemon=True, is_cancelled=False)
-
-        def run() -> None:
-            self.sleep(seconds)
-            if not timer.is_cancelled:
-                function()
-
-        def cancel() -> None:
-            timer.is_cancelled = True
-
-        timer.start, timer.cancel = lambda: self.start("timer", run), cancel
-        return timer
-
 
 class LateExecutor:
     """A ThreadPoolExecutor of one thread."""
@@ -354,14 +340,14 @@ def install(device: LateDevice, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda_stream, "_new_stream", device.new_stream)
     patch.setattr(cuda_stream, "_free_streams", cuda_stream._FreeStreams())
     patch.setattr(job_thread, "ThreadPoolExecutor", device.executor)
-    threads = SimpleNamespace(Lock=threading.Lock, Thread=device.thread, Timer=device.timer)
-    patch.setattr(process_group, "threading", threads)
+    threads = SimpleNamespace(Lock=threading.Lock, Thread=device.thread)
+    patch.setattr(nccl_group, "threading", threads)
 
 
 def map_at_once(device: LateDevice, pool: torch.Tensor, patch: pytest.MonkeyPatch) -> None:
     """Lets `ipc` map `pool`, in place of the driver."""
 
-    def map_peer_pool(params: Any, on: torch.device) -> torch.Tensor:
+    def map_peer_pool(address: bytes, on: torch.device) -> torch.Tensor:
         device.block("cudaIpcOpenMemHandle")
         return pool
 

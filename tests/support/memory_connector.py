@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tandem.kv_transfer.connector import DataNetwork, OnDone, OpenStore, Peer
+from tandem.kv_transfer.connector import DataNetwork, OnAddress, OnDone, Peer
 
 
 class MemoryReceiver:
@@ -44,19 +44,20 @@ class MemoryConnector:
     """Implements `kv_transfer.connector.KVConnector`."""
 
     devices = ("cpu",)
-    crosses_hosts = encrypts = meets_in_store = False
+    crosses_hosts = encrypts = False
     one_sided = True
 
     def __init__(self) -> None:
-        self._receivers: dict[str, MemoryReceiver] = {}
+        self._receivers: dict[bytes, MemoryReceiver] = {}
 
     def open_receiver(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone
+        self, path_id: str, blocks: torch.Tensor, network: DataNetwork, on_address: OnAddress
     ) -> MemoryReceiver:
-        receiver = self._receivers[path_id] = MemoryReceiver(blocks)
-        on_ready(None)
+        address = f"path {path_id}".encode()
+        receiver = self._receivers[address] = MemoryReceiver(blocks)
+        on_address(address)
         return receiver
 
     def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> MemorySender:
         on_ready(None)
-        return MemorySender(blocks, self._receivers[peer.path_id])
+        return MemorySender(blocks, self._receivers[peer.address])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import queue
+from typing import Generic, TypeVar
 
 from tandem.runtime.errors import KVTransferFailed
+
+T = TypeVar("T")
 
 
 class Outcomes:
@@ -28,3 +31,18 @@ class Outcomes:
     @property
     def is_empty(self) -> bool:
         return self._queue.empty()
+
+
+class Addresses(Generic[T]):
+    """Takes the addresses of paths from another thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[T | KVTransferFailed] = queue.Queue()
+
+    def __call__(self, addresses: T | KVTransferFailed) -> None:
+        self._queue.put(addresses)
+
+    def get(self) -> T:
+        addresses = self._queue.get(timeout=30)
+        assert not isinstance(addresses, KVTransferFailed), addresses
+        return addresses

@@ -117,22 +117,27 @@ class IncomingPairs:
     def _accept(self, action: AcceptPair) -> None:
         pair_id = action.pair_id
         self._watches[pair_id] = []
+
+        def post(addresses: list[list[bytes]] | KVTransferFailed) -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._answer, action, addresses)
+
         try:
-            receiver, params = self._pools.open_receiver(
-                action.connector, pair_id, action.num_senders, lambda error: self._on_ready(pair_id, error)
-            )
-        except Exception as error:  # KVTransferFailed, OSError or torch's; the peer waits for an answer in any case
-            self._table.on_opened(pair_id, peer_writes=False)
+            self._receivers[pair_id] = self._pools.open_receiver(action.connector, pair_id, action.num_senders, post)
+        except Exception as error:  # KVTransferFailed or another package's; the peer waits for an answer in any case
             self.fail(pair_id, first_line(error))
             return
-        self._receivers[pair_id] = receiver
-        self._table.on_opened(pair_id, self._table.connectors[action.connector].one_sided)
-        self._send(pair_id, PairAccepted(pair_id, action.connector, params, action.checksums))
         self._watch(pair_id, action.pids)
 
-    def _on_ready(self, pair_id: str, error: KVTransferFailed | None) -> None:
-        if error is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.fail, pair_id, error.message)
+    def _answer(self, action: AcceptPair, addresses: list[list[bytes]] | KVTransferFailed) -> None:
+        pair_id = action.pair_id
+        if pair_id not in self._receivers:
+            return  # closed meanwhile
+        if isinstance(addresses, KVTransferFailed):
+            self.fail(pair_id, addresses.message)
+            return
+        self._table.on_accepted(pair_id, self._table.connectors[action.connector].one_sided)
+        self._send(pair_id, PairAccepted(pair_id, action.connector, addresses, action.checksums))
 
     def _watch(self, pair_id: str, pids: list[int]) -> None:
         for pid in pids:

@@ -31,8 +31,8 @@ class RefusePair(msgspec.Struct, frozen=True):
 
 
 class AcceptPair(msgspec.Struct, frozen=True):
-    """Open the receiver, answer the peer, and watch these processes. `on_opened` must follow at once, `on_exit` for
-    each process that exits.
+    """Open the receiver, and watch these processes. `on_accepted` must follow when the peer is given its addresses, and
+    `on_exit` for each process that exits.
 
     num_senders: number of the peer's ranks.
     """
@@ -80,7 +80,7 @@ class IncomingPair:
     prefill_epoch: str
     live_pids: set[int]
     number: int = 0
-    peer_writes: bool = True  # until `on_opened`
+    peer_writes: bool = False  # until `on_accepted`: it does not know where
     lease_s: float = 10.0
     renewed_at: float = 0.0
     num_announced: int = 0
@@ -148,7 +148,7 @@ class IncomingPairTable:
             AcceptPair(message.pair_id, connector, message.layout.tensor_parallel_size, checksums, pids),
         ]
 
-    def on_opened(self, pair_id: str, peer_writes: bool) -> None:
+    def on_accepted(self, pair_id: str, peer_writes: bool) -> None:
         self._by_id[pair_id].peer_writes = peer_writes
 
     def due_for_renewal(self, now: float) -> list[str]:

@@ -147,7 +147,7 @@ class OutgoingPairs:
         pair_id = action.pair_id
         try:
             self._senders[pair_id] = self._pools.open_sender(
-                action.connector, pair_id, action.peers, lambda error: self._post(self._on_ready, pair_id, error)
+                action.connector, pair_id, action.addresses, lambda error: self._post(self._on_ready, pair_id, error)
             )
         except KVTransferFailed as error:
             self._perform(self._table.on_sender_impossible(self._loop.time(), pair_id, error))

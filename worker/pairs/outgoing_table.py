@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.protocol.messages.checks import MAX_CLOSED_PAIRS, MAX_PAIRS
+from tandem.protocol.messages.checks import MAX_CLOSED_PAIRS, MAX_PAIRS, check_pair_accepted
 from tandem.protocol.messages.membership import (
     DECODE_ROLES,
     PREFILL_ROLES,
@@ -28,14 +28,13 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.transfer import (
     ClosePair,
-    ConnectorParams,
     KVLayout,
     OpenPair,
     PairAccepted,
     PairRefused,
     ShipKV,
 )
-from tandem.runtime.errors import KVPathRefused, TandemError
+from tandem.runtime.errors import InvalidMessage, KVPathRefused, TandemError
 
 OPEN_TIMEOUT_S = 25.0
 RETRY_INTERVAL_S = 2.0
@@ -54,7 +53,7 @@ class StartSender(msgspec.Struct, frozen=True):
 
     pair_id: str
     connector: str
-    peers: list[ConnectorParams]
+    addresses: list[list[bytes]]
 
 
 class StopSender(msgspec.Struct, frozen=True):
@@ -244,12 +243,16 @@ class OutgoingPairTable:
             return []
         if message.connector not in pair.connectors:
             return self.fail(now, pair.pair_id, f"the peer chose {message.connector!r}, which was not offered")
+        try:
+            check_pair_accepted(message)
+        except InvalidMessage as error:
+            return self.fail(now, pair.pair_id, error.message)
         epoch = pair.peer.epoch
         unknown = [each for each in self._closed.pop(epoch, []) if each not in pair.closed_pair_ids]
         if unknown:
             self._closed[epoch] = unknown
         pair.connector, pair.checksums = message.connector, message.checksums
-        return [StartSender(pair.pair_id, message.connector, message.params)]
+        return [StartSender(pair.pair_id, message.connector, message.addresses)]
 
     # ---- the sender
 

@@ -101,6 +101,6 @@ def test_remembered_pairs_are_limited(monkeypatch: MonkeyPatch) -> None:
     for number in range(10):
         name = f"pair of e{number}"
         table.on_open(msgspec.structs.replace(FIRST, prefill_epoch=f"e{number}", pair_id=name))
-        table.on_opened(name, False)
+        table.on_accepted(name, False)
         table.on_close(name, "it has left")
     assert len(table._gone) == 3

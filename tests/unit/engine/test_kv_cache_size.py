@@ -23,7 +23,8 @@ from tandem.engine.kv_pool import KVPool, block_bytes
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
-from tandem.kv_transfer.connectors.process_group import MESSAGE_BYTES, NCCL_MAX_CTAS
+from tandem.kv_transfer.connectors.block_messages import MESSAGE_BYTES
+from tandem.kv_transfer.connectors.nccl_group import NCCL_MAX_CTAS
 from tandem.runtime.errors import ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30

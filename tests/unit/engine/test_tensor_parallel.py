@@ -29,6 +29,7 @@ from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogSettings
+from tandem.worker.follower import start_follower
 from tests.unit.engine.test_engine_parity import COMMON, MODELS
 
 torch.set_num_threads(1)
@@ -53,7 +54,7 @@ def group_and_lost(
     split = msgspec.structs.replace(config, tensor_parallel_size=2)
     lost: list[str] = []
     group = TensorParallelGroup(
-        "worker", split, "127.0.0.1", LogSettings(), on_lost=lambda reason, code: lost.append(reason)
+        "worker", split, "127.0.0.1", LogSettings(), start_follower, on_lost=lambda reason, code: lost.append(reason)
     )
     yield group, lost
     group.close()

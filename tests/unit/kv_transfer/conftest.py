@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed
 
-from tandem.kv_transfer.connectors import process_group
+from tandem.kv_transfer.connectors import nccl_group
 from tests.support.late_device import LateDevice, install
 from tests.support.late_nccl import NCCLWorld
 
@@ -20,7 +20,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
 
 @pytest.fixture
 def without_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in process_group.NCCL_ENVIRONMENT.items():
+    for name, value in nccl_group.NCCL_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
 

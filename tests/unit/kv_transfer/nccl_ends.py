@@ -25,13 +25,15 @@ def on_loop(device: LateDevice, function: Callable[[], None]) -> None:
 
 
 class Ends:
-    """The ends of a path that are opened. ready: what their `on_ready` got."""
+    """The ends of a path that are opened. addresses, ready: what their callbacks got."""
 
     def __init__(self, device: LateDevice, senders: int = 1, num_blocks: int = 4, path: str = "path") -> None:
+        self.addresses: list[bytes | KVTransferFailed] = []
         self.ready: list[KVTransferFailed | None] = []
         self.pool = torch.zeros((num_blocks, 64), dtype=torch.uint8)
         store: Any = lambda: path  # noqa: E731
-        self.receiver = ProcessGroupReceiver("take", "nccl", store, "", self.pool, self.ready.append)
+        serve: Any = lambda: (path, b"address")  # noqa: E731
+        self.receiver = ProcessGroupReceiver("take", "nccl", serve, "", self.pool, self.addresses.append)
         source = torch.full((num_blocks, 64), 7, dtype=torch.uint8)
         self.senders = [
             ProcessGroupSender("ship", "nccl", store, "", source, self.ready.append) for _ in range(senders)
@@ -39,5 +41,5 @@ class Ends:
         self.device = device
 
     def connect(self) -> None:
-        self.device.wait_until(lambda: len(self.ready) == 2)
-        assert self.ready == [None, None]
+        self.device.wait_until(lambda: bool(self.addresses and self.ready))
+        assert self.addresses == [b"address"] and self.ready == [None]

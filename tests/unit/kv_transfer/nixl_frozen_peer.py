@@ -10,14 +10,11 @@ import sys
 import threading
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 import torch
 
 from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.connectors import nixl
-from tandem.kv_transfer.connectors.process_group import StoreServer
-from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.runtime.errors import KVTransferFailed
 from tests.faults.phases import is_stopped
 from tests.support.waiting import comes_true
@@ -29,18 +26,17 @@ ALL = range(NUM_BLOCKS)
 
 
 def serve_peer() -> None:
-    """Opens a receiver for each path id on stdin. Prints after each line, blank or not, how many blocks are written."""
+    """Opens a receiver for each path id on stdin, and prints its address. Then, and after each blank line, prints how
+    many blocks are written."""
     pool = torch.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
-    server = StoreServer(HOST)
-    params = ConnectorParams(store_host=server.host, store_port=server.port)
-    sys.stdout.write(f"params {msgspec.json.encode(params).decode()}\n")
     receivers = []
     for line in sys.stdin:
         if path_id := line.strip():
-            ready = queue.Queue[KVTransferFailed | None]()
-            open_store = lambda path_id=path_id: server.store(path_id)  # noqa: E731
-            receivers.append(nixl.connector.open_receiver(path_id, open_store, pool, DataNetwork(HOST), ready.put))
-            assert ready.get(timeout=30) is None
+            addresses = queue.Queue[bytes | KVTransferFailed]()
+            receivers.append(nixl.connector.open_receiver(path_id, pool, DataNetwork(HOST), addresses.put))
+            address = addresses.get(timeout=30)
+            assert isinstance(address, bytes), address
+            sys.stdout.write(f"address {address.hex()}\n")
         sys.stdout.write(f"written {int(pool[:, -1].count_nonzero())}\n")
         sys.stdout.flush()
 
@@ -49,8 +45,8 @@ class PeerProcess:
     def __init__(self) -> None:
         command = [sys.executable, "-c", f"from {__name__} import serve_peer; serve_peer()"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.address = b""
         self.num_written("first")
-        self.params = msgspec.json.decode(self._params, type=ConnectorParams)
 
     def num_written(self, path_id: str = "") -> int:
         """Opens another path, if one is named. Returns the number of blocks that have been written completely."""
@@ -59,8 +55,8 @@ class PeerProcess:
         self.process.stdin.flush()
         for line in self.process.stdout:  # NIXL prints there, too
             name, _, value = line.strip().partition(" ")
-            if name == "params":
-                self._params = value
+            if name == "address":
+                self.address = bytes.fromhex(value)
             elif name == "written":
                 return int(value)
         raise AssertionError("the peer ended")
@@ -86,7 +82,7 @@ class OpenedSender:
     def __init__(self, peer: PeerProcess, path_id: str) -> None:
         self._results: queue.Queue[KVTransferFailed | None] = queue.Queue()
         network = DataNetwork(HOST)
-        self._sender = nixl.connector.open_sender(Peer(path_id, peer.params), POOL, network, self._results.put)
+        self._sender = nixl.connector.open_sender(Peer(path_id, peer.address), POOL, network, self._results.put)
         self.is_closed = threading.Event()
         assert self.result() is None
 

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, Peer, PeerView
 from tandem.kv_transfer.connectors import nixl
-from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.registry import load_connector
-from tandem.protocol.messages.transfer import ConnectorParams
+from tandem.protocol.messages.checks import MAX_ADDRESS_BYTES
 from tandem.runtime.errors import KVTransferFailed
 
 HOST = "127.0.0.1"
@@ -32,14 +31,14 @@ class OpenedPath:
 
     def __init__(self, source: torch.Tensor, destination: torch.Tensor, view: PeerView = lambda pool: pool) -> None:
         self.results: queue.Queue[Result] = queue.Queue()
-        server = StoreServer(HOST)
-        params = ConnectorParams(store_host=server.host, store_port=server.port)
+        addresses: queue.Queue[bytes | KVTransferFailed] = queue.Queue()
         made_by, network = load_connector("nixl"), DataNetwork(HOST)
-        self.receiver: KVReceiver = made_by.open_receiver(
-            "path", lambda: server.store("path"), destination, network, self.results.put
-        )
-        self.sender: KVSender = made_by.open_sender(Peer("path", params, view), source, network, self.results.put)
-        self.errors = [self.results.get(timeout=30), self.results.get(timeout=30)]
+        self.receiver: KVReceiver = made_by.open_receiver("path", destination, network, addresses.put)
+        address = addresses.get(timeout=30)
+        assert isinstance(address, bytes), address
+        assert 0 < len(address) < MAX_ADDRESS_BYTES / 4
+        self.sender: KVSender = made_by.open_sender(Peer("path", address, view), source, network, self.results.put)
+        self.error = self.results.get(timeout=30)
 
     def move(self, src: Sequence[int], dst: Sequence[int]) -> Result:
         self.sender.send(src, dst, self.results.put)
@@ -73,7 +72,7 @@ def test_any_blocks_arrive_where_they_should(path: OpenedPath, data: st.DataObje
     count = data.draw(st.integers(1, NUM_BLOCKS))
     src, dst = (data.draw(st.permutations(range(NUM_BLOCKS)))[:count] for _ in range(2))
     destination.zero_()
-    assert path.errors == [None, None] and path.move(src, dst) is None
+    assert path.error is None and path.move(src, dst) is None
     expected = torch.zeros_like(destination)
     expected[dst] = source[src]
     assert torch.equal(destination, expected)
@@ -93,7 +92,7 @@ def test_heads_go_from_every_rank_to_every_rank(sizes: tuple[int, int]) -> None:
             route.dst.of(destinations[route.dst_rank], NUM_LAYERS),
             lambda pool, route=route: route.dst.of(pool, NUM_LAYERS),
         )
-        assert opened.errors == [None, None] and opened.move(src, dst) is None
+        assert opened.error is None and opened.move(src, dst) is None
         opened.close()
 
     def heads(pools: list[torch.Tensor]) -> torch.Tensor:
@@ -146,7 +145,7 @@ def test_threads_of_idle_agents_sleep(path: OpenedPath) -> None:
     used = {
         name: (ticks - before[name][0], sleeps - before[name][1]) for name, (ticks, sleeps) in thread_activity().items()
     }
-    assert path.errors == [None, None] and len(used) > 1
+    assert path.error is None and len(used) > 1
     assert not {name: each for name, each in used.items() if each[0] > 2 and each[1] < 10}
 
 
@@ -163,7 +162,7 @@ def thread_activity() -> dict[str, tuple[int, int]]:
 def test_pools_of_other_sizes_are_refused() -> None:
     source, _ = new_pools()
     opened = OpenedPath(source, torch.zeros(4, 64, dtype=torch.uint8))
-    assert any(error is not None and "do not fit" in error.message for error in opened.errors)
+    assert opened.error is not None and "do not fit" in opened.error.message
     opened.close()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from tandem.deploy.cluster_config import load_config
 from tandem.kv_transfer.connector import DataNetwork, Peer
@@ -20,7 +19,7 @@ from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
-from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, KVLayout, OpenPair
+from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch
 from tandem.runtime.processes.exits import watch_exit
 from tandem.worker.pairs.incoming import IncomingPairs
@@ -70,11 +69,12 @@ def test_an_installed_connector_moves_blocks(install: Install) -> None:
     source, target = torch.arange(32, dtype=torch.uint8).view(4, 8), torch.zeros(4, 8, dtype=torch.uint8)
     outcomes: list[object] = []
     memory = load_connector("memory")
-    receiver = memory.open_receiver("pair", HashStore, target, DataNetwork("127.0.0.1"), outcomes.append)
-    sender = memory.open_sender(Peer("pair", ConnectorParams()), source, DataNetwork("127.0.0.1"), outcomes.append)
+    receiver = memory.open_receiver("pair", target, DataNetwork("127.0.0.1"), outcomes.append)
+    assert outcomes == [b"path pair"]
+    sender = memory.open_sender(Peer("pair", b"path pair"), source, DataNetwork("127.0.0.1"), outcomes.append)
     assert isinstance(receiver, MemoryReceiver) and isinstance(sender, MemorySender)
     sender.send([1, 2], [3, 0], outcomes.append)
-    assert outcomes == [None, None, None]
+    assert outcomes[1:] == [None, None]
     assert torch.equal(target[[3, 0]], source[[1, 2]])
 
 
@@ -108,10 +108,10 @@ FAILING = """
     class Network(MemoryConnector):
         opened = []
 
-        def open_receiver(self, path_id, open_store, blocks, network, on_ready):
+        def open_receiver(self, path_id, blocks, network, on_address):
             if self.opened:
                 raise KVTransferFailed("no more queue pairs")
-            self.opened.append(super().open_receiver(path_id, open_store, blocks, network, on_ready))
+            self.opened.append(super().open_receiver(path_id, blocks, network, on_address))
             return self.opened[0]
 
     network = Network()
@@ -131,7 +131,7 @@ def test_a_path_that_cannot_be_opened_closes_the_pair(install: Install) -> None:
         pairs = IncomingPairs(
             "d",
             table,
-            WorkerPools(RankPool(0, layout, blocks, DataNetwork("127.0.0.1")), ConnectorParams()),
+            WorkerPools(RankPool(0, layout, blocks, DataNetwork("127.0.0.1"))),
             watch_exit,
             lambda pair_id, message: sent.append(message),
             lambda *loss: lost.append(loss),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
 import random
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore
 
 from tandem.kv_transfer.connector import DataNetwork, Peer
+from tandem.kv_transfer.connectors import block_messages, group_store
+from tandem.kv_transfer.connectors.addresses import SocketAddress
+from tandem.kv_transfer.connectors.block_messages import DIRECT_BLOCK_BYTES, MESSAGE_BYTES, message_plan
 from tandem.kv_transfer.connectors.block_runs import is_run, paired_runs
-from tandem.kv_transfer.connectors.process_group import DIRECT_BLOCK_BYTES, MESSAGE_BYTES, StoreServer, message_plan
+from tandem.kv_transfer.connectors.mapped_memory import MappedPool
 from tandem.kv_transfer.handshake import agree, offered_connectors
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
-from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, OpenPair
+from tandem.protocol.messages.transfer import KVLayout, OpenPair
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch, KVTransferFailed
 from tandem.runtime.host import host_id
 from tests.support.named_connectors import named
-from tests.support.outcomes import Outcomes
+from tests.support.outcomes import Addresses, Outcomes
+from tests.support.waiting import wait_until
 
 NUM_BLOCKS, BLOCK_BYTES = 40, 4096
 NETWORK = DataNetwork("127.0.0.1")
@@ -46,19 +51,19 @@ def pool_file() -> Iterator[tuple[int, torch.Tensor]]:
     os.close(fd)
 
 
+def open_receiver(connector: str, destination: torch.Tensor) -> tuple[Any, bytes]:
+    addresses = Addresses[bytes]()
+    receiver = load_connector(connector).open_receiver("pair", destination, NETWORK, addresses)
+    return receiver, addresses.get()
+
+
 def open_pair(connector: str, pool_file: tuple[int, torch.Tensor]) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
-    fd, destination = pool_file
+    _, destination = pool_file
     source = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
-    server = StoreServer("127.0.0.1") if load_connector(connector).meets_in_store else None
-    params = ConnectorParams(os.getpid(), fd, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS)
-    if server is not None:
-        params = ConnectorParams(store_host=server.host, store_port=server.port)
+    receiver, address = open_receiver(connector, destination)
     ready = Outcomes()
-    made_by = load_connector(connector)
-    open_store = HashStore if server is None else (lambda: server.store("pair"))
-    receiver = made_by.open_receiver("pair", open_store, destination, NETWORK, ready)
-    sender = made_by.open_sender(Peer("pair", params), source, NETWORK, ready)
-    assert ready.next() is None and ready.next() is None
+    sender = load_connector(connector).open_sender(Peer("pair", address), source, NETWORK, ready)
+    assert ready.next() is None
     return sender, receiver, source, destination
 
 
@@ -161,13 +166,84 @@ def test_pages_that_arrived_are_mapped_before_they_are_read(pool_file: tuple[int
 
 def test_mapping_refuses_a_pool_that_is_too_small(pool_file: tuple[int, torch.Tensor]) -> None:
     fd, _ = pool_file
-    params = ConnectorParams(os.getpid(), fd, NUM_BLOCKS * BLOCK_BYTES + 1, NUM_BLOCKS)
-    open_sender = load_connector("ipc").open_sender
+    larger = MappedPool(f"/proc/{os.getpid()}/fd/{fd}", NUM_BLOCKS * BLOCK_BYTES + 1, NUM_BLOCKS)
     with pytest.raises(KVTransferFailed, match="smaller"):
-        open_sender(Peer("pair", params), torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8), NETWORK, Outcomes())
+        open_sender_to(larger)
     with pytest.raises(KVTransferFailed, match="cannot map"):
-        missing = ConnectorParams(os.getpid(), 100_000, 10, 1)
-        open_sender(Peer("pair", missing), torch.zeros(1, 10, dtype=torch.uint8), NETWORK, Outcomes())
+        open_sender_to(MappedPool(f"/proc/{os.getpid()}/fd/100000", 10, 1))
+
+
+def open_sender_to(address: Any, connector: str = "ipc") -> KVTransferFailed | None:
+    """Returns what the sender reports. Raises KVTransferFailed if it cannot be opened."""
+    encoded, ready = address if isinstance(address, bytes) else msgspec.msgpack.encode(address), Outcomes()
+    blocks = torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)
+    sender = load_connector(connector).open_sender(Peer("pair", encoded), blocks, NETWORK, ready)
+    error = ready.next()
+    sender.close(lambda: None)
+    return error
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        MappedPool("FILE", 0, 0),
+        MappedPool("FILE", 10, 0),
+        MappedPool("FILE", -10, 1),
+        MappedPool("FILE", 10, -1),
+        MappedPool("FILE", 10, 3),
+        MappedPool("FILE", 2**62, 1),
+        SocketAddress("127.0.0.1", 1),
+        b"",
+        b"\xc1",
+    ],
+    ids=str,
+)
+def test_a_forged_address_of_a_mapped_pool_fails_the_pair(forged: Any, pool_file: tuple[int, torch.Tensor]) -> None:
+    if isinstance(forged, MappedPool) and forged.file == "FILE":
+        forged = msgspec.structs.replace(forged, file=f"/proc/{os.getpid()}/fd/{pool_file[0]}")
+    with pytest.raises(KVTransferFailed):
+        open_sender_to(forged)
+
+
+def test_only_descriptors_of_processes_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "blocks"
+    file.write_bytes(bytes(BLOCK_BYTES))
+    for name in (str(file), f"/proc/{os.getpid()}/cwd/blocks", f"/proc/{os.getpid()}/fd/../cwd/blocks"):
+        with pytest.raises(KVTransferFailed, match="pool cannot be"):
+            open_sender_to(MappedPool(name, BLOCK_BYTES, 1))
+
+
+@pytest.mark.parametrize("connector", ["tcp", "gloo"])
+@pytest.mark.parametrize(
+    "forged", [SocketAddress("127.0.0.1", 1), SocketAddress("127.0.0.1", 70_000), SocketAddress("\0", 1), b"", b"\xc1"]
+)
+def test_a_forged_address_of_a_socket_fails_the_pair(
+    connector: str, forged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_store, "CONNECT_TIMEOUT_S", 0.1)
+    assert open_sender_to(forged, connector) is not None
+
+
+def test_a_closed_path_over_gloo_leaves_no_store_behind(pool_file: tuple[int, torch.Tensor]) -> None:
+    receiver, address = open_receiver("gloo", pool_file[1])
+    ready = Outcomes()
+    source = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
+    sender = load_connector("gloo").open_sender(Peer("pair", address), source, NETWORK, ready)
+    assert ready.next() is None
+    server = msgspec.msgpack.decode(address, type=SocketAddress)
+    with socket.create_connection((server.host, server.port)):
+        pass
+    sender.close(lambda: None)
+    receiver.close()
+    del receiver
+
+    def is_gone() -> bool:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection((server.host, server.port)):
+            return False
+        return True
+
+    wait_until(is_gone, 10)
 
 
 def offer(**changes: Any) -> OpenPair:
@@ -264,13 +340,13 @@ def test_large_blocks_are_sent_without_a_copy() -> None:
     assert message_plan("nccl", 2 << 20) == (8, 1)
 
 
-def test_nothing_arrives_over_gloo_after_an_error_was_reported(pool_file: tuple[int, torch.Tensor]) -> None:
+def test_nothing_arrives_over_gloo_after_an_error_was_reported(
+    pool_file: tuple[int, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_messages, "message_plan", lambda *arguments: (1, 4))  # into the pool, without staging
     sender, receiver, _, destination = open_pair("gloo", pool_file)
-    for end in (sender, receiver):
-        end._blocks_per_message, end._num_buffers = 1, 4  # into the pool, without staging
-
     mistake = ValueError("a mistake in the middle of a receive")  # held here with its traceback, and all variables
-    start, num_started = receiver._start, 0
+    start, num_started = receiver._group._start, 0
 
     def fail_at_the_third(data: torch.Tensor) -> Any:
         nonlocal num_started
@@ -279,7 +355,7 @@ def test_nothing_arrives_over_gloo_after_an_error_was_reported(pool_file: tuple[
             raise mistake
         return start(data)
 
-    receiver._start = fail_at_the_third
+    receiver._group._start = fail_at_the_third
     done = Outcomes()
     receiver.receive([1, 3, 5, 7], done)
     error = done.next()

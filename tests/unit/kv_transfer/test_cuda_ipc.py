@@ -15,16 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kv_transfer.connector import DataNetwork
+from tandem.kv_transfer.connectors import cuda_ipc
 from tandem.kv_transfer.connectors.block_runs import paired_runs
-from tandem.kv_transfer.connectors.cuda_ipc import copy_runs, export_pool, map_peer_pool
+from tandem.kv_transfer.connectors.cuda_ipc import CudaPoolHandle, copy_runs, map_peer_pool, pool_address
 from tandem.kv_transfer.handshake import agree, offered_connectors
-from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import (
-    ConnectorParams,
-    CudaPoolHandle,
     KVLayout,
     OpenPair,
     PairAccepted,
@@ -35,7 +32,7 @@ from tests.support.named_connectors import named
 
 LAYOUT = KVLayout("model", "bfloat16", 2, 4, 16, 16)
 SPLIT = msgspec.structs.replace(LAYOUT, num_kv_heads=2, tensor_parallel_size=2)
-HANDLE = CudaPoolHandle(b"memory", 4096, 0, b"counter", 3)
+HANDLE = CudaPoolHandle(b"memory", 4096, 0, b"counter", 3, 4)
 GPUS = ["ipc", "nccl"]
 
 
@@ -64,35 +61,24 @@ def test_a_pool_on_the_cpu_and_one_on_a_gpu_do_not_pair() -> None:
 
 @given(st.binary(max_size=80), st.integers(0, 2**62))
 def test_the_ipc_handle_survives_encoding(handle: bytes, size: int) -> None:
-    pool = CudaPoolHandle(handle, size, 512, b"/counter", 7)
-    params = ConnectorParams(1, 0, size, 3, pool)
+    pool = CudaPoolHandle(handle, size, 512, b"/counter", 7, 3)
     codec: Codec[ToPrefillPeer] = Codec(ToPrefillPeer)
-    message = PairAccepted("pair", "ipc", [params, ConnectorParams()])
-    assert codec.decode(codec.encode(message)) == message
+    message = PairAccepted("pair", "ipc", [[msgspec.msgpack.encode(pool), b""], []])
+    decoded = codec.decode(codec.encode(message))
+    assert decoded == message and isinstance(decoded, PairAccepted)
+    assert msgspec.msgpack.decode(decoded.addresses[0][0], type=CudaPoolHandle) == pool
 
 
-@pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        (ConnectorParams(1, 5, 4096, 4), "does not export memory"),
-        (ConnectorParams(1, 0, 8192, 4, HANDLE), "smaller than the 8192 bytes"),
-    ],
-)
-def test_invalid_handles_are_refused(params: ConnectorParams, words: str) -> None:
+@pytest.mark.parametrize(("address", "words"), [(b"", "does not export memory"), (b"forged", "address cannot be read")])
+def test_invalid_handles_are_refused(address: bytes, words: str) -> None:
     with pytest.raises(KVTransferFailed, match=words):
-        map_peer_pool(params, torch.device("cuda", 0))
+        map_peer_pool(address, torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the handle itself is refused; see tests/gpu")
 def test_a_process_without_a_gpu_cannot_map() -> None:
     with pytest.raises(KVTransferFailed, match="cannot map the peer's KV pool"):
-        map_peer_pool(ConnectorParams(1, 0, 4096, 4, HANDLE), torch.device("cuda", 0))
-
-
-def test_a_pool_on_cpu_has_no_handle() -> None:
-    pool = RankPool(0, LAYOUT, torch.zeros(4, 16, dtype=torch.uint8), DataNetwork("127.0.0.1"))
-    params = ConnectorParams(1, 5, 64, 4)
-    assert pool.located(params) == params
+        map_peer_pool(msgspec.msgpack.encode(HANDLE), torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("own", [torch.device("cuda", 1), torch.device("cuda")])
@@ -111,23 +97,35 @@ def test_memory_of_any_gpu_is_mapped_into_the_own_gpus_address_space(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     make = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, device, **options: make(*sizes, **options))
-    mapped = map_peer_pool(ConnectorParams(1, 0, 48, 4, CudaPoolHandle(b"memory", 64, 16, b"counter", 3)), own)
-    assert asked == [(1, b"memory", 64, 16, b"counter", 3, b"", False)]
+    handle = CudaPoolHandle(b"memory", 48, 16, b"counter", 3, 4)
+    mapped = map_peer_pool(msgspec.msgpack.encode(handle), own)
+    assert asked == [(1, b"memory", 48, 16, b"counter", 3, b"", False)]
     assert mapped.shape == (4, 12) and torch.equal(mapped.flatten(), memory[:48])
 
 
-def test_a_pool_is_exported_when_it_has_its_first_content(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_is_exported_once_and_when_it_has_its_first_content(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer may be on another GPU, where torch's event for this need not work, so the handle has none."""
     calls: list[str] = []
 
     class Storage:
+        def data_ptr(self) -> int:
+            return 1
+
         def _share_cuda_(self) -> tuple[Any, ...]:
             calls.append("export")
             return (5, b"memory", 64, 16, b"counter", 3, b"event", True)
 
-    pool: Any = SimpleNamespace(device=torch.device("cuda", 0), untyped_storage=Storage)
+    class Blocks(SimpleNamespace):
+        def __len__(self) -> int:
+            return 4
+
+    pool: Any = Blocks(device=torch.device("cuda", 0), untyped_storage=Storage)
+    monkeypatch.setattr(cuda_ipc, "_addresses", {})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(f"wait for {device}"))
-    assert export_pool(pool) == CudaPoolHandle(b"memory", 64, 16, b"counter", 3)
+    for _ in range(2):
+        assert msgspec.msgpack.decode(pool_address(pool), type=CudaPoolHandle) == CudaPoolHandle(
+            b"memory", 64, 16, b"counter", 3, 4
+        )
     assert calls == ["wait for cuda:0", "export"]
 
 

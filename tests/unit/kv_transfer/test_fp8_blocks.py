@@ -10,12 +10,11 @@ import torch
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
-from tandem.kv_transfer.checksums import combine
+from tandem.kv_transfer.checksums import combine, rank_checksums
 from tandem.kv_transfer.connector import DataNetwork
-from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
-from tests.support.outcomes import Outcomes
+from tandem.protocol.messages.transfer import KVLayout
+from tests.support.outcomes import Addresses, Outcomes
 
 HOST = "127.0.0.1"
 NUM_KV_HEADS, NUM_BLOCKS = 4, 20
@@ -48,13 +47,15 @@ def test_blocks_of_all_ranks_arrive_bit_for_bit(connector: str, sizes: tuple[int
             [RankPool(rank, pool.layout, pool.as_blocks(), DataNetwork(HOST)) for rank, pool in enumerate(pools)]
             for pools in (prefill, decode)
         )
-        server = StoreServer(HOST)
-        store = ConnectorParams(store_host=server.host, store_port=server.port)
-        peers = [pool.location() if connector == "ipc" else store for pool in decode]
         ready, sent, received = Outcomes(), Outcomes(), Outcomes()
-        incoming = [rank.open_receiver(connector, "pair", sizes[0], server.store, ready) for rank in receivers]
+        addresses = [Addresses[list[bytes]]() for _ in receivers]
+        incoming = [
+            rank.open_receiver(connector, "pair", sizes[0], each)
+            for rank, each in zip(receivers, addresses, strict=True)
+        ]
+        peers = [each.get() for each in addresses]
         outgoing = [rank.open_sender(connector, "pair", peers, ready) for rank in senders]
-        assert [ready.next() for _ in (*incoming, *outgoing)] == [None] * sum(sizes)
+        assert [ready.next() for _ in outgoing] == [None] * sizes[0]
         src, dst = [3, 4, 5, 19, 0], [7, 8, 1, 2, 12]
         expected = heads(decode)
         expected[dst] = heads(prefill)[src]
@@ -67,9 +68,11 @@ def test_blocks_of_all_ranks_arrive_bit_for_bit(connector: str, sizes: tuple[int
         if connector != "ipc":
             assert [received.next() for _ in incoming] == [None] * sizes[1]
         assert torch.equal(heads(decode), expected)
-        assert combine([rank.checksums(src) for rank in senders]) == combine(
-            [rank.checksums(dst) for rank in receivers]
-        )
+        sums = [
+            combine([rank_checksums(rank.blocks, ids, rank.layout, rank.rank) for rank in ranks])
+            for ranks, ids in ((senders, src), (receivers, dst))
+        ]
+        assert sums[0] == sums[1]
         closed = Outcomes()
         for sender in outgoing:
             sender.close(lambda: closed(None))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed
 
-from tandem.kv_transfer.connectors import process_group
+from tandem.kv_transfer.connectors import block_messages
 from tandem.kv_transfer.connectors.cuda_stream import SideStream
 from tandem.runtime.errors import KVTransferFailed
 from tests.support.late_device import LateDevice
@@ -22,7 +22,7 @@ def test_a_transfer_allocates_nothing_large_and_runs_no_kernel_for_the_first_tim
     device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either may make the host wait for the whole device, where messages of other paths wait for their peers."""
-    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (2, 1))
+    monkeypatch.setattr(block_messages, "message_plan", lambda backend, block_bytes: (2, 1))
     moved = Moved(device, monkeypatch)
     empty = torch.Tensor.new_empty
 
@@ -69,7 +69,7 @@ def test_a_message_costs_one_kernel_at_each_end_at_most(
     device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scattered blocks are gathered by one kernel and scattered by one; adjacent blocks by none."""
-    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (2, 1))
+    monkeypatch.setattr(block_messages, "message_plan", lambda backend, block_bytes: (2, 1))
     moved = Moved(device, monkeypatch)
 
     def transfer(src: list[int], dst: list[int]) -> None:
@@ -97,7 +97,7 @@ def test_a_message_costs_one_kernel_at_each_end_at_most(
 def test_the_host_polls_a_few_times_a_transfer_and_not_for_each_message(
     device: LateDevice, nccl: NCCLWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "message_plan", lambda backend, block_bytes: (1, 1))
+    monkeypatch.setattr(block_messages, "message_plan", lambda backend, block_bytes: (1, 1))
     most: list[int] = []
     wait = SideStream.wait
 

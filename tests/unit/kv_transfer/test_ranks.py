@@ -9,10 +9,11 @@ import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,18 +22,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.deploy.processes.process_configs import num_sharing_ranks
-from tandem.kv_transfer.connector import DataNetwork, when_all
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, gather, when_all
 from tandem.kv_transfer.ranks.head_slices import head_routes
-from tandem.kv_transfer.ranks.orders import Order, PoolReady, PrepareBlocks
+from tandem.kv_transfer.ranks.orders import Order, PoolReady
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
+from tandem.kv_transfer.tiers.tier import TierAnswer, TiersConfig
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
+from tandem.protocol.messages.transfer import KVLayout
+from tandem.protocol.network_keys import NetworkKeys, load_keys, make_keys
 from tandem.protocol.rank_channel import RankChannel, open_channel
+from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
-from tests.support.outcomes import Outcomes
+from tests.support.outcomes import Addresses, Outcomes
 
 NUM_BLOCKS, NUM_LAYERS, NUM_KV_HEADS, HEAD_BYTES = 24, 3, 6, 64
 HOST = "127.0.0.1"
@@ -76,10 +80,10 @@ class Worker:
 
 
 @contextmanager
-def worker_of(size: int) -> Iterator[Worker]:
+def worker_of(size: int, keys: NetworkKeys | None = None, tiers: TiersConfig | None = None) -> Iterator[Worker]:
     layout = KVLayout("model", "bfloat16", NUM_LAYERS, NUM_KV_HEADS // size, 8, 4, size)
     num_bytes = NUM_BLOCKS * 2 * NUM_LAYERS * (NUM_KV_HEADS // size) * HEAD_BYTES
-    fds, blocks, params, ends, follower_ends = [], [], [], [], []
+    fds, blocks, ends, follower_ends = [], [], [], []
     for rank in range(size):
         fds.append(os.memfd_create(f"test-pool-{rank}"))
         os.ftruncate(fds[-1], num_bytes)
@@ -87,18 +91,24 @@ def worker_of(size: int) -> Iterator[Worker]:
         mapped = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         mapped.random_(0, 256)
         blocks.append(mapped.view(NUM_BLOCKS, -1))
-        params.append(ConnectorParams(os.getpid(), fds[-1], num_bytes, NUM_BLOCKS))
     for rank in range(1, size):
         end, follower_end = open_channel()
         ends.append(end)
         follower_ends.append(follower_end)
-        TransferServer(follower_end, RankPool(rank, layout, blocks[rank], NETWORK), params[rank]).start()
-    pools = WorkerPools(RankPool(0, layout, blocks[0], NETWORK), params[0], ends)
+        TransferServer(follower_end, RankPool(rank, layout, blocks[rank], NETWORK)).start()
+    network = NETWORK if keys is None else DataNetwork(HOST, tls_contexts(keys))
+    pools = WorkerPools(RankPool(0, layout, blocks[0], network), ends, keys, tiers)
     pools.wait_until_ready()
-    assert pools.params == params
     yield Worker(pools, blocks, follower_ends)
     for fd in fds:
         os.close(fd)
+
+
+def listen(worker: Worker, connector: str, pair_id: str, num_senders: int) -> tuple[KVReceiver, list[list[bytes]]]:
+    """Opens the receiver. Returns it with the addresses for its senders."""
+    addresses = Addresses[list[list[bytes]]]()
+    receiver = worker.pools.open_receiver(connector, pair_id, num_senders, addresses)
+    return receiver, addresses.get()
 
 
 def checksums_of(worker: Worker, block_ids: list[int]) -> list[int]:
@@ -125,9 +135,9 @@ def test_blocks_of_all_ranks_arrive(connector: str, sizes: tuple[int, int]) -> N
     with ExitStack() as stack:
         prefill, decode = (stack.enter_context(worker_of(size)) for size in sizes)
         ready = Outcomes()
-        receiver, peers = decode.pools.open_receiver(connector, "pair", sizes[0], ready)
+        receiver, peers = listen(decode, connector, "pair", sizes[0])
         sender = prefill.pools.open_sender(connector, "pair", peers, ready)
-        assert ready.next() is None and ready.next() is None
+        assert ready.next() is None
         rng = random.Random(0)
         sent, received = Outcomes(), Outcomes()
         expected = decode.heads()
@@ -157,10 +167,51 @@ def test_blocks_of_all_ranks_arrive(connector: str, sizes: tuple[int, int]) -> N
         assert error is not None and "closed" in error.message
 
 
+def test_followers_use_the_cluster_keys(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    keys = load_keys(tmp_path, "worker")
+    with worker_of(2, keys) as prefill, worker_of(2, keys) as decode:
+        ready, moved = Outcomes(), Outcomes()
+        receiver, addresses = listen(decode, "tcp", "pair", 2)
+        stranger = RankPool(1, prefill.pools.layout, prefill.blocks[1], NETWORK)
+        refused = stranger.open_sender("tcp", "pair", addresses, ready)
+        assert ready.next() is not None
+        refused.close(lambda: None)
+        sender = prefill.pools.open_sender("tcp", "pair", addresses, ready)
+        assert ready.next() is None
+        receiver.receive([5], moved)
+        sender.send([3], [5], moved)
+        assert moved.next() is None and moved.next() is None
+        assert torch.equal(decode.heads()[5], prefill.heads()[3])
+        sender.close(lambda: None)
+        receiver.close()
+
+
+def test_tiers_keep_the_heads_of_all_ranks(tmp_path: Path) -> None:
+    tiers = TiersConfig(kv_disk_dir=str(tmp_path), kv_disk_gib=0.01)
+    answers: queue.Queue[TierAnswer] = queue.Queue()
+    with worker_of(2, tiers=tiers) as worker:
+        before = worker.heads()[[3, 4]]
+        worker.pools.tiers.store("disk", [3, 4], [b"a" * 16, b"b" * 16], answers.put)
+        stored = answers.get(timeout=30)
+        assert stored.num_blocks == 2 and stored.error is None
+        for blocks in worker.blocks:
+            blocks[[3, 4]] = 0
+        worker.pools.tiers.load("disk", [3, 4, 5], [b"a" * 16, b"b" * 16, b"c" * 16], answers.put)
+        loaded = answers.get(timeout=30)
+        assert loaded.num_blocks == 2 and loaded.error is None and torch.equal(worker.heads()[[3, 4]], before)
+        for order in (worker.pools.tiers.refresh, worker.pools.tiers.clear):
+            order("disk", answers.put)
+            assert answers.get(timeout=30).error is None
+        worker.pools.tiers.load("disk", [3], [b"a" * 16], answers.put)
+        assert answers.get(timeout=30).num_blocks == 0
+        worker.pools.tiers.close()
+
+
 def test_a_dead_rank_fails_its_jobs() -> None:
     with worker_of(2) as prefill, worker_of(2) as decode:
         ready, sent = Outcomes(), Outcomes()
-        sender = prefill.pools.open_sender("ipc", "pair", decode.pools.params, ready)
+        sender = prefill.pools.open_sender("ipc", "pair", listen(decode, "ipc", "pair", 2)[1], ready)
         assert ready.next() is None
         with socket.socket(fileno=os.dup(prefill.follower_ends[0].fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)  # this is how the death of its process appears here
@@ -169,6 +220,33 @@ def test_a_dead_rank_fails_its_jobs() -> None:
         assert error is not None and "rank" in error.message
         sender.send([1], [1], sent)
         assert sent.next() is not None
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda addresses: [],
+        lambda addresses: [*addresses, [], []],
+        lambda addresses: [[], []],
+        lambda addresses: [addresses[0], []],
+        lambda addresses: [addresses[0], [*addresses[1], b"forged"]],
+        lambda addresses: [addresses[0], [b"forged"]],
+        lambda addresses: [*reversed(addresses)],
+    ],
+    ids=["none", "of too many ranks", "empty", "one missing", "one too many", "forged", "in the wrong order"],
+)
+def test_addresses_that_do_not_belong_to_the_ranks_fail_the_pair(forge: Any) -> None:
+    with worker_of(2) as prefill, worker_of(2) as decode:
+        receiver, addresses = listen(decode, "tcp", "pair", 2)
+        ready = Outcomes()
+        try:
+            sender = prefill.pools.open_sender("tcp", "pair", forge(addresses), ready)
+        except KVTransferFailed as error:
+            assert "rank" in error.message
+        else:
+            assert ready.next() is not None
+            sender.close(lambda: None)
+        receiver.close()
 
 
 def test_an_order_that_fails_unexpectedly_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +261,10 @@ def test_an_order_that_fails_unexpectedly_fails_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(RankPool, "open_sender", open_sender)
     with worker_of(2) as prefill, worker_of(2) as decode:
         ready = Outcomes()
-        prefill.pools.open_sender("ipc", "pair-0", decode.pools.params, ready)
+        prefill.pools.open_sender("ipc", "pair-0", listen(decode, "ipc", "pair-0", 2)[1], ready)
         error = ready.next()
         assert error is not None and "can't start new thread" in error.message
-        prefill.pools.open_sender("ipc", "pair-1", decode.pools.params, ready)
+        prefill.pools.open_sender("ipc", "pair-1", listen(decode, "ipc", "pair-1", 2)[1], ready)
         assert ready.next() is None
 
 
@@ -195,7 +273,7 @@ def test_a_frozen_follower_does_not_count_as_closed() -> None:
     end, follower_end = open_channel()
     with socket.socket(fileno=os.dup(end.fileno())) as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 50_000))
-    RankChannel(follower_end, Codec(Order)).send(PoolReady(ConnectorParams()))
+    RankChannel(follower_end, Codec(Order)).send(PoolReady())
     rank = RemoteRank(end)
     rank.wait_until_ready(30)
     ready, sent, closed = Outcomes(), Outcomes(), Outcomes()
@@ -203,7 +281,7 @@ def test_a_frozen_follower_does_not_count_as_closed() -> None:
     for _ in range(20):
         sender.send(list(range(30_000)), list(range(30_000)), sent)
     sender.close(lambda: closed(None))
-    rank.order(lambda job_id: PrepareBlocks(job_id, "pair", [1]), ready)
+    rank.order("prepare", "pair", [1], on_done=ready)
     error = ready.next()
     assert error is not None and "takes no orders" in error.message
     assert closed.is_empty
@@ -214,7 +292,7 @@ def test_a_rank_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tandem.kv_transfer.ranks.worker_pools.READY_TIMEOUT_S", 0.01)
     layout = KVLayout("model", "bfloat16", NUM_LAYERS, 3, 8, 4, 2)
     ours, theirs = open_channel()
-    pools = WorkerPools(RankPool(0, layout, torch.zeros(1, 1), NETWORK), ConnectorParams(), [ours])
+    pools = WorkerPools(RankPool(0, layout, torch.zeros(1, 1), NETWORK), [ours])
     with pytest.raises(InternalError, match="did not come up"):
         pools.wait_until_ready()
     theirs.close()
@@ -235,7 +313,7 @@ def test_a_refusal_at_any_rank_is_a_refusal_of_the_pair(monkeypatch: pytest.Monk
     monkeypatch.setattr(RankPool, "open_sender", open_sender)
     with worker_of(2) as prefill, worker_of(2) as decode:
         ready = Outcomes()
-        prefill.pools.open_sender("ipc", "pair", decode.pools.params, ready)
+        prefill.pools.open_sender("ipc", "pair", listen(decode, "ipc", "pair", 2)[1], ready)
         error = ready.next()
         assert isinstance(error, KVPathRefused) and error.message == "cannot map the peer's KV pool"
 
@@ -260,6 +338,19 @@ def test_the_memory_plan_counts_all_paths_of_a_rank(data: st.DataObject) -> None
         (head_routes(num_heads, other, own), lambda route: route.dst_rank),
     ):
         assert max(Counter(map(rank_of, routes)).values()) <= num_sharing_ranks(own, other)
+
+
+@given(st.permutations(range(5)), st.none() | st.integers(0, 4))
+def test_results_are_gathered_in_the_order_of_the_jobs(order: list[int], failing: int | None) -> None:
+    gathered: list[object] = []
+    on_all: Callable[[list[str] | KVTransferFailed], None] = gathered.append
+    callbacks = gather(5, on_all)
+    for job in order[:-1]:
+        callbacks[job](KVTransferFailed("no") if job == failing else str(job))
+    assert not gathered
+    callbacks[order[-1]](KVTransferFailed("no") if order[-1] == failing else str(order[-1]))
+    [result] = gathered
+    assert isinstance(result, KVTransferFailed) if failing is not None else result == list("01234")
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8))
@@ -291,8 +382,8 @@ def test_orders_do_not_wait_for_a_frozen_follower() -> None:
     rank = RemoteRank(end)
     rank._channel.send = send  # type: ignore[method-assign]
     outcomes = Outcomes()
-    rank.order(lambda job_id: PrepareBlocks(job_id, "pair", [1]), outcomes)
-    rank.order(lambda job_id: PrepareBlocks(job_id, "pair", [2]), outcomes)
+    for block_id in (1, 2):
+        rank.order("prepare", "pair", [block_id], on_done=outcomes)
     assert sent.wait(30) and outcomes.is_empty
     released.set()
     for each in (end, follower_end):

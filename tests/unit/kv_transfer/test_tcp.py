@@ -5,21 +5,19 @@ from __future__ import annotations
 import queue
 import socket
 import ssl
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore
 
 from tandem.kv_transfer.connector import DataNetwork, Peer
 from tandem.kv_transfer.connectors import tcp
-from tandem.kv_transfer.connectors.process_group import StoreServer
+from tandem.kv_transfer.connectors.addresses import SocketAddress
 from tandem.kv_transfer.connectors.tcp import TcpReceiver, TcpSender
-from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.protocol.network_keys import load_keys, make_keys
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import KVTransferFailed
@@ -51,20 +49,26 @@ def network_with_keys(folder: Path) -> DataNetwork:
     return DataNetwork(HOST, tls_contexts(load_keys(folder, "worker")))
 
 
+def listen(destination: torch.Tensor, network: DataNetwork) -> tuple[TcpReceiver, bytes]:
+    addresses: list[bytes | KVTransferFailed] = []
+    receiver = TcpReceiver("pair/0-0", destination, network, addresses.append)
+    [address] = addresses
+    assert isinstance(address, bytes), address
+    return receiver, address
+
+
 class BothEnds:
     """Both ends of a path in this process."""
 
     def __init__(
         self, source: torch.Tensor, destination: torch.Tensor, ours: DataNetwork = CLEAR, theirs: DataNetwork = CLEAR
     ) -> None:
-        self.server = StoreServer(HOST)
-        params = ConnectorParams(store_host=self.server.host, store_port=self.server.port)
         self.ready = Results()
-        self.receiver = TcpReceiver("pair/0-0", lambda: self.server.store("pair/0-0"), destination, theirs, self.ready)
-        self.sender = TcpSender(Peer("pair/0-0", params), source, ours, self.ready)
+        self.receiver, address = listen(destination, theirs)
+        self.sender = TcpSender(Peer("pair/0-0", address), source, ours, self.ready)
 
     def connected(self) -> BothEnds:
-        assert self.ready.next() is None and self.ready.next() is None
+        assert self.ready.next() is None
         return self
 
     def move(self, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -152,30 +156,24 @@ def test_peers_without_the_same_keys_are_refused(
     theirs = CLEAR if case == "no keys at the receiver" else encrypted
     blocks = torch.zeros(2, 64, dtype=torch.uint8)
     path = BothEnds(blocks, blocks.clone(), ours, theirs)
-    errors = [path.ready.next(), path.ready.next()]
-    assert all(error is not None for error in errors)
+    received = Results()
+    path.receiver.receive([0], received)
+    assert path.ready.next() is not None and received.next() is not None
     path.close()
 
 
 def test_strangers_do_not_disturb(network: DataNetwork) -> None:
     """Connections that say nothing, nonsense or another path's id are dropped, and the peer still connects."""
     source = torch.randint(0, 256, (2, 64), dtype=torch.uint8)
-    store = HashStore()
     ready = Results()
     destination = torch.zeros_like(source)
-    receiver = TcpReceiver("pair/0-0", lambda: store, destination, network, ready)
-    deadline = time.monotonic() + 10
-    while not store.check(["port"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    port = int(store.get("port"))
+    receiver, address = listen(destination, network)
+    port = msgspec.msgpack.decode(address, type=SocketAddress).port
     strangers = [socket.create_connection((HOST, port)) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     strangers[1].close()
-    server = StoreServer(HOST)
-    server.store("pair/0-0").set("port", str(port))
-    params = ConnectorParams(store_host=server.host, store_port=server.port)
-    sender = TcpSender(Peer("pair/0-0", params), source, network, ready)
-    assert ready.next() is None and ready.next() is None
+    sender = TcpSender(Peer("pair/0-0", address), source, network, ready)
+    assert ready.next() is None
     done = Results()
     receiver.receive([1], done)
     sender.send([0], [1], done)
@@ -231,6 +229,8 @@ def test_a_frozen_peer_fails_the_transfer_within_its_deadline(
 
 def test_closing_before_anything_is_connected(network: DataNetwork) -> None:
     closed = Results()
-    receiver = TcpReceiver("p", HashStore, torch.zeros(2, 64, dtype=torch.uint8), network, Results())
+    receiver, address = listen(torch.zeros(2, 64, dtype=torch.uint8), network)
     receiver.close(lambda: closed(None))
     assert closed.next(5.0) is None
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, msgspec.msgpack.decode(address, type=SocketAddress).port))

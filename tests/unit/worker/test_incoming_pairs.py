@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -13,7 +14,8 @@ from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
-from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, KVLayout, OpenPair
+from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair, PairAccepted
+from tandem.runtime.errors import KVTransferFailed
 from tandem.runtime.processes.exits import watch_exit
 from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
@@ -28,7 +30,7 @@ def open_first(peer_writes: bool) -> IncomingPairTable:
     table = IncomingPairTable(LAYOUT, "here", "cpu", named("gloo"), False)
     [accepted] = table.on_open(FIRST)
     assert isinstance(accepted, AcceptPair)
-    table.on_opened("pair-0", peer_writes)
+    table.on_accepted("pair-0", peer_writes)
     return table
 
 
@@ -38,7 +40,7 @@ def test_a_new_pair_closes_the_previous_one() -> None:
     assert closed == StopReceiver("pair-0")
     assert isinstance(lost, IncomingPairLost) and (lost.pair_id, lost.peer_stopped) == ("pair-0", True)
     assert isinstance(accepted, AcceptPair) and accepted.pair_id == "pair-1"
-    table.on_opened("pair-1", False)
+    table.on_accepted("pair-1", False)
     assert table.on_open(FIRST) == [], "a late message"
     assert table.on_close("pair-0", "late") == []
     assert [pair.pair_id for pair in table.pairs()] == ["pair-1"]
@@ -47,7 +49,7 @@ def test_a_new_pair_closes_the_previous_one() -> None:
 def test_a_late_message_cannot_reopen_the_previous_pair() -> None:
     table = IncomingPairTable(LAYOUT, "here", "cpu", named("gloo"), False)
     table.on_open(SECOND)
-    table.on_opened("pair-1", False)
+    table.on_accepted("pair-1", False)
     assert table.on_open(FIRST) == []
     assert [pair.pair_id for pair in table.pairs()] == ["pair-1"]
 
@@ -99,22 +101,64 @@ def test_a_pair_that_is_meant_for_an_earlier_process_replaces_none() -> None:
     asyncio.run(run())
 
 
-def test_a_pair_without_a_store_is_closed_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("connector", ["tcp", "gloo"])
+def test_a_pair_whose_receiver_cannot_listen_is_closed_and_leaves_nothing(connector: str) -> None:
     """No process of this host can listen at the address that the worker was given."""
-    sent: list[object] = []
 
     async def run() -> None:
-        table = IncomingPairTable(LAYOUT, "here", "cpu", named("gloo"), False)
+        sent: asyncio.Queue[object] = asyncio.Queue()
+        table = IncomingPairTable(LAYOUT, "here", "cpu", named(connector), False)
         pool = RankPool(0, LAYOUT, torch.zeros(4, 16384, dtype=torch.uint8), DataNetwork("192.0.2.1"))
         pairs = IncomingPairs(
-            "d", table, WorkerPools(pool, ConnectorParams()), watch_exit,
-            lambda pair_id, message: sent.append(message), lambda *loss: None, lambda epoch: None,
+            "d", table, WorkerPools(pool), watch_exit,
+            lambda pair_id, message: sent.put_nowait(message), lambda *loss: None, lambda epoch: None,
         )  # fmt: skip
-        pairs.on_open(FIRST)
-        [answer] = sent
+        pairs.on_open(msgspec.structs.replace(FIRST, connectors=[connector]))
+        answer = await asyncio.wait_for(sent.get(), 30)
         assert isinstance(answer, ClosePair) and "assign" in answer.reason
         assert not list(table.pairs())
         pairs.on_close("pair-0", "the peer closes it, too")
         pairs.close()
+
+    asyncio.run(run())
+
+
+class LatePools:
+    """Pools whose addresses are known later."""
+
+    def __init__(self) -> None:
+        self.on_addresses: dict[str, Callable[[list[list[bytes]] | KVTransferFailed], None]] = {}
+
+    def open_receiver(self, connector: str, pair_id: str, num_senders: int, on_addresses: Any) -> LatePools:
+        self.on_addresses[pair_id] = on_addresses
+        return self
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_pair_is_accepted_when_its_addresses_are_known() -> None:
+    """Until then its peer can write nowhere, so that its next pair replaces this one."""
+    sent: list[object] = []
+    lost: list[tuple[str, bool]] = []
+
+    async def run() -> None:
+        failures: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+        table, pools = IncomingPairTable(LAYOUT, "there", "cpu", named("ipc"), False), LatePools()
+        pairs = IncomingPairs(
+            "d", table, cast(Any, pools), lambda pid, on_exit: lambda: None,
+            lambda pair_id, message: sent.append(message),
+            lambda pair_id, reason, peer_stopped: lost.append((pair_id, peer_stopped)), lambda epoch: None,
+        )  # fmt: skip
+        for offer in (FIRST, SECOND):
+            pairs.on_open(msgspec.structs.replace(offer, connectors=["ipc"]))
+        assert not sent and lost == [("pair-0", True)]
+        for post in pools.on_addresses.values():
+            post([[b"here"]])
+        await asyncio.sleep(0)
+        assert sent == [PairAccepted("pair-1", "ipc", [[b"here"]])] and not failures
+        pairs.fail("pair-1", "its path broke")
+        assert lost[1:] == [("pair-1", False)], "from then on its peer may write"
 
     asyncio.run(run())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tandem.protocol.messages.checks import MAX_ADDRESS_BYTES, MAX_RANKS
 from tandem.protocol.messages.membership import PairTraffic, Role, WorkerInfo
 from tandem.protocol.messages.transfer import KVLayout, OpenPair, PairAccepted
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
-from tandem.worker.pairs.outgoing_table import Connect, OutgoingPairAction, OutgoingPairTable, StopSender
+from tandem.worker.pairs.outgoing_table import Connect, OutgoingPairAction, OutgoingPairTable, StartSender, StopSender
 
 LAYOUT = KVLayout("m", "float32", 1, 1, 8, 4)
 
@@ -53,8 +54,30 @@ def test_an_answer_with_a_connector_that_was_not_offered_fails_the_pair() -> Non
     table = table_of(me)
     table.on_view(0.0, [me, peer])
     [pair] = table.pairs()
-    table.on_message(0.0, PairAccepted(pair.pair_id, "nccl", []))
+    table.on_message(0.0, PairAccepted(pair.pair_id, "nccl", [[]]))
     assert (pair.state, pair.reason) == ("failed", "the peer chose 'nccl', which was not offered")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "why"),
+    [
+        ([], "of too few or too many ranks"),
+        ([[]] * (MAX_RANKS + 1), "of too few or too many ranks"),
+        ([dict.fromkeys(range(MAX_RANKS + 1), b"")], "too many of a rank"),
+        ([[bytes(MAX_ADDRESS_BYTES)], [bytes(MAX_ADDRESS_BYTES + 1)]], "one has over 65536 bytes"),
+    ],
+    ids=["none", "too many ranks", "too many paths", "too large"],
+)
+def test_addresses_beyond_the_limits_fail_the_pair(addresses: list[list[bytes]], why: str) -> None:
+    me, peer = worker("me", "prefill"), worker("peer", "decode")
+    table = table_of(me)
+    pair_id = connect(table.on_view(0.0, [me, peer])).pair_id
+    actions = table.on_message(0.0, PairAccepted(pair_id, "ipc", addresses))
+    assert StopSender(pair_id) in actions and not any(isinstance(action, StartSender) for action in actions)
+    [pair] = table.pairs()
+    assert (pair.state, pair.reason) == ("failed", f"PairAccepted.addresses: {why}")
+    table.on_sender_closed(pair_id)
+    assert opened(table.on_tick(5.0)) == ["peer"], "it is opened again"
 
 
 def test_a_connector_that_the_driver_refuses_is_not_offered_to_that_peer_again() -> None:
@@ -75,7 +98,7 @@ def test_a_connector_that_the_driver_refuses_is_not_offered_to_that_peer_again()
             for action in actions
             if isinstance(action, Connect) and action.endpoint.endswith(name)
         ]
-        table.on_message(0.0, PairAccepted(pair_id, offer.connectors[0], []))
+        table.on_message(0.0, PairAccepted(pair_id, offer.connectors[0], [[]]))
         assert (StopSender(pair_id) in table.on_sender_ready(0.0, pair_id, error)) == (error is not None)
         return pair_id
 
@@ -114,7 +137,7 @@ def test_the_next_pair_names_the_closed_ones_until_the_peer_has_answered() -> No
     table.on_sender_closed(second.pair_id)
     third = connect(table.on_tick(9.0))
     assert third.closed_pair_ids == [first.pair_id, second.pair_id]
-    table.on_message(10.0, PairAccepted(third.pair_id, "ipc", []))
+    table.on_message(10.0, PairAccepted(third.pair_id, "ipc", [[]]))
     table.fail(11.0, third.pair_id, "broken")
     table.on_sender_closed(third.pair_id)
     assert connect(table.on_tick(19.0)).closed_pair_ids == [third.pair_id], "the peer knows of the others"

@@ -15,6 +15,7 @@ from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.tensor_parallel import LeadingRunner, TensorParallelGroup
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.logs import LogSettings
+from tandem.worker.follower import start_follower
 from tests.unit.worker.test_step_loop import CountingRunner, check_overlap, every_sampling, save_model
 
 
@@ -30,7 +31,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TensorPara
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setattr(tensor_parallel, "LeadingRunner", CountingLeader)
         group = TensorParallelGroup(
-            "worker", config, "127.0.0.1", LogSettings(), lambda reason, code: lost.append(reason)
+            "worker", config, "127.0.0.1", LogSettings(), start_follower, lambda reason, code: lost.append(reason)
         )
         yield group, group.load(), config
         group.close()
