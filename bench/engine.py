@@ -24,7 +24,7 @@ from bench.support.report import Aim, Report, finish, new_parser, print_rows
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.layers.linear import MergedLinear
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.model_loader import load_model

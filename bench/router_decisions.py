@@ -15,7 +15,7 @@ from statistics import median
 from typing import Literal
 
 from bench.support.report import Aim, Report, finish, new_parser
-from tandem.engine.prefix_log import PrefixLog
+from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PairStatus,

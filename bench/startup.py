@@ -55,7 +55,7 @@ def write_checkpoint(folder: Path, num_bytes: int) -> float:
 
     from tandem.engine.cuda.step_graphs import GraphLimits
     from tandem.engine.engine_config import EngineConfig
-    from tandem.engine.kv_pool import KVPool
+    from tandem.engine.kv_cache.kv_pool import KVPool
     from tandem.engine.loading.model_loader import load_model
     from tandem.engine.model_runner import ModelRunner
 

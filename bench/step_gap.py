@@ -19,8 +19,8 @@ from bench.support.report import Report, finish, new_parser, print_rows
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.cuda.step_tensors import flat_on_host
-from tandem.engine.launched_step import LaunchedStep, Sampling, are_samples_known, samples_after
 from tandem.engine.sampling.sampler import SamplingStep
+from tandem.engine.steps.launched_step import LaunchedStep, Sampling, are_samples_known, samples_after
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tests.support.steps import SteppingWorker
 

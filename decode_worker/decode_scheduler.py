@@ -22,7 +22,7 @@ from tandem.decode_worker.sequence import ComputedPrompt, DecodePrompt, DecodeSe
 from tandem.decode_worker.sequence_table import SequenceTable
 from tandem.decode_worker.transfer import IncomingTransfer, Transfers
 from tandem.engine.batch import Batch, ItemOutput
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.tiers.prefix_tiers import PrefixTiers

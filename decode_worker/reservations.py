@@ -9,7 +9,7 @@ from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import DecodePrompt
 from tandem.decode_worker.transfer import IncomingTransfer
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.protocol.messages.dispatch import DecodeReserved
 from tandem.protocol.messages.transfer import KVReserved

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tandem.decode_worker.sequence import DecodePrompt, DecodeSequence
 from tandem.engine.batch import Batch
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tandem.engine.batch import BatchItem
 from tandem.engine.cuda.triton_attention import triton_problem
 
 if TYPE_CHECKING:
-    from tandem.engine.kv_pool import KVPool
+    from tandem.engine.kv_cache.kv_pool import KVPool
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Data type of the KV cache: auto uses the model's; fp8 (e4m3, without scales) takes half the memory of 16-bit "
         "types and rounds keys and values to 4 significant bits.")] = "auto"
     kv_cache_bytes: int = 0
-    """Size of the KV pool per rank; 0 lets `engine.kv_cache_size` choose it."""
+    """Size of the KV pool per rank; 0 lets `engine.kv_cache.kv_cache_size` choose it."""
     gpu_memory_fraction: Annotated[float, setting("KV cache", gt=0, le=1, description=
         "Share of each GPU's memory that this cluster may use. The workers on one GPU divide it equally. Each measures "
         "its largest step and uses the rest for its KV cache, unless --kv-cache-gib is given.")] = 0.9

@@ -26,9 +26,9 @@ import torch
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.device_errors import is_out_of_memory
 from tandem.engine.engine import OnDone, OnReady, OutOfDeviceMemory, StepTiming
-from tandem.engine.launched_step import LaunchedStep
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.step_deadline import StepDeadline
+from tandem.engine.steps.launched_step import LaunchedStep
+from tandem.engine.steps.step_deadline import StepDeadline
 from tandem.runtime.errors import first_line
 from tandem.runtime.processes.lifetime import end_process
 from tandem.runtime.threads import show_thread_name

@@ -26,8 +26,14 @@ from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host
 from tandem.engine.cuda.streams import Array, Capture, cuda_capture, end_of_work, upload
 from tandem.engine.cuda.triton_attention import TritonAttention
 from tandem.engine.device_errors import why_lost
-from tandem.engine.kv_pool import KVPool
-from tandem.engine.launched_step import (
+from tandem.engine.kv_cache.kv_pool import KVPool
+from tandem.engine.layers.fusing import fuse_layers
+from tandem.engine.loaded_model import LoadedModel
+from tandem.engine.lora.layers import StepAdapters, wrap_layers
+from tandem.engine.model_head import ModelHead
+from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask
+from tandem.engine.sampling.sampler import SamplingStep
+from tandem.engine.steps.launched_step import (
     FedTokens,
     LaunchedStep,
     SampleAfter,
@@ -35,12 +41,6 @@ from tandem.engine.launched_step import (
     are_samples_known,
     samples_after,
 )
-from tandem.engine.layers.fusing import fuse_layers
-from tandem.engine.loaded_model import LoadedModel
-from tandem.engine.lora.layers import StepAdapters, wrap_layers
-from tandem.engine.model_head import ModelHead
-from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask
-from tandem.engine.sampling.sampler import SamplingStep
 from tandem.engine.vision.media_input import MediaInput, positions_of
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, TokenLogprobs
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, first_line

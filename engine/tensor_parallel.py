@@ -3,8 +3,8 @@
 Only rank 0 has a scheduler. It sends each batch to the followers, and all ranks run it on their own heads and their own
 KV pools, with the same block ids. The model's collectives keep them in step; rank 0 samples. A step that is launched
 before its tokens are known begins with one more collective, which brings rank 0's tokens to the other ranks' devices
-(`engine.launched_step.FedTokens`). If a rank fails, the others are out of step for good, so the worker exits and the
-launcher restarts it.
+(`engine.steps.launched_step.FedTokens`). If a rank fails, the others are out of step for good, so the worker exits and
+the launcher restarts it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch._C._distributed_c10d import Store, TCPStore  # typed here, not where 
 from tandem.engine.batch import Batch, Sample
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
-from tandem.engine.launched_step import LaunchedStep
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.model_loader import check_model, load_model
 from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.launched_step import LaunchedStep
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.rank_channel import RankChannel, open_channel

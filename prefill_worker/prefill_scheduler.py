@@ -17,7 +17,7 @@ from __future__ import annotations
 from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.tiers.prefix_tiers import PrefixTiers

@@ -31,13 +31,13 @@ from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.control import Control
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
-from tandem.proxy.http.accept import connection_factory
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app import make_admin_app, make_app, make_batch_app
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
-from tandem.proxy.http.client_connection import track_requests
-from tandem.proxy.http.connection_limits import ConnectionLimits, affordable_connections
+from tandem.proxy.http.connections.accept import connection_factory
+from tandem.proxy.http.connections.client_connection import track_requests
+from tandem.proxy.http.connections.connection_limits import ConnectionLimits, affordable_connections
 from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tandem.deploy.processes.supervisor import EXIT_LOST
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout

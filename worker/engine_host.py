@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine import Engine
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.loaded_model import LoadedModel
 from tandem.kv_transfer.connector import KVConnector
 from tandem.runtime.host import host_id

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_thread import EngineThread
-from tandem.engine.kv_cache_size import fit_kv_cache
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.engine.kv_cache.kv_cache_size import fit_kv_cache
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.lora.adapters import Adapters, load_adapter
 from tandem.engine.sampling.grammars import Grammars

@@ -17,8 +17,8 @@ import msgspec
 import torch
 
 from tandem.engine.cuda.step_graphs import GraphLimits
-from tandem.engine.kv_cache_size import fit_kv_cache
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_cache_size import fit_kv_cache
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel import FollowerConfig, FollowerProcess, follow, join_as_follower
 from tandem.kv_transfer.connector import DataNetwork

@@ -47,7 +47,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role_file: str = ""
     """File that keeps a role that was set later across restarts; empty for none."""
     itl_slo_ms: int = 0
-    """Limit on a step with prompt tokens beside running sequences; 0 derives it, see `engine.step_times`."""
+    """Limit on a step with prompt tokens beside running sequences; 0 derives it, see `engine.steps.step_times`."""
     adapters: list[AdapterRef] = []
     """LoRA adapters that the worker must be able to load; requests may name others."""
     tiers: TiersConfig = TiersConfig()

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from tandem.decode_worker.actions import Action
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
-from tandem.engine.block_manager import BlockManager
-from tandem.engine.step_times import StepTimes
+from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.engine.steps.step_times import StepTimes
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.tiers.tier_state import TierState
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
@@ -36,7 +36,7 @@ class WorkerScheduler:
 
     model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: sequences
     per step, and prompts that compute concurrently. lease_s: see `prefill_worker.transfer_leases`. itl_slo_s: see
-    `engine.step_times`. block_bytes: of all ranks together. tiers: below the pool, fastest first.
+    `engine.steps.step_times`. block_bytes: of all ranks together. tiers: below the pool, fastest first.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from bench.gpu.part import Part
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.sampling import SamplingParams

@@ -49,7 +49,7 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class MeasuredStepTimes(StepTimes):
-    """The model that workers fit to their steps (`engine.step_times`)."""
+    """The model that workers fit to their steps (`engine.steps.step_times`)."""
 
     def of(self, batch: Batch) -> float:
         lengths = [len(item.token_ids) for item in batch.items]

@@ -20,7 +20,7 @@ from tandem.engine.attention.step_index import Int32, StepIndex
 from tandem.engine.batch import BatchItem
 
 if TYPE_CHECKING:
-    from tandem.engine.kv_pool import KVPool
+    from tandem.engine.kv_cache.kv_pool import KVPool
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max

@@ -14,7 +14,7 @@ from tandem.engine.batch import BatchItem
 from tandem.runtime.errors import first_line
 
 if TYPE_CHECKING:
-    from tandem.engine.kv_pool import KVPool
+    from tandem.engine.kv_cache.kv_pool import KVPool
 
 _MAX_ERROR = 0.05
 """Of values around 1 in bfloat16."""

@@ -16,7 +16,7 @@ from tandem.engine.cpu.attention_kernel import single_token_attention
 from tandem.engine.cpu.compiler import as_array
 
 if TYPE_CHECKING:
-    from tandem.engine.kv_pool import KVPool
+    from tandem.engine.kv_cache.kv_pool import KVPool
 
 _NO_SINKS = np.empty(0, np.float32)
 

@@ -23,7 +23,7 @@ from tandem.engine.cuda.step_tensors import SPLIT, StepTensors, flat_on_host
 from tandem.engine.cuda.streams import upload
 
 if TYPE_CHECKING:
-    from tandem.engine.kv_pool import KVPool
+    from tandem.engine.kv_cache.kv_pool import KVPool
 
 _FP8 = torch.float8_e4m3fn
 _MIN_ROWS = 16

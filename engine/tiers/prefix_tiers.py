@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from tandem.engine.block_manager import BlockManager
-from tandem.engine.prefix_log import PrefixLog
+from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks, TierAction
 from tandem.engine.tiers.tier_state import TierState
 from tandem.protocol.messages.membership import TierFigures

@@ -119,7 +119,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_s_per_sequence: float = 0.0
     """Duration that each sequence adds to such a step; 0 before the first."""
     itl_slo_s: float = 0.0
-    """Limit on a step with prompt tokens beside sequences, see `engine.step_times`; 0 before the first."""
+    """Limit on a step with prompt tokens beside sequences, see `engine.steps.step_times`; 0 before the first."""
     num_role_changes: int = 0
     num_received_tokens: int = 0
     """Prompt tokens, without cached ones, whose KV another worker computed."""

@@ -14,8 +14,8 @@ from tandem.proxy.admission.api_key import InvalidApiKey
 from tandem.proxy.admission.browser_rules import OriginNotAllowed
 from tandem.proxy.answers.request_id import id_header, is_anthropic, request_id_of
 from tandem.proxy.api.answer_bodies import ErrorDetail, ErrorResponse
-from tandem.proxy.api.messages_response import MessagesError, MessagesErrorDetail
-from tandem.proxy.api.response_store import ResponseNotFound
+from tandem.proxy.api.messages_api.messages_response import MessagesError, MessagesErrorDetail
+from tandem.proxy.api.responses_api.response_store import ResponseNotFound
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.batches.batch_store import BatchNotFound
 from tandem.proxy.batches.file_store import FileNotFound

@@ -11,7 +11,7 @@ import msgspec
 from tandem.proxy.answers.errors import messages_error
 from tandem.proxy.answers.json_parts import Part, encode
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
-from tandem.proxy.api.messages_response import (
+from tandem.proxy.api.messages_api.messages_response import (
     AnsweredBlock,
     AnsweredText,
     AnsweredThinking,

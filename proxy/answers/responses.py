@@ -16,8 +16,8 @@ from tandem.proxy.answers.errors import status_of
 from tandem.proxy.answers.json_parts import Part, encode
 from tandem.proxy.answers.messages import encode_event
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
-from tandem.proxy.api.response_store import ResponseStore, StoredResponse
-from tandem.proxy.api.responses_answer import (
+from tandem.proxy.api.responses_api.response_store import ResponseStore, StoredResponse
+from tandem.proxy.api.responses_api.responses_answer import (
     RESPONSE_ID_PREFIX,
     ArgumentsDone,
     ArgumentsPiece,

@@ -12,7 +12,7 @@ from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, 
 from tandem.protocol.messages.sampling import Pooling, SamplingParams, StopConditions
 from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
 from tandem.proxy.api.request_settings import RequestSettings
-from tandem.proxy.api.responses_request import ResponseOptions
+from tandem.proxy.api.responses_api.responses_request import ResponseOptions
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease

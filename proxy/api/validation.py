@@ -19,11 +19,11 @@ from tandem.proxy.api.field_checks import (
 )
 from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
-from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest, to_chat
+from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest, to_chat
 from tandem.proxy.api.request_settings import RequestSettings
-from tandem.proxy.api.responses_chat import to_chat as response_to_chat
-from tandem.proxy.api.responses_chat import without_references
-from tandem.proxy.api.responses_request import InputItem, ResponseRequest, options_of
+from tandem.proxy.api.responses_api.responses_chat import to_chat as response_to_chat
+from tandem.proxy.api.responses_api.responses_chat import without_references
+from tandem.proxy.api.responses_api.responses_request import InputItem, ResponseRequest, options_of
 from tandem.proxy.api.sampling_fields import given_fields, num_prompt_logprobs, num_top, sampling_params
 from tandem.proxy.api.schema import (
     ChatCompletionRequest,

@@ -14,7 +14,7 @@ from tandem.protocol.messages.membership import WorkerLoad
 
 _LEAST_SPEED_SHARE = 0.5
 """Least share of its speed at which a worker computes prompts beside any number of sequences. Workers keep to it
-without an SLO (`engine/step_times.py`)."""
+without an SLO (`engine/steps/step_times.py`)."""
 _COMFORTABLE_SHARE = 0.6
 """Share of the ITL's SLO that decode steps may take while other workers are kept for prompts."""
 _NEWEST_REPORT_WEIGHT = 0.05

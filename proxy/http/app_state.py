@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.proxy.admission.client_slots import ClientSlots
-from tandem.proxy.api.response_store import ResponseStore
+from tandem.proxy.api.responses_api.response_store import ResponseStore
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.adapter_table import AdapterTable
 from tandem.proxy.cluster.readiness import WorkerReadiness

@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from tandem.proxy.answers.errors import RETRY_STATUSES
 from tandem.proxy.api.answer_bodies import HealthResponse
-from tandem.proxy.api.messages_response import MessageEvent
-from tandem.proxy.api.responses_answer import ResponseEvent
+from tandem.proxy.api.messages_api.messages_response import MessageEvent
+from tandem.proxy.api.responses_api.responses_answer import ResponseEvent
 from tandem.proxy.http.starlette_app import ApiRoute, answer, json_answer
 from tandem.runtime.version import own_version
 

@@ -29,7 +29,7 @@ from tandem.proxy.answers.streaming_response import EventStream
 from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.answer_bodies import ErrorResponse
 from tandem.proxy.http.api_keys import ApiKeys
-from tandem.proxy.http.connection_limits import client_network
+from tandem.proxy.http.connections.connection_limits import client_network
 from tandem.runtime.errors import TandemError
 
 Handler = Callable[[Request], Awaitable[Response]]

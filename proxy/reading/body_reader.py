@@ -13,9 +13,9 @@ from tandem.protocol.messages.client_salt import scoped_salt
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.api.answer_bodies import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.messages_response import TokenCount
-from tandem.proxy.api.response_store import ItemLookup
-from tandem.proxy.api.responses_request import InputItem
+from tandem.proxy.api.messages_api.messages_response import TokenCount
+from tandem.proxy.api.responses_api.response_store import ItemLookup
+from tandem.proxy.api.responses_api.responses_request import InputItem
 from tandem.proxy.api.structured_output import checked_grammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_record import ModelLimits

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.cuda.triton_attention import triton_problem
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.sampler import sample

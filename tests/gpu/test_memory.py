@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_cache_size import fit_kv_cache, largest_step
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_cache_size import fit_kv_cache, largest_step
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 

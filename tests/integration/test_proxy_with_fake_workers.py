@@ -22,7 +22,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tandem.deploy.launch.cluster_client import ClusterClient
-from tandem.engine.prefix_log import PrefixLog
+from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import ClearWorkerCache, WorkerOrdered
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher

@@ -311,8 +311,8 @@ def safetensors(header: str) -> bytes:
 
 def all_structs() -> Any:
     """Returns the types of all bodies that readers read, by kind."""
-    from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
-    from tandem.proxy.api.responses_request import ResponseRequest
+    from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest
+    from tandem.proxy.api.responses_api.responses_request import ResponseRequest
     from tandem.proxy.api.schema import (
         ChatCompletionRequest,
         CompletionRequest,

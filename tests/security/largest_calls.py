@@ -26,8 +26,8 @@ import msgspec
 import uvloop
 from starlette.datastructures import Headers, QueryParams
 
-from tandem.proxy.api.response_store import ResponseStore, StoredResponse
-from tandem.proxy.api.responses_request import ResponseRequest, options_of
+from tandem.proxy.api.responses_api.response_store import ResponseStore, StoredResponse
+from tandem.proxy.api.responses_api.responses_request import ResponseRequest, options_of
 from tandem.proxy.batches.batch import BatchObject, BatchRequest
 from tandem.proxy.batches.file_store import StoredFile, client_folder
 from tandem.proxy.http.api_keys import ApiKeys

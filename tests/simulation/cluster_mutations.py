@@ -374,7 +374,7 @@ PURE = (
     ),
     Mutation(
         "a shared block is freed with its first holder",
-        "engine/block_manager.py",
+        "engine/kv_cache/block_manager.py",
         "            if self._num_holders[block_id]:\n                continue\n",
         "",
     ),

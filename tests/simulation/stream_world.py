@@ -20,7 +20,7 @@ import torch.distributed
 
 from tandem.engine import model_runner
 from tandem.engine.batch import Batch
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.kv_transfer.connectors import block_messages, nccl_group
 from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
 from tandem.kv_transfer.connectors.process_group import ProcessGroupReceiver, ProcessGroupSender

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.decode_worker.actions import Action, SendToPeer
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids

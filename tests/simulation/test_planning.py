@@ -14,7 +14,7 @@ from tandem.deploy.cli import main
 from tandem.deploy.planning.player import Played, Player, TraceRequest, prompt_of, spread_ms
 from tandem.deploy.planning.trace import MAX_REQUESTS, read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
-from tandem.engine.step_times import StepTimes
+from tandem.engine.steps.step_times import StepTimes
 from tandem.protocol.messages.membership import PairTraffic, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.runtime.errors import ConfigError
 from tandem.simulator.scenario import ClusterShape, cluster_config

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tandem.decode_worker.actions import Receive, Ship
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, StartPrefill
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids

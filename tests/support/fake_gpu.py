@@ -18,7 +18,7 @@ from tandem.engine import model_runner
 from tandem.engine.cuda import streams
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.quantization.int4_linear import Int4Linear, packed_values
 from tandem.engine.sampling import grammar_mask

@@ -20,7 +20,7 @@ import httpx
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tandem.engine.prefix_log import PrefixLog
+from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.engine.step_times import StepTimes
+from tandem.engine.steps.step_times import StepTimes
 from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.decode_worker.actions import Action, SendToProxy
-from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_thread import EngineThread
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, FirstToken, StartPrefill, TokenBatch
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions

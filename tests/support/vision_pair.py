@@ -9,9 +9,9 @@ from pathlib import Path
 from tandem.decode_worker.actions import Action, Receive, SendToPeer, SendToProxy, Ship
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
-from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.vision.embedding_cache import EmbeddingCache

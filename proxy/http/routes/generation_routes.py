@@ -36,10 +36,10 @@ from tandem.proxy.api.answer_bodies import (
     TokenizeResponse,
 )
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
-from tandem.proxy.api.messages_response import MessageEvent, MessageResponse, MessagesError, TokenCount
-from tandem.proxy.api.responses_answer import ResponseEvent, ResponseObject
-from tandem.proxy.api.responses_request import ResponseRequest
+from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest
+from tandem.proxy.api.messages_api.messages_response import MessageEvent, MessageResponse, MessagesError, TokenCount
+from tandem.proxy.api.responses_api.responses_answer import ResponseEvent, ResponseObject
+from tandem.proxy.api.responses_api.responses_request import ResponseRequest
 from tandem.proxy.api.schema import (
     ChatCompletionRequest,
     CompletionRequest,

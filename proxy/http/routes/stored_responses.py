@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.proxy.admission.client_slots import ClientSlots
-from tandem.proxy.api.response_store import ResponseNotFound, ResponseStore
-from tandem.proxy.api.responses_answer import DeletedResponse, InputItemList, ResponseObject
+from tandem.proxy.api.responses_api.response_store import ResponseNotFound, ResponseStore
+from tandem.proxy.api.responses_api.responses_answer import DeletedResponse, InputItemList, ResponseObject
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.listing import PageQuery, page
 from tandem.proxy.http.starlette_app import ApiRoute, answer, cache_scope_of, client_of, json_answer

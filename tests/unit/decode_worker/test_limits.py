@@ -10,7 +10,7 @@ from pytest import MonkeyPatch
 from tandem.decode_worker import decode_scheduler
 from tandem.decode_worker import transfer as decode_transfer
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.prefill_worker import prefill_scheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV

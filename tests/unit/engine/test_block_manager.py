@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.block_manager import BlockManager, OutOfBlocks
+from tandem.engine.kv_cache.block_manager import BlockManager, OutOfBlocks
 
 
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "release", "quarantine", "end"]), st.integers(0, 9))))

@@ -42,9 +42,9 @@ from transformers import (
 )
 
 from tandem.engine.batch import Batch, BatchItem, Sample
-from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_config import EngineConfig, KVCacheDtype
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.sampling import SamplingParams

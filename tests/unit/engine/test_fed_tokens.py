@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.engine.batch import BatchItem
-from tandem.engine.launched_step import FedTokens, LaunchedStep
+from tandem.engine.steps.launched_step import FedTokens, LaunchedStep
 from tests.support.late_device import LateDevice, install
 from tests.support.late_nccl import LateNCCL, LateWork, NCCLWorld
 

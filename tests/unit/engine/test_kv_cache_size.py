@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.engine import kv_cache_size
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_cache_size import CONTEXT_BYTES, LENGTH_STEP, PEER_BYTES, CudaMemory, fit_kv_cache
-from tandem.engine.kv_pool import KVPool, block_bytes
+from tandem.engine.kv_cache import kv_cache_size
+from tandem.engine.kv_cache.kv_cache_size import CONTEXT_BYTES, LENGTH_STEP, PEER_BYTES, CudaMemory, fit_kv_cache
+from tandem.engine.kv_cache.kv_pool import KVPool, block_bytes
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from tandem.engine import model_head
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.sampling import SamplingParams, TokenLogprobs

@@ -18,8 +18,8 @@ from tandem.engine import engine_thread
 from tandem.engine.batch import Batch, BatchItem
 from tandem.engine.cuda.streams import end_of_work
 from tandem.engine.engine_thread import EngineThread
-from tandem.engine.launched_step import LaunchedStep
-from tandem.engine.step_deadline import (
+from tandem.engine.steps.launched_step import LaunchedStep
+from tandem.engine.steps.step_deadline import (
     CHECK_INTERVAL_S,
     DEVICE_TIMEOUT_S,
     DEVICE_TIMEOUT_S_PER_TOKEN,

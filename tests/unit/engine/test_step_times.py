@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.step_times import DEFAULT_MIN_LIMIT_S, DEFAULT_SLOWDOWN, StepTimes
+from tandem.engine.steps.step_times import DEFAULT_MIN_LIMIT_S, DEFAULT_SLOWDOWN, StepTimes
 
 
 def measured(fixed_s: float, s_per_sequence: float, tokens_per_s: float, slo_s: float = 0.0) -> StepTimes:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tandem.engine import tensor_parallel
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.loading.sharding import check_shards
 from tandem.engine.model_runner import ModelRunner

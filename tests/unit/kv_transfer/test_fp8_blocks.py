@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.kv_transfer.checksums import combine, rank_checksums
 from tandem.kv_transfer.connector import DataNetwork

@@ -6,7 +6,7 @@ import math
 from zlib import crc32
 
 from tandem.engine.batch import ItemOutput
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.prefill_worker.step import AGING_S
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.decode_worker.actions import SendToPeer, SendToProxy, Ship
 from tandem.engine.batch import ItemOutput
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.engine.batch import ItemOutput
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter, AdapterWeights
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.checks import check_request

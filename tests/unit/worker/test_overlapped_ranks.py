@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tandem.engine import tensor_parallel
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.tensor_parallel import LeadingRunner, TensorParallelGroup
 from tandem.protocol.messages.sampling import SamplingParams

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import msgspec
 import pytest
 
-from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_config import EngineConfig
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import AbortAllAttempts, AttemptFailed, PrepareDecode, StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids

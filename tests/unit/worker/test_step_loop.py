@@ -14,13 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
-from tandem.engine.launched_step import LaunchedStep
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.grammar import TOO_SLOW, Grammar, MaskProcess, MaskRequest
 from tandem.engine.sampling.grammar_messages import Mask
+from tandem.engine.steps.launched_step import LaunchedStep
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions, Thinking
 from tandem.runtime.errors import ErrorInfo
 from tandem.worker.engine_loading import may_overlap

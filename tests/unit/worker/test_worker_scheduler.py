@@ -9,7 +9,7 @@ import torch
 
 from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.engine.batch import ItemOutput
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
     AttemptPreempted,

@@ -14,7 +14,7 @@ from tandem.engine import model_runner
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.engine_config import EngineConfig, KVCacheDtype
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel import without_sampling

@@ -13,7 +13,7 @@ from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import BatchItem
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.transfer import KVLayout
 from tests.support.fake_gpu import CUDA, fake_gpu

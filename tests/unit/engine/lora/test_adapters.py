@@ -24,7 +24,7 @@ from transformers import (
 
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool
+from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.lora.adapter import Adapter

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.decode_worker.actions import Action
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.tiers.prefix_tiers import BATCH_BYTES, LOAD_TIMEOUT_S, MAX_TO_STORE_BYTES, PrefixTiers
 from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
 from tandem.engine.tiers.tier_state import ANSWER_TIMEOUT_S, FORGET_SPEED_S, RETRY_S, TierState

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tandem.decode_worker.actions import SendToProxy
 from tandem.engine.batch import Batch, ItemOutput
-from tandem.engine.block_manager import BlockManager
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.media_tensors import open_tensors
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia, placed

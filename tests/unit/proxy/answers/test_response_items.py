@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.proxy.answers.messages import encode_event
 from tandem.proxy.answers.responses import MAX_SEPARATE_ITEMS, ItemWriter
-from tandem.proxy.api.responses_answer import (
+from tandem.proxy.api.responses_api.responses_answer import (
     ArgumentsDone,
     ArgumentsPiece,
     FunctionCallItem,

@@ -17,13 +17,13 @@ from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.response_store import (
+from tandem.proxy.api.responses_api.response_store import (
     ItemLookup,
     PreviousResponseNotFound,
     ResponseStore,
 )
-from tandem.proxy.api.responses_chat import to_chat
-from tandem.proxy.api.responses_request import InputItem, ResponseRequest
+from tandem.proxy.api.responses_api.responses_chat import to_chat
+from tandem.proxy.api.responses_api.responses_request import InputItem, ResponseRequest
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.reading.body_reader import reads_files

@@ -31,10 +31,10 @@ from tandem.proxy.answers.messages import MessageAnswers
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.api.answer_bodies import ModelCard
-from tandem.proxy.api.messages_response import TokenCount
-from tandem.proxy.api.response_store import ResponseStore, StoredResponse
-from tandem.proxy.api.responses_answer import InputItemList
-from tandem.proxy.api.responses_request import InputItem, ResponseRequest, options_of
+from tandem.proxy.api.messages_api.messages_response import TokenCount
+from tandem.proxy.api.responses_api.response_store import ResponseStore, StoredResponse
+from tandem.proxy.api.responses_api.responses_answer import InputItemList
+from tandem.proxy.api.responses_api.responses_request import InputItem, ResponseRequest, options_of
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.batches.batch import BatchRequest, LineError
 from tandem.proxy.batches.batch_store import BatchStore, Owner

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.proxy.api.messages_request import MessageRequest
-from tandem.proxy.api.responses_request import ResponseRequest
+from tandem.proxy.api.messages_api.messages_request import MessageRequest
+from tandem.proxy.api.responses_api.responses_request import ResponseRequest
 from tandem.proxy.api.schema import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tandem.proxy.answers.errors import status_of
-from tandem.proxy.api import response_store
-from tandem.proxy.api.response_store import (
+from tandem.proxy.api.responses_api import response_store
+from tandem.proxy.api.responses_api.response_store import (
     ItemLookup,
     PreviousResponseNotFound,
     ResponseNotFound,
     ResponseStore,
     StoredResponse,
 )
-from tandem.proxy.api.responses_request import InputItem, stored_input
+from tandem.proxy.api.responses_api.responses_request import InputItem, stored_input
 from tandem.runtime.errors import InvalidRequest
 
 

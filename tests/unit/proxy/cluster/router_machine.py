@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tandem.engine.prefix_log import PrefixLog
+from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PairStatus,

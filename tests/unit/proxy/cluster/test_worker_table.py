@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.engine.prefix_log import PrefixLog
+from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PROXY_SILENCE_S,

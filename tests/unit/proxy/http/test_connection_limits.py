@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.proxy.answers.errors import TooManyFromClient
-from tandem.proxy.http.connection_limits import ConnectionLimits
+from tandem.proxy.http.connections.connection_limits import ConnectionLimits
 
 
 def test_both_limits_and_closed_connections_free_a_place(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,8 +20,8 @@ from starlette.datastructures import UploadFile
 from starlette.types import Receive, Scope, Send
 
 from tandem.proxy.admission.answer_budget import AnswerBudget
-from tandem.proxy.api.response_store import ItemReader, ResponseStore, StoredResponse
-from tandem.proxy.api.responses_request import ResponseRequest, options_of
+from tandem.proxy.api.responses_api.response_store import ItemReader, ResponseStore, StoredResponse
+from tandem.proxy.api.responses_api.responses_request import ResponseRequest, options_of
 from tandem.proxy.batches import file_store
 from tandem.proxy.batches.file_store import FileStore
 from tandem.proxy.batches.runner import BatchRunner

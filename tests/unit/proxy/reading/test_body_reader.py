@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.proxy.api.responses_request import ResponseRequest
+from tandem.proxy.api.responses_api.responses_request import ResponseRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, reads_files

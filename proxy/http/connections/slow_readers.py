@@ -8,7 +8,7 @@ import fcntl
 import logging
 import termios
 
-from tandem.proxy.http.timer import Timer
+from tandem.proxy.http.connections.timer import Timer
 
 log = logging.getLogger(__name__)
 

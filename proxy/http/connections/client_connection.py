@@ -11,7 +11,8 @@ uvicorn parses requests and runs the application. This module adds what uvicorn 
 
 `ClientConnection` stands between asyncio's transport and uvicorn's protocol and uses the public interface of both.
 `track_requests`, an ASGI middleware, reports to it when a request begins and when its answer is complete.
-The time for a TLS handshake is limited in `proxy.http.accept`, the size and pace of bodies in `proxy.http.bodies`.
+The time for a TLS handshake is limited in `proxy.http.connections.accept`, the size and pace of bodies in
+`proxy.http.bodies`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any, cast
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.proxy.answers.errors import ClientTooSlow, error_body, status_of
-from tandem.proxy.http.connection_limits import ConnectionLimits
-from tandem.proxy.http.request_framing import RequestFraming
-from tandem.proxy.http.slow_readers import ReadWatch
-from tandem.proxy.http.timer import Timer
+from tandem.proxy.http.connections.connection_limits import ConnectionLimits
+from tandem.proxy.http.connections.request_framing import RequestFraming
+from tandem.proxy.http.connections.slow_readers import ReadWatch
+from tandem.proxy.http.connections.timer import Timer
 from tandem.runtime.errors import TandemError
 
 KERNEL_BUFFER_BYTES = 256 * 1024

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from tandem.proxy.http.client_connection import ClientConnection
-from tandem.proxy.http.connection_limits import ConnectionLimits
-from tandem.proxy.http.request_framing import FramedHttpProtocol
+from tandem.proxy.http.connections.client_connection import ClientConnection
+from tandem.proxy.http.connections.connection_limits import ConnectionLimits
+from tandem.proxy.http.connections.request_framing import FramedHttpProtocol
 from tandem.runtime.tasks import start_job
 
 HANDSHAKE_S = 5.0

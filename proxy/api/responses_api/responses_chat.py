@@ -17,7 +17,7 @@ from tandem.proxy.api.output_fields import (
     ResponseFormat,
     Tool,
 )
-from tandem.proxy.api.responses_request import (
+from tandem.proxy.api.responses_api.responses_request import (
     ITEM_TYPES,
     PART_TYPES,
     InputItem,

@@ -6,7 +6,7 @@ a step stays within a limit (stall-free batching: Agrawal et al., Sarathi-Serve,
 
 from __future__ import annotations
 
-from tandem.engine.prompt_speed import PromptSpeed
+from tandem.engine.steps.prompt_speed import PromptSpeed
 
 DEFAULT_SLOWDOWN = 5.0
 """Without an SLO, a step with prompt tokens may take this many times as long as a decode step of one sequence."""

@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from tandem.proxy.api.responses_answer import response_of
-from tandem.proxy.api.responses_request import InputItem, ItemIndex, StoredInput
+from tandem.proxy.api.responses_api.responses_answer import response_of
+from tandem.proxy.api.responses_api.responses_request import InputItem, ItemIndex, StoredInput
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.files.whole_file import remove_abandoned, write_whole
 from tandem.runtime.threads import Threads

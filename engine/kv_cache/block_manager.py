@@ -13,7 +13,7 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
-from tandem.engine.prefix_log import PrefixLog
+from tandem.engine.kv_cache.prefix_log import PrefixLog
 
 
 class OutOfBlocks(Exception):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.proxy.api.responses_request import InputItem
+from tandem.proxy.api.responses_api.responses_request import InputItem
 
 RESPONSE_ID_PREFIX = "resp_"
 

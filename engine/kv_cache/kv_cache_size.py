@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_pool import KVPool, block_bytes
+from tandem.engine.kv_cache.kv_pool import KVPool, block_bytes
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.sampling import SamplingParams
