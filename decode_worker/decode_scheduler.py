@@ -15,7 +15,7 @@ that the peer may still write stay in quarantine until the transfer is over (`de
 from __future__ import annotations
 
 from tandem.decode_worker.actions import Action, Receive
-from tandem.decode_worker.answers import StepTokens, failure, preempted, refusal
+from tandem.decode_worker.decode_answers import StepTokens, failure, preempted, refusal
 from tandem.decode_worker.reservations import Reservations
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import ComputedPrompt, DecodePrompt, DecodeSequence, num_blocks_needed
