@@ -252,7 +252,8 @@ def run_graphs(seed: int, patch: pytest.MonkeyPatch) -> None:
     rng = device.rng
     install(device, patch)
     cuda = torch.device("cuda", 0)
-    waits = lambda: model_runner.end_of_work(cuda)()  # noqa: E731
+    runs = vars(model_runner)  # with the functions that `install` has replaced
+    waits = lambda: runs["end_of_work"](cuda)()  # noqa: E731
     pool = torch.zeros(NUM_BLOCKS, dtype=torch.int64)
     flat = torch.zeros(2, dtype=torch.int64)  # a block, and what to write to it
 
@@ -262,7 +263,7 @@ def run_graphs(seed: int, patch: pytest.MonkeyPatch) -> None:
 
     def serve() -> None:
         with device.stream(device.Stream()):
-            capture = model_runner.cuda_capture()
+            capture = runs["cuda_capture"]()
             flat.copy_(torch.tensor([0, 7]))
             replays = [capture(model) for _ in range(2)]
             flat.copy_(torch.tensor([0, 9]))
