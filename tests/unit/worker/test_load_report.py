@@ -17,7 +17,7 @@ def test_every_field_is_reported_and_tiers_have_their_sizes(monkeypatch: pytest.
     monkeypatch.setattr(load_report, "WorkerLoad", lambda **fields: given.update(fields))
     scheduler, tiers = MagicMock(), MagicMock()
     scheduler.prefill.prompts.waiting_tokens.return_value = [(0, 5), (1, 7)]
-    for part in (scheduler.prefill, scheduler.decode):
+    for part in (scheduler.prefill, scheduler.decode.reservations):
         part.num_prompt_tokens, part.num_cached_tokens = 3, 2
     scheduler.tiers.figures.return_value = [TierFigures("disk", num_blocks=4)]
     tiers.last_answer.return_value = MagicMock(num_bytes=10, max_bytes=20, num_corrupt=1)
