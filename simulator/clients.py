@@ -11,6 +11,7 @@ from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.dispatch.crashes import MAX_DEATHS
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
@@ -30,10 +31,12 @@ EXPECTED_ERRORS = {"no_worker_ready", *LATE_ERRORS}
 class Clients:
     """All clients of one run. outcomes: what each request came to, by its number.
 
-    report(rule, details): called when a rule is broken. note: gets a line of the log.
+    report(rule, details): called when a rule is broken. note: gets a line of the log. num_kills: workers that faults
+    kill; a request that several of them computed may be taken for the cause (`proxy.dispatch.crashes`).
     """
 
-    def __init__(self, report: Callable[[str, str], None], note: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str, str], None], note: Callable[[str], None], num_kills: int = 0) -> None:
+        self._expected = EXPECTED_ERRORS | ({"request_crashes_workers"} if num_kills >= MAX_DEATHS else set())
         self.outcomes: dict[int, str] = {}
         self._of_proxies: defaultdict[str, set[int]] = defaultdict(set)  # requests by proxy
         self._report = report
@@ -76,7 +79,7 @@ class Clients:
             outcome = error.code
             if outcome == "overloaded" and not proxy.table.workers():  # none has come
                 outcome = "no_worker_ready"
-            is_expected = outcome in EXPECTED_ERRORS or (outcome == "request_aborted" and not proxy.accepts)
+            is_expected = outcome in self._expected or (outcome == "request_aborted" and not proxy.accepts)
             if not is_expected or (outcome in LATE_ERRORS and request.timeout_s == NO_TIMEOUT_S):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
         proxy.num_open -= 1

@@ -119,7 +119,8 @@ class _Run:
         self._scenario = scenario
         self._result = Result()
         self._timeline = Timeline(rng, lambda name, error: self.report("an error", f"{name}: {_described(error)}"))
-        self._clients = Clients(self.report, self._note)
+        num_kills = sum(fault.kind in ("kill", "fail starts") for fault in scenario.faults)
+        self._clients = Clients(self.report, self._note, num_kills)
         self._cluster = SimulatedCluster(
             scenario.cluster,
             self._timeline,
