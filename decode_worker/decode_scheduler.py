@@ -37,7 +37,6 @@ from tandem.runtime.errors import (
     InternalError,
     KVTransferFailed,
     Overloaded,
-    RequestAborted,
     TandemError,
     WorkerLost,
 )
@@ -46,6 +45,8 @@ UNCLAIMED_TIMEOUT_S = 10.0
 """How long a reservation waits for its PrepareDecode, which travels on another connection."""
 
 _OTHER_ADAPTER = "prefill computes the prompt with another LoRA adapter than decode was told"
+_ENDED = "the decode worker no longer has the request"
+"""A reason to try again: this worker may have lost a proxy that still waits. One that does not wait ignores it."""
 
 
 class DecodeScheduler:
@@ -156,7 +157,7 @@ class DecodeScheduler:
         if self._transfers.get(message.transfer_id) is not None:
             return []
         if self._transfers.is_closed(message.transfer_id):
-            return [refusal(message.pair_id, message.transfer_id, RequestAborted("the request has ended"))]
+            return [refusal(message.pair_id, message.transfer_id, KVTransferFailed(_ENDED))]
         if len(self._transfers) >= MAX_HELD_SEQUENCES:
             return [refusal(message.pair_id, message.transfer_id, Overloaded("this worker has too many transfers"))]
         prompt = self.sequences.by_transfer.get(message.transfer_id)
@@ -391,6 +392,6 @@ class DecodeScheduler:
             self.blocks.release(transfer.cached_block_ids + arrived + transfer.spare_block_ids)
             self.blocks.quarantine(transfer.own_block_ids)
         if not transfer.peer_stopped:
-            reason = error or RequestAborted("the request has ended")
+            reason = error or KVTransferFailed(_ENDED)
             actions.append(refusal(transfer.pair_id, transfer.transfer_id, reason))
         return actions + self._advance(transfer) + self._reserve()

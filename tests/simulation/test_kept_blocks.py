@@ -22,14 +22,15 @@ def scheduler() -> DecodeScheduler:
     return DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", max_num_seqs=8)
 
 
-def begin(decode: DecodeScheduler, name: str, prefill: str, salt: str = "") -> KVReserved:
-    decode.on_prepare(
-        0.0,
-        PrepareDecode(
-            "p", [f"r-{name}"], name, pack_token_ids(PROMPT), SamplingParams(), [0], StopConditions(4), 9.0,
-            prefill_worker_id=prefill, prefill_epoch=f"{prefill}/1", cache_salt=salt,
-        ),
+def prepare(name: str, prefill: str, salt: str = "") -> PrepareDecode:
+    return PrepareDecode(
+        "p", [f"r-{name}"], name, pack_token_ids(PROMPT), SamplingParams(), [0], StopConditions(4), 9.0,
+        prefill_worker_id=prefill, prefill_epoch=f"{prefill}/1", cache_salt=salt,
     )  # fmt: skip
+
+
+def begin(decode: DecodeScheduler, name: str, prefill: str, salt: str = "") -> KVReserved:
+    decode.on_prepare(0.0, prepare(name, prefill, salt))
     [answer] = to_prefill(decode.on_reserve(0.0, ReserveKV(f"pair-{prefill}", name, len(PROMPT))))
     assert isinstance(answer, KVReserved)
     return answer
@@ -113,3 +114,18 @@ def test_kept_blocks_are_not_shared_across_salts() -> None:
     arrive(decode, "t1", 0, 0, 3)
     decode.on_pair_lost("pair-a", "exited", peer_stopped=True)
     assert begin(decode, "t2", "b", salt="y").num_cached_blocks == 0
+
+
+@pytest.mark.parametrize("has_reserved", [True, False])
+def test_prompts_of_a_proxy_that_decode_has_lost_are_tried_again(has_reserved: bool) -> None:
+    """The prefill worker may still reach that proxy, and tells it why the transfer has ended."""
+    decode = scheduler()
+    if has_reserved:
+        begin(decode, "t", "a")
+        answers = to_prefill(decode.on_proxy_lost("p"))
+    else:
+        decode.on_prepare(0.0, prepare("t", "a"))
+        assert not to_prefill(decode.on_proxy_lost("p"))
+        answers = to_prefill(decode.on_reserve(0.0, ReserveKV("pair-a", "t", len(PROMPT))))
+    [refusal] = answers
+    assert isinstance(refusal, KVRefused) and isinstance(refusal.error.to_error(), KVTransferFailed)
