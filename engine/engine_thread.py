@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Launched:
-    """A launch."""
+    """One launch of a step on the engine thread."""
 
     batch: Batch
     on_done: OnDone

@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class _ItemLease:
-    """A lease."""
+    """Items that one client holds, or waits for."""
 
     client_pid: int
     wanted: list[MediaKey]
