@@ -48,6 +48,7 @@ class HostMachine(RuleBasedStateMachine):
         self.fd = os.memfd_create("test-host-machine")
         self.model: OrderedDict[int, None] = OrderedDict()
         self.known: set[bytes] = set()
+        self.flipped: set[tuple[int, int]] = set()
         self.open()
 
     def open(self) -> None:
@@ -120,6 +121,9 @@ class HostMachine(RuleBasedStateMachine):
     def flip_a_bit(self, data: st.DataObject, is_restarted: bool) -> None:
         place = data.draw(st.integers(0, host_bytes(NUM_SLOTS) - 1))
         bit = data.draw(st.integers(0, 7))
+        if (place, bit) in self.flipped:
+            return  # it may undo the damage: the block is then found again after a restart, as it should be
+        self.flipped.add((place, bit))
         os.pwrite(self.fd, bytes([os.pread(self.fd, 1, place)[0] ^ 1 << bit]), place)
         if is_restarted:
             self.restart()
