@@ -176,7 +176,7 @@ class Control:
         for gone in change.lost:
             log.warning("lost %s (epoch %s): %s", gone.worker.worker_id, gone.worker.epoch, gone.reason)
             self._identities.pop(gone.worker.epoch, None)
-            self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed)
+            self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed, gone.has_left)
             self._connections.close(gone.worker, is_gone=gone.is_gone)
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)

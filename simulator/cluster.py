@@ -142,7 +142,8 @@ class SimulatedCluster:
     def end_faults(self) -> None:
         """Data paths break no more, and the operator wants as many workers as at the start."""
         self.has_faults, self.is_restored = False, True
-        self.operator.insist(ScaleCluster(**self.shape.config.counts))
+        if not self.shape.config.autoscale:  # else the planner decides, and the two would undo each other's orders
+            self.operator.insist(ScaleCluster(**self.shape.config.counts))
 
     def strike(self, fault: Fault) -> None:
         """Lets a fault happen."""

@@ -66,15 +66,14 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class LostWorker:
-    """has_crashed: the launcher saw its process end by a signal or an error. Silence proves no crash.
-
-    is_gone: nothing listens under this epoch any more; another process may soon listen at its address.
-    """
-
     worker: WorkerInfo
     reason: str
     has_crashed: bool = False
+    """The launcher saw its process end by a signal or an error. Silence proves no crash."""
+    has_left: bool = False
+    """It left, or its process ended, in order: because an operator or the planner wanted it."""
     is_gone: bool = True
+    """Nothing listens under this epoch any more; another process may soon listen at its address."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class WorkerTable:
     def on_left(self, epoch: str) -> MembershipChange:
         """The worker announced that it leaves."""
         record = self._by_epoch.get(epoch)
-        return self._remove([LostWorker(record.worker, "it has left")] if record is not None else [])
+        return self._remove([LostWorker(record.worker, "it has left", has_left=True)] if record is not None else [])
 
     def on_exited(self, worker_id: str, pid: int, has_crashed: bool) -> MembershipChange:
         """The launcher saw the process exit. A new process of that name that has already registered stays.
@@ -173,7 +173,9 @@ class WorkerTable:
         """
         reason = f"its process {pid} has {'crashed' if has_crashed else 'ended'}"
         gone = [record.worker for record in self._by_epoch.values() if record.worker.worker_id == worker_id]
-        change = self._remove([LostWorker(each, reason, has_crashed) for each in gone if each.pid == pid])
+        change = self._remove(
+            [LostWorker(each, reason, has_crashed, has_left=not has_crashed) for each in gone if each.pid == pid]
+        )
         silent = self._silent.pop(worker_id, None)
         if silent is not None and silent.pid == pid and has_crashed:
             change.lost.append(LostWorker(silent, reason, has_crashed))

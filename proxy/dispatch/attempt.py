@@ -51,6 +51,7 @@ class Attempt:
 
     on_change: called when there are tokens to take, and at the end. `suspects` are the workers that may have caused the
     error. `has_lost_worker` means that a worker of the attempt was lost and the other one is not to blame.
+    `is_excused` means that a worker of the attempt has left in order, so its failure says nothing about the sequence.
     `busy_workers` may still hold something for the attempt. refused_at: by epoch of the worker that dies, the number of
     deaths at which this attempt is the cause; empty while other prompts may be, see `proxy.dispatch.trials`.
     """
@@ -81,6 +82,7 @@ class Attempt:
         self.error: TandemError | None = None
         self.preempted = False
         self.has_lost_worker = False
+        self.is_excused = False
         self.suspects: list[WorkerInfo] = []
         self.busy_workers = route.workers
         self.refused_at = refused_at or {}

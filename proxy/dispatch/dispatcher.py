@@ -367,11 +367,13 @@ class Dispatcher:
         attempt = self._running.get(attempt_id)
         return attempt if attempt is not None and attempt.runs_on(worker) else None
 
-    def on_worker_lost(self, worker: WorkerInfo, reason: str, has_crashed: bool = False) -> None:
+    def on_worker_lost(
+        self, worker: WorkerInfo, reason: str, has_crashed: bool = False, has_left: bool = False
+    ) -> None:
         """A worker, or a connection to it, was lost. Call before the worker's connections are closed.
 
-        has_crashed: a request may be the cause. This may become known later than the loss, which is then reported
-        twice.
+        has_crashed: a request may be the cause. has_left: no request is. Both may become known later than the loss,
+        which is then reported twice.
         """
         if has_crashed and worker.epoch not in self._dead:
             self._dead.append(worker.epoch)
@@ -380,6 +382,9 @@ class Dispatcher:
                     log.error("a request that crashed %d workers is refused for %.0f s", sequence.num_deaths, REFUSAL_S)
                     self._refused.add(asyncio.get_running_loop().time(), sequence.prompt, sequence.sampling)
                     sequence.fail(RequestCrashesWorkers())
+        if has_left:
+            for sequence in self._sequences:
+                sequence.on_worker_left(worker)
         error = WorkerLost(f"{worker.role} worker {worker.worker_id} was lost while it held the request: {reason}")
         # A worker that was only frozen must not finish sequences when it wakes up, and a connection that broke may have
         # lost aborts.

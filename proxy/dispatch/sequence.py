@@ -121,11 +121,11 @@ class DispatchedSequence:
         if not isinstance(error, WorkerLost | KVTransferFailed):
             self.fail(error)
             return None
-        self.num_lost += 1
+        self.num_lost += not attempt.is_excused
         if self.num_lost >= MAX_LOST_ATTEMPTS:
             self.fail(type(error)(f"{error.message} (the last of {self.num_lost} attempts)"))
             return None
-        if self.num_lost == 1 or (attempt.has_lost_worker and attempt.has_decoded):
+        if self.num_lost <= 1 or (attempt.has_lost_worker and attempt.has_decoded):
             return 0.0  # else the launcher may soon say that the worker has crashed
         delay_s: float = _FIRST_DELAY_S * 2 ** (self.num_lost - 2)
         return min(_MAX_DELAY_S, delay_s)
@@ -135,12 +135,25 @@ class DispatchedSequence:
 
         Its peer, or a broken connection, may have reported the loss before, so the attempts that failed are asked too.
         """
-        attempts = self._lost_attempts if self.attempt is None else [self.attempt, *self._lost_attempts]
-        for attempt in attempts:
+        for attempt in self._unproven_attempts():
             if attempt.may_have_killed(worker):
                 self.num_deaths += 1
                 return self.num_deaths >= attempt.refused_at.get(worker.epoch, math.inf)
         return False
+
+    def on_worker_left(self, worker: WorkerInfo) -> None:
+        """Does not count the attempts that end, or have failed, because this worker leaves in order.
+
+        So a sequence outlives any number of restarts; its deadline ends it.
+        """
+        for attempt in self._unproven_attempts():
+            if attempt.runs_on(worker) and not attempt.is_excused:
+                attempt.is_excused = True
+                self.num_lost -= attempt is not self.attempt  # it was counted before
+
+    def _unproven_attempts(self) -> list[Attempt]:
+        """Returns the attempt that runs, if any, and those that were lost since the last decoded token."""
+        return self._lost_attempts if self.attempt is None else [self.attempt, *self._lost_attempts]
 
     def notify(self) -> None:
         if not self._is_ready:

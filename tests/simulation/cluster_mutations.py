@@ -156,7 +156,7 @@ SHELL = (
     Mutation(
         "the dispatcher is not told of a lost worker",
         CONTROL,
-        "self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed)",
+        "self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed, gone.has_left)",
         "pass",
     ),
     Mutation(
@@ -363,7 +363,7 @@ PURE = (
     Mutation(
         "a worker that leaves is not removed",
         TABLE,
-        'LostWorker(record.worker, "it has left")] if record is not None else []',
+        'LostWorker(record.worker, "it has left", has_left=True)] if record is not None else []',
         "] if False else []",
     ),
     Mutation(

@@ -161,6 +161,37 @@ def test_a_request_fails_after_too_many_attempts(monkeypatch: pytest.MonkeyPatch
     play(test)
 
 
+def test_workers_that_leave_in_order_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the proxy learns of it at once, or after a connection broke. Found by `tandem simulate`."""
+    monkeypatch.setattr(sequence, "MAX_LOST_ATTEMPTS", 2)
+    monkeypatch.setattr(sequence, "_FIRST_DELAY_S", 0.001)
+
+    async def test(cluster: Cluster) -> None:
+        lose = cluster.dispatcher.on_worker_lost
+        reader = asyncio.create_task(collect(cluster.generate()))
+        num_attempts = 0
+
+        async def next_attempt() -> str:
+            nonlocal num_attempts
+            num_attempts += 1
+            return (await prefills(cluster, num_attempts))[-1]
+
+        for _ in range(3):
+            await next_attempt()
+            lose(PREFILL, "it has left", has_left=True)
+            await next_attempt()
+            lose(PREFILL, "a connection to it broke")
+            cluster.failed(DECODE, await next_attempt(), WorkerLost("the prefill worker was lost"))
+            lose(PREFILL, "its process 1 has ended", has_left=True)
+        for _ in range(2):
+            await next_attempt()
+            lose(PREFILL, "it has been silent")
+        with pytest.raises(WorkerLost, match=r"it has been silent \(the last of 2 attempts\)"):
+            await reader
+
+    play(test)
+
+
 def test_sequences_of_one_prompt_stay_together_until_it_is_computed() -> None:
     async def test(cluster: Cluster) -> None:
         samplings = [SamplingParams(seed=seed) for seed in (7, 8, 9)]
