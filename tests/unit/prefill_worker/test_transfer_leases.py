@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tandem.decode_worker.actions import SendToPeer, SendToProxy, Ship
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
-from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
+from tandem.prefill_worker.prefill_scheduler import YIELD_AFTER_S, PrefillScheduler
 from tandem.prefill_worker.transfer_leases import Leases
-from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
+from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, StartPrefill
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReserveKV
@@ -135,3 +135,21 @@ def test_the_lease_of_a_request_that_has_ended_does_not_expire(scheduler: Prefil
     assert scheduler.on_abort("proxy", "r-t") == []
     assert [scheduler.on_tick(float(now)) for now in range(20)] == [[]] * 20
     assert scheduler.num_expired_leases == 0 and scheduler.blocks.num_free == 5
+
+
+def test_blocks_are_freed_only_after_the_step_that_writes_them(scheduler: PrefillScheduler) -> None:
+    start(scheduler, "t")
+    assert scheduler.on_abort("proxy", "r-t") == []
+    assert scheduler.blocks.num_free == 5, "the step may still write"
+    scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
+    assert scheduler.blocks.num_free == 8
+
+
+def test_a_prompt_yields_its_blocks_only_if_it_has_waited(scheduler: PrefillScheduler) -> None:
+    start(scheduler, "older", "newer")
+    scheduler.on_step(1.0, [ItemOutput([SampledToken(5)])] * 2)
+    assert scheduler.yield_blocks(1.0 + YIELD_AFTER_S - 0.1) == []
+    preempted, close = scheduler.yield_blocks(1.0 + YIELD_AFTER_S)
+    assert preempted == SendToProxy("proxy", AttemptPreempted("r-newer"))
+    assert close == SendToPeer("pair-0", CloseTransfer("newer"))
+    assert scheduler.blocks.num_free == 5

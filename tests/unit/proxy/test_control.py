@@ -255,3 +255,16 @@ def test_a_proxy_that_has_missed_pairs_asks_for_them() -> None:
         proxy.control.close()
 
     asyncio.run(run())
+
+
+def test_a_worker_that_the_proxy_has_lost_is_told_so() -> None:
+    async def run() -> None:
+        proxy = Proxy()
+        report = WorkerStatus(DECODE.worker_id, DECODE.epoch, DECODE.role, WorkerLoad(), [])
+        answers = [proxy.receive(report)]
+        proxy.receive(WorkerLeft(DECODE.worker_id, DECODE.epoch))
+        answers.append(proxy.receive(report))
+        assert [isinstance(each, ClusterView) and each.known for each in answers] == [True, False]
+        proxy.control.close()
+
+    asyncio.run(run())

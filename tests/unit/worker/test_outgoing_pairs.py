@@ -169,3 +169,13 @@ def test_traffic_is_reported_once_and_again_after_a_restart() -> None:
     assert table.take_traffic() == []
     table.restart_traffic()
     assert [each.decode_worker_id for each in table.take_traffic()] == ["near", "far"]
+
+
+def test_two_processes_of_a_worker_never_use_one_pair_id() -> None:
+    me, peer = worker("me", "prefill"), worker("peer", "decode")
+    ids = set()
+    for info in (me, msgspec.structs.replace(me, epoch="me/2")):
+        table = table_of(info)
+        table.on_view(0.0, [info, peer])
+        ids |= {pair.pair_id for pair in table.pairs()}
+    assert len(ids) == 2
