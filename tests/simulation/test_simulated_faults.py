@@ -16,6 +16,7 @@ import pytest
 
 from tandem.decode_worker.decode_scheduler import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.membership import Role, SetWorkerRole
+from tandem.protocol.messages.transfer import ReserveKV
 from tandem.simulator.network import Switch
 from tandem.simulator.scenario import ClusterShape
 from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
@@ -269,6 +270,17 @@ def test_only_the_pair_is_lost_whose_workers_are_cut_off_from_each_other() -> No
         site.heal()
         assert set(site.finish()) == {"finished"}
         assert site.pairs() == pairs and site.epochs() == epochs
+
+
+def test_no_blocks_are_reserved_for_a_pair_that_is_not_open() -> None:
+    """Nothing would report that its peer has stopped writing."""
+    with simulated_site(PAIR) as site:
+        process = site.cluster.workers["decode-0"]
+        decode = process.worker
+        process.loop.call_soon(decode._traffic.on_message, ReserveKV("a pair of nobody", "t", 100), 50_000)
+        site.pass_time(0.01)
+        assert len(decode._scheduler.decode._transfers) == 0
+        site.finish()
 
 
 def test_a_proxy_recovers_after_it_was_cut_off_from_every_worker() -> None:
