@@ -34,10 +34,8 @@ _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LONG_S[:-1])
 PREDICTED: Final = ("ttft", "itl")
 """Latencies that the router predicts. ttft begins at the dispatch; itl is the mean of a sequence, thus its TPOT."""
 
-MAX_SHOWN_ATTEMPTS = 16
+MAX_SHOWN_ATTEMPTS = 6
 """Attempts of a sequence whose events its timeline has: the first and the last ones."""
-_TIMER_BYTES, _ATTEMPT_BYTES = 1536, 1024
-"""Estimated memory of a sequence's timer, and of each of its attempts."""
 _FLUSH_INTERVAL_S = 1.0
 """How often per-token counts are added to prometheus_client, where one shared observation takes about 5 us."""
 
@@ -283,10 +281,6 @@ class SequenceTimer:
     def keep_shown(self) -> None:
         """Forgets the attempts that `events` leaves out, once the sequence has ended."""
         self._attempts = self._shown()
-
-    def num_bytes(self) -> int:
-        """Returns its estimated memory."""
-        return _TIMER_BYTES + _ATTEMPT_BYTES * len(self._attempts)
 
     def _shown(self) -> list[AttemptTimes]:
         attempts = self._attempts

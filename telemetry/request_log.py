@@ -17,15 +17,11 @@ from tandem.telemetry.proxy_metrics import SequenceTimer
 log = logging.getLogger("request")
 
 NUM_KEPT = 2000
-"""Timelines that a proxy keeps, about 3 KiB each."""
-MAX_KEPT_BYTES = 64 << 20
-"""Estimated memory of these timelines, beyond which the oldest are forgotten."""
-MAX_SHOWN_SEQUENCES = 16
+"""Timelines that a proxy keeps, about 3 KiB each, and 32 KiB with MAX_SHOWN_SEQUENCES and MAX_SHOWN_ATTEMPTS."""
+MAX_SHOWN_SEQUENCES = 8
 """Sequences of a request that its timeline shows. The other figures are of all its sequences."""
 NUM_KEPT_REFUSED = 200
 """Timelines of refused requests. They are kept apart, so that an overload does not displace the others."""
-_RECORD_BYTES = 1024
-"""Estimated memory of a record without its sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +64,6 @@ class RequestRecord:
         del self.sequences[MAX_SHOWN_SEQUENCES:]
         for timer in self.sequences:
             timer.keep_shown()
-
-    def num_bytes(self) -> int:
-        """Returns its estimated memory."""
-        return _RECORD_BYTES + sum(timer.num_bytes() for timer in self.sequences)
 
     @property
     def ttft_s(self) -> float | None:
@@ -172,8 +164,6 @@ class RequestLog:
         if is_refused:
             self._records.forget(record)
             self._refused.keep(record)
-        else:
-            self._records.measure(record)
         log.info("ended", extra={"fields": record.fields()})
         self._on_end(record)
 
@@ -182,39 +172,18 @@ class RequestLog:
 
 
 class _Ring(OrderedDict[str, RequestRecord]):
-    """Records by id. The oldest are forgotten when there are more than `size`, or when they need too much memory.
-
-    A record counts with its memory when it was kept or measured last; the sequences of a running request are in memory
-    anyway.
-    """
+    """Records by id. The oldest are forgotten when there are more than `size`."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self._size = size
-        self._num_bytes: dict[str, int] = {}
-        self._total_bytes = 0
 
     def keep(self, record: RequestRecord) -> None:
-        self._remove(record.request_id)  # of several with one id, the newest
+        self.pop(record.request_id, None)  # of several with one id, the newest
         self[record.request_id] = record
-        self._count(record)
-
-    def measure(self, record: RequestRecord) -> None:
-        """Counts a record with its present memory, if it is still kept."""
-        if self.get(record.request_id) is record:
-            self._total_bytes -= self._num_bytes[record.request_id]
-            self._count(record)
+        if len(self) > self._size:
+            self.popitem(last=False)
 
     def forget(self, record: RequestRecord) -> None:
         if self.get(record.request_id) is record:
-            self._remove(record.request_id)
-
-    def _count(self, record: RequestRecord) -> None:
-        self._num_bytes[record.request_id] = num_bytes = record.num_bytes()
-        self._total_bytes += num_bytes
-        while len(self) > self._size or self._total_bytes > MAX_KEPT_BYTES:
-            self._remove(next(iter(self)))
-
-    def _remove(self, request_id: str) -> None:
-        if self.pop(request_id, None) is not None:
-            self._total_bytes -= self._num_bytes.pop(request_id)
+            del self[record.request_id]

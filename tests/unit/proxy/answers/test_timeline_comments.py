@@ -12,7 +12,7 @@ import pytest
 from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.timeline_comments import MAX_COMMENT_BYTES, PREFIX, wants_timeline, with_timeline
 from tandem.runtime.errors import InvalidRequest
-from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
+from tandem.telemetry.proxy_metrics import MAX_SHOWN_ATTEMPTS, ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import MAX_SHOWN_SEQUENCES, RequestLog
 from tandem.telemetry.stages import AttemptTimes
 
@@ -73,14 +73,14 @@ def test_comments_of_many_sequences_are_bounded_and_the_last_one_is_sent() -> No
 
 
 def test_comments_of_many_attempts_are_bounded() -> None:
-    """Each attempt changes the timeline, which shows up to 16 attempts of each of 16 sequences."""
+    """Each attempt changes the timeline."""
     requests, metrics = RequestLog(), ProxyMetrics()
     record = requests.begin("r", "chat")
     attempts: list[list[AttemptTimes]] = [[] for _ in range(MAX_SHOWN_SEQUENCES)]
     record.sequences += [SequenceTimer(metrics, 0.0, each) for each in attempts]
 
     async def events() -> AsyncGenerator[bytes, None]:
-        for number in range(16 * MAX_SHOWN_SEQUENCES):
+        for number in range(MAX_SHOWN_ATTEMPTS * MAX_SHOWN_SEQUENCES):
             attempts[number % MAX_SHOWN_SEQUENCES].append(
                 AttemptTimes(1.0, f"attempt-{number}", "prefill-0", "decode-0")
             )
@@ -94,7 +94,7 @@ def test_comments_of_many_attempts_are_bounded() -> None:
     received = asyncio.run(read())
     assert sum(map(len, received)) < MAX_COMMENT_BYTES + 200_000
     last = msgspec.json.decode(received[-1].partition(b"\n\n")[0].removeprefix(PREFIX))
-    assert len(last["events"]) == 2 + 16 * MAX_SHOWN_SEQUENCES
+    assert len(last["events"]) == 2 + MAX_SHOWN_ATTEMPTS * MAX_SHOWN_SEQUENCES
 
 
 def test_the_header_is_checked() -> None:
