@@ -18,7 +18,7 @@ from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.tasks import start
-from tandem.simulator.data_paths import PathFaults, Wires
+from tandem.simulator.data_paths import Wires
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.processes import Machine, OnDelta, SimulatedProcess, SimulatedProxy, SimulatedWorker
 from tandem.simulator.scenario import ClusterShape, Fault
@@ -96,7 +96,7 @@ class Operator(Questions):
         self._loop.call_soon(lambda: start(given()))
 
 
-class SimulatedCluster:
+class SimulatedCluster(Machine):
     """All processes of one run. report(rule, details): called when a rule is broken. note: gets a line of the log.
 
     on_proxy_end: called with a proxy's id, when its clients' connections break.
@@ -112,29 +112,22 @@ class SimulatedCluster:
         on_proxy_end: Callable[[str], None] = lambda proxy_id: None,
         on_delta: OnDelta = lambda sequence, attempt, delta: None,
     ) -> None:
-        self.shape = shape
-        self.world = timeline.new_loop("world")
-        """For what happens outside of processes."""
         self.has_faults, self.is_restored = True, False
-        self.switch = Switch(timeline, shape.max_queued, shape.max_latency_s)
-        faults = PathFaults(
+        world = timeline.new_loop("world")
+        switch = Switch(timeline, shape.max_queued, shape.max_latency_s)
+        wires = Wires(
             block_s=lambda: rng.uniform(0.5, 1.5) * shape.block_s,
             breaks=lambda: self.has_faults and rng.random() < shape.failure_share,
             corrupts=lambda: self.has_faults and rng.random() < shape.corrupt_share,
         )
-        self._machine = Machine(
-            timeline, self.world, self.switch, shape, Wires(faults), report, note, on_delta, on_proxy_end
-        )  # fmt: skip
-        self._note = note
-        self.operator = Operator(self.switch, timeline.new_loop("operator"), shape.config.proxies, note)
-        self.workers, self.proxies = self._machine.workers, self._machine.proxies
-        self.proxies_by_id = self._machine.proxies_by_id
+        super().__init__(timeline, world, switch, shape, wires, report, note, on_delta, on_proxy_end)
+        self.operator = Operator(switch, timeline.new_loop("operator"), shape.config.proxies, note)
         self.num_launchers = 0
         self._start_launcher()
 
     def _start_launcher(self) -> None:
         self.num_launchers += 1
-        self.launcher = SimulatedLauncher(self._machine, "launcher", 0, self._on_launcher_end)
+        self.launcher = SimulatedLauncher(self, "launcher", 0, self._on_launcher_end)
 
     def _on_launcher_end(self, code: int) -> None:
         self.world.call_later(RESTART_S, self._start_launcher)
@@ -155,7 +148,7 @@ class SimulatedCluster:
         struck: SimulatedProcess = worker
         if "proxy" in fault.kind or "launcher" in fault.kind:
             struck = proxy if "proxy" in fault.kind else self.launcher
-        self._note(f"fault: {fault.kind}, {struck.name}, {fault.duration_s:.3f} s")
+        self.note(f"fault: {fault.kind}, {struck.name}, {fault.duration_s:.3f} s")
         match fault.kind:
             case "kill" | "kill proxy" | "kill launcher":
                 struck.exit()
@@ -166,7 +159,7 @@ class SimulatedCluster:
                     loop.freeze()
                     self.world.call_later(fault.duration_s, loop.wake)
             case "fail starts":
-                self._machine.fails_until[worker.name] = self._machine.timeline.now + fault.duration_s
+                self.fails_until[worker.name] = self.timeline.now + fault.duration_s
                 worker.exit()
             case "lose host":
                 self._lose_host(worker.host, fault.duration_s)
@@ -197,7 +190,7 @@ class SimulatedCluster:
     def _lose_host(self, host: int, duration_s: float) -> None:
         """Host 0, which has the launcher and the proxies, stays."""
         if host:
-            self._machine.lost_until[host] = self._machine.timeline.now + duration_s
+            self.lost_until[host] = self.timeline.now + duration_s
             for worker in list(self.workers.values()):
                 if worker.host == host:
                     worker.vanish()
@@ -208,7 +201,7 @@ class SimulatedCluster:
             self.world.call_later(fault.duration_s, self.switch.heal, *ends)
 
     def process(self, pid: int) -> SimulatedWorker:
-        worker = self._machine.processes[pid]
+        worker = self.processes[pid]
         assert isinstance(worker, SimulatedWorker)
         return worker
 
@@ -238,7 +231,7 @@ class SimulatedCluster:
             return f"still stops {children - known.keys()}"
         running = {
             process.name: pid
-            for pid, process in self._machine.processes.items()
+            for pid, process in self.processes.items()
             if pid == process.pids[0] and not process.loop.is_dead and process is not self.launcher
         }
         if running != known:

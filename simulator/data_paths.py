@@ -36,23 +36,17 @@ CONNECTORS = {"ipc": SimulatedConnector(True, False), "gloo": SimulatedConnector
 
 
 @dataclass(frozen=True)
-class PathFaults:
-    """What goes wrong on the paths of KV."""
+class Wires:
+    """What joins the pools of all processes, and what goes wrong on the paths between them."""
 
     block_s: Callable[[], float]
     """Returns the seconds to write a block."""
     breaks: Callable[[], bool]
     """Returns whether a path breaks now."""
     corrupts: Callable[[], bool]
-    """Changes a block."""
-
-
-@dataclass(frozen=True)
-class Wires:
-    """What joins the pools of all processes. pools: by process id; they outlive their process while others map them."""
-
-    faults: PathFaults
+    """Returns whether the block that is written now changes on its way."""
     pools: dict[int, Pool] = field(default_factory=dict)
+    """By process id; they outlive their process while others map them."""
     paths: dict[str, _Connection] = field(default_factory=dict)
 
     def on_killed(self, loop: ProcessLoop) -> None:
@@ -64,7 +58,7 @@ class Wires:
     def copy(self, source: Pool, src: int, target: Pool, dst: int) -> None:
         target.on_write(dst)
         target.blocks[dst] = list(source.blocks[src])
-        if self.faults.corrupts():
+        if self.corrupts():
             target.blocks[dst][0] = (7, 7)
 
 
@@ -87,8 +81,8 @@ class SimulatedPools:
         ready, senders = when_all(len(self._loops), on_ready), list[KVSender]()
         for rank, (loop, own, peer) in enumerate(zip(self._loops, self._own, addresses, strict=True)):
             if CONNECTORS[connector].one_sided:
-                error = KVTransferFailed("the path cannot be opened") if self._wires.faults.breaks() else None
-                loop.call_later(self._wires.faults.block_s(), ready, error)
+                error = KVTransferFailed("the path cannot be opened") if self._wires.breaks() else None
+                loop.call_later(self._wires.block_s(), ready, error)
                 senders.append(_OneSidedSender(loop, own, self._wires.pools[int(peer[0])], self._wires))
             else:
                 path = self._wires.paths.get(f"{pair_id}/{rank}")
@@ -118,7 +112,7 @@ class SimulatedPools:
     def checksums(self, block_ids: Sequence[int], on_done: Callable[[list[int]], None]) -> None:
         found = [zlib.crc32(repr([pool.blocks[block] for pool in self._own]).encode()) for block in block_ids]
         loop = self._loops[0]  # results arrive in the order of the calls
-        self._checksums_at = max(loop.time() + self._wires.faults.block_s(), self._checksums_at)
+        self._checksums_at = max(loop.time() + self._wires.block_s(), self._checksums_at)
         loop.call_at(self._checksums_at, on_done, found)
 
 
@@ -153,14 +147,14 @@ class _OneSidedSender:
             self._loop.call_soon(self._on_closed)
         elif self._jobs:
             self._is_busy = True
-            self._loop.call_later(self._wires.faults.block_s(), self._write, *self._jobs.popleft(), 0)
+            self._loop.call_later(self._wires.block_s(), self._write, *self._jobs.popleft(), 0)
 
     def _write(self, src: Sequence[int], dst: Sequence[int], on_done: OnDone, number: int) -> None:
         self._wires.copy(self._source, src[number], self._target, dst[number])
-        if self._wires.faults.breaks():
+        if self._wires.breaks():
             self._end(on_done, KVTransferFailed("the path broke"))
         elif number + 1 < len(src):
-            self._loop.call_later(self._wires.faults.block_s(), self._write, src, dst, on_done, number + 1)
+            self._loop.call_later(self._wires.block_s(), self._write, src, dst, on_done, number + 1)
         else:
             self._end(on_done, None)
 
@@ -201,7 +195,7 @@ class _Connection:
         self.sender.loop, self.sender.pool, self.sender.on_ready = loop, source, on_ready
         if self._error is not None:
             loop.call_soon(on_ready, self._error)
-        self.receiver.call(self._wires.faults.block_s(), self._accept)
+        self.receiver.call(self._wires.block_s(), self._accept)
 
     def _accept(self) -> None:
         if self._error is None:
@@ -212,7 +206,7 @@ class _Connection:
             return
         if self.sender.jobs and self.receiver.jobs:
             self._is_busy = True
-            self.sender.call(self._wires.faults.block_s(), self._send, 0)
+            self.sender.call(self._wires.block_s(), self._send, 0)
             return
         for end in (self.sender, self.receiver):
             if end.jobs:
@@ -231,10 +225,10 @@ class _Connection:
         src, dst = self.sender.jobs[0][0], self.receiver.jobs[0][0]
         assert len(src) == len(dst) and self.sender.pool is not None and self.receiver.pool is not None
         self._wires.copy(self.sender.pool, src[number], self.receiver.pool, dst[number])
-        if self._wires.faults.breaks():
+        if self._wires.breaks():
             self.fail("the path broke")
         elif number + 1 < len(src):
-            self.sender.call(self._wires.faults.block_s(), self._send, number + 1)
+            self.sender.call(self._wires.block_s(), self._send, number + 1)
         else:
             self._is_busy = False
             for end in (self.sender, self.receiver):

@@ -62,15 +62,6 @@ class Switch:
         self._cuts.append((dealer, router))
         self.break_connections(lambda *ends: ends == (dealer, router))
 
-    def partition(self, one: str, other: str) -> None:
-        """Cuts two processes off from each other."""
-        self.cut(one, other)
-        self.cut(other, one)
-
-    def heal_all(self) -> None:
-        for ends in list(self._cuts):
-            self.heal(*ends)
-
     def heal(self, dealer: str, router: str) -> None:
         self._cuts.remove((dealer, router))
         self._changed_at[dealer, router] = self.timeline.now
@@ -95,15 +86,15 @@ class SimulatedNetwork:
     """The network of one process. `names` of its sockets are those of the process's loop."""
 
     def __init__(self, switch: Switch, loop: ProcessLoop) -> None:
-        self._switch = switch
-        self._loop = loop
+        self.switch = switch
+        self.loop = loop
         self._sockets: list[_Router | _Dealer] = []
         self.refusals = Refusals(None, loop.time)
 
     def router(
         self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None], tcp_endpoint: str = ""
     ) -> _Router:
-        socket = _Router(self._switch, self._loop, self.refusals, endpoint, codec, on_message)
+        socket = _Router(self, endpoint, codec, on_message)
         self._sockets.append(socket)
         return socket
 
@@ -116,7 +107,7 @@ class SimulatedNetwork:
         peer: Part = "worker",
         on_broken: Callable[[], None] | None = None,
     ) -> _Dealer:
-        socket = _Dealer(self._switch, self._loop, self.refusals, endpoint, codec, on_message, identity, on_broken)
+        socket = _Dealer(self, endpoint, codec, on_message, identity, on_broken)
         self._sockets.append(socket)
         return socket
 
@@ -183,22 +174,18 @@ class Connection:
 
 
 class _Socket:
-    def __init__(self, switch: Switch, loop: ProcessLoop, refusals: Refusals, endpoint: str, codec: Codec[Any]) -> None:
-        self.loop = loop
+    def __init__(self, network: SimulatedNetwork, endpoint: str, codec: Codec[Any]) -> None:
+        self.loop = network.loop
         self.endpoint = endpoint
-        self._switch = switch
+        self.is_closed = False
+        self._switch = network.switch
         self._codec = codec
-        self._refusals = refusals
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
+        self._refusals = network.refusals
 
     @property
     def _is_over(self) -> bool:
         """Also of a killed process, whose coroutines still run their `finally` blocks when they are collected."""
-        return self._is_closed or self.loop.is_dead
+        return self.is_closed or self.loop.is_dead
 
     def _handle(self, handle: Callable[[Any], None], encoded: bytes) -> None:
         if self._is_over:
@@ -215,17 +202,16 @@ class _Router(_Socket):
 
     def __init__(
         self,
-        switch: Switch,
-        loop: ProcessLoop,
-        refusals: Refusals,
+        network: SimulatedNetwork,
         endpoint: str,
         codec: Codec[Any],
         on_message: Callable[[bytes, Any], None],
     ) -> None:
-        super().__init__(switch, loop, refusals, endpoint, codec)
-        before = switch.routers.get(endpoint)
-        assert before is None or before.loop is not loop, f"{endpoint} is bound"
-        switch.routers[endpoint] = self  # in place of a process that ends, as the file of an ipc socket is replaced
+        super().__init__(network, endpoint, codec)
+        routers = self._switch.routers
+        before = routers.get(endpoint)
+        assert before is None or before.loop is not self.loop, f"{endpoint} is bound"
+        routers[endpoint] = self  # in place of a process that ends, as the file of an ipc socket is replaced
         self._on_message = on_message
         self._peers: dict[bytes, Connection] = {}
 
@@ -248,7 +234,7 @@ class _Router(_Socket):
 
     def close(self) -> None:
         if not self._is_over:
-            self._is_closed = True
+            self.is_closed = True
             if self._switch.routers.get(self.endpoint) is self:
                 del self._switch.routers[self.endpoint]
             for connection in list(self._peers.values()):
@@ -260,29 +246,27 @@ class _Dealer(_Socket):
 
     def __init__(
         self,
-        switch: Switch,
-        loop: ProcessLoop,
-        refusals: Refusals,
+        network: SimulatedNetwork,
         endpoint: str,
         codec: Codec[Any],
         on_message: Callable[[Any], None],
         identity: bytes | None,
         on_broken: Callable[[], None] | None,
     ) -> None:
-        super().__init__(switch, loop, refusals, endpoint, codec)
-        self.identity = identity if identity is not None else f"dealer-{next(switch.numbers)}".encode()
+        super().__init__(network, endpoint, codec)
+        self.identity = identity if identity is not None else f"dealer-{next(self._switch.numbers)}".encode()
         self._on_message = on_message
         self._on_broken = on_broken
         self._connection: Connection | None = None
         self._unsent: deque[bytes] = deque()
-        self.loop.call_later(switch.latency_s(), self._connect)
+        self.loop.call_later(self._switch.latency_s(), self._connect)
 
     def _connect(self) -> None:
-        if self._is_closed and not self._unsent:
+        if self.is_closed and not self._unsent:
             return
         router = self._switch.routers.get(self.endpoint)
         if router is None or router.loop.is_dead or not self._switch.can_connect(self.loop.name, router.loop.name):
-            if not self._is_closed:
+            if not self.is_closed:
                 self.loop.call_later(RECONNECT_S, self._connect)
             return
         self._connection = Connection(self._switch, self, router)
@@ -310,7 +294,7 @@ class _Dealer(_Socket):
             self.loop.call_later(self._switch.latency_s(), self._broke)
 
     def _broke(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             return
         if self._on_broken is not None:
             self._on_broken()
@@ -320,7 +304,7 @@ class _Dealer(_Socket):
         """What was sent is delivered unless `discard` is set, then the router forgets this socket."""
         if self._is_over:
             return
-        self._is_closed = True
+        self.is_closed = True
         connection, self._connection = self._connection, None
         if discard:
             self._unsent.clear()

@@ -60,7 +60,7 @@ PROXY_POLL_S = 0.05
 OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Machine:
     """What all processes share."""
 
@@ -240,10 +240,9 @@ class SimulatedWorker(SimulatedProcess):
             name: f"memory of {self.name} on {self.host}" if name == "host" else name for name in machine.shape.tiers
         }
         stored = {name: machine.stored.setdefault(key, {}) for name, key in keys.items()}
-        faults = machine.wires.faults
         return SimulatedTiers(
             self.loop, pools, stored, rng, lambda: 10 ** rng.uniform(-4, 1 if rng.random() < 0.02 else -2),
-            faults.breaks,
+            machine.wires.breaks,
         )  # fmt: skip
 
     @property

@@ -64,10 +64,15 @@ def seeded_ids(rng: random.Random) -> Iterator[None]:
         yield
 
 
-class _LogHandler(logging.Handler):
-    """on_lost: called with a worker's id, its epoch and a reason when a proxy says that it has lost it."""
+class LogHandler(logging.Handler):
+    """Reports errors that the product logs with their traceback, because it expects none.
 
-    def __init__(self, report: Callable[[str, str], None], on_lost: Callable[[str, str, str], None]) -> None:
+    on_lost: called with a worker's id, its epoch and a reason when a proxy says that it has lost it.
+    """
+
+    def __init__(
+        self, report: Callable[[str, str], None], on_lost: Callable[[str, str, str], None] = lambda *lost: None
+    ) -> None:
         super().__init__(logging.WARNING)
         self._report = report
         self._on_lost = on_lost
@@ -80,9 +85,9 @@ class _LogHandler(logging.Handler):
 
 
 @contextmanager
-def hidden_logs() -> Iterator[None]:
-    """Shows no log lines of the product."""
-    logger, handler = logging.getLogger("tandem"), logging.NullHandler()
+def hidden_logs(handler: logging.Handler = logging.NullHandler()) -> Iterator[None]:  # noqa: B008  # has no state
+    """Shows no log lines of the product. handler: gets them."""
+    logger = logging.getLogger("tandem")
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
@@ -92,25 +97,12 @@ def hidden_logs() -> Iterator[None]:
         logger.propagate = propagates
 
 
-@contextmanager
-def logged_errors(
-    report: Callable[[str, str], None], on_lost: Callable[[str, str, str], None] = lambda *lost: None
-) -> Iterator[None]:
-    """Reports errors that the product logs with their traceback, because it expects none, and workers that are lost."""
-    logger, handler = logging.getLogger("tandem"), _LogHandler(report, on_lost)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
 def run(scenario: Scenario) -> Result:
     """Runs a scenario to its end, or to its first violation."""
     rng = random.Random(f"run {scenario.seed}")
-    with hidden_logs(), seeded_ids(rng):
+    with seeded_ids(rng):
         running = _Run(scenario, rng)
-        with logged_errors(running.report, running.on_lost):
+        with hidden_logs(LogHandler(running.report, running.on_lost)):
             return running.run()
 
 

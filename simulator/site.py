@@ -1,7 +1,7 @@
 """The place where a simulated cluster's processes run: hosts that start, signal and lose them.
 
-The launcher is the product's. It watches processes through `deploy.sites.site.Site`, which this site implements as
-`deploy.sites.ray_site` does: a worker whose host is lost starts on another host, with the role that it had.
+The launcher is the product's, and starts its processes here as it does on Ray: a worker whose host is lost starts on
+another host, with the role that it had.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from tandem.deploy.launch.launcher import Launcher
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs
 from tandem.deploy.processes.supervisor import EXIT_LOST, OnExit, Supervised
+from tandem.deploy.sites.site import Site
 from tandem.protocol.messages.membership import Role
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.runtime.processes.process import EXIT_FAILED
@@ -62,22 +63,17 @@ class SimulatedChild(Supervised):
         return ""
 
 
-class SimulatedSite:
-    """Implements `deploy.sites.site.Site`. Proxies run on host 0, beside the launcher, and workers on all hosts."""
+class SimulatedSite(Site):
+    """Proxies run on host 0, beside the launcher, and workers on all hosts."""
 
     on_gpus = False
-    is_preloaded = True
-    media_cache_endpoint = ""
 
     def __init__(self, machine: Machine) -> None:
-        self.progress_files: dict[str, Path] = {}
+        super().__init__()
         self.children: dict[str, SimulatedChild] = {}
         self._machine = machine
         self._configs = ProcessConfigs(machine.shape.config)
         self._roles: dict[str, Role] = {}
-
-    def http_hosts(self) -> list[str]:
-        return []
 
     def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
         machine = self._machine
@@ -116,27 +112,12 @@ class SimulatedSite:
         hosts = [host for host in range(self._machine.shape.num_hosts) if now >= lost.get(host, 0.0)]
         return hosts[sum(name.encode()) % len(hosts)]
 
-    def make_media_cache(self, on_exit: OnExit) -> None:
-        return None
-
     def forget(self, name: str) -> None:
         del self.children[name], self._roles[name]
         self._machine.workers.pop(name, None)
 
-    def set_proxy_endpoints(self, endpoints: list[str]) -> None:
-        pass
-
     def set_role(self, name: str, role: Role) -> None:
         self._roles[name] = role
-
-    def renew_preloaded(self) -> None:
-        pass
-
-    def stop_listening(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class SimulatedLauncher(SimulatedProcess):

@@ -100,8 +100,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.stopped_at: float | None = None
         """When it was killed, or frozen and not woken since."""
         self.ended_at: float | None = None
-        self._is_frozen = False
-        self._is_dead = False
+        self.is_frozen = False
+        self.is_dead = False
         self._is_queued = False
         self._tasks: list[asyncio.Task[Any]] = []  # kept: what is collected runs its `finally` blocks
         self._max_tasks = _MIN_TASKS  # then those that are done are left out
@@ -110,12 +110,12 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     # ---- the process's fate
 
     def freeze(self) -> None:
-        self._is_frozen = True
+        self.is_frozen = True
         self._stop()
 
     def wake(self) -> None:
-        if self._is_frozen and not self._is_dead:
-            self._is_frozen = False
+        if self.is_frozen and not self.is_dead:
+            self.is_frozen = False
             self.running_since, self.stopped_at = self._timeline.now, None
             self._queue()
 
@@ -124,7 +124,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             self.stopped_at = self._timeline.now
 
     def kill(self) -> None:
-        self._is_dead = True
+        self.is_dead = True
         self.ended_at = self._timeline.now
         self._stop()
         self._callbacks.clear()
@@ -143,33 +143,25 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
         jobs.difference_update(self._tasks)
 
-    @property
-    def is_dead(self) -> bool:
-        return self._is_dead
-
-    @property
-    def is_frozen(self) -> bool:
-        return self._is_frozen
-
     # ---- used by the timeline
 
     def add(self, handle: _Handle) -> None:
-        if not self._is_dead:
+        if not self.is_dead:
             self._callbacks.append(handle)
             self._queue()
 
     def _queue(self) -> None:
-        if self._callbacks and not self._is_queued and not self._is_frozen:
+        if self._callbacks and not self._is_queued and not self.is_frozen:
             self._is_queued = True
             self._timeline.add_ready(self)
 
     def run_once(self) -> bool:
         """Runs the oldest callback. Returns whether there are more to run."""
-        if self._callbacks and not self._is_frozen:
+        if self._callbacks and not self.is_frozen:
             handle = self._callbacks.popleft()
             if not handle.cancelled():
                 self.run_handle(handle)
-        self._is_queued = bool(self._callbacks) and not self._is_frozen
+        self._is_queued = bool(self._callbacks) and not self.is_frozen
         return self._is_queued
 
     def run_handle(self, handle: _Handle) -> None:
@@ -193,10 +185,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.add(handle)
         return handle
 
-    def call_soon_threadsafe(  # type: ignore[override]
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Handle:
-        return self.call_soon(callback, *args, context=context)
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -207,7 +196,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Handle:
         handle = _Handle(callback, args, context, when)
-        if not self._is_dead:
+        if not self.is_dead:
             self._timeline.add_timer(self, handle)
         return handle
 
@@ -230,7 +219,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if not self._is_dead:  # the tasks of a killed process are pending for ever
+        if not self.is_dead:  # the tasks of a killed process are pending for ever
             error = context.get("exception") or RuntimeError(context["message"])
             self._timeline.on_error(self.name, error)
 
@@ -241,4 +230,4 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return True
 
     def is_closed(self) -> bool:
-        return self._is_dead
+        return self.is_dead

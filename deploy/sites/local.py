@@ -21,7 +21,7 @@ from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
-from tandem.deploy.sites.site import WORKER_MODULE
+from tandem.deploy.sites.site import WORKER_MODULE, Site
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.errors import ConfigError
@@ -29,7 +29,7 @@ from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.listen_socket import bind
 
 
-class LocalSite:
+class LocalSite(Site):
     """Processes are children of the launcher, ZeroMQ sockets are files in `folder`, and workers get GPUs by number.
 
     The launcher binds one listening socket per proxy and keeps all of them open, so connections that wait at the socket
@@ -38,6 +38,7 @@ class LocalSite:
     """
 
     def __init__(self, cluster: ClusterConfig, folder: Path, logs: Path) -> None:
+        super().__init__()
         self._gpus = visible_gpus(cluster.engine.device, os.environ)
         self.on_gpus = cluster.engine.device == "cuda" or bool(self._gpus)
         self._cluster = with_device_defaults(cluster, self.on_gpus)
@@ -52,8 +53,6 @@ class LocalSite:
         self._host_memory = HostMemory()
         if (disk_folder := cluster.tiers.disk_folder) is not None:
             make_disk_folder(disk_folder)
-        self.media_cache_endpoint = ""
-        self.progress_files: dict[str, Path] = {}
         names = [f"proxy-{i}" for i in range(cluster.proxies)] if not cluster.join else []
         self._listeners = {name: bind(cluster.http.host, cluster.http.port) for name in names}
         self._admin_listeners = {name: bind(*cluster.admin_address) for name in names}
@@ -146,18 +145,12 @@ class LocalSite:
         for suffix in ("json", "pid", "role"):
             (self._folder / f"{name}.{suffix}").unlink(missing_ok=True)
 
-    def set_proxy_endpoints(self, endpoints: list[str]) -> None:
-        """Does nothing: local proxies keep their endpoints."""
-
     @property
     def is_preloaded(self) -> bool:
         return self._preloaded.is_loaded
 
     def renew_preloaded(self) -> None:
         self._preloaded.renew()
-
-    def set_role(self, name: str, role: Role) -> None:
-        """Does nothing: the worker's role file survives a restart."""
 
     def stop_listening(self) -> None:
         for listener in (*self._listeners.values(), *self._admin_listeners.values()):

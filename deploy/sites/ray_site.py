@@ -22,7 +22,7 @@ from tandem.deploy.processes.process_configs import ProcessConfigs, process_envi
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
 from tandem.deploy.processes.supervisor import RESTART_DELAY_S, OnExit, Supervised
 from tandem.deploy.sites.ray_actor import NodePlace
-from tandem.deploy.sites.site import WORKER_MODULE
+from tandem.deploy.sites.site import WORKER_MODULE, Site
 from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -49,10 +49,11 @@ PROXY_RESOURCE = "tandem_proxy"
 _WILDCARDS = ("0.0.0.0", "::")
 
 
-class RaySite:
+class RaySite(Site):
     """folder: the launcher's, where commands on its host find the proxies. Raises ConfigError without a Ray cluster."""
 
     def __init__(self, cluster: ClusterConfig, folder: Path, logs: Path) -> None:
+        super().__init__()  # its progress files are on the nodes, and each proxy has a media cache beside it
         self._cluster = cluster
         self._folder = folder
         self._logs = logs
@@ -67,8 +68,6 @@ class RaySite:
             self._copying_keys = keep_running(
                 partial(self._copy_api_keys, file), "copying the API keys", RESTART_DELAY_S
             )
-        self.progress_files: dict[str, Path] = {}  # always empty: the files are on the nodes
-        self.media_cache_endpoint = ""
         write_whole(folder / NETWORK_FILE, msgspec.json.encode(cluster.network))
         try:
             ray.init(address=cluster.ray, namespace="tandem", log_to_driver=False, logging_level=logging.WARNING)
@@ -138,10 +137,6 @@ class RaySite:
         self._processes[process.name] = process
         return process
 
-    def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
-        """Returns None: each proxy has a media cache beside it."""
-        return None
-
     def forget(self, name: str) -> None:
         if (process := self._processes.pop(name, None)) is not None:
             process.release_host_memory()
@@ -166,16 +161,6 @@ class RaySite:
             self._api_keys = text
             for process in self._processes.values():
                 process.set_api_keys(text)
-
-    @property
-    def is_preloaded(self) -> bool:
-        return True  # each worker's actor has its own preloaded process, whose imports count as loading
-
-    def renew_preloaded(self) -> None:
-        """Does nothing: a worker that is restarted gets a new actor, with a new preloaded process."""
-
-    def stop_listening(self) -> None:
-        """Does nothing: each proxy binds its own socket on its node."""
 
     def close(self) -> None:
         if self._copying_keys is not None:

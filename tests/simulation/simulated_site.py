@@ -18,7 +18,7 @@ from tandem.protocol.messages.membership import FromProxyControl, WorkerReport
 from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.network import SimulatedNetwork
-from tandem.simulator.run import hidden_logs, logged_errors, seeded_ids
+from tandem.simulator.run import LogHandler, hidden_logs, seeded_ids
 from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape, Fault, FaultKind, Request, cluster_config
 from tandem.simulator.timeline import Timeline
 
@@ -57,6 +57,7 @@ class DrivenCluster:
         self.cluster = SimulatedCluster(
             shape, self.timeline, rng, self.report, self._note, self.clients.on_proxy_end
         )  # fmt: skip
+        self._cuts: list[tuple[str, str]] = []
         self.requests: list[Request] = []
         self.answers: list[Any] = []
         """What proxies answered to `tell`."""
@@ -149,10 +150,13 @@ class DrivenCluster:
     def cut(self, name: str, *others: str) -> None:
         """Cuts a process off from others, or from all."""
         for other in others or self.cluster.workers | self.cluster.proxies:
-            self.cluster.switch.partition(name, other)
+            for ends in ((name, other), (other, name)):
+                self.cluster.switch.cut(*ends)
+                self._cuts.append(ends)
 
     def heal(self) -> None:
-        self.cluster.switch.heal_all()
+        while self._cuts:
+            self.cluster.switch.heal(*self._cuts.pop())
 
     def tell(self, message: msgspec.Struct, proxy: int = 0) -> None:
         """Sends what an operator's command sends to a proxy."""
@@ -214,7 +218,7 @@ def simulated_site(shape: ClusterShape = FIXED, seed: int = 0) -> Iterator[Drive
     with hidden_logs(), seeded_ids(random.Random(seed)):
         site = DrivenCluster(shape, seed)
         try:
-            with logged_errors(site.report):
+            with hidden_logs(LogHandler(site.report)):
                 site.pass_time(1.0)
                 site.until(lambda: site.cluster.not_whole() is None, START_LIMIT_S)
                 yield site
