@@ -349,8 +349,8 @@ class Launcher:
             raise ConfigError(f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}")
         last = min(reports, key=lambda report: report.num_ready_pairs)  # every proxy must know all pairs
         roles = [worker.worker.role for worker in last.workers]
-        shown = [f"{roles.count(role)}/{count} {role}" for role, count in config.counts.items() if count]
-        expected = num_pairs(config.counts)
+        shown = [f"{roles.count(role)}/{count} {role}" for role, count in self.counts.items() if count]
+        expected = num_pairs(self.counts)
         show(f"{', '.join(shown)}, {last.num_ready_pairs}/{expected} pairs")
         if not all(self._knows_our_workers(report) for report in reports):
             return False

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tandem.deploy.launch.cluster_client import LAUNCHER_TIMEOUT_S
 from tandem.deploy.launch.hang_detector import MAX_SILENCE_S
 from tandem.deploy.launch.launcher import DRAIN_GRACE_S
 from tandem.protocol.messages.operations import ScaleCluster
@@ -112,6 +113,22 @@ def test_a_cluster_ends_with_its_launcher_and_starts_with_the_next_one() -> None
         site.ask(200, 60)  # waits until a proxy accepts it
         assert site.finish() == ["request_aborted", "finished"]
         assert pids(site).keys() == before.keys() and not set(pids(site).values()) & set(before.values())
+
+
+def test_a_worker_that_is_drained_while_a_cluster_starts_is_not_waited_for() -> None:
+    """Found by `tandem simulate`: the cluster was never ready, and took no orders."""
+    with simulated_site(replace(FIXED, boot_s=2.0)) as site:
+        site.strike("kill launcher", "launcher")
+        site.until(lambda: not site.cluster.workers)
+        site.until(lambda: "decode-1" in site.cluster.workers)
+        site.strike("freeze", "decode-1", 2.0 + 1.5 * LAUNCHER_TIMEOUT_S)
+        site.pass_time(2.5)  # the boot of all but the frozen worker
+        assert "prefill-0" in site.epochs()
+        assert not site.cluster.launcher.is_ready
+        site.cluster.operator.drain("prefill-0")
+        site.until(lambda: site.cluster.launcher.is_ready, 2 * LAUNCHER_TIMEOUT_S)
+        assert site.cluster.launcher.launcher.counts == {"prefill": 1, "decode": 2, "any": 0}
+        assert site.cluster.operator.num_running == 0
 
 
 def test_requests_are_served_while_the_launcher_is_frozen() -> None:
