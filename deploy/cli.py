@@ -129,7 +129,9 @@ def _parser() -> CommandParser:
         "--network-keys", default="", metavar="FOLDER", help="folder of keys with the operator's secret, for --join"
     )
     status.add_argument("--insecure-network", action="store_true", help="ask without keys, for --join")
-    status.add_argument("--json", action="store_true", help="print JSON")
+    how = status.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print JSON")
+    how.add_argument("--watch", action="store_true", help="update until Ctrl-C")
     scale = add("scale", _scale, "change the numbers of workers of a running cluster")
     scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="prefill=N, decode=N, any=N, or several of them")
     drain = add("drain", _drain, "stop one worker after its requests have finished")
@@ -162,8 +164,8 @@ def _parser() -> CommandParser:
     simulation.add_argument("--step-times", type=Path, metavar="FILE", help=help_text)
     simulation.add_argument("--json", type=Path, metavar="FILE", help="write the figures of a trace")
     _add_settings(simulation, left_out=[setting.key for setting in settings() if setting.key not in SIMULATED])
-    clear = _add_cache_clear(add("cache", None, "empty the caches of a running cluster"))
-    for command in (status, scale, drain, role, restart, clear):
+    caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
+    for command in (status, scale, drain, role, restart, *caches):
         help_text = "HTTP port of the cluster (default: 8000)"
         command.add_argument("--port", type=int, default=HttpSettings().port, metavar="N", help=help_text)
     for command, timeout_s in ((scale, 600.0), (drain, 60.0), (role, 10.0), (restart, 600.0)):
@@ -173,13 +175,22 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _add_cache_clear(cache: CommandParser) -> CommandParser:
+def _add_cache_commands(cache: CommandParser) -> list[CommandParser]:
     actions = cache.add_subparsers(required=True, metavar="ACTION", dest="action")
-    clear: CommandParser = actions.add_parser("clear", allow_abbrev=False, help="drop what no request uses")
+    show = actions.add_parser("show", allow_abbrev=False, help="show the cached KV blocks of each worker and tier")
+    show.set_defaults(run=_cache_show)
+    clear = actions.add_parser("clear", allow_abbrev=False, help="drop what no request uses")
     clear.set_defaults(run=_cache_clear)
     help_text = "media: processed images and videos; kv: KV blocks, in all tiers; default: both"
     clear.add_argument("kind", nargs="?", choices=["media", "kv"], help=help_text)
-    return clear
+    fill = actions.add_parser("prefetch", allow_abbrev=False, help="compute a prompt's KV, or load it from a tier")
+    fill.set_defaults(run=_cache_prefetch)
+    fill.add_argument("file", metavar="FILE", help="JSON body of a chat or completion; - reads it from stdin")
+    fill.add_argument("--url", default="", metavar="URL", help="HTTP endpoint (default: http://127.0.0.1 and --port)")
+    key = os.environ.get("TANDEM_API_KEY", "")
+    fill.add_argument("--api-key", default=key, metavar="KEY", help="API key (default: TANDEM_API_KEY's value)")
+    fill.add_argument("--timeout-s", type=float, default=600.0, metavar="X", help="seconds to wait (default: 600)")
+    return [show, clear, fill]
 
 
 def _add_settings(parser: CommandParser, left_out: Sequence[str]) -> None:
@@ -293,11 +304,13 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from tandem.deploy.commands.status import print_status
+    from tandem.deploy.commands.status import print_status, watch_status
 
     join, keys, insecure = arguments.join, arguments.network_keys, arguments.insecure_network
     config = ClusterConfig(join=join, network_keys=keys, insecure_network=insecure)
     cluster = ClusterClient(arguments.port, config.join_endpoints, config.network)
+    if arguments.watch:
+        asyncio.run(watch_status(cluster))  # until Ctrl-C
     return asyncio.run(print_status(cluster, arguments.json))
 
 
@@ -330,10 +343,23 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return simulate(arguments.seed, arguments.seeds, limit_s, arguments.log)
 
 
+def _cache_show(arguments: argparse.Namespace) -> None:
+    from tandem.deploy.commands.cache import show_caches
+
+    asyncio.run(show_caches(ClusterClient(arguments.port)))
+
+
 def _cache_clear(arguments: argparse.Namespace) -> None:
     from tandem.deploy.commands.cache import clear_caches
 
     asyncio.run(clear_caches(ClusterClient(arguments.port), arguments.kind))
+
+
+def _cache_prefetch(arguments: argparse.Namespace) -> None:
+    from tandem.deploy.commands.prefetch import prefetch, read_request
+
+    url = arguments.url or f"http://127.0.0.1:{arguments.port}"
+    asyncio.run(prefetch(url, read_request(arguments.file), arguments.api_key, arguments.timeout_s))
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.plausible import plausible_status
 from tandem.protocol.messaging import Network
-from tandem.proxy.admission.rejections import num_refused
 from tandem.proxy.cluster.worker_record import MembershipChange
 from tandem.proxy.cluster.worker_table import CHECK_INTERVAL_S
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.http.app_state import AppState
+from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError, InvalidMessage, ProtocolError
 from tandem.runtime.files.whole_file import write_whole
@@ -122,7 +122,7 @@ class Control:
                     self._table.why_not_ready() is None,
                     self._state.dispatcher.num_running,
                     self._table.report(now),
-                    num_refused(self._state.metrics),
+                    serving_figures(self._state.metrics, self._state.admission),
                     self._generation_config,
                     self._state.text.sampling_defaults.known(),
                 )

@@ -57,8 +57,7 @@ class Autoscaler:
 
     def observe(self, now: float, reports: Sequence[StatusReport]) -> None:
         """Updates the proposal from the latest reports and acts on it."""
-        num_refused = sum(report.num_refused for report in reports) if reports else None
-        demand = self._meter.observe(now, freshest_loads(reports), num_refused)
+        demand = self._meter.observe(now, freshest_loads(reports), num_refused(reports))
         counts = self._cluster.counts
         current = counts["prefill"], counts["decode"], counts["any"]
         proposal = self._planner.propose(now, demand, *current)
@@ -94,6 +93,12 @@ def planner_config(config: ClusterConfig, foresee_s: float) -> PlannerConfig:
         max_num_seqs=config.engine.max_num_seqs,
         foresee_s=foresee_s,
     )
+
+
+def num_refused(reports: Sequence[StatusReport]) -> int | None:
+    """Requests refused by all proxies since their start; None before the first report."""
+    counts = [report.figures.num_refused for report in reports if report.figures is not None]
+    return sum(counts) if counts else None
 
 
 def freshest_loads(reports: Sequence[StatusReport]) -> list[tuple[WorkerInfo, WorkerLoad]]:

@@ -1,22 +1,36 @@
-"""`tandem status`: prints what the proxies of a running cluster report."""
+"""`tandem status`: prints what the proxies of a running cluster report, once or (`--watch`) every second."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
 from tandem.deploy.autoscale.planner import counts_text
+from tandem.deploy.commands.serving_rates import RateSample, ServingRates, rates
 from tandem.deploy.launch.cluster_client import ClusterClient
-from tandem.protocol.messages.membership import DECODE_ROLES, Role, StatusReport, WorkerReport
+from tandem.protocol.messages.membership import DECODE_ROLES, Role, TierFigures, WorkerReport
 from tandem.protocol.messages.operations import GetPlan, PlanReport
-from tandem.runtime.errors import TandemError
+from tandem.runtime.errors import Overloaded, TandemError
 
 PLAN_TIMEOUT_S = 2.0
+INTERVAL_S = 1.0
+WINDOW_S = 30.0
+"""Period over which `--watch` computes rates and percentiles."""
 _ROLE_ORDER: tuple[Role, ...] = ("prefill", "any", "decode")
+_PLACEMENT_WORDS = {
+    "same": "on one worker",
+    "two": "on two workers",
+    "deflected": "on a decode worker alone",
+    "prefill_only": "only prefill",
+}
 
 
 async def fetch_plan(cluster: ClusterClient) -> PlanReport | None:
@@ -30,21 +44,50 @@ async def fetch_plan(cluster: ClusterClient) -> PlanReport | None:
 
 
 async def print_status(cluster: ClusterClient, as_json: bool) -> int:
-    """Prints the status. Exit code 1 if the cluster is not ready or one of its proxies does not answer, else 0."""
-    reports = await cluster.status()
-    num_silent = max(0, len(cluster.proxy_endpoints()) - len(reports))
+    """Prints the status once. Exit code 1 if the cluster is not ready or one of its proxies does not answer, else 0."""
+    sample = RateSample(time.monotonic(), await cluster.status())
+    num_silent = _num_silent(cluster, sample)
     if as_json:
-        print(msgspec.json.encode(reports).decode())
+        print(msgspec.json.encode(sample.reports).decode())
     else:
-        Console().print(status_tables(reports, num_silent))
+        Console().print(status_tables(sample, None, num_silent))
         if (plan := await fetch_plan(cluster)) is not None:
             print("\n" + plan_lines(plan), end="")
-    return 0 if all(report.ready for report in reports) and not num_silent else 1
+    return 0 if all(report.ready for report in sample.reports) and not num_silent else 1
 
 
-def status_tables(reports: Sequence[StatusReport], num_silent: int) -> Group:
-    """Tables of proxies, workers and pairs."""
+async def watch_status(cluster: ClusterClient) -> None:
+    """Updates the status every second until cancelled. Rates cover the last WINDOW_S."""
+    console = Console()
+    samples: deque[RateSample] = deque()
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            try:
+                samples.append(RateSample(time.monotonic(), await cluster.status()))
+            except Overloaded as error:
+                live.update(f"[red]{error}[/]", refresh=True)
+            else:
+                while samples[-1].at - samples[0].at > WINDOW_S:
+                    samples.popleft()
+                then = samples[0] if len(samples) > 1 else None
+                tables = status_tables(samples[-1], then, _num_silent(cluster, samples[-1]))
+                plan = await fetch_plan(cluster)
+                live.update(tables if plan is None else Group(tables, "", plan_lines(plan)), refresh=True)
+            await asyncio.sleep(INTERVAL_S)
+
+
+def _num_silent(cluster: ClusterClient, sample: RateSample) -> int:
+    return max(0, len(cluster.proxy_endpoints()) - len(sample.reports))
+
+
+def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> Group:
+    """Tables of proxies, latencies, workers and pairs.
+
+    then: earlier sample from which rates and percentiles count; None counts from the start of the proxies.
+    """
+    reports = now.reports
     first = reports[0]
+    figures = rates(now, then)
     is_ready = all(report.ready for report in reports) and not num_silent
     state = "[green]ready[/]" if is_ready else "[red]not ready[/]"
     requests = sum(report.num_requests for report in reports)
@@ -61,7 +104,7 @@ def status_tables(reports: Sequence[StatusReport], num_silent: int) -> Group:
         proxies.add_row(report.proxy_id, state, str(report.num_requests), str(len(report.workers)))
     names = "pid,run,wait,KV\nuse,free\nblocks,quar.,prefix\nhits,pre-\nempt,step\nms,ago\ns"
     workers = plain_table(["worker", "role\n(flips)"], names.split(","))
-    pairs = plain_table(["prefill", "decode", "state", "connector"], ["sent\nMB"])
+    pairs = plain_table(["prefill", "decode", "state", "connector"], ["sent\nMB", "MB/s\nmoving"])
     pairs.add_column("reason")
     tier_lines: list[str] = []
     for worker in sorted(first.workers, key=lambda w: (_ROLE_ORDER.index(w.worker.role), w.worker.worker_id)):
@@ -84,27 +127,33 @@ def status_tables(reports: Sequence[StatusReport], num_silent: int) -> Group:
             tier_lines.append(escape(_tier_line(worker)))
         sent = {each.decode_worker_id: each.num_bytes for each in load.traffic}
         for pair in worker.pairs:
+            speed = figures.bandwidth.get((worker.worker.worker_id, pair.decode_worker_id))
             pairs.add_row(
                 worker.worker.worker_id,
                 pair.decode_worker_id,
                 pair.state,
                 pair.connector,
                 f"{sent.get(pair.decode_worker_id, 0) / 1e6:.1f}",
+                f"{speed / 1e6:.0f}" if speed is not None else "",
                 pair.reason,
             )
     shown_tiers = ["\n".join(tier_lines)] if tier_lines else []
-    parts: list[Table | str] = [proxies, workers, *shown_tiers, pairs]
+    parts: list[Table | str] = [proxies, *_serving(figures, then is not None), workers, *shown_tiers, pairs]
     return Group(head, *(each for part in parts for each in ("", part)))
 
 
+def tier_sizes_gib(tier: TierFigures, num_ranks: int) -> tuple[str, str]:
+    """Returns size and limit in GiB, the limit "" if unknown. Each rank has host memory of its own; all ranks and
+    workers share another tier."""
+    unit = (1 << 30) / (num_ranks if tier.name == "host" else 1)
+    return f"{tier.num_bytes / unit:.2f}", f"{tier.max_bytes / unit:.2f}" if tier.max_bytes else ""
+
+
 def _tier_line(report: WorkerReport) -> str:
-    """Each rank has host memory of its own; all ranks and workers share another tier."""
     shown = []
     for tier in report.load.tiers:
-        unit = (1 << 30) / (report.worker.num_ranks if tier.name == "host" else 1)
-        limit = f"/{tier.max_bytes / unit:.2f}" if tier.max_bytes else ""
-        problem = f" (not used at the moment: {tier.error})" if tier.error else ""
-        shown.append(f"{tier.name} {tier.num_bytes / unit:.2f}{limit} GiB{problem}")
+        size, limit = tier_sizes_gib(tier, report.worker.num_ranks)
+        shown.append(f"{tier.name} {size}{limit and '/'}{limit} GiB{' (failing)' if tier.error else ''}")
     return f"{report.worker.worker_id} KV tiers: {', '.join(shown)}"
 
 
@@ -119,6 +168,37 @@ def _limits(workers: Sequence[WorkerReport]) -> str:
     quantized = " or ".join(sorted({worker.quantization or "no quantisation" for worker in workers}))
     weights = f", weights: {quantized}" if any(worker.quantization for worker in workers) else ""
     return f"\nsequences of up to {shortest.max_model_len} tokens{because}, KV blocks of {sizes} tokens{weights}"
+
+
+def _serving(figures: ServingRates, is_recent: bool) -> list[Table | str]:
+    latencies = plain_table(["ms" if is_recent else "ms since the start"], ["p50", "p90", "p99"])
+    for name, values in (("TTFT", figures.ttft_s), ("ITL", figures.itl_s), ("E2E", figures.e2e_s)):
+        latencies.add_row(name, *("-" if value is None else f"{1000 * value:.1f}" for value in values))
+    load = [f"{figures.num_waiting} waiting for a first token"]
+    for what, rate in (
+        ("output tokens/s", figures.output_tokens_per_s),
+        ("prompt tokens/s", figures.prompt_tokens_per_s),
+        ("requests/s", figures.finished_per_s),
+    ):
+        if rate is not None:
+            load.append(f"{rate:.1f} {what}")
+    shown = [f"{name} {1000 * seconds:.0f}" for name, seconds in figures.stages_s.items() if seconds >= 0.0005]
+    stages = "mean ms of each stage: " + ", ".join(shown) if shown else "no request has finished yet"
+    parts: list[Table | str] = [latencies, ", ".join(load), stages]
+    if figures.predictions:
+        parts.append(_predictions(figures))
+    if placed := [f"{count} {_PLACEMENT_WORDS[where]}" for where, count in figures.placements.items() if count]:
+        parts.append("sequences that ran " + ", ".join(placed))
+    return parts
+
+
+def _predictions(figures: ServingRates) -> Table:
+    table = plain_table(["mean ms"], ["predicted", "measured", "error"])
+    for latency, since in (("ttft", "TTFT from dispatch"), ("itl", "ITL")):
+        if (means := figures.predictions.get(latency)) is not None:
+            values = (means.predicted_s, means.measured_s, means.error_s)
+            table.add_row(since, *(f"{1000 * value:.1f}" for value in values))
+    return table
 
 
 def plan_lines(plan: PlanReport) -> str:
@@ -141,7 +221,7 @@ def plain_table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
     """A table without borders, for 80 columns: texts are aligned left, figures right."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in names:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=name != "reason")
     for name in figures:
         table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 22
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -46,6 +46,7 @@ class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     decode_worker_id: str
     num_bytes: int
+    num_shipments: int
     shipping_s: float
 
 
@@ -300,6 +301,42 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """See RegisterWorker."""
 
 
+class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A histogram. bounds_s: ascending upper bounds. counts: one for each bound, and one above the last."""
+
+    bounds_s: list[float]
+    counts: list[int]
+
+
+class PredictionFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Latencies that were predicted at the dispatch and then measured, as sums. error_s: of absolute differences."""
+
+    num_measured: int
+    predicted_s: float
+    measured_s: float
+    error_s: float
+
+
+class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Totals of one proxy since its start, except num_waiting."""
+
+    num_waiting: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_finished: int
+    ttft: LatencyBuckets
+    itl: LatencyBuckets
+    e2e: LatencyBuckets
+    stages_s: dict[str, float]
+    """Seconds of finished sequences, by stage."""
+    num_refused: int = 0
+    """Requests refused for lack of capacity, without those above a client's limit."""
+    predictions: dict[str, PredictionFigures] = {}
+    """Predictions by latency (ttft, itl)."""
+    placements: dict[str, int] = {}
+    """Sequences by where they ran, see `telemetry.stages`."""
+
+
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Proxy to `tandem status`. generation_config, sampling_defaults: where the defaults of sampling come from, and
     those that are set."""
@@ -309,8 +346,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     ready: bool
     num_requests: int
     workers: list[WorkerReport]
-    num_refused: int = 0
-    """Requests refused since the proxy's start that more workers would have served."""
+    figures: ServingFigures | None = None
     generation_config: str = ""
     sampling_defaults: dict[str, float] = {}
 

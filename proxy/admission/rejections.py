@@ -5,7 +5,6 @@ from __future__ import annotations
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.runtime.errors import Overloaded, TandemError
-from tandem.telemetry.proxy_metrics import ProxyMetrics
 
 CAPACITY_REASONS = ("queue_full", "slo", "no_room")
 """Reasons that more workers would remedy. A client that exceeds its own limit is not among them."""
@@ -24,9 +23,3 @@ def rejection_reason(error: TandemError) -> str | None:
             return "no_room"
         case _:
             return None
-
-
-def num_refused(metrics: ProxyMetrics) -> int:
-    """Returns how many requests this process has refused that more workers would have served."""
-    # prometheus_client has no public way to read single values. They are of this process, also in a shared folder.
-    return int(sum(metrics.rejected.labels(reason)._value.get() for reason in CAPACITY_REASONS))

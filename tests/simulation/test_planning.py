@@ -128,7 +128,7 @@ def status(*loads: WorkerLoad) -> list[StatusReport]:
 
 
 def test_figures_come_from_the_status_of_a_cluster(tmp_path: Path) -> None:
-    computes = WorkerLoad(num_blocks=300, prompt_tokens_per_s=900.0, traffic=[PairTraffic("w1", 1 << 20, 0.5)])
+    computes = WorkerLoad(num_blocks=300, prompt_tokens_per_s=900.0, traffic=[PairTraffic("w1", 1 << 20, 3, 0.5)])
     decodes = WorkerLoad(num_blocks=200, fixed_step_s=0.01, step_s_per_sequence=0.001, num_received_tokens=1000)
     file = tmp_path / "status.json"
     file.write_bytes(msgspec.json.encode(status(computes, decodes)))

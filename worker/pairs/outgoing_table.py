@@ -150,7 +150,7 @@ class OutgoingPairTable:
         changed = [p for p in self._by_epoch.values() if p.num_shipments != p.num_reported_shipments]
         for pair in changed:
             pair.num_reported_shipments = pair.num_shipments
-        return [PairTraffic(p.peer.worker_id, p.num_shipped_bytes, p.shipping_s) for p in changed]
+        return [PairTraffic(p.peer.worker_id, p.num_shipped_bytes, p.num_shipments, p.shipping_s) for p in changed]
 
     def restart_traffic(self) -> None:
         """Lets the next call of `take_traffic` return the figures of all pairs with shipments."""

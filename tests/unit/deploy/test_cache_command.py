@@ -1,4 +1,4 @@
-"""`tandem cache`: whom it tells to drop their blocks. `tandem status`: what it shows of the tiers."""
+"""`tandem cache`: what it shows of workers' pools and tiers, and whom it tells to drop their blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tandem.deploy.commands.cache import clear_caches
+from tandem.deploy.commands.cache import cache_table, clear_caches, show_caches
+from tandem.deploy.commands.serving_rates import RateSample
 from tandem.deploy.commands.status import status_tables
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import (
@@ -23,17 +24,29 @@ from tandem.protocol.messages.membership import (
 from tandem.runtime.errors import ConfigError
 
 GIB = 1 << 30
-HOST = TierFigures("host", 12000, GIB // 2, 2 * GIB)
+HOST = TierFigures("host", 12000, GIB // 2, 2 * GIB, num_stored=20000, num_loaded=300, num_skipped=4, num_corrupt=5)
 DISK = TierFigures("disk", 70000, 5 * GIB, 100 * GIB, error="cannot write [7]: No space left on device, since a while")
 STORE = TierFigures("store", 6)
 WORKERS = [
     WorkerReport(
         WorkerInfo("worker-1", "b", "any", "", 2, num_ranks=2),
-        WorkerLoad(num_blocks=640, tiers=[HOST, DISK, STORE]),
+        WorkerLoad(
+            num_blocks=640,
+            num_cached_blocks=118,
+            num_prompt_tokens=150,
+            num_cached_tokens=60,
+            num_loaded_tokens=30,
+            tiers=[HOST, DISK, STORE],
+        ),
         [],
         0.1,
     ),
-    WorkerReport(WorkerInfo("worker-0", "a", "any", "", 1), WorkerLoad(num_blocks=640), [], 0.1),
+    WorkerReport(
+        WorkerInfo("worker-0", "a", "any", "", 1),
+        WorkerLoad(num_blocks=640, num_prompt_tokens=50, num_cached_tokens=40),
+        [],
+        0.1,
+    ),
 ]
 
 
@@ -56,12 +69,40 @@ class FakeCluster(ClusterClient):
         return [WorkerOrdered(question.worker_id, each) for each in self._errors.get(question.worker_id, ("", ""))]
 
 
+def test_each_worker_has_a_row_for_its_pool_and_one_for_each_tier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(show_caches(FakeCluster(tmp_path)))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown, "output to a pipe has no escape codes"
+    table, _, notes = shown.partition("\n\n")
+    lines = [line.rstrip() for line in table.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert [line.split() for line in lines[-5:]] == [
+        ["worker-0", "pool", "0/640"],
+        ["worker-1", "pool", "118/640"],
+        ["worker-1", "host", "12000", "1.00", "4.00", "20000", "300", "4", "5"],  # of both ranks
+        ["worker-1", "disk", "70000", "5.00", "100.00", "0", "0", "0", "0"],
+        ["worker-1", "store", "6", "0.00", "0", "0", "0", "0"],
+    ]
+    assert notes.splitlines() == [
+        "200 prompt tokens: 50% were cached, 15% were loaded from tiers",
+        f"worker-1 does not use its tier disk at the moment: {DISK.error}",
+    ]
+
+
+def test_a_cluster_without_requests_or_workers_is_shown_too() -> None:
+    console = Console(width=80, record=True, force_terminal=False)
+    with console.capture() as captured:
+        console.print(cache_table([]))
+    assert "no prompt tokens yet" in captured.get()
+
+
 def test_the_status_has_a_line_for_each_worker_with_tiers() -> None:
     console = Console(width=80, record=True, force_terminal=False)
     with console.capture() as captured:
-        console.print(status_tables([StatusReport("p", "m", True, 0, WORKERS)], 0))
-    disk = f"disk 5.00/100.00 GiB (not used at the moment: {DISK.error})"
-    text = f"worker-1 KV tiers: host 1.00/4.00 GiB, {disk}, store 0.00 GiB"
+        console.print(status_tables(RateSample(0.0, [StatusReport("p", "m", True, 0, WORKERS)]), None, 0))
+    text = "worker-1 KV tiers: host 1.00/4.00 GiB, disk 5.00/100.00 GiB (failing), store 0.00 GiB"
     shown = " ".join(captured.get().split())
     assert text in shown and shown.count("KV tiers") == 1
 

@@ -163,9 +163,9 @@ def test_traffic_is_reported_once_and_again_after_a_restart() -> None:
     ids = {pair.peer.worker_id: pair.pair_id for pair in table.pairs()}
     table.on_shipped(ids["near"], 10, 0.5)
     table.on_shipped(ids["near"], 10, 0.5)
-    assert table.take_traffic() == [PairTraffic("near", 20, 1.0)]
+    assert table.take_traffic() == [PairTraffic("near", 20, 2, 1.0)]
     table.on_shipped(ids["far"], 5, 0.5)
-    assert table.take_traffic() == [PairTraffic("far", 5, 0.5)]
+    assert table.take_traffic() == [PairTraffic("far", 5, 1, 0.5)]
     assert table.take_traffic() == []
     table.restart_traffic()
     assert [each.decode_worker_id for each in table.take_traffic()] == ["near", "far"]

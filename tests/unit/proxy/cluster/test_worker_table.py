@@ -347,7 +347,7 @@ def test_workers_that_leave_take_the_blocks_of_their_tiers_along() -> None:
 
 def test_the_traffic_of_pairs_that_ship_nothing_now_stays_known() -> None:
     table, [prefill], [one, other] = cluster(1, 2)
-    for figures in (PairTraffic(one.worker_id, 5, 0.5), PairTraffic(other.worker_id, 7, 0.5)):
+    for figures in (PairTraffic(one.worker_id, 5, 1, 0.5), PairTraffic(other.worker_id, 7, 1, 0.5)):
         message = msgspec.structs.replace(status(prefill, one, other), load=WorkerLoad(traffic=[figures]), pairs=None)
         table.on_status(0.1, message)
     table.on_status(0.2, msgspec.structs.replace(status(prefill), pairs=None))
