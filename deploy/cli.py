@@ -146,7 +146,7 @@ def _parser() -> CommandParser:
         _simulate,
         "run workers and proxies in simulated time, with faults, or with a recorded trace",
         usage="tandem simulate [--seed N | --seeds A-B] [--time-s X] [--log FILE]\n"
-        "       tandem simulate --trace FILE --step-times FILE [--json FILE] [FLAGS]",
+        "       tandem simulate --trace FILE --step-times FILE [--json FILE] [--plot FILE] [FLAGS]",
         description="Run real workers and proxies in simulated time. Without --trace, seeds decide clusters, loads and "
         "faults, and what must always hold is checked. With --trace, print the latencies of a cluster that you plan.",
     )
@@ -163,6 +163,7 @@ def _parser() -> CommandParser:
     help_text = "what `tandem status --json` prints on a cluster under load, or the figures of a worker as JSON"
     simulation.add_argument("--step-times", type=Path, metavar="FILE", help=help_text)
     simulation.add_argument("--json", type=Path, metavar="FILE", help="write the figures of a trace")
+    simulation.add_argument("--plot", type=Path, metavar="FILE", help="draw the latencies of a trace, as .svg or .png")
     _add_settings(simulation, left_out=[setting.key for setting in settings() if setting.key not in SIMULATED])
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
     for command in (status, scale, drain, role, restart, *caches):
@@ -337,7 +338,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         from tandem.deploy.commands.simulate_trace import simulate_trace
 
         config = load_config(arguments.config, _overrides(arguments))
-        simulate_trace(config, arguments.trace, arguments.step_times, arguments.json)
+        simulate_trace(config, arguments.trace, arguments.step_times, arguments.json, arguments.plot)
         return 0
     limit_s = math.inf if arguments.seeds else arguments.time_s
     return simulate(arguments.seed, arguments.seeds, limit_s, arguments.log)

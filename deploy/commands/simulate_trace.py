@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
@@ -15,11 +15,16 @@ from tandem.deploy.device_defaults import with_device_defaults
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.whole_file import write_whole
 
+if TYPE_CHECKING:
+    from tandem.deploy.planning.player import Played
 
-def simulate_trace(config: ClusterConfig, trace: Path, step_times: Path | None, report: Path | None) -> None:
+
+def simulate_trace(
+    config: ClusterConfig, trace: Path, step_times: Path | None, report: Path | None, plot: Path | None
+) -> None:
     """Plays the trace and prints what came of it. Raises ConfigError.
 
-    step_times: what `tandem status --json` printed, or figures of a worker. report: gets JSON.
+    step_times: what `tandem status --json` printed, or figures of a worker. report: gets JSON. plot: an image.
     """
     from tandem.deploy.planning.player import Player
     from tandem.deploy.planning.trace import read_trace
@@ -27,6 +32,8 @@ def simulate_trace(config: ClusterConfig, trace: Path, step_times: Path | None, 
 
     if step_times is None:
         raise ConfigError("--step-times is missing: give a file with what `tandem status --json` prints on a cluster")
+    if plot is not None:
+        _pyplot()  # before the work
     figures = read_figures(step_times)
     requests = read_trace(trace, figures.max_model_len)
     config = with_device_defaults(config, on_gpus=config.engine.device == "cuda")
@@ -41,6 +48,8 @@ def simulate_trace(config: ClusterConfig, trace: Path, step_times: Path | None, 
     if report is not None:
         content = {"cluster": config.counts, "worker": figures, **summary}
         write_whole(report, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    if plot is not None:
+        _draw(played, plot)
 
 
 def _print(summary: dict[str, Any], has_limits: bool, took_s: float) -> None:
@@ -59,3 +68,36 @@ def _print(summary: dict[str, Any], has_limits: bool, took_s: float) -> None:
         console.print(
             f"goodput: {100 * share:.1f} % of the requests keep --ttft-slo-ms and --itl-slo-ms, {per_s:.2f}/s"
         )
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _draw(played: Played, file: Path) -> None:
+    """Draws the shares of requests and tokens below each latency, and the TTFT over time."""
+    plt = _pyplot()
+    whole = [each for each in played.served if not each.error]
+    figure, (shares, course) = plt.subplots(1, 2, figsize=(11, 4))
+    for name, values in (("TTFT", [each.ttft_s for each in whole]), ("ITL", played.gaps_s)):
+        ordered = sorted(values)
+        shares.plot(
+            [1000 * value for value in ordered], [(n + 1) / len(ordered) for n in range(len(ordered))], label=name
+        )
+    shares.set(xscale="log", xlabel="ms", ylabel="share at most this long")
+    shares.legend()
+    course.plot([each.sent_at for each in whole], [1000 * each.ttft_s for each in whole], ".", markersize=3)
+    course.set(xlabel="sent at, s", ylabel="TTFT, ms")
+    try:
+        figure.savefig(file, bbox_inches="tight")
+    except (OSError, ValueError) as error:  # ValueError: of the name's suffix
+        raise ConfigError(f"--plot {file}: {error}") from error
+    finally:
+        plt.close(figure)

@@ -219,15 +219,16 @@ def test_percentiles() -> None:
 # ---- the command
 
 
-def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path, *['{"timestamp": 0, "input_length": 90, "output_length": 9}'] * 3)
     figures = tmp_path / "figures.json"
     figures.write_bytes(msgspec.json.encode(FIGURES))
     command = ["simulate", "--trace", str(trace), "--step-times", str(figures), "--workers", "2", "--itl-slo-ms", "60"]
-    run([*command, "--json", str(tmp_path / "report.json")])
+    run([*command, "--json", str(tmp_path / "report.json"), "--plot", str(tmp_path / "plot.svg")])
     assert "3 requests" in (shown := capsys.readouterr().out) and "goodput: 100.0 %" in shown
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["requests"] == 3 and report["cluster"]["any"] == 2 and report["ttft_ms"]["p50"] > 45
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
 def run(command: list[str]) -> None:
