@@ -23,7 +23,7 @@ from tests.unit.engine.test_engine_parity import COMMON, MODELS
 
 MAX_SHARED_BYTES = 99 * 1024
 """Of a program on consumer GPUs (compute capability 8.6, 8.9 and 12.0); others have more."""
-EXTENDED = pytest.mark.extended
+EXTENDED, EXHAUSTIVE = pytest.mark.extended, pytest.mark.exhaustive
 INTERPRETED = Path(__file__).with_name("interpreted_layers.py")
 QUANTISED_LAYERS = Path(__file__).with_name("interpreted_quantised_layers.py")
 
@@ -181,11 +181,13 @@ SIZES = [
     pytest.param(LayerSizes(896, 4864, 14, 2, 64), marks=EXTENDED, id="Qwen2.5-0.5B"),
     pytest.param(LayerSizes(3072, 8192, 32, 32, 96, torch.float16), marks=EXTENDED, id="Phi-3-mini"),
     pytest.param(LayerSizes(3840, 15360, 16, 8, 256), marks=EXTENDED, id="heads of 256"),
-    pytest.param(LayerSizes(dtype=torch.float32), marks=EXTENDED, id="float32, in which layers are compared"),
+    pytest.param(LayerSizes(dtype=torch.float32), marks=EXHAUSTIVE, id="float32, in which layers are compared"),
 ]
 
 
-@pytest.mark.parametrize("capability", [80, *(pytest.param(each, marks=EXTENDED) for each in (90, 100, 120))])
+@pytest.mark.parametrize(
+    "capability", [80, *(pytest.param(each, marks=EXTENDED) for each in (90, 120)), pytest.param(100, marks=EXHAUSTIVE)]
+)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_kernels_compile_and_fit(sizes: Any, capability: int) -> None:
     """On 8.0 and 12.0 attention to chunks keeps up to twenty registers in memory."""
