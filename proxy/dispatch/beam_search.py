@@ -99,11 +99,11 @@ class BeamSearch:
         num_prompt_tokens: int,
         num_top: int = 0,
     ) -> None:
+        self.max_tokens = max_tokens
         self.running = [Beam()]
         self.token_ids = [b""]  # packed, of each running beam
         self._num_top = num_top
         self._width = width
-        self._max_tokens = max_tokens
         self._eos_token_ids = eos_token_ids
         self._length_penalty = length_penalty
         self._num_prompt_tokens = num_prompt_tokens
@@ -120,7 +120,7 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
-        return not self.running or self.running[0].length >= self._max_tokens
+        return not self.running or self.running[0].length >= self.max_tokens
 
     def add(self, given: TokenLogprobs) -> None:
         """Takes the most likely next tokens of the next running beam."""
