@@ -61,7 +61,7 @@ class HeadTooLarge(InvalidRequest):
 
 
 class UnsupportedContentCoding(InvalidRequest):
-    """The body is compressed in a way that the server does not know."""
+    """The body is compressed."""
 
     code = "unsupported_content_coding"
 
@@ -137,7 +137,7 @@ _STATUS: dict[type[TandemError], int] = {
 
 _HEADERS: dict[type, dict[str, str]] = {
     InvalidApiKey: {"www-authenticate": 'Bearer realm="tandem"'},
-    UnsupportedContentCoding: {"accept-encoding": "gzip, deflate"},
+    UnsupportedContentCoding: {"accept-encoding": "identity"},
 }
 """Headers that answers with these errors must have (RFC 9110)."""
 

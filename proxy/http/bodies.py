@@ -13,18 +13,14 @@ from contextlib import asynccontextmanager
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
-from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow
-from tandem.proxy.http.content_coding import coding_of, decoded
-from tandem.proxy.http.turns import Turns
+from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow, UnsupportedContentCoding
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import Overloaded
 
 _PROGRESS_BYTES = 16 * 1024
 MAX_UNSPOOLED_BYTES = 16 * 1024
 MAX_UNORDERED_BYTES = 64 * 1024
-"""Size up to which a body is read as soon as it arrives. Larger ones are read in turn, see `Turns`."""
-MAX_LARGE_BODIES = 1
-"""Large bodies that are read, or whose answers are begun, in one iteration of the loop: 256 KiB take about 1 ms."""
+"""Size up to which a body is read as soon as it arrives. Larger ones are read in turn."""
 MAX_SPOOLED_BYTES = 1 << 30
 """All large bodies together. Beyond that, large bodies are refused."""
 
@@ -35,19 +31,16 @@ class RequestBodies:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._max_spooled_bytes = max_spooled_bytes
-        self._turns = Turns(MAX_LARGE_BODIES)
+        self._turn_lock = asyncio.Lock()
         self.num_spooled_bytes = 0
 
     @asynccontextmanager
     async def receive(self, receive: Receive, headers: Headers) -> AsyncGenerator[bytes | SpooledBody, None]:
         """Yields the whole body. A large one is deleted at the end of the context.
 
-        Raises BodyTooLarge, ClientTooSlow, ClientDisconnected, UnsupportedContentCoding, InvalidRequest for a body that
-        cannot be decoded, and Overloaded while too much is being uploaded.
+        Raises BodyTooLarge, ClientTooSlow, ClientDisconnected, UnsupportedContentCoding, and Overloaded while too much
+        is being uploaded.
         """
-        announced = headers.get("content-length", "")
-        if announced.isdecimal():
-            _check(int(announced), self._max_bytes)
         spooled: SpooledBody | None = None
         small = b""
         try:
@@ -70,20 +63,21 @@ class RequestBodies:
             if spooled is not None:
                 self.num_spooled_bytes -= spooled.num_bytes
                 spooled.close()
-                await self._turns.turn()  # what has been read of many bodies at once is answered in turn, too
+                await self._turn()  # what has been read of many bodies at once is answered in turn, too
 
     def limited(self, receive: Receive, headers: Headers, max_bytes: int) -> Receive:
-        """Returns `receive` for one body of at most `max_bytes`, decoded, with the limit on pace.
+        """Returns `receive` for one body of at most `max_bytes`, with the limit on pace.
 
-        It raises BodyTooLarge, ClientTooSlow, ClientDisconnected, and InvalidRequest for a body that cannot be decoded.
-        Raises UnsupportedContentCoding.
+        It raises BodyTooLarge, ClientTooSlow, ClientDisconnected. Raises UnsupportedContentCoding, BodyTooLarge.
         """
-        coding = coding_of(headers)
+        coding = headers.get("content-encoding", "identity")
+        if coding.lower() not in ("", "identity"):
+            raise UnsupportedContentCoding(
+                f"Content-Encoding {coding[:100]!r} is not supported; send the body as it is.", "content-encoding"
+            )
         announced = headers.get("content-length", "")
-        paced = self._paced(receive, max_bytes, int(announced) if announced.isdecimal() else 0)
-        return decoded(paced, coding, max_bytes, self._turns.turn) if coding else paced
-
-    def _paced(self, receive: Receive, max_bytes: int, num_announced: int) -> Receive:
+        num_announced = int(announced) if announced.isdecimal() else 0
+        _check(num_announced, max_bytes)
         now, timeout_s = asyncio.get_running_loop().time, self._timeout_s
         deadline, num_bytes, num_timed_bytes = now() + timeout_s, 0, 0
 
@@ -91,7 +85,7 @@ class RequestBodies:
             nonlocal deadline, num_bytes, num_timed_bytes
             if max(num_announced, num_bytes) > MAX_UNORDERED_BYTES:
                 came = now()
-                await self._turns.turn()
+                await self._turn()
                 deadline += now() - came
             try:
                 async with asyncio.timeout_at(deadline):
@@ -110,6 +104,14 @@ class RequestBodies:
             return message
 
         return receive_limited
+
+    async def _turn(self) -> None:
+        """Lets the loop run. Of all large bodies, one is read or answered in each turn of the loop: 256 KiB take 1 ms.
+
+        Nothing is held while a client's data is awaited, so a client that sends slowly delays no other.
+        """
+        async with self._turn_lock:
+            await asyncio.sleep(0)
 
 
 def _check(num_bytes: int, max_bytes: int) -> None:

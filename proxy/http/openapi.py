@@ -30,7 +30,7 @@ ERRORS = {
     405: "the path does not take this method",
     408: "the body arrived too slowly",
     413: "the body is too large",
-    415: "the body has a Content-Encoding other than gzip and deflate",
+    415: "the body is compressed (Content-Encoding)",
     429: "this client has too many running requests; see Retry-After",
     431: "the headers or trailers are too large or too many",
     500: "the server failed",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -126,18 +125,11 @@ def test_request_ids_of_clients_are_kept(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_a_body_in_another_coding_is_refused_with_those_that_are_taken(client: httpx.Client, path: str) -> None:
-    headers = {"content-encoding": "zstd", "content-type": "application/json"}
-    refused = client.post(path, content=b"\x28\xb5\x2f\xfd" + b"x" * 100, headers=headers)
-    assert (refused.status_code, refused.headers["accept-encoding"]) == (415, "gzip, deflate")
-    assert "zstd" in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(("coding", "encode"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_a_body_in_a_known_coding_is_served(client: httpx.Client, coding: str, encode: Any) -> None:
-    headers = {"content-encoding": coding, "content-type": "application/json"}
-    served = client.post("/tokenize", content=encode(json.dumps(TEXT).encode()), headers=headers)
-    assert served.status_code == 200 and served.json() == client.post("/tokenize", json=TEXT).json()
+def test_a_compressed_body_is_refused(client: httpx.Client, path: str) -> None:
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    refused = client.post(path, content=gzip.compress(json.dumps(TEXT).encode()), headers=headers)
+    assert (refused.status_code, refused.headers["accept-encoding"]) == (415, "identity")
+    assert "gzip" in refused.json()["error"]["message"]
 
 
 def test_routes_without_a_key(proxy: Proxy, workers: FakeWorkers) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected
+from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, UnsupportedContentCoding
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES, RequestBodies
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import Overloaded, TandemError
@@ -58,6 +58,8 @@ DISCONNECT = {"type": "http.disconnect"}
         (feed([b"a" * 50_000] * 3), {"content-length": "7"}, BodyTooLarge),
         (feed([b"a" * 50_000], DISCONNECT), {}, ClientDisconnected),
         (feed([b"a"], DISCONNECT), {}, ClientDisconnected),
+        (feed([b"a"]), {"content-encoding": "gzip"}, UnsupportedContentCoding),
+        (feed([b"a"]), {"content-encoding": "identity, br"}, UnsupportedContentCoding),
     ],
 )
 def test_refused_bodies_leave_no_file(receive: Any, headers: Any, error: type[TandemError]) -> None:
