@@ -1,7 +1,6 @@
 """Limits what waits for a first token, and what one client has in flight. Pure. Requests beyond a limit are refused.
 
-The limits count requests of all priorities together. Those with a priority over 0 may fill only `low_priority_share` of
-each, so that batch work does not fill the queue. When a limit is reached, a request of a sooner priority displaces
+The limits count requests of all priorities together. When a limit is reached, a request of a sooner priority displaces
 waiting requests of the latest priority, the newest first. A displaced request gets the refusal that it would get on
 arriving now.
 """
@@ -157,18 +156,14 @@ class Admission:
 
     def _to_displace(self, client: str, num_sequences: int, num_tokens: int, priority: int) -> list[Ticket]:
         """Returns the requests that must be displaced to admit this one. Raises as `admit` does."""
-        max_sequences, scope = self._settings.max_waiting_requests, ""
-        if self._is_low(priority):
-            max_sequences, scope = self._low_share_of(max_sequences), f" for a priority over {DEFAULT_PRIORITY}"
-        max_alone = max(max_sequences, self._max_alone)
-        max_alone = min(max_alone, self._settings.max_requests_per_client or max_alone)
+        limit = self._settings.max_requests_per_client
+        max_alone = max(self._settings.max_waiting_requests, self._max_alone)
+        max_alone = min(max_alone, limit or max_alone)
         if num_sequences > max_alone:
             raise InvalidRequest(
-                f"The request asks for {num_sequences} sequences (prompts times n); the limit is {max_alone}{scope}.",
-                "n",
+                f"The request asks for {num_sequences} sequences (prompts times n); the limit is {max_alone}.", "n"
             )
         running = self._running.get(client, 0)
-        limit = self._settings.max_requests_per_client
         if limit and running + num_sequences > limit:
             raise ClientLimitExceeded(
                 f"{running} of your sequences are in flight; the limit is {limit} for each client.",
@@ -176,7 +171,7 @@ class Admission:
             )
         displaced: list[Ticket] = []
         later: list[Ticket] | None = None  # the next to be displaced comes last
-        while (reason := self._why_full(num_sequences, num_tokens, priority, displaced)) is not None:
+        while (reason := self._why_full(num_sequences, num_tokens, displaced)) is not None:
             if later is None:
                 later = self._later_than(priority)
             if not later:
@@ -184,36 +179,22 @@ class Admission:
             displaced.append(later.pop())
         return displaced
 
-    def _why_full(self, num_sequences: int, num_tokens: int, priority: int, displaced: list[Ticket]) -> str | None:
+    def _why_full(self, num_sequences: int, num_tokens: int, displaced: list[Ticket]) -> str | None:
         """The limit that these sequences exceed, as a sentence, or None. displaced: requests that no longer count."""
-        standing_limit = self._queue_delay.max_waiting(self.num_waiting) if self._queue_delay is not None else None
-        max_waiting = self._settings.max_waiting_requests
+        num_waiting, num_waiting_tokens = self.num_waiting, self.num_waiting_tokens
+        num_others = num_waiting - sum(ticket.num_sequences for ticket in displaced)
+        num_other_tokens = num_waiting_tokens - sum(sum(ticket.waiting.values()) for ticket in displaced)
+        standing_limit = self._queue_delay.max_waiting(num_waiting) if self._queue_delay is not None else None
+        max_waiting, max_tokens = self._settings.max_waiting_requests, self._settings.max_waiting_tokens
         if standing_limit is not None:
             max_waiting = min(standing_limit, max_waiting)
-        limits = [("", list(self._waiting), max_waiting, self._settings.max_waiting_tokens)]
-        if self._is_low(priority):
-            scope, levels = f" with a priority over {DEFAULT_PRIORITY}", [p for p in self._waiting if self._is_low(p)]
-            low_tokens = self._low_share_of(self._settings.max_waiting_tokens)
-            limits.append((scope, levels, self._low_share_of(max_waiting), low_tokens))
-        for scope, levels, max_sequences, max_tokens in limits:
-            num_waiting = sum(self._waiting[level] for level in levels)
-            num_waiting_tokens = sum(self._waiting_tokens[level] for level in levels)
-            num_others = num_waiting - sum(ticket.num_sequences for ticket in displaced)
-            num_other_tokens = num_waiting_tokens - sum(sum(ticket.waiting.values()) for ticket in displaced)
-            # A request, or a prompt, that exceeds a limit by itself is admitted when nothing else waits.
-            if num_others + num_sequences > max_sequences and (num_others or num_sequences > self._max_alone):
-                reason = f"{num_waiting} requests{scope} are waiting already; the limit is {max_sequences}"
-                return reason if standing_limit is None else f"{reason} at present, so that first tokens come in time"
-            if max_tokens and num_others and num_other_tokens + num_tokens > max_tokens:
-                return f"{num_waiting_tokens} prompt tokens{scope} are waiting already; the limit is {max_tokens}"
+        # A request, or a prompt, that exceeds a limit by itself is admitted when nothing else waits.
+        if num_others + num_sequences > max_waiting and (num_others or num_sequences > self._max_alone):
+            reason = f"{num_waiting} requests are waiting already; the limit is {max_waiting}"
+            return reason if standing_limit is None else f"{reason} at present, so that first tokens come in time"
+        if max_tokens and num_others and num_other_tokens + num_tokens > max_tokens:
+            return f"{num_waiting_tokens} prompt tokens are waiting already; the limit is {max_tokens}"
         return None
-
-    def _is_low(self, priority: int) -> bool:
-        return priority > DEFAULT_PRIORITY and self._settings.low_priority_share < 1.0
-
-    def _low_share_of(self, limit: int) -> int:
-        """The low-priority share of a limit, at least 1; 0 where there is no limit."""
-        return max(1, round(self._settings.low_priority_share * limit)) if limit else 0
 
     def _later_than(self, priority: int) -> list[Ticket]:
         """Requests that may be displaced, sorted so that the newest of the latest priority comes last."""

@@ -22,8 +22,6 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     max_requests_per_client: Annotated[int, setting("limits", ge=0, description=
         "Maximum number of sequences in flight per proxy and API key (or client address without keys); "
         "further requests get 429; 0 means no limit.")] = 0
-    low_priority_share: Annotated[float, setting("limits", gt=0, le=1, description=
-        "Share of the waiting queue that requests of lower than default priority (priority > 0) may use.")] = 1.0
     soonest_priority: Annotated[int, Meta(ge=-100, le=0)] = -100
     """Soonest priority of any request; a request that asks for a sooner one gets this one."""
     ttft_slo_ms: Annotated[int, setting("limits", ge=0, description=

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -298,27 +297,6 @@ def test_the_clients_timeout_ends_a_request(proxy: Proxy, workers: FakeWorkers) 
     for value in ("soon", "0", "-1", "nan", "inf"):
         refused = httpx.post(url, json={"prompt": "abc"}, headers={"X-Request-Timeout": value}, timeout=20)
         assert refused.status_code == 400 and "X-Request-Timeout" in refused.json()["error"]["message"]
-
-
-def test_low_priorities_may_use_only_their_share_of_the_queue(tmp_path: Path) -> None:
-    hold = make_tokenizer(tmp_path).encode_batch_fast(["hold"])[0].ids
-    proxy = Proxy(tmp_path, max_waiting_requests=4, low_priority_share=0.25)
-    workers = FakeWorkers(tmp_path, [proxy.control], hold, [-1])
-    try:
-        proxy.wait_for(200)
-        waiting = threading.Thread(target=lambda: post(proxy, prompt="hold", priority=5, timeout=3))
-        waiting.start()
-        wait_until(lambda: bool(workers.seen))
-        refused = post(proxy, prompt="abc", priority=5)
-        assert refused.status_code == 503 and "retry-after" in refused.headers
-        assert "1 requests with a priority over 0" in refused.json()["error"]["message"]
-        assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
-        waiting.join(10)
-        assert post(proxy, prompt="abc", max_tokens=3, priority=5).status_code == 200
-    finally:
-        workers.stop()
-        proxy.process.kill()
-        proxy.process.wait()
 
 
 def test_prompts_go_where_a_tier_has_their_prefix_until_it_is_cleared(proxy: Proxy, folder: Path) -> None:

@@ -99,29 +99,6 @@ def test_sooner_priorities_displace_the_newest_of_the_latest() -> None:
     assert (admission.num_waiting, admission.num_waiting_tokens) == (3, 95)
 
 
-def test_low_priorities_have_a_share_of_the_queue() -> None:
-    admission = Admission(AdmissionSettings(8, max_waiting_tokens=100, low_priority_share=0.25), Clock())
-    tickets = [admission.admit("a", [5], priority) for priority in (3, 1)]
-    with pytest.raises(QueueFull, match=r"2 requests with a priority over 0 .* limit is 2\."):
-        admission.check("a", priority=3)
-    displaced: list[QueueFull] = []
-    tickets[0].on_displaced = displaced.append
-    tickets.append(admission.admit("a", [5], 2))
-    assert len(displaced) == 1, "a sooner request displaces the latest one within the share"
-    for _ in range(6):
-        tickets.append(admission.admit("a", [10]))
-    assert admission.num_waiting == 8, "the default priority may use the rest of the queue"
-    for ticket in tickets:
-        ticket.close()
-    with pytest.raises(InvalidRequest, match=r"the limit is 2 for a priority over 0\."):
-        admission.admit("a", [1] * 3, 1)
-    large = admission.admit("a", [60], 1)
-    with pytest.raises(QueueFull, match=r"60 prompt tokens with a priority over 0 .* limit is 25\."):
-        admission.admit("a", [1], 1)
-    large.on_first_token(0)
-    admission.admit("a", [1, 1], 1)
-
-
 def test_retry_after_of_a_client_limit_is_when_its_oldest_request_should_end() -> None:
     clock = Clock()
     admission = Admission(AdmissionSettings(10, max_requests_per_client=1), clock)
@@ -162,11 +139,8 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.admission = Admission(
-            AdmissionSettings(6, max_waiting_tokens=50, max_requests_per_client=4, low_priority_share=0.5), self.clock
-        )
+        self.admission = Admission(AdmissionSettings(6, max_waiting_tokens=50, max_requests_per_client=4), self.clock)
         self.open: list[tuple[Ticket, str, dict[int, int], int]] = []
-        self.num_allowed_tokens = 0  # of later priorities: the share, or one larger request by itself
 
     @rule(
         client=st.sampled_from("ab"),
@@ -180,8 +154,6 @@ class AnyOrder(RuleBasedStateMachine):
         except QueueFull as refused:
             assert 1 <= refused.retry_after_s <= 60
             return
-        if priority > 0:
-            self.num_allowed_tokens = max(25, sum(tokens))
         self.open.append((ticket, client, waiting, len(tokens)))
 
     @precondition(lambda self: self.open)
@@ -204,8 +176,6 @@ class AnyOrder(RuleBasedStateMachine):
         waiting = [tokens for _, _, left, _ in self.open for tokens in left.values()]
         assert (self.admission.num_waiting, self.admission.num_waiting_tokens) == (len(waiting), sum(waiting))
         assert len(waiting) <= 6
-        later = [tokens for ticket, _, left, _ in self.open if ticket.priority > 0 for tokens in left.values()]
-        assert len(later) <= 3 and sum(later) <= self.num_allowed_tokens
         for client in "ab":
             running = sum(number for _, whose, _, number in self.open if whose == client)
             assert self.admission._running.get(client, 0) == running <= 4
