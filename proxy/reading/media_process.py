@@ -29,7 +29,6 @@ from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
-from tandem.proxy.media.memory_limit import limit_memory
 from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import (
@@ -54,6 +53,7 @@ from tandem.runtime.errors import ConfigError, InternalError, InvalidRequest, Ov
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.logs import setup_logging
 from tandem.runtime.processes.command_line import show_command_line
+from tandem.runtime.processes.fork_server import num_data_bytes
 from tandem.runtime.tasks import start
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,9 @@ class MediaProcess:
         await asyncio.gather(*(self._on_thread(load) for _ in range(self._num_threads)))
         freeze_loaded_objects()
         if max_memory_bytes is not None:
-            limit_memory(max_memory_bytes)
+            # RLIMIT_AS would also count torch's libraries, the media cache and what malloc reserves for each thread.
+            limit = num_data_bytes(os.getpid()) + max_memory_bytes
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         self._is_loaded.set()
         kinds = " and ".join(f"{kind}s" for kind in reader.processor.placeholders)
         log.info("processes %s on %d threads", kinds, self._num_threads)

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, BinaryIO, get_type_hints
 
 import msgspec
 
@@ -89,7 +89,8 @@ def work(reader: BodyReader, _arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the proxy handles it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # clients could fill the disk, with prompts of others in it
     channel = socket.socket(fileno=JOBS_FD)
-    while (request := _receive(channel)) is not None:
+    requests = channel.makefile("rb")
+    while (request := _receive(requests)) is not None:
         answer = _ENCODER.encode(_answer(reader, _JOB.decode(request)))
         channel.sendall(len(answer).to_bytes(LENGTH_BYTES, "little"))
         channel.sendall(answer)
@@ -119,20 +120,12 @@ def _call(reader: BodyReader, job: ReaderJob) -> Any:
     return method(reader, body, *decoder.decode(job.arguments))
 
 
-def _receive(channel: socket.socket) -> bytes | None:
-    length = _receive_exactly(channel, LENGTH_BYTES)
-    return None if length is None else _receive_exactly(channel, int.from_bytes(length, "little"))
-
-
-def _receive_exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
+def _receive(requests: BinaryIO) -> bytes | None:
     """Returns None if the proxy has closed the socket."""
-    data = bytearray(num_bytes)
-    rest = memoryview(data)
-    while rest:
-        if not (num_received := channel.recv_into(rest)):
-            return None
-        rest = rest[num_received:]
-    return bytes(data)
+    length = requests.read(LENGTH_BYTES)
+    num_bytes = int.from_bytes(length, "little")
+    request = requests.read(num_bytes)
+    return request if length and len(request) == num_bytes else None
 
 
 def reader_entries(reader: BodyReader) -> dict[str, Entry]:

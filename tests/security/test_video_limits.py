@@ -22,12 +22,13 @@ LIMITS = MediaLimits()
 IMAGE = MediaSource(0, "image", "data:", "messages[0].content[0]")
 VIDEO = MediaSource(0, "video", "data:", "messages[0].content[0]")
 _LIMITED = """
-import resource, sys
+import os, resource, sys
 from tandem.proxy.media.decode import video_info
-from tandem.proxy.media.memory_limit import limit_memory
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import InvalidMedia, MediaSource
-limit_memory(128 << 20)
+from tandem.runtime.processes.fork_server import num_data_bytes
+limit = num_data_bytes(os.getpid()) + (128 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     video_info(MediaSource(0, "video", "data:", "m"), sys.stdin.buffer.read(), MediaLimits())
