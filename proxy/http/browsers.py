@@ -14,7 +14,7 @@ from tandem.proxy.answers.errors import tandem_error_response
 from tandem.proxy.answers.request_id import ANTHROPIC_HEADER, HEADER
 
 _METHODS = ("GET", "POST", "DELETE")
-_SHOWN_HEADERS = (HEADER, ANTHROPIC_HEADER, "retry-after", "www-authenticate", "endpoint-load-metrics")
+_SHOWN_HEADERS = (HEADER, ANTHROPIC_HEADER, "retry-after", "www-authenticate")
 """Headers of answers that pages may read beside those that browsers always show."""
 
 
