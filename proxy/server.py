@@ -165,7 +165,7 @@ class ProxyServer:
         batches: BatchRunner | None = None
         if config.data_folder:
             key_of = api_keys.of_client if api_keys is not None else None
-            batches = BatchRunner(Path(config.data_folder), key_of, metrics.damaged_files.inc)
+            batches = BatchRunner(Path(config.data_folder), key_of)
 
         self._state = AppState(
             text=text,

@@ -54,9 +54,6 @@ class ProxyMetrics:
         self.cached_prompt_tokens = self._counter(
             "tandem_cached_prompt_tokens", "Prompt tokens that workers found in their prefix cache."
         )
-        self.damaged_files = self._counter(
-            "tandem_damaged_files", "Objects of clients' files and batches that could not be read and were set aside."
-        )
         self.preempted = self._counter(
             "tandem_preemptions",
             "Sequences that a worker gave up for lack of KV blocks, and that were dispatched again.",

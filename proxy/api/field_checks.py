@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 from tandem.proxy.api.field_errors import shown_value
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.sampling_fields import num_logprobs
 from tandem.proxy.api.schema import (
-    DECIMAL_ID,
     ChatFields,
     CompletionRequest,
     GenerationFields,
 )
 from tandem.runtime.errors import InvalidRequest
-
-_TOKEN_ID = re.compile(DECIMAL_ID)
 
 _NOT_WITH_BEAMS = {
     "stream": False, "stop": None, "stop_token_ids": None, "min_tokens": 0, "presence_penalty": 0,
@@ -50,14 +45,6 @@ def check_logprobs(request: GenerationFields, settings: RequestSettings) -> None
 def check_truncation(num_tokens: int | None) -> None:
     if num_tokens == 0:
         raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, not 0.", "truncate_prompt_tokens")
-
-
-def check_token_ids(logit_bias: dict[str, float]) -> None:
-    wrong = [token_id for token_id in logit_bias if not _TOKEN_ID.fullmatch(token_id)]
-    if wrong:
-        raise InvalidRequest(
-            f"The keys of logit_bias must be token ids (decimal numbers), not {shown_value(wrong)}.", "logit_bias"
-        )
 
 
 def check_beam_search(request: GenerationFields, is_prompt_only: bool) -> None:

@@ -39,12 +39,8 @@ TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(gt=0, le=1e6)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-DECIMAL_ID = r"^[0-9]{1,9}$"
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-LogitBias = Annotated[
-    dict[str, Bias], Meta(max_length=1024, extra_json_schema={"propertyNames": {"pattern": DECIMAL_ID}})
-]
-"""`validation` checks the keys, so that the error quotes all that are wrong."""
+DecimalId = Annotated[str, Meta(pattern=r"^[0-9]{1,9}$")]
+LogitBias = Annotated[dict[DecimalId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 LogprobTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=128)]
 LengthPenalty = Annotated[float, Meta(ge=-100, le=100)]
 AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=65536)]
@@ -95,10 +91,6 @@ def neutral_values(kind: type[msgspec.Struct]) -> dict[str, list[Any]]:
     }
 
 
-SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
-"""Accepted, because they change when an answer comes and what it costs, not the answer."""
-
-
 class NotServed(msgspec.Struct):
     """Fields that are not supported. Only null and their neutral values are accepted."""
 
@@ -113,9 +105,6 @@ class NotServed(msgspec.Struct):
     mm_processor_kwargs: Annotated[Any, accepts({})] = None
     kv_transfer_params: Annotated[Any, accepts({})] = None
     vllm_xargs: Annotated[Any, accepts({})] = None
-    store: Annotated[Any, accepts(False, True)] = None
-    service_tier: Annotated[Any, accepts(*SERVICE_TIERS)] = None
-    verbosity: Annotated[Any, accepts("low", "medium", "high")] = None
     repetition_detection: Annotated[Any, accepts()] = None
     watermarking: Annotated[Any, accepts(False)] = None
     media_io_kwargs: Annotated[Any, accepts({})] = None
@@ -181,7 +170,6 @@ class GenerationFields(NotServed):
     stream_options: Annotated[StreamOptions | None, doc("only together with stream")] = None
     return_token_ids: Annotated[OptionalBool, doc("returns token_ids and prompt_token_ids")] = False
     skip_special_tokens: Annotated[OptionalBool, doc("leaves special tokens out of the text")] = True
-    spaces_between_special_tokens: Annotated[OptionalBool, doc("accepted and ignored")] = True
     truncate_prompt_tokens: Annotated[
         Truncation | None, doc("keeps this many tokens of the prompt; -1: as many as fit beside max_tokens")
     ] = None
@@ -194,7 +182,6 @@ class GenerationFields(NotServed):
         Seconds | None, doc("seconds until the last token; X-Request-Timeout and --request-timeout-s may be shorter")
     ] = None
     cache_salt: Annotated[CacheSalt | None, doc("requests with different salts share no cached prefix")] = None
-    user: Annotated[str | None, doc("accepted and ignored")] = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -293,7 +280,6 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     ] = None
     priority: Annotated[Priority | None, doc("lower values are served first")] = 0
     cache_salt: Annotated[CacheSalt | None, doc("requests with different salts share no cached prefix")] = None
-    user: Annotated[str | None, doc("accepted and ignored")] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -14,7 +14,6 @@ from tandem.proxy.api.chat_prompts import ChatPromptBuilder
 from tandem.proxy.api.field_checks import (
     check_beam_search,
     check_logprobs,
-    check_token_ids,
     check_truncation,
 )
 from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
@@ -264,8 +263,6 @@ class BodyDecoder:
                 "min_tokens",
             )
         check_truncation(request.truncate_prompt_tokens)
-        if request.logit_bias:
-            check_token_ids(request.logit_bias)
         options = request.stream_options
         if options is not None and not request.stream:
             raise InvalidRequest(

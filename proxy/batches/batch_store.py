@@ -34,7 +34,6 @@ from tandem.proxy.batches.batch_lines import CheckedLines, IndexedLine, finished
 from tandem.proxy.batches.file_store import FileStore
 from tandem.proxy.batches.json_files import (
     DAMAGED_SUFFIX,
-    OnDamaged,
     ids_in,
     new_id,
     read_json,
@@ -213,11 +212,10 @@ class BatchFiles:
 class BatchStore:
     """The batches of one client."""
 
-    def __init__(self, folder: Path, on_damaged: OnDamaged = lambda: None) -> None:
+    def __init__(self, folder: Path) -> None:
         """folder: of the client."""
         self._folder = folder / "batches"
-        self._on_damaged = on_damaged
-        self.files = FileStore(folder, on_damaged)
+        self.files = FileStore(folder)
 
     def create(self, request: BatchRequest, owner: Owner) -> BatchObject:
         """Raises InvalidRequest, StorageFull."""
@@ -250,7 +248,7 @@ class BatchStore:
         """Returns None for a batch that does not exist or is damaged."""
         if not _ID.fullmatch(batch_id):
             return None
-        batch = read_json(self._folder / f"{batch_id}.json", BatchObject, self._on_damaged)
+        batch = read_json(self._folder / f"{batch_id}.json", BatchObject)
         if batch is not None and batch.status not in FINAL:
             with suppress(FileNotFoundError):  # it is not to be cancelled, or ends at this moment
                 return batch.became("cancelling", (self._folder / f"{batch_id}.cancel").stat().st_mtime)
@@ -287,8 +285,8 @@ class BatchStore:
                 continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                owner = read_json(file, Owner, self._on_damaged)
-                batch = read_json(self._folder / f"{file.stem}.json", BatchObject, self._on_damaged)
+                owner = read_json(file, Owner)
+                batch = read_json(self._folder / f"{file.stem}.json", BatchObject)
             except BlockingIOError:  # another proxy runs it
                 os.close(lock)
                 continue

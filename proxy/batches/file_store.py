@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
-from tandem.proxy.batches.json_files import OnDamaged, ids_in, new_id, read_json, storage_errors, write_json
+from tandem.proxy.batches.json_files import ids_in, new_id, read_json, storage_errors, write_json
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.files.whole_file import ABANDONED_AFTER_S, remove_abandoned, sync_folder, whole_file
 
@@ -57,11 +57,10 @@ def client_folder(folder: Path, scope: str) -> Path:
 class FileStore:
     """The files of one client."""
 
-    def __init__(self, folder: Path, on_damaged: OnDamaged = lambda: None) -> None:
+    def __init__(self, folder: Path) -> None:
         """folder: of the client."""
         self._client_folder = folder
         self._folder = folder / "files"
-        self._on_damaged = on_damaged
 
     def used_bytes(self) -> int:
         """Returns what everything of the client takes, also uploads and results that are being written."""
@@ -111,7 +110,7 @@ class FileStore:
 
     def find(self, file_id: str) -> StoredFile | None:
         """Returns None for a file that does not exist or whose object is damaged."""
-        return read_json(self._about(file_id), StoredFile, self._on_damaged) if _ID.fullmatch(file_id) else None
+        return read_json(self._about(file_id), StoredFile) if _ID.fullmatch(file_id) else None
 
     def get(self, file_id: str) -> StoredFile:
         """Raises FileNotFound."""

@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +21,6 @@ log = logging.getLogger("proxy")
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-OnDamaged = Callable[[], object]
-"""Called when a file cannot be decoded and is set aside."""
 DAMAGED_SUFFIX = ".damaged"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NUM_TIME_DIGITS, _NUM_RANDOM_BYTES = 14, 5
@@ -52,7 +50,7 @@ def write_json(file: Path, content: msgspec.Struct, *, durable: bool = True) -> 
         write_whole(file, msgspec.json.encode(content), durable=durable)
 
 
-def read_json(file: Path, kind: type[T], on_damaged: OnDamaged) -> T | None:
+def read_json(file: Path, kind: type[T]) -> T | None:
     """Returns None if there is no such file. One that cannot be decoded is renamed, so that it stops nothing else."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
@@ -63,7 +61,6 @@ def read_json(file: Path, kind: type[T], on_damaged: OnDamaged) -> T | None:
         log.error("%s cannot be read (%s); it is kept as %s", file, error, aside.name)
         with suppress(FileNotFoundError):
             file.rename(aside)
-            on_damaged()
         return None
 
 

@@ -24,7 +24,7 @@ from tandem.proxy.batches.batch_lines import CheckedLines
 from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_CONCURRENT_PER_CLIENT, BatchRun, finish_on_thread
 from tandem.proxy.batches.batch_store import BatchFiles, BatchStore, NoRoomForResults
 from tandem.proxy.batches.file_store import FileNotFound, client_folder
-from tandem.proxy.batches.json_files import OnDamaged, StorageFull
+from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.batches.line_check import check_file
 from tandem.runtime.tasks import start_job
 from tandem.runtime.threads import Threads
@@ -47,18 +47,12 @@ _RETRY_AFTER_FAILURE_S = 10.0
 class BatchRunner:
     """The batches of all clients. threads: for the files of clients."""
 
-    def __init__(
-        self,
-        folder: Path,
-        key_of: Callable[[str], ApiKey | None] | None,
-        on_damaged: OnDamaged = lambda: None,
-    ) -> None:
+    def __init__(self, folder: Path, key_of: Callable[[str], ApiKey | None] | None) -> None:
         """folder: holds the files of all clients. key_of: returns the key of a client, or None if that was removed;
-        None if the server has no keys. on_damaged: called for each file that cannot be decoded."""
+        None if the server has no keys."""
         self.threads = Threads("files", NUM_THREADS)
         self._folder = folder
         self._key_of = key_of
-        self._on_damaged = on_damaged
         self._wake = asyncio.Event()
         self._slots = FairSlots(MAX_CONCURRENT, MAX_CONCURRENT_PER_CLIENT)
         self._checks = FairSlots(MAX_CHECKS, MAX_CHECKS_PER_CLIENT)
@@ -70,7 +64,7 @@ class BatchRunner:
 
     def store(self, scope: str) -> BatchStore:
         """Returns the batches of a client. scope: of its API key."""
-        return BatchStore(client_folder(self._folder, scope), self._on_damaged)
+        return BatchStore(client_folder(self._folder, scope))
 
     def wake(self) -> None:
         """Makes `run` look for new batches now."""
@@ -112,7 +106,7 @@ class BatchRunner:
         may_clean = time.monotonic() >= self._clean_at
         folders = (files.parent for files in self._folder.glob("*/files"))  # batches of a client need its files
         for folder in sorted(folders, key=lambda folder: num_running[folder]):
-            store = BatchStore(folder, self._on_damaged)
+            store = BatchStore(folder)
             try:
                 if may_clean:
                     store.remove_orphans()

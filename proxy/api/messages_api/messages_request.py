@@ -59,7 +59,7 @@ class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference")
 
 
 class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
-    """The model gets it as text. citations: ignored."""
+    """The model gets it as text; citations are ignored."""
 
     content: list[TextBlock]
     source: str
@@ -75,7 +75,7 @@ class TextContentSource(msgspec.Struct, tag_field="type", tag="content"):
 
 
 class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
-    """source: of text. citations: ignored."""
+    """source: of text. Citations are ignored."""
 
     source: PlainTextSource | TextContentSource
     title: str | None = None
@@ -104,18 +104,16 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
-    """is_error: accepted; the content says what went wrong."""
+    """is_error is ignored: the content says what went wrong."""
 
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock] | None = None
-    is_error: OptionalBool = None
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Earlier thinking. signature: ignored."""
+    """Earlier thinking. Its signature is ignored."""
 
     thinking: str
-    signature: str = ""
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):

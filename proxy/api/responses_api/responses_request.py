@@ -17,7 +17,6 @@ from tandem.proxy.api.output_fields import (
     MAX_FUNCTIONS,
 )
 from tandem.proxy.api.schema import (
-    SERVICE_TIERS,
     CacheSalt,
     MaxTokens,
     Metadata,
@@ -184,16 +183,10 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     background: Annotated[Any, accepts(False)] = None
     conversation: Annotated[Any, accepts()] = None
     prompt: Annotated[Any, accepts()] = None
-    truncation: Annotated[
-        Literal["auto", "disabled"] | None, doc("accepted and ignored: a conversation that does not fit is refused")
-    ] = None
     top_logprobs: Annotated[
         Annotated[int, Meta(ge=0, le=20)] | None, doc("accepted; without logprobs in include it asks for nothing")
     ] = None
-    context_management: Annotated[list[Any] | None, doc("accepted and ignored, like truncation")] = None
     moderation: Annotated[Any, accepts()] = None
-    service_tier: Annotated[Any, accepts(*SERVICE_TIERS)] = None
-    user: Annotated[str | None, doc("accepted and ignored")] = None
     priority: Annotated[Priority | None, doc("lower values are served first; not of OpenAI's API")] = 0
     cache_salt: Annotated[
         CacheSalt | None, doc("requests with different salts share no cached prefix; not of OpenAI's API")
