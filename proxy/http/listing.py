@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
@@ -13,6 +14,15 @@ from tandem.runtime.errors import InvalidRequest
 MAX_LISTED = 10_000
 MAX_PAGE_BYTES = 4 << 20
 """Size at which a page ends early, after its first object. `has_more` then says that more follow."""
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """What `page` returns, beside its `data`."""
+
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +72,5 @@ def page(query: PageQuery, oldest_first: Sequence[str], load: Callable[[int], by
         ids.append(oldest_first[place])
         num_bytes += len(encoded)
     ends = (ids[0], ids[-1]) if ids else (None, None)
-    rest = msgspec.json.encode({"first_id": ends[0], "last_id": ends[1], "has_more": has_more, "object": "list"})
+    rest = msgspec.json.encode(Page(first_id=ends[0], last_id=ends[1], has_more=has_more))
     return b'{"data":[' + b",".join(listed) + b"]," + rest[1:]

@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.proxy.api.responses_api.responses_request import InputItem
-
 RESPONSE_ID_PREFIX = "resp_"
 
 
@@ -120,14 +118,6 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[Any] = []
     temperature: float | None = None
     top_p: float | None = None
-
-
-class InputItemList(msgspec.Struct, frozen=True):
-    data: list[InputItem]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
 
 
 class DeletedResponse(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile
 from tandem.proxy.batches.json_files import storage_errors
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.listing import PageQuery, page
+from tandem.proxy.http.listing import Page, PageQuery, page
 from tandem.proxy.http.starlette_app import ApiRoute, answer, api_key_of, cache_scope_of, client_of, json_answer
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import InvalidRequest
@@ -50,20 +50,12 @@ class UploadForm(msgspec.Struct):
     purpose: Literal["batch"]
 
 
-class FileList(msgspec.Struct, frozen=True):
+class FileList(Page, frozen=True, kw_only=True):
     data: list[StoredFile]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
 
 
-class BatchList(msgspec.Struct, frozen=True):
+class BatchList(Page, frozen=True, kw_only=True):
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
 
 
 class DeletedFile(msgspec.Struct, frozen=True):
@@ -90,6 +82,25 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         with calls.hold(client_of(request)):
             return await runner().threads.run(lambda: work(store))
 
+    async def listed(
+        request: Request,
+        ids_of: Callable[[BatchStore], list[str]],
+        find: Callable[[BatchStore, str], msgspec.Struct | None],
+    ) -> Response:
+        """Answers with a page of the client's objects. find: returns None for an object that is left out."""
+        query = PageQuery.of(request)
+
+        def read(store: BatchStore) -> bytes:
+            ids = ids_of(store)
+
+            def load(number: int) -> bytes | None:
+                found = find(store, ids[number])
+                return None if found is None else msgspec.json.encode(found)
+
+            return page(query, ids, load)
+
+        return answer(request, await run(request, read))
+
     async def upload(request: Request) -> Response:
         store = store_of(request)
         receive = state.bodies.limited(_paced(request.receive), request.headers, MAX_FILE_BYTES + _FORM_BYTES)
@@ -112,31 +123,25 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
             raise InvalidRequest(f"The form is malformed: {error.detail}", "file") from error
 
     async def files(request: Request) -> Response:
-        query, purpose = PageQuery.of(request), request.query_params.get("purpose")
+        purpose = request.query_params.get("purpose")
 
-        def read(store: BatchStore) -> bytes:
-            ids = store.files.ids()
+        def find(store: BatchStore, file_id: str) -> StoredFile | None:
+            stored = store.files.find(file_id)
+            return stored if stored is not None and purpose in (None, stored.purpose) else None
 
-            def load(number: int) -> bytes | None:
-                stored = store.files.find(ids[number])
-                is_wanted = stored is not None and purpose in (None, stored.purpose)
-                return msgspec.json.encode(stored) if is_wanted else None
-
-            return page(query, ids, load)
-
-        return answer(request, await run(request, read))
+        return await listed(request, lambda store: store.files.ids(), find)
 
     async def file(request: Request) -> Response:
-        file_id = _id(request, "file_id")
+        file_id = request.path_params["file_id"]
         return json_answer(request, await run(request, lambda store: store.files.get(file_id)))
 
     async def content(request: Request) -> Response:
-        file_id = _id(request, "file_id")
+        file_id = request.path_params["file_id"]
         path = await run(request, lambda store: store.files.path(file_id))
         return FileResponse(path, headers=id_header(request), media_type="application/octet-stream")
 
     async def delete(request: Request) -> Response:
-        file_id = _id(request, "file_id")
+        file_id = request.path_params["file_id"]
         await run(request, lambda store: store.files.delete(file_id))
         return json_answer(request, DeletedFile(file_id))
 
@@ -154,25 +159,14 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         return json_answer(request, batch)
 
     async def batches(request: Request) -> Response:
-        query = PageQuery.of(request)
-
-        def read(store: BatchStore) -> bytes:
-            ids = store.ids()
-
-            def load(number: int) -> bytes | None:
-                found = store.find(ids[number])
-                return None if found is None else msgspec.json.encode(found)
-
-            return page(query, ids, load)
-
-        return answer(request, await run(request, read))
+        return await listed(request, BatchStore.ids, BatchStore.find)
 
     async def batch(request: Request) -> Response:
-        batch_id = _id(request, "batch_id")
+        batch_id = request.path_params["batch_id"]
         return json_answer(request, await run(request, lambda store: store.get(batch_id)))
 
     async def cancel(request: Request) -> Response:
-        batch_id = _id(request, "batch_id")
+        batch_id = request.path_params["batch_id"]
         return json_answer(request, await run(request, lambda store: store.cancel(batch_id)))
 
     return [
@@ -190,10 +184,6 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         ApiRoute("POST", "/v1/batches/{batch_id}/cancel", cancel, "Cancel a batch.", BatchObject,
             more_errors=(400, 404, 501, 507)),
     ]  # fmt: skip
-
-
-def _id(request: Request, name: str) -> str:
-    return str(request.path_params[name])
 
 
 def _paced(receive: Receive) -> Receive:

@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.api.responses_api.response_store import ResponseNotFound, ResponseStore
-from tandem.proxy.api.responses_api.responses_answer import DeletedResponse, InputItemList, ResponseObject
+from tandem.proxy.api.responses_api.responses_answer import DeletedResponse, ResponseObject
+from tandem.proxy.api.responses_api.responses_request import InputItem
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.listing import PageQuery, page
+from tandem.proxy.http.listing import Page, PageQuery, page
 from tandem.proxy.http.starlette_app import ApiRoute, answer, cache_scope_of, client_of, json_answer
 from tandem.runtime.errors import InvalidRequest
 
@@ -23,6 +24,10 @@ at the same time."""
 T = TypeVar("T")
 
 
+class InputItemList(Page, frozen=True, kw_only=True):
+    data: list[InputItem]
+
+
 def response_routes(state: AppState) -> list[ApiRoute]:
     slots = ClientSlots(MAX_READS, MAX_READS_PER_CLIENT)
 
@@ -30,7 +35,7 @@ def response_routes(state: AppState) -> list[ApiRoute]:
         """Calls `work` with the store, the client's scope and the response's id."""
         if (store := state.responses) is None:
             raise ResponseNotFound("This server keeps no responses.", "response_id")
-        scope, response_id = cache_scope_of(request), _id(request)
+        scope, response_id = cache_scope_of(request), request.path_params["response_id"]
         with slots.hold(client_of(request)):
             return await store.threads.run(lambda: work(store, scope, response_id))
 
@@ -50,7 +55,7 @@ def response_routes(state: AppState) -> list[ApiRoute]:
 
     async def delete(request: Request) -> Response:
         await run(request, ResponseStore.delete)
-        return json_answer(request, DeletedResponse(_id(request)))
+        return json_answer(request, DeletedResponse(request.path_params["response_id"]))
 
     return [
         ApiRoute("GET", "/v1/responses/{response_id}", show, "A stored response.", ResponseObject, more_errors=(404,)),
@@ -59,7 +64,3 @@ def response_routes(state: AppState) -> list[ApiRoute]:
         ApiRoute("DELETE", "/v1/responses/{response_id}", delete, "Remove a stored response.", DeletedResponse,
             more_errors=(404,)),
     ]  # fmt: skip
-
-
-def _id(request: Request) -> str:
-    return str(request.path_params["response_id"])

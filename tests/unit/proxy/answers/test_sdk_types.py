@@ -33,13 +33,13 @@ from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.api.answer_bodies import ModelCard
 from tandem.proxy.api.messages_api.messages_response import TokenCount
 from tandem.proxy.api.responses_api.response_store import ResponseStore, StoredResponse
-from tandem.proxy.api.responses_api.responses_answer import InputItemList
 from tandem.proxy.api.responses_api.responses_request import InputItem, ResponseRequest, options_of
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.batches.batch import BatchRequest, LineError
 from tandem.proxy.batches.batch_store import BatchStore, Owner
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.routes.batches import DeletedFile
+from tandem.proxy.http.routes.stored_responses import InputItemList
 from tandem.proxy.reading.body_reader import BodyKind
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TandemError
 from tandem.telemetry.request_log import RequestRecord
@@ -224,7 +224,7 @@ def test_items_of_a_stored_response(given: Any, tmp_path: Path) -> None:
     with store.input_items("", "resp_1") as kept:
         items = [msgspec.json.decode(kept.item(number), type=InputItem) for number in range(len(kept.ids))]
     assert len(items) == len(given) and len({item.id for item in items}) == len(items)
-    listed = InputItemList(items, items[0].id, items[-1].id, has_more=False)
+    listed = InputItemList(data=items, first_id=items[0].id, last_id=items[-1].id, has_more=False)
     assert checked(gpt_responses.ResponseItemList, encode(listed)) == set()
 
 
