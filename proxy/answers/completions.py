@@ -11,7 +11,7 @@ from tandem.protocol.messages.sampling import SampledToken
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.answers import Answers, Choice
 from tandem.proxy.answers.json_parts import Holes, JsonText, Part, pieces
-from tandem.proxy.answers.logprobs import completion_logprobs, with_first
+from tandem.proxy.answers.logprobs import completion_logprobs
 from tandem.proxy.answers.prompt_part import CompletionArrays, PromptPart
 from tandem.proxy.api.answer_bodies import CompletionChoice, CompletionLogprobs, CompletionResponse
 from tandem.proxy.dispatch.generation import Generation
@@ -64,11 +64,10 @@ class CompletionAnswers(Answers):
             return None
         tokens = delta.tokens[: delta.num_shown]
         offset = self._offsets.get(delta.index, 0)
-        self._offsets[delta.index] = offset + sum(
-            self._token_text.num_characters(token.token_id, is_first)
-            for token, is_first in with_first(self._token_text, tokens, delta.begins_text)
+        logprobs, self._offsets[delta.index] = completion_logprobs(
+            self._token_text, tokens, self._num_top, offset, delta.begins_text
         )
-        return completion_logprobs(self._token_text, tokens, self._num_top, offset, delta.begins_text)
+        return logprobs
 
     def _new_choice(self, index: int) -> EncodedCompletionChoice:
         return EncodedCompletionChoice(index, self._prompt_of(index), self._held)

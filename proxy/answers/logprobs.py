@@ -19,7 +19,7 @@ _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot express; the same as in vLLM."""
 
 
-def with_first(text: TokenText, tokens: Sequence[SampledToken], begins: bool) -> Iterator[tuple[SampledToken, bool]]:
+def _with_first(text: TokenText, tokens: Sequence[SampledToken], begins: bool) -> Iterator[tuple[SampledToken, bool]]:
     """Yields the tokens, and for each whether it is the first of a text that these tokens begin."""
     for token in tokens:
         is_first = begins and not text.is_special(token.token_id)
@@ -29,15 +29,15 @@ def with_first(text: TokenText, tokens: Sequence[SampledToken], begins: bool) ->
 
 def completion_logprobs(
     text: TokenText, tokens: Sequence[SampledToken], num_top: int, first_offset: int, begins: bool
-) -> CompletionLogprobs:
-    """Logprobs of each token and of its `num_top` most likely alternatives, the token itself included.
+) -> tuple[CompletionLogprobs, int]:
+    """Returns logprobs of each token and its `num_top` most likely alternatives, itself included, and the end's offset.
 
     first_offset: characters of the text before these tokens. begins: they begin the text. A prompt's first token has no
     logprobs, so it gets None.
     """
     result = CompletionLogprobs([], [], [], [])
     offset = first_offset
-    for token, is_first in with_first(text, tokens, begins):
+    for token, is_first in _with_first(text, tokens, begins):
         piece, logprobs = text.name(token.token_id, is_first), token.logprobs
         result.tokens.append(piece)
         result.text_offset.append(offset)
@@ -52,13 +52,13 @@ def completion_logprobs(
             top.setdefault(text.name(token_id, is_first), max(logprob, _LOWEST))
         result.token_logprobs.append(own)
         result.top_logprobs.append({piece: own} | top if piece not in top else top)
-    return result
+    return result, offset
 
 
 def chat_logprobs(text: TokenText, tokens: Sequence[SampledToken], num_top: int, begins: bool) -> ChatLogprobs:
     """begins: these tokens begin the text."""
     content = []
-    for token, is_first in with_first(text, tokens, begins):
+    for token, is_first in _with_first(text, tokens, begins):
         assert token.logprobs is not None
         top = [
             TopLogprob(text.text(token_id, is_first), max(logprob, _LOWEST), text.bytes(token_id, is_first))

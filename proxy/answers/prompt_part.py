@@ -8,8 +8,7 @@ from tandem.protocol.messages.prompt_logprobs import unpack_logprobs
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, unpack_token_ids
 from tandem.proxy.answers.json_parts import JsonArray, JsonText
-from tandem.proxy.answers.logprobs import completion_logprobs, prompt_logprobs, with_first
-from tandem.proxy.api.answer_bodies import CompletionLogprobs
+from tandem.proxy.answers.logprobs import completion_logprobs, prompt_logprobs
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.dispatch.sequence_text import PromptTokens
 from tandem.proxy.text.token_text import TokenText
@@ -35,13 +34,12 @@ class CompletionArrays:
         """first_offset: characters of the choice's text before the first token of all. begins: these tokens begin a
         text; those before were special."""
         offset = first_offset + self.num_characters
-        more: CompletionLogprobs = completion_logprobs(text, tokens, num_top, offset, begins)
+        more, end = completion_logprobs(text, tokens, num_top, offset, begins)
+        self.num_characters = end - first_offset
         self.tokens.extend(more.tokens)
         self.token_logprobs.extend(more.token_logprobs)
         self.top_logprobs.extend(more.top_logprobs)
         self.text_offset.extend(more.text_offset)
-        for token, is_first in with_first(text, tokens, begins):
-            self.num_characters += text.num_characters(token.token_id, is_first)
 
 
 class PromptPart:

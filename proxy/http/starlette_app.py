@@ -75,14 +75,7 @@ def starlette_app(routes: Sequence[ApiRoute], keys: ApiKeys | None, budget: Answ
         return counted if keys is None or route.is_open else _with_key(keys, counted)
 
     app = Starlette(
-        routes=[
-            Route(
-                route.path,
-                handler_of(route),
-                methods=[route.method],
-            )
-            for route in routes
-        ],
+        routes=[Route(route.path, handler_of(route), methods=[route.method]) for route in routes],
         exception_handlers={
             TandemError: _on_loop(tandem_error_response),
             HTTPException: _on_loop(http_exception_response),

@@ -106,7 +106,7 @@ def test_the_answer_has_every_prompts_part_in_all_its_choices() -> None:
             tokens = [SampledToken(each, own) for each, own in zip(ids, [None, *given], strict=True)]
             tokens.append(SampledToken(66, TokenLogprobs(-1.0, 1, [(66, -1.0)])))
             assert choice["text"] == prompt + "b"
-            assert choice["logprobs"] == msgspec.to_builtins(completion_logprobs(text, tokens, 3, 0, begins=True))
+            assert choice["logprobs"] == msgspec.to_builtins(completion_logprobs(text, tokens, 3, 0, begins=True)[0])
             wanted = [None, *msgspec.to_builtins(prompt_logprobs(text, ids[1:], given, 2))]
             assert choice["prompt_logprobs"] == wanted
             assert (choice["token_ids"], choice["finish_reason"]) == ([66], "length")
@@ -127,7 +127,7 @@ def test_a_stream_repeats_the_prompt_once_for_each_choice() -> None:
         ids = cluster.text.ids(prompt)
         tokens = [SampledToken(each, own) for each, own in zip(ids, [None, *logprobs], strict=True)]
         tokens.append(SampledToken(66, TokenLogprobs(-1.0, 1, [(66, -1.0)])))
-        wanted = msgspec.to_builtins(completion_logprobs(cluster.services.token_text, tokens, 20, 0, begins=True))
+        wanted = msgspec.to_builtins(completion_logprobs(cluster.services.token_text, tokens, 20, 0, begins=True)[0])
         assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1]
         for chunk in chunks:
             assert chunk["choices"][0]["text"] == prompt + "b" and chunk["choices"][0]["logprobs"] == wanted

@@ -63,7 +63,8 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(
             assert without_counts(joined.decode(errors="replace")) == without_counts(text)
     if "�" not in text + "".join(each.token for each in content):
         assert "".join(each.token for each in content).strip() == text.strip()
-        offsets = completion_logprobs(TokenText(tokenizer), [sampled(i) for i in token_ids], 0, 3, begins).text_offset
+        sent = [sampled(i) for i in token_ids]
+        offsets = completion_logprobs(TokenText(tokenizer), sent, 0, 3, begins)[0].text_offset
         lengths = [len(each.token) for each in content]
         assert offsets == [3 + sum(lengths[:number]) for number in range(len(lengths))]
 
@@ -72,9 +73,9 @@ def test_a_blank_before_a_word_is_part_of_its_token() -> None:
     tokenizer = sentencepiece_bpe()
     text = TokenText(tokenizer)
     with_blank, without = (token_id(tokenizer, piece) for piece in ("▁true", "true"))
-    found = completion_logprobs(text, [sampled(with_blank, with_blank, without)], 2, 0, False)
+    found, _ = completion_logprobs(text, [sampled(with_blank, with_blank, without)], 2, 0, False)
     assert found.tokens == [" true"] and found.top_logprobs == [{" true": -1.0, "true": -2.0}]
-    begun = completion_logprobs(text, [sampled(with_blank), sampled(with_blank)], 0, 0, True)
+    begun, _ = completion_logprobs(text, [sampled(with_blank), sampled(with_blank)], 0, 0, True)
     assert begun.tokens == ["true", " true"] and begun.text_offset == [0, 4]
 
 
@@ -85,7 +86,9 @@ def test_parts_of_characters_have_names_of_their_own() -> None:
             pieces = ("â", "ã", "Ĥ", "¬")
         first, other, second, third = (token_id(tokenizer, piece) for piece in pieces)
         text = TokenText(tokenizer)
-        found = completion_logprobs(text, [sampled(first, first, other), sampled(second), sampled(third)], 2, 0, False)
+        found, _ = completion_logprobs(
+            text, [sampled(first, first, other), sampled(second), sampled(third)], 2, 0, False
+        )
         assert found.tokens == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
         assert found.top_logprobs[0] == {"bytes:\\xe2": -1.0, "bytes:\\xe3": -2.0}
         assert found.text_offset == [0, 1, 1], "one character, which the first token begins"
@@ -96,5 +99,5 @@ def test_parts_of_characters_have_names_of_their_own() -> None:
 def test_special_tokens_are_shown_by_name_and_begin_no_text() -> None:
     tokenizer = sentencepiece_bpe()
     end, word = token_id(tokenizer, SPECIAL), token_id(tokenizer, "▁true")
-    found = completion_logprobs(TokenText(tokenizer), [sampled(end), sampled(word)], 0, 0, True)
+    found, _ = completion_logprobs(TokenText(tokenizer), [sampled(end), sampled(word)], 0, 0, True)
     assert found.tokens == [SPECIAL, "true"]
