@@ -5,11 +5,7 @@ from __future__ import annotations
 from tandem.proxy.api.field_errors import shown_value
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.sampling_fields import num_logprobs
-from tandem.proxy.api.schema import (
-    ChatFields,
-    CompletionRequest,
-    GenerationFields,
-)
+from tandem.proxy.api.schema import ChatFields, CompletionRequest, GenerationFields
 from tandem.runtime.errors import InvalidRequest
 
 _NOT_WITH_BEAMS = {

@@ -12,12 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatMessage, JsonObject
-from tandem.proxy.api.output_fields import (
-    NamedToolChoice,
-    ResponseFormat,
-    StructuredOutputs,
-    Tool,
-)
+from tandem.proxy.api.output_fields import NamedToolChoice, ResponseFormat, StructuredOutputs, Tool
 
 
 def doc(description: str) -> Meta:

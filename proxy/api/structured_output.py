@@ -12,17 +12,8 @@ from llguidance import regex_to_lark
 
 from tandem.protocol.messages.grammar import check_grammar, check_grammar_size
 from tandem.proxy.api.gbnf import to_lark
-from tandem.proxy.api.output_fields import (
-    FunctionDefinition,
-    NamedToolChoice,
-    ResponseFormat,
-    StructuredOutputs,
-    Tool,
-)
-from tandem.proxy.api.schema import (
-    ChatFields,
-    GenerationFields,
-)
+from tandem.proxy.api.output_fields import FunctionDefinition, NamedToolChoice, ResponseFormat, StructuredOutputs, Tool
+from tandem.proxy.api.schema import ChatFields, GenerationFields
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.runtime.errors import InvalidRequest
 

@@ -11,11 +11,7 @@ from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.chat_prompts import ChatPromptBuilder
-from tandem.proxy.api.field_checks import (
-    check_beam_search,
-    check_logprobs,
-    check_truncation,
-)
+from tandem.proxy.api.field_checks import check_beam_search, check_logprobs, check_truncation
 from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest, to_chat

@@ -32,14 +32,7 @@ from tandem.proxy.batches.batch import (
 )
 from tandem.proxy.batches.batch_lines import CheckedLines, IndexedLine, finished_id
 from tandem.proxy.batches.file_store import FileStore
-from tandem.proxy.batches.json_files import (
-    DAMAGED_SUFFIX,
-    ids_in,
-    new_id,
-    read_json,
-    storage_errors,
-    write_json,
-)
+from tandem.proxy.batches.json_files import DAMAGED_SUFFIX, ids_in, new_id, read_json, storage_errors, write_json
 from tandem.proxy.batches.line_journal import LineJournal
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.files.whole_file import ABANDONED_AFTER_S, remove_abandoned

@@ -17,12 +17,7 @@ import msgspec
 
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.plausible import plausible_count
-from tandem.protocol.messages.sampling import (
-    FinishReason,
-    SampledToken,
-    SamplingParams,
-    StopConditions,
-)
+from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.crashes import SUSPECT_DEATHS
 from tandem.proxy.text.prompt import Prompt

@@ -7,14 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.proxy.api.chat_messages import (
-    MAX_CHAT_MESSAGES,
-    ChatTurns,
-    ContentPart,
-    FunctionCall,
-    JsonObject,
-    ToolCall,
-)
+from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
 from tandem.proxy.api.field_errors import refuse_unsupported
 from tandem.proxy.api.output_fields import (
     MAX_FUNCTIONS,

@@ -9,13 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from tandem.proxy.api.chat_messages import (
-    MAX_CHAT_MESSAGES,
-    JsonObject,
-)
-from tandem.proxy.api.output_fields import (
-    MAX_FUNCTIONS,
-)
+from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, JsonObject
+from tandem.proxy.api.output_fields import MAX_FUNCTIONS
 from tandem.proxy.api.schema import (
     CacheSalt,
     MaxTokens,

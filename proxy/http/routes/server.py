@@ -10,12 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.proxy.api.answer_bodies import (
-    HealthResponse,
-    ModelCard,
-    ModelList,
-    VersionResponse,
-)
+from tandem.proxy.api.answer_bodies import HealthResponse, ModelCard, ModelList, VersionResponse
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.http.app_state import AppState
