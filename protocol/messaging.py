@@ -68,10 +68,6 @@ class Network(Protocol):
         """Connects a dealer. on_broken: called when an open connection breaks."""
         ...
 
-    def term(self) -> None:
-        """Ends the network once its sockets are closed and their messages delivered."""
-        ...
-
     def destroy(self, linger: int | None = None) -> None:
         """Closes all sockets and ends the network. linger: milliseconds to deliver what they have queued."""
         ...

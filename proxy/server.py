@@ -27,7 +27,7 @@ from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
-from tandem.proxy.cluster.worker_table import WorkerTable
+from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S, WorkerTable
 from tandem.proxy.control import Control
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
@@ -134,7 +134,7 @@ class ProxyServer:
         requests = RequestLog(self._tracer.on_end if self._tracer is not None else ignore)
         ttft_slo_s, routing = config.admission.ttft_slo_s, config.routing
 
-        worker_table = WorkerTable(routing.worker_silence_s, decode_may_prefill=routing.decode_prefill_threshold > 0)
+        worker_table = WorkerTable(WORKER_SILENCE_S, decode_may_prefill=routing.decode_prefill_threshold > 0)
         self._connections = WorkerConnections(self._context, self._proxy_id)
         dispatcher = Dispatcher(
             self._proxy_id,

@@ -8,6 +8,7 @@ from tandem.decode_worker.decode_scheduler import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.membership import PROXY_SILENCE_S
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
+from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.simulator.cluster import SimulatedCluster
@@ -19,8 +20,6 @@ SHOWN_S = 0.2
 """Before the first heartbeat, in whose answer a worker would learn of the others as well."""
 SOON_S = 2.5
 """Time for what takes a few messages, or the next heartbeat."""
-WORKER_SILENCE_S = 3.5
-"""See `proxy.config.ProxyConfig.worker_silence_s`."""
 
 
 class Invariants:

@@ -116,9 +116,6 @@ class SimulatedNetwork:
         """Dealers that are not closed."""
         return sum(isinstance(socket, _Dealer) and not socket.is_closed for socket in self._sockets)
 
-    def term(self) -> None:
-        self.destroy()
-
     def destroy(self, linger: int | None = None) -> None:
         for socket in self._sockets:
             socket.close()

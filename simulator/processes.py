@@ -25,7 +25,7 @@ from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
-from tandem.proxy.cluster.worker_table import WorkerTable
+from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S, WorkerTable
 from tandem.proxy.control import Control
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.dispatcher import Dispatcher
@@ -314,7 +314,7 @@ class SimulatedProxy(SimulatedProcess):
     def boot(self) -> None:
         network, config, routing = self.new_network(), self._config, self._config.routing
         self.network = network
-        self.table = WorkerTable(routing.worker_silence_s, decode_may_prefill=routing.decode_prefill_threshold > 0)
+        self.table = WorkerTable(WORKER_SILENCE_S, decode_may_prefill=routing.decode_prefill_threshold > 0)
         connections = WorkerConnections(network, self.proxy_id)
         metrics = self.metrics = ProxyMetrics()
         rng = self._machine.timeline.rng

@@ -142,7 +142,7 @@ class Worker:
             self._media.close()
             if shared is not None:
                 shared.close()
-            network.term()
+            network.destroy()
             host.close()
 
     def _on_tick(self, now: float) -> None:

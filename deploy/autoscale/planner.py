@@ -43,22 +43,12 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Target of the time to first token."""
     itl_s: float = 0.05
     """Target of the inter-token latency."""
-    min_prefill: int = 1
-    min_decode: int = 1
     max_workers: int = 16
     """Limit on the workers of all roles together."""
     max_num_seqs: int = 64
     """Limit on the sequences of one decode worker."""
     foresee_s: float = 30.0
     """Period for which growth is extrapolated, about the time that a worker takes to start."""
-
-    @property
-    def max_prefill(self) -> int:
-        return self.max_workers - self.min_decode
-
-    @property
-    def max_decode(self) -> int:
-        return self.max_workers - self.min_prefill
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -101,7 +91,7 @@ def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
     reason = f"{load:.2f} workers' worth of prompts, {service_s:.2f} s each"
     count = max(1, _up(load / MAX_UTILISATION))
     if slack_s > 0:
-        count = max(count, servers_needed(load, service_s, slack_s, MAX_LATE_SHARE, config.max_prefill))
+        count = max(count, servers_needed(load, service_s, slack_s, MAX_LATE_SHARE, config.max_workers - 1))
     else:
         reason += f" (longer than the TTFT of {config.ttft_s:g} s, whatever the number of workers)"
     # The queue beyond the TTFT must be worked off too, unless it waits because decode is full.
@@ -186,8 +176,7 @@ def _share_of_prompts(demand: Demand, config: PlannerConfig, count: int) -> floa
 class _Steady:
     """Smooths the need of one role over time."""
 
-    def __init__(self, least: int, most: int) -> None:
-        self.least = least
+    def __init__(self, most: int) -> None:
         self.most = most
         self._needs: deque[tuple[float, int]] = deque()
         self._changed_at = -math.inf
@@ -201,7 +190,7 @@ class _Steady:
         self._needs.append((now, need))
         while len(self._needs) > 1 and self._needs[1][0] <= now - DOWN_AFTER_S:
             self._needs.popleft()
-        limited = min(max(current, self.least), self.most)
+        limited = min(max(current, 1), self.most)
         if limited != current or now - self._changed_at < COOLDOWN_S:
             return limited
         least_recently = min(count for at, count in self._needs if at >= now - UP_AFTER_S)
@@ -210,15 +199,15 @@ class _Steady:
         if self._covers(now, DOWN_AFTER_S):
             ever = max(count for _, count in self._needs)
             if ever < current:
-                return max(ever, self.least)
+                return max(ever, 1)
         return current
 
     def spare(self, now: float, current: int) -> int:
-        """Returns how many workers exceed what was needed during SPARE_AFTER_S and the minimum."""
+        """Returns how many workers exceed what was needed during SPARE_AFTER_S, at least one."""
         if not self._covers(now, SPARE_AFTER_S):
             return 0
         needed = max(count for at, count in self._needs if at >= now - SPARE_AFTER_S)
-        return max(0, current - max(needed, self.least))
+        return max(0, current - max(needed, 1))
 
     def _covers(self, now: float, duration_s: float) -> bool:
         return self._needs[0][0] <= now - duration_s
@@ -229,9 +218,9 @@ class Planner:
 
     def __init__(self, config: PlannerConfig) -> None:
         self.config = config
-        self._prefill = _Steady(config.min_prefill, config.max_prefill)
-        self._decode = _Steady(config.min_decode, config.max_decode)
-        self._any = _Steady(1, config.max_workers)
+        self._prefill = _Steady(config.max_workers - 1)
+        self._decode = _Steady(config.max_workers - 1)
+        self._any = _Steady(config.max_workers)
         self._rebalanced_at = -math.inf
 
     def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int, num_any: int = 0) -> Proposal:
@@ -272,5 +261,5 @@ class Planner:
         share = round(config.max_workers * weights[0] / sum(weights))
         if prefill > share:
             prefill = max(share, config.max_workers - decode)
-        prefill = min(max(prefill, config.min_prefill), config.max_workers - config.min_decode)
+        prefill = min(max(prefill, 1), config.max_workers - 1)
         return prefill, config.max_workers - prefill

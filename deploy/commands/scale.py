@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import typing
 from collections.abc import Sequence
@@ -11,11 +10,11 @@ import msgspec
 
 from tandem.deploy.autoscale.planner import counts_text
 from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.launch.draining import until
 from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, Role, StatusReport
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
-from tandem.runtime.errors import ConfigError, InternalError, Overloaded
+from tandem.runtime.errors import ConfigError
 
-POLL_S = 0.5
 _OWN_NAME = re.compile(r"(prefill|decode|worker)-\d+")
 """Names of the launcher's workers; those that joined from another host are called prefill-0-HOST."""
 
@@ -40,21 +39,12 @@ async def scale(cluster: ClusterClient, arguments: Sequence[str], timeout_s: flo
     if not timeout_s:
         print(f"scaling to {text}")
         return
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not await _is_complete(cluster, answer):  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        reason = f"the cluster has not reached {text} after {timeout_s:g} s; `tandem status` shows its workers"
-        raise InternalError(reason) from None
+
+    async def is_complete(reports: list[StatusReport]) -> bool:
+        return all(is_scaled(report, answer) for report in reports)
+
+    await until(cluster, timeout_s, f"the cluster has not reached {text}", is_complete)
     print(text)
-
-
-async def _is_complete(cluster: ClusterClient, wanted: ClusterScaled) -> bool:
-    try:
-        return all(is_scaled(report, wanted) for report in await cluster.status())
-    except Overloaded:  # the proxies are busy
-        return False
 
 
 def is_scaled(report: StatusReport, wanted: ClusterScaled) -> bool:

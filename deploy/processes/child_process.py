@@ -23,10 +23,20 @@ from tandem.runtime.tasks import keep_running, start
 log = logging.getLogger(__name__)
 
 
-async def start_module(
-    module: str, config_file: str, output: LogFile, env: dict[str, str], inherited_fds: Sequence[int] = ()
-) -> asyncio.subprocess.Process:
-    """Starts `python -m module config_file` in a session of its own: Ctrl-C reaches only the launcher."""
+async def start_process(
+    module: str,
+    config_file: str,
+    output: LogFile,
+    env: dict[str, str],
+    inherited_fds: Sequence[int] = (),
+    preloaded: PreloadedWorker | None = None,
+) -> asyncio.subprocess.Process | ForkedProcess:
+    """Forks the process from `preloaded`, or starts `python -m module config_file`. Raises OSError.
+
+    It has a session of its own: Ctrl-C reaches only the launcher.
+    """
+    if preloaded is not None and (forked := await preloaded.start(config_file, output, env, inherited_fds)) is not None:
+        return forked
     with output.open() as file:
         return await asyncio.create_subprocess_exec(
             sys.executable,
@@ -115,13 +125,9 @@ class ChildProcess(Supervised):
 
     async def _start(self) -> asyncio.subprocess.Process | ForkedProcess:
         """Raises OSError."""
-        config_file = str(self._config_file)
-        process: asyncio.subprocess.Process | ForkedProcess | None = None
-        if self._preloaded is not None:
-            process = await self._preloaded.start(config_file, self._output, self._env, self._inherited_fds)
-        if process is None:
-            process = await start_module(self._module, config_file, self._output, self._env, self._inherited_fds)
-        self._process = process
+        self._process = process = await start_process(
+            self._module, str(self._config_file), self._output, self._env, self._inherited_fds, self._preloaded
+        )
         self.last_pid = process.pid
         try:
             write_whole(self._pid_file, str(process.pid))

@@ -63,6 +63,12 @@ class LogFile:
         return text if len(text) >= _TAIL_BYTES // 2 or not self._previous.exists() else _tail(self._previous) + text
 
 
+def last_error(text: str) -> str | None:
+    """Returns the last line that begins with `error: `, by which processes report wrong configurations."""
+    lines = reversed(text.splitlines())
+    return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+
+
 def _tail(file: Path) -> str:
     """The last _TAIL_BYTES of a file; empty if it does not exist."""
     try:

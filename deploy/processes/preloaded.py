@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tandem.deploy.processes.log_file import LogFile
+from tandem.deploy.processes.log_file import LogFile, last_error
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.processes.command_line import SPACE
 from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost
@@ -73,7 +73,8 @@ class PreloadedWorker:
             self.is_loaded = True
         except ForkServerLost as error:
             if not self.is_loaded and await server.wait() == EXIT_BAD_CONFIG:
-                raise ConfigError(self._last_error()) from error
+                reason = last_error(self._output.tail())
+                raise ConfigError(reason or f"cannot import what workers need; see {self._output.file}") from error
 
     async def start(
         self, config_file: str, output: LogFile, environment: Mapping[str, str], inherited_fds: Sequence[int] = ()
@@ -90,11 +91,6 @@ class PreloadedWorker:
         except ForkServerLost as error:
             log.warning("a worker is started without the preloaded process: %s", error)
             return None
-
-    def _last_error(self) -> str:
-        lines = self._output.tail().splitlines()
-        found = (line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: "))
-        return next(found, f"cannot import what workers need; see {self._output.file}")
 
     async def _watch(self) -> None:
         """Makes another process when the present one has ended."""

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
+from tandem.deploy.processes.log_file import last_error
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 
 OnExit = Callable[[str, int, int], bool]
@@ -96,6 +97,4 @@ class Supervised(ABC):
         self.send_signal(signal.SIGKILL)
 
     def last_error(self) -> str | None:
-        """The last line of the output that begins with `error: `, by which processes report wrong configurations."""
-        lines = self.log_tail().splitlines()
-        return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
+        return last_error(self.log_tail())

@@ -13,11 +13,12 @@ import os
 import shutil
 import signal
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from tandem.deploy.processes.child_process import ChildProcess, start_module
+from tandem.deploy.processes.child_process import ChildProcess, start_process
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.preloaded import PreloadedWorker
@@ -92,7 +93,8 @@ class ProcessActor:
             lambda *_: True,
             self._folder / "media-cache.pid",
         )
-        self._running_cache = start_job(cache.run(), "the supervisor of the media cache", _end)
+        end = partial(end_process, "the media cache is not supervised any more")  # the launcher replaces the actor
+        self._running_cache = start_job(cache.run(), "the supervisor of the media cache", end)
         endpoint_file = Path(decoded.tcp_endpoint_file)
         for _ in range(int(MEDIA_CACHE_START_S / POLL_S)):
             if endpoint_file.exists():
@@ -125,10 +127,7 @@ class ProcessActor:
         try:
             os.write(config_fd, config)
             config_file = f"/proc/self/fd/{config_fd}"
-            process: asyncio.subprocess.Process | ForkedProcess | None = None
-            if self._preloaded is not None:
-                process = await self._preloaded.start(config_file, self._output, env, [config_fd])
-            self._process = process or await start_module(module, config_file, self._output, env, [config_fd])
+            self._process = await start_process(module, config_file, self._output, env, [config_fd], self._preloaded)
         finally:
             os.close(config_fd)
         if self._limiting is None:
@@ -175,8 +174,3 @@ class ProcessActor:
             self._media_cache.kill()
             self._running_cache.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _end() -> None:
-    """Ends the actor, which the launcher then replaces."""
-    end_process("the media cache is not supervised any more")

@@ -32,6 +32,8 @@ from tandem.runtime.silence import SilenceTimers
 
 CHECK_INTERVAL_S = 0.25
 """Seconds between two calls of `WorkerTable.check`."""
+WORKER_SILENCE_S = 3.5
+"""Seconds without a heartbeat after which a worker counts as lost."""
 MAX_WORKERS = 1024
 """Workers that may register; each costs connections on this proxy and on every prefill worker."""
 _UNKNOWN_SPEED = 5000.0

@@ -31,7 +31,7 @@ LOCAL_PREFILL = "local prefill"
 PREFILLS, DECODES, ELASTIC = (tuple(f"{name}-{i}" for i in range(2)) for name in ("prefill", "decode", "worker"))
 """Names of the workers of each role."""
 HOLD_LIMIT_S, PROXY_HOLD_LIMIT_S = 2.0, 4.0
-"""Below the 3.5 s of `--worker-silence-s`, and the 5 s after which workers give up a proxy."""
+"""Below `WORKER_SILENCE_S`, 3.5 s, and the 5 s after which workers give up a proxy."""
 NUM_TOKENS = 200
 """Tokens that a request of the matrix generates."""
 

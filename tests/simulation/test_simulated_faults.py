@@ -17,12 +17,11 @@ import pytest
 from tandem.decode_worker.decode_scheduler import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.membership import Role, SetWorkerRole
 from tandem.protocol.messages.transfer import ReserveKV
+from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
 from tandem.simulator.network import Switch
 from tandem.simulator.scenario import ClusterShape
 from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
 
-SILENCE_S = 3.5
-"""Of a worker, after which proxies give it up (`proxy.config.ProxyConfig.worker_silence_s`)."""
 STEP_S = 0.06
 """Between two moments at which a fault strikes. A request takes about 0.3 s."""
 TWO_SIDED = replace(FIXED.with_config(kv_connector="gloo"), overlaps=True)
@@ -90,7 +89,7 @@ def test_a_worker_fails_at_each_moment_and_its_request_finishes(fault: str, side
                 site.strike("leave", name)
         site.until(lambda: bool(site.outcome(struck)))
         assert site.outcome(struck) == "finished"
-        limit_s = {"kill": 2.0, "freeze": SILENCE_S + 2.0, "stall": 3.0, "drain": 2.0}[fault]
+        limit_s = {"kill": 2.0, "freeze": WORKER_SILENCE_S + 2.0, "stall": 3.0, "drain": 2.0}[fault]
         assert site.timeline.now - began_at < limit_s
         if fault in ("stall", "drain"):
             assert site.num_migrated() == 0
@@ -229,7 +228,7 @@ def test_a_worker_rejoins_after_it_was_cut_off(name: str) -> None:
             site.ask(proxy=number % 2)
         site.pass_time(0.1)
         site.cut(name)
-        site.until(lambda: name not in site.reports(0) and name not in site.reports(1), SILENCE_S + 2)
+        site.until(lambda: name not in site.reports(0) and name not in site.reports(1), WORKER_SILENCE_S + 2)
         for number in range(8):
             site.ask(proxy=number % 2)
         site.until(site.has_ended, 10.0)
@@ -322,7 +321,7 @@ def test_blocks_of_a_frozen_worker_are_free_or_in_quarantine(name: str) -> None:
         site.pass_time(0.02)
         site.strike("freeze", name, 30.0)
         site.until(site.has_ended, 10.0)
-        site.pass_time(SILENCE_S)
+        site.pass_time(WORKER_SILENCE_S)
         loads = {each: site.cluster.workers[each].load() for each in site.cluster.workers if each != name}
         held = {each: load.num_blocks - load.num_free_blocks for each, load in loads.items()}
         assert held == {each: load.num_quarantined_blocks for each, load in loads.items()}

@@ -244,13 +244,13 @@ def test_only_the_number_of_elastic_workers_changes_where_there_are_any(
 
 @given(st.lists(st.tuples(demands, st.integers(1, 30)), min_size=1, max_size=30))
 def test_proposals_stay_within_the_limits(course: list[tuple[Demand, int]]) -> None:
-    planner = Planner(PlannerConfig(min_prefill=2, min_decode=1, max_workers=9))
-    prefill, decode, now = 2, 1, 0.0
+    planner = Planner(PlannerConfig(max_workers=9))
+    prefill, decode, now = 1, 1, 0.0
     for demand, seconds in course:
         now += seconds
         proposal = planner.propose(now, demand, prefill, decode)
         prefill, decode = proposal.prefill, proposal.decode
-        assert prefill >= 2 and decode >= 1 and prefill + decode <= 9 and proposal.any == 0
+        assert prefill >= 1 and decode >= 1 and prefill + decode <= 9 and proposal.any == 0
 
 
 # ---- early detection
