@@ -46,7 +46,7 @@ class MessageDealer(Protocol):
 
 
 class Network(Protocol):
-    """Makes the sockets of one process, on its event loop. refusals: counts the messages that were refused."""
+    """Makes the sockets of one process, on its event loop. refusals: reports the messages that were refused."""
 
     refusals: Refusals
 

@@ -7,7 +7,6 @@ traffic is encrypted; a key that is not on the list is refused and counted. Plai
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import zmq
 import zmq.auth.asyncio
 
 from tandem.protocol.network_keys import NetworkKeys, Part, load_keys
-from tandem.protocol.refusals import RefusalReason, Refusals
+from tandem.protocol.refusals import Refusals
 from tandem.runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -60,11 +59,11 @@ class Context(zmq.Context[Any]):
     _gate: _Gate | None
     _warned: bool
 
-    def protect(self, part: Part, config: NetworkConfig, on_refused: Callable[[RefusalReason], object] | None) -> None:
+    def protect(self, part: Part, config: NetworkConfig) -> None:
         """Loads the keys of this process. Raises ConfigError for keys that cannot be read or are another part's."""
         self.keys = config.keys_of(part)
         self.insecure = config.insecure
-        self.refusals = Refusals(on_refused)
+        self.refusals = Refusals()
         self._gate = None
         self._warned = False
 

@@ -1,4 +1,4 @@
-"""Counts connections and messages that this process has refused, by reason.
+"""Reports connections and messages that this process has refused, by reason.
 
 Each reason is logged at most once in ten seconds, so that a misbehaving peer cannot fill the disk.
 """
@@ -29,13 +29,11 @@ class Refusals:
     ) -> None:
         self._clock = clock
         self.on_refused = on_refused
-        self._counts: Counter[RefusalReason] = Counter()
         self._logged_at: dict[RefusalReason, float] = {}
         self._num_unlogged: Counter[RefusalReason] = Counter()
 
     def count(self, reason: RefusalReason, detail: str) -> None:
-        """Counts and logs a refusal. detail: for the log; must not contain client data."""
-        self._counts[reason] += 1
+        """Reports and logs a refusal. detail: for the log; must not contain client data."""
         if self.on_refused is not None:
             self.on_refused(reason)
         now = self._clock()
@@ -46,7 +44,3 @@ class Refusals:
         more = f" ({self._num_unlogged[reason]} more since the last such line)" if self._num_unlogged[reason] else ""
         self._num_unlogged[reason] = 0
         log.warning("refused, %s: %s%s", reason, detail, more)
-
-    def totals(self) -> list[tuple[str, int]]:
-        """Returns (reason, count) of the reasons that have occurred."""
-        return list(self._counts.items())

@@ -5,7 +5,7 @@ rate of `zmq.asyncio`. The descriptor is edge-triggered: after each read and eac
 EAGAIN, or a message may stay unnoticed.
 
 A socket belongs to the thread of its loop. Sends never block: they return False if the message cannot be queued.
-Refused messages are counted in the context's `refusals`.
+Refused messages are reported to the context's `refusals`.
 """
 
 from __future__ import annotations
@@ -254,18 +254,11 @@ def listen_on_free_port(host: str) -> tuple[int, int]:
         return listener.detach(), port
 
 
-def new_context(
-    part: Part = "operator",
-    network: NetworkConfig = NetworkConfig(),  # noqa: B008  # frozen
-    on_refused: Callable[[RefusalReason], object] | None = None,
-) -> SocketContext:
-    """Returns the process's context. Raises ConfigError.
-
-    part: role of this process, which selects its key. on_refused: called for each refused connection or message.
-    """
+def new_context(part: Part = "operator", network: NetworkConfig = NetworkConfig()) -> SocketContext:  # noqa: B008  # frozen
+    """Returns the process's context. part: role of this process, which selects its key. Raises ConfigError."""
     context = SocketContext(io_threads=1)
     try:
-        context.protect(part, network, on_refused)
+        context.protect(part, network)
     except BaseException:
         context.destroy()
         raise

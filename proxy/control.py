@@ -95,8 +95,6 @@ class Control:
                 if dropped:
                     self._refusals.count("implausible_figure", f"{', '.join(dropped)} of {message.worker_id}")
                 known = self._table.on_status(now, message)
-                if known and message.load.refusals:
-                    self._state.metrics.on_worker_refusals(message.worker_id, message.load.refusals)
                 answer = self._unchanged[known, self._table.needs_restart(message.epoch)]
                 self._socket.send(identity, answer)
             case WorkerLeft():

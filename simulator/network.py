@@ -89,7 +89,7 @@ class SimulatedNetwork:
         self.switch = switch
         self.loop = loop
         self._sockets: list[_Router | _Dealer] = []
-        self.refusals = Refusals(None, loop.time)
+        self.refusals = Refusals(clock=loop.time)
 
     def router(
         self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None], tcp_endpoint: str = ""

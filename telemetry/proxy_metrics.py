@@ -93,9 +93,6 @@ class ProxyMetrics:
             "max",
             "worker",
         )
-        self.worker_refusals = self._gauge(
-            "tandem_worker_refusals", "Refusals on a worker's sockets since its start.", "livemax", "worker", "reason"
-        )
         self.ttft = self._histogram("tandem_time_to_first_token_seconds", "TTFT.", _LONG_S)
         self.per_token = TokenTally(
             self._histogram("tandem_inter_token_latency_seconds", "ITL.", _STEP_S),
@@ -125,11 +122,6 @@ class ProxyMetrics:
         counts = Counts(role for _, role in self._roles)
         for role in {role for _, role in before} | counts.keys():
             self.workers.labels(role).set(counts[role])
-
-    def on_worker_refusals(self, worker_id: str, refusals: list[tuple[str, int]]) -> None:
-        """refusals: (reason, count since the worker's start)."""
-        for reason, count in refusals:
-            self.worker_refusals.labels(worker_id, reason).set(count)
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(name, documentation, labels, registry=self.registry)

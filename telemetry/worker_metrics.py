@@ -99,7 +99,16 @@ class WorkerMetrics:
             labels,
             registry=self.registry,
         )
+        self._refusals = Counter(
+            "tandem_worker_refusals",
+            "Connections and messages that this worker's sockets refused, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
         self._close: Callable[[], None] = lambda: None
+
+    def on_refused(self, reason: str) -> None:
+        self._refusals.labels(reason).inc()
 
     def on_load(self, load: object) -> None:
         """load: has the attributes `LOAD_FIELDS`, and `tiers` with `TIER_FIELDS`; it is not modified afterwards."""

@@ -6,7 +6,6 @@ import msgspec
 
 from tandem.prefill_worker.media import MediaIntake
 from tandem.protocol.messages.membership import TierFigures, WorkerLoad
-from tandem.protocol.refusals import Refusals
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.step_loop import StepLoop
 from tandem.worker.tier_traffic import TierTraffic
@@ -23,14 +22,12 @@ class LoadReporter:
         traffic: KVTraffic,
         tiers: TierTraffic,
         media: MediaIntake,
-        refusals: Refusals,
     ) -> None:
         self._scheduler = scheduler
         self._steps = steps
         self._traffic = traffic
         self._tiers = tiers
         self._media = media
-        self._refusals = refusals
 
     def take(self, num_role_changes: int) -> WorkerLoad:
         """Returns the next report."""
@@ -57,7 +54,6 @@ class LoadReporter:
             waiting_tokens=waiting_tokens,
             prompt_tokens_per_s=times.prompt_tokens_per_s,
             traffic=traffic.take_traffic(),
-            refusals=self._refusals.totals(),
             num_media_encoded=media.num_encoded,
             num_media_found=media.num_found,
             num_media_fetched_bytes=media.num_fetched_bytes,

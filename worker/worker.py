@@ -98,6 +98,7 @@ class Worker:
             [TierState(name, knows_all=name != "store") for name in host.pools.tiers.names],
         )
         network = self._new_network(config)
+        network.refusals.on_refused = self._metrics.on_refused
         endpoint = config.media_cache_endpoint
         shared = SharedEmbeddings(MediaCacheClient(network, endpoint), model_id) if endpoint else None
         takes_media = host.loaded.vision is not None
@@ -127,7 +128,7 @@ class Worker:
             self._clock,
         )
         self._tiers = TierTraffic(host.pools.tiers, scheduler.tiers, self._perform)
-        self._reporter = LoadReporter(scheduler, self._steps, self._traffic, self._tiers, self._media, network.refusals)
+        self._reporter = LoadReporter(scheduler, self._steps, self._traffic, self._tiers, self._media)
         self._presence = Presence(
             config, info, host, scheduler, self._traffic, self._perform, self._report, self._tiers.clear
         )

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -104,8 +104,6 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Recent prefill speed; 0 before the first prompt."""
     traffic: list[PairTraffic] = []
     """Pairs with transfers since the last report; all pairs after `ClusterView.restart`."""
-    refusals: list[tuple[str, int]] = []
-    """Refused messages by reason, see `protocol.refusals`."""
     num_media_encoded: int = 0
     """Images and videos that were encoded here."""
     num_media_found: int = 0

@@ -20,12 +20,9 @@ MIN_FIGURE = 1e-9
 MAX_COUNT = 2**63 - 1
 MAX_PRIORITIES = 4096
 """Entries of `WorkerLoad.waiting_tokens`."""
-MAX_REFUSAL_REASONS = 64
-"""Entries of `WorkerLoad.refusals`."""
 
 _MAX_ENTRIES = {
     "waiting_tokens": MAX_PRIORITIES,
-    "refusals": MAX_REFUSAL_REASONS,
     "tiers": MAX_TIERS,
     "traffic": MAX_PAIRS,
 }

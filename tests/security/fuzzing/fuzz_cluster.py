@@ -222,10 +222,16 @@ class Fuzz:
             self.inputs[f"{name} bytes"] += 1
 
 
-def refusals(metrics: str) -> dict[str, int]:
-    """Returns the refusal counters by label set."""
-    lines = [line for line in metrics.splitlines() if "refusals" in line and not line.startswith("#")]
-    return {line.rsplit(" ", 1)[0]: int(float(line.rsplit(" ", 1)[1])) for line in lines}
+def refusals(urls: dict[str, str]) -> dict[str, int]:
+    """Returns the refusal counters by process and labels. urls: of the metrics, by process."""
+    found = {}
+    for process, url in urls.items():
+        text = httpx.get(url, headers={"Cache-Control": "no-cache"}, timeout=30).text
+        for line in text.splitlines():
+            if "refusals_total" in line and not line.startswith("#"):
+                label, _, count = line.rpartition(" ")
+                found[f"{process} {label}"] = int(float(count))
+    return found
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
@@ -256,7 +262,10 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
         "connection_outcomes": dict(sorted(connections.outcomes.items())),
         "replay_outcomes": dict(sorted(fuzz.replay_outcomes.items())),
         "num_internal_errors": fuzz.http.outcomes["500"],
-        "refusals": refusals(httpx.get(f"{admin_url}/metrics", headers={"Cache-Control": "no-cache"}, timeout=30).text),
+        "refusals": refusals(
+            {each.worker.worker_id: f"http://{each.worker.metrics_address}/metrics" for each in fuzz.status().workers}
+            | {"proxy-0": f"{admin_url}/metrics"}
+        ),
         "descriptors": {name: num_descriptors(pid) for name, pid in pids.items()},
         "memory_growth_mib": {
             name: round(process_memory(pid).own_mib - before[name][1], 1) for name, pid in pids.items()

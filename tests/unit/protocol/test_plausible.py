@@ -19,7 +19,6 @@ GOOD = WorkerLoad(
     num_blocks=65,
     waiting_tokens=[(-5, 3)],
     traffic=[PairTraffic("d", 1, 2, 0.5)],
-    refusals=[("not_possible", 1)],
     tiers=[TierFigures("disk", 3, 4096, 0, 5, 2, 1, 1, "it is full")],
     loaded_tokens_per_s=9.5,
 )
@@ -44,8 +43,6 @@ def test_a_plausible_report_stays_as_it_is() -> None:
         ("waiting_tokens", [(2**40, 1)]),
         ("waiting_tokens", [(0, -1)]),
         ("waiting_tokens", [(0, 1)] * 4097),
-        ("refusals", [("not_possible", -1)]),
-        ("refusals", [("not_possible", 1)] * 65),
         ("traffic", [PairTraffic("d", 1, 2, math.nan)]),
         ("tiers", [TierFigures("host", num_blocks=-1)]),
         ("tiers", [TierFigures("host", max_bytes=2**63)]),

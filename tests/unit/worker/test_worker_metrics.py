@@ -64,6 +64,7 @@ def test_the_endpoint_shows_the_last_report_and_each_pair() -> None:
         metrics.on_shipped(("prefill-0", "decode-1", "ipc"), 4096, 0.002)
         metrics.on_shipped(("prefill-0", "decode-1", "ipc"), 1024, 0.001)
         metrics.step.observe(0.03)
+        metrics.on_refused("not_a_message")
         text = httpx.get(f"http://{address}/metrics").text
         with pytest.raises(ConfigError, match="choose another --admin-host"):
             WorkerMetrics().serve("127.0.0.1", int(address.rpartition(":")[2]))
@@ -82,6 +83,7 @@ def test_the_endpoint_shows_the_last_report_and_each_pair() -> None:
     assert samples["tandem_kv_transfer_bytes_total"] == (5120, pair)
     assert samples["tandem_kv_transfer_seconds_sum"] == (pytest.approx(0.003), pair)
     assert samples["tandem_worker_step_seconds_count"][0] == 1
+    assert samples["tandem_worker_refusals_total"] == (1, {"reason": "not_a_message"})
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://{address}/metrics")
 
