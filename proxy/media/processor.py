@@ -35,7 +35,7 @@ _MAX_VIDEO_FRAME_PIXELS = 768 * 28 * 28
 """Pixels per frame in the estimate of a video's size, which is corrected when the video is committed."""
 _BYTES_PER_PIXEL = 12  # float32 RGB
 _SIZE_SLACK_BYTES = 4096
-_DECODING = 3
+_DECODING = 2
 """Increment with every change of the pixels that `proxy.media.decode` returns: cached tensors depend on it."""
 _PROBE = Image.new("RGB", (224, 224))
 

@@ -7,6 +7,7 @@ space for sRGB.
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageCms
@@ -24,6 +25,8 @@ _UPRIGHT = {
 }
 _MAX_PROFILE_BYTES = 4 << 20
 """Size of a colour profile; those of printers have up to 3 MB. Larger ones are ignored."""
+_DISPLAY_GAMMA = 2.2
+_MIN_GAMMA_CHANGE = 0.05
 
 
 def orientation(image: Image.Image) -> int:
@@ -39,16 +42,16 @@ def orientation(image: Image.Image) -> int:
 
 def as_shown(image: Image.Image) -> Image.Image:
     """image: decoded. Returns RGB."""
-    profile, turn = image.info.get("icc_profile"), _UPRIGHT.get(orientation(image))
+    info, turn = image.info, _UPRIGHT.get(orientation(image))
     if image.mode.startswith("I"):
         image = _with_8_bits(image)
     if turn is not None:
         image = image.transpose(turn)
     if not image.has_transparency_data:
-        return _as_srgb(image, profile)
+        return _as_srgb(image, info)
     layers = image.convert("RGBA")
     shown = Image.new("RGB", layers.size, (255, 255, 255))
-    shown.paste(_as_srgb(layers.convert("RGB"), profile), mask=layers.getchannel("A"))
+    shown.paste(_as_srgb(layers.convert("RGB"), info), mask=layers.getchannel("A"))
     return shown
 
 
@@ -62,10 +65,11 @@ def _with_8_bits(image: Image.Image) -> Image.Image:
     return grey
 
 
-def _as_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Converts to RGB by the file's colour profile, if it has one."""
+def _as_srgb(image: Image.Image, info: dict[Any, Any]) -> Image.Image:
+    """Converts to RGB by the colour profile or the gamma that the file has. info: Pillow's, of the file."""
+    profile = info.get("icc_profile")
     if not profile or len(profile) > _MAX_PROFILE_BYTES:
-        return image.convert("RGB")
+        return _with_gamma(image.convert("RGB"), info)
     if image.mode not in ("RGB", "L", "CMYK"):
         image = image.convert("RGB")
     try:
@@ -76,3 +80,14 @@ def _as_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):  # damaged, or of another kind of image
         return image.convert("RGB")
     return image.convert("RGB") if shown is None else shown
+
+
+def _with_gamma(image: Image.Image, info: dict[Any, Any]) -> Image.Image:
+    """Applies a PNG's gamma, which linear images have. The chunk sRGB goes before it."""
+    gamma = info.get("gamma")
+    if not isinstance(gamma, float) or gamma <= 0 or "srgb" in info:
+        return image
+    exponent = 1 / (_DISPLAY_GAMMA * gamma)
+    if abs(exponent - 1) < _MIN_GAMMA_CHANGE:
+        return image
+    return image.point([round(255 * (level / 255) ** exponent) for level in range(256)] * 3)

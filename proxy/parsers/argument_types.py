@@ -17,7 +17,7 @@ JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "objec
 _MAX_DEPTH = 32
 """Schemas within schemas that are looked at. Deeper ones allow any type."""
 _MAX_STEPS = 20_000
-"""Schemas and values of one tool that are looked at, about 30 ms; further ones allow any type. References repeat
+"""Schemas, names and values of one tool that are looked at, about 30 ms; further ones allow any type. References repeat
 what they name, so the number is not limited by the schema's size."""
 
 Types = tuple[str, ...]
@@ -32,13 +32,11 @@ class ToolArguments(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, schema: Any) -> ToolArguments:
-        """schema: JSON schema of all arguments of a tool, which names them in its own `properties`."""
-        if not isinstance(schema, dict):
-            return cls()
-        reader, properties = _SchemaReader(schema), schema.get("properties")
-        named = properties.items() if isinstance(properties, dict) else ()
-        found = {name: _packed(reader.types(each)) for name, each in named}
-        return cls(found, _packed(reader.types(schema.get("additionalProperties"))))
+        """schema: JSON schema of all arguments of a tool."""
+        reader = _SchemaReader(schema)
+        found = {name: _packed(types) for name, types in reader.properties(schema).items()}
+        others = schema.get("additionalProperties") if isinstance(schema, dict) else None
+        return cls(found, _packed(reader.types(others)))
 
     def of_argument(self, name: str) -> Types:
         return self.types.get(name, self.others)
@@ -55,6 +53,7 @@ class _SchemaReader:
         self._root = root
         self._num_steps_left = _MAX_STEPS
         self._types: dict[str, frozenset[str]] = {}  # of what a reference names
+        self._properties: dict[str, dict[str, frozenset[str]]] = {}
 
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
         """Returns the types that the schema allows. A recursive reference allows any type where it is met again."""
@@ -83,6 +82,34 @@ class _SchemaReader:
         if schema.get("nullable") is True:
             allowed |= {"null"}
         return allowed or JSON_TYPES  # nothing is valid
+
+    def properties(self, schema: Any, depth: int = 0) -> dict[str, frozenset[str]]:
+        """Returns the types of the members that an object may have."""
+        self._num_steps_left -= 1
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._num_steps_left < 0:
+            return {}
+        own = schema.get("properties")
+        found = {name: self.types(value) for name, value in own.items()} if isinstance(own, dict) else {}
+        if isinstance(reference := schema.get("$ref"), str):
+            if reference not in self._properties:
+                self._properties[reference] = {}
+                self._properties[reference] = self.properties(self._referred(reference), depth + 1)
+            self._restrict(found, self._properties[reference])
+        for member in _members(schema, "allOf"):
+            self._restrict(found, self.properties(member, depth + 1))
+        for keyword in ("anyOf", "oneOf"):
+            union: dict[str, frozenset[str]] = {}
+            for member in _members(schema, keyword):
+                for name, types in self.properties(member, depth + 1).items():
+                    union[name] = union.get(name, frozenset()) | types
+            self._restrict(found, union)
+        return found
+
+    def _restrict(self, found: dict[str, frozenset[str]], more: dict[str, frozenset[str]]) -> None:
+        self._num_steps_left -= len(more)
+        if self._num_steps_left >= 0:
+            for name, types in more.items():
+                found[name] = (found.get(name, JSON_TYPES) & types) or JSON_TYPES
 
     def _referred(self, reference: str) -> Any:
         """Returns the schema that a reference within the tool's schema names; None if there is none."""

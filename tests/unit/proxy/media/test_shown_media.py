@@ -88,6 +88,14 @@ def test_all_depths_keep_their_levels(data: bytes, expected: list[list[tuple[int
     assert shown(data) == expected
 
 
+def test_linear_pictures_are_as_bright_as_in_a_browser() -> None:
+    linear = (b"gAMA", struct.pack(">I", 100_000))
+    level = np.array([[64]], np.uint8)
+    assert shown(png(level, 8, 0, linear)) == grey(round(255 * (64 / 255) ** (1 / 2.2)))
+    assert shown(png(level, 8, 0, (b"gAMA", struct.pack(">I", 45_455)))) == grey(64)
+    assert shown(png(level, 8, 0, linear, (b"sRGB", b"\0"))) == grey(64)
+
+
 def wide_profile() -> bytes:
     """A profile of RGB whose red and green have changed places, so that its use shows."""
     profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())

@@ -78,9 +78,17 @@ def test_a_value_has_a_type_that_the_schema_allows(schema: Any, text: str, expec
     assert value == expected and type(value) is type(expected)
 
 
-def test_other_arguments_have_the_type_of_additional_properties() -> None:
-    found = ToolArguments.of({"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "string"}})
-    assert (found.of_argument("a"), found.of_argument("z")) == (("null",), ("string",))
+def test_properties_may_be_anywhere_in_the_schema() -> None:
+    schema = {
+        "$ref": "#/$defs/Args",
+        "allOf": [{"properties": {"b": {"type": "boolean"}}}, {"properties": {"b": {"type": ["boolean", "null"]}}}],
+        "anyOf": [{"properties": {"c": {"type": "string"}}}, {"properties": {"c": {"type": "null"}}}],
+        "$defs": {"Args": {"properties": {"a": {"type": "string"}}}},
+        "additionalProperties": {"type": "string"},
+    }
+    found = ToolArguments.of(schema)
+    assert found.types == {"a": ("string",), "b": ("boolean",), "c": ("null", "string")}
+    assert found.of_argument("z") == ("string",)
 
 
 @pytest.mark.parametrize("schema", [None, [], "x", {"properties": 5}, {"properties": {"a": 5}}, {"anyOf": [7, {}]}])
@@ -93,15 +101,18 @@ def test_reading_a_schema_takes_linear_time() -> None:
 
     def twice(number: int) -> dict[str, Any]:
         reference = {"$ref": f"#/$defs/d{number + 1}"}
-        return {"anyOf": [reference, reference], "allOf": [reference, reference]}
+        return {"anyOf": [reference, reference], "allOf": [reference, reference], "properties": {"a": reference}}
 
     definitions = {f"d{number}": twice(number) for number in range(2000)} | {"d2000": {"type": "string"}}
     begun = time.process_time()
-    found = ToolArguments.of({"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions})
+    found = ToolArguments.of({"$ref": "#/$defs/d0", "$defs": definitions})
     assert time.process_time() - begun < 1
     assert found.of_argument("a") == ()
     near = ToolArguments.of({"properties": {"a": {"$ref": "#/$defs/d1990"}}, "$defs": definitions})
     assert near.of_argument("a") == ("string",)
+
+
+NAMED = {str(number): {} for number in range(5000)}
 
 
 @pytest.mark.parametrize(
@@ -110,8 +121,10 @@ def test_reading_a_schema_takes_linear_time() -> None:
         {"x": {"anyOf": [{}] * 9000}, "properties": {str(i): {"$ref": f"#{i}/x"} for i in range(5000)}},
         {"x": {"enum": [0] * 90_000}, "properties": {str(i): {"$ref": f"#{i}/x"} for i in range(5000)}},
         {"x": {"type": ["null"] * 90_000}, "properties": {str(i): {"$ref": f"#{i}/x"} for i in range(5000)}},
+        {"x": {"properties": NAMED}, "allOf": [{"$ref": f"#{i}/x"} for i in range(5000)]},
+        {"x": {"properties": NAMED}, "anyOf": [{"$ref": "#/x"}] * 5000},
     ],
-    ids=["members", "values", "types"],
+    ids=["members", "values", "types", "names", "the same name"],
 )
 def test_references_that_repeat_much_of_a_schema_take_little_of_the_loop(schema: dict[str, Any]) -> None:
     """A tenth of these, in a body that is read on the event loop, took a second."""
