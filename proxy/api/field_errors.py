@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
+from tandem.proxy.api.whole_numbers import decode_whole
 from tandem.runtime.errors import InvalidRequest
 
 R = TypeVar("R")
@@ -16,6 +17,10 @@ MAX_SHOWN_CHARACTERS = 80
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 _MISSING_FIELD = re.compile(r"required field `(\w+)`")
+_BOUNDS = {">=": "greater_than_equal", "<=": "less_than_equal", ">": "greater_than", "<": "less_than"}
+"""Pydantic's names, which clients of vLLM look for in errors about numbers."""
+_FLOAT_FOR_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
+_BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) ")
 
 
 def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
@@ -23,7 +28,15 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error), body) from error
+        message = str(error)
+        if _FLOAT_FOR_INTEGER.match(message):
+            try:
+                return cast(R, decode_whole(decoder, body))
+            except msgspec.ValidationError as other:
+                message = str(other)
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
+                pass  # the body is malformed behind the field, which the error below tells
+        raise _invalid_field(message, body) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
 
@@ -40,11 +53,17 @@ def _invalid_field(message: str, body: bytes) -> InvalidRequest:
     if (missing := _MISSING_FIELD.search(message)) is not None:
         param = ".".join(name for name in (field, missing[1]) if name)
         return InvalidRequest(f"{field}: {message}." if field else f"{message}.", param)
+    if (bound := _BOUND.match(message)) is not None:
+        message = f"{message} ({_BOUNDS[bound[1]]})"
     if not field:
         return InvalidRequest(f"{message}.")
     try:
         value = shown_value(_value_at(field, msgspec.json.decode(body)))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # malformed behind the wrong field
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:  # the body is malformed behind the wrong field
         return InvalidRequest(f"The body is not valid JSON: {error}.")
     except (LookupError, TypeError):  # an object has a key twice, and the other value has another form
         return InvalidRequest(f"{field}: {message}.", field)

@@ -199,13 +199,31 @@ def split_prompt(raw: msgspec.Raw, param: str = "prompt") -> Sequence[str | list
             f"{param} must be a string, a list of strings, a list of token ids or a list of lists of token ids.", param
         )
     try:
-        decoded = msgspec.json.decode(data, type=kind)
+        decoded = _decoded_prompts(data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{param}: {error}".replace("`$[...]`", "one of its items"), param) from error
     prompts: list[str | list[int]] = [decoded] if kind in (str, list[TokenId]) else decoded
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise InvalidRequest("The prompt is empty.", param)
     return prompts
+
+
+def _decoded_prompts(data: bytes, kind: Any) -> Any:
+    """Raises msgspec.DecodeError, UnicodeDecodeError."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        if not str(error).startswith("Expected `int`, got `float`"):
+            raise
+        # Some clients write each number as a float: 4.0.
+        numbers = msgspec.json.decode(data, type=list[list[float]] if kind == list[list[TokenId]] else list[float])
+        return msgspec.convert(_whole(numbers), kind)
+
+
+def _whole(number: Any) -> Any:
+    if isinstance(number, list):
+        return [_whole(each) for each in number]
+    return int(number) if number.is_integer() else number
 
 
 def place_media(

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.proxy.admission.admission import MAX_INPUTS, Admission
 from tandem.proxy.admission.admission_settings import AdmissionSettings
@@ -74,7 +76,46 @@ def test_a_nucleus_of_nothing_is_the_most_likely_token() -> None:
     assert response(top_p=0.0).base_sampling.top_k == message("hi", top_p=0).base_sampling.top_k == 1
 
 
-@pytest.mark.parametrize("prompt", [b"[1.5]", b'[1, "a"]', b"[[1], [-1]]", b"[[1], 2]", b"[1.0]"], ids=str)
+INTEGERS: dict[str, Any] = {
+    "max_tokens": 4, "n": 2, "seed": 7, "top_k": 5, "stop_token_ids": [1, 2], "min_tokens": 1, "top_logprobs": 2,
+    "allowed_token_ids": [3], "priority": -1, "truncate_prompt_tokens": 9, "logprob_token_ids": [5, 6],
+}  # fmt: skip
+
+
+@given(st.sets(st.sampled_from(sorted(INTEGERS))))
+def test_integers_may_have_a_fraction_of_zero(names: set[str]) -> None:
+    def as_float(value: Any) -> Any:
+        return [float(each) for each in value] if isinstance(value, list) else float(value)
+
+    given = {name: as_float(value) if name in names else value for name, value in INTEGERS.items()}
+    assert chat(logprobs=True, **given) == chat(logprobs=True, **INTEGERS)
+
+
+def test_only_integers_lose_their_fraction() -> None:
+    arguments = {"a": 1.0}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    body = {"messages": [call], "max_tokens": 4.0, "temperature": 1.0, "chat_template_kwargs": {"x": 2.0}}
+    prompt = prompt_of(DECODER.chat(json.dumps(body).encode()))
+    [rendered] = prompt.messages[0]["tool_calls"]
+    assert isinstance(rendered["function"]["arguments"]["a"], float) and isinstance(prompt.variables["x"], float)
+    request = DECODER.message(
+        b'{"max_tokens": 4e0, "messages": [{"role": "user", "content": "a"}], "thinking": {"type": "enabled", '
+        b'"budget_tokens": 2.0}}'
+    )
+    assert request.default_max_tokens == 4
+    assert DECODER.detokenize(b'{"tokens": [1.0, 2]}') == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [(b"[1.0, 2]", [[1, 2]]), (b"[[1.0], [2.0, 3]]", [[1], [2, 3]])],
+    ids=str,
+)
+def test_token_ids_may_have_a_fraction_of_zero(prompt: bytes, expected: list[list[int]]) -> None:
+    assert list(split_prompt(msgspec.Raw(prompt))) == expected
+
+
+@pytest.mark.parametrize("prompt", [b"[1.5]", b'[1.0, "a"]', b"[[1.0], [-1.0]]", b"[[1.0], 2]"], ids=str)
 def test_other_numbers_are_no_token_ids(prompt: bytes) -> None:
     with pytest.raises(InvalidRequest):
         split_prompt(msgspec.Raw(prompt))
