@@ -149,6 +149,13 @@ class RequestLog:
         self._records.keep(record)
         return record
 
+    def rename(self, record: RequestRecord, request_id: str) -> None:
+        """Changes the id to the one in the request's body."""
+        if request_id != record.request_id:
+            self._records.forget(record)
+            record.request_id = request_id
+            self._records.keep(record)
+
     def end(self, record: RequestRecord, outcome: str, is_refused: bool = False) -> None:
         """Idempotent: the first outcome counts. is_refused: by admission."""
         if record.ended_at is not None:

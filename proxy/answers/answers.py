@@ -25,6 +25,7 @@ from tandem.proxy.api.answer_bodies import (
 )
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.text.token_text import TokensAsIds
 from tandem.runtime.errors import InternalError, TandemError
 
 log = logging.getLogger("proxy")
@@ -67,7 +68,9 @@ class Answers(ABC):
         self._request = request = generation.request
         self._model = model
         self._id = f"{self._ID_PREFIX}-{generation.record.request_id}"
-        self._token_text = generation.token_text
+        self._token_text = (
+            TokensAsIds(generation.token_text) if request.return_tokens_as_token_ids else generation.token_text
+        )
         self._num_top = request.base_sampling.logprobs
         self._shows_tokens = request.return_token_ids or self._num_top is not None
         self._held = generation.held

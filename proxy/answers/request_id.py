@@ -10,11 +10,12 @@ import secrets
 
 from starlette.requests import Request
 
+from tandem.proxy.api.schema import REQUEST_ID_PATTERN
 from tandem.runtime.errors import InvalidRequest
 
 HEADER = "x-request-id"
 ANTHROPIC_HEADER = "request-id"
-_VALID = re.compile("[!-~]{1,128}")
+_VALID = re.compile(REQUEST_ID_PATTERN)
 
 
 def request_id_of(request: Request) -> str:

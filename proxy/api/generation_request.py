@@ -95,8 +95,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Added to `base_sampling` once they are tokenised."""
     priority: int = 0
     """Lower values are served first."""
+    request_id: str = ""
+    """Empty if the client sent none."""
     timeout: float | None = None
     """Seconds from arrival to the last token; None means the server's limit."""
+    return_tokens_as_token_ids: bool = False
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"

@@ -19,6 +19,8 @@ def doc(description: str) -> Meta:
     return Meta(description=description)
 
 
+REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
+"""Visible ASCII characters."""
 SOONEST_PRIORITY = -100
 
 OptionalBool = bool | None
@@ -47,6 +49,7 @@ StopTokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
 Truncation = Annotated[int, Meta(ge=-1, lt=2**31, extra_json_schema={"not": {"const": 0}})]
 Priority = Annotated[int, Meta(ge=SOONEST_PRIORITY, le=100)]
 Seconds = Annotated[float, Meta(gt=0)]
+RequestId = Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)]
 CacheSalt = Annotated[str, Meta(max_length=1024)]
 Template = Annotated[str, Meta(min_length=1, max_length=65536)]
 Metadata = Annotated[
@@ -104,7 +107,6 @@ class NotServed(msgspec.Struct):
     watermarking: Annotated[Any, accepts(False)] = None
     media_io_kwargs: Annotated[Any, accepts({})] = None
     return_prompt_text: Annotated[Any, accepts(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, accepts(False)] = None
 
 
 class GenerationFields(NotServed):
@@ -164,6 +166,7 @@ class GenerationFields(NotServed):
     stream: Annotated[OptionalBool, doc("server-sent events, one chunk per piece of text")] = False
     stream_options: Annotated[StreamOptions | None, doc("only together with stream")] = None
     return_token_ids: Annotated[OptionalBool, doc("returns token_ids and prompt_token_ids")] = False
+    return_tokens_as_token_ids: Annotated[OptionalBool, doc("logprobs show tokens as token_id:NUMBER")] = False
     skip_special_tokens: Annotated[OptionalBool, doc("leaves special tokens out of the text")] = True
     truncate_prompt_tokens: Annotated[
         Truncation | None, doc("keeps this many tokens of the prompt; -1: as many as fit beside max_tokens")
@@ -176,6 +179,7 @@ class GenerationFields(NotServed):
     timeout: Annotated[
         Seconds | None, doc("seconds until the last token; X-Request-Timeout and --request-timeout-s may be shorter")
     ] = None
+    request_id: Annotated[RequestId | None, doc("the answer's id ends with it; X-Request-Id overrides it")] = None
     cache_salt: Annotated[CacheSalt | None, doc("requests with different salts share no cached prefix")] = None
 
 
@@ -274,6 +278,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
         Truncation | None, doc("keeps this many tokens at the end of each input; -1: as many as fit")
     ] = None
     priority: Annotated[Priority | None, doc("lower values are served first")] = 0
+    request_id: Annotated[RequestId | None, doc("the answer's id ends with it; X-Request-Id overrides it")] = None
     cache_salt: Annotated[CacheSalt | None, doc("requests with different salts share no cached prefix")] = None
 
 

@@ -45,9 +45,9 @@ COMPLETION_DEFAULT_MAX_TOKENS = 16
 _NEUTRAL_VALUES = neutral_values(NotServed)
 
 _SAME_NAMES = (
-    "n", "seed", "stop_token_ids", "min_tokens", "bad_words", "priority", "timeout", "include_stop_str_in_output",
-    "truncate_prompt_tokens", "truncation_side", "cache_salt", "stream", "return_token_ids", "include_reasoning",
-    "use_beam_search", "length_penalty",
+    "n", "seed", "stop_token_ids", "min_tokens", "bad_words", "priority", "request_id",
+    "timeout", "return_tokens_as_token_ids", "include_stop_str_in_output", "truncate_prompt_tokens", "truncation_side",
+    "cache_salt", "stream", "return_token_ids", "include_reasoning", "use_beam_search", "length_penalty",
 )  # fmt: skip
 """Fields of a body that `GenerationRequest` has too. Null means their default."""
 
@@ -187,7 +187,7 @@ class BodyDecoder:
             is_prompt_only=True,
             adapter=self._adapter(request.model),
             embedding=options,
-            **given_fields(request, ("priority", "truncate_prompt_tokens", "cache_salt")),
+            **given_fields(request, ("priority", "request_id", "truncate_prompt_tokens", "cache_salt")),
         )
 
     def tokenize(self, body: bytes) -> tuple[str | ChatPrompt, bool, bool]:

@@ -77,6 +77,28 @@ class TokenText:
         return list(text.encode())
 
 
+class TokensAsIds(TokenText):
+    """Shows tokens as `token_id:NUMBER`, as vLLM's return_tokens_as_token_ids does; their bytes do not change."""
+
+    def __init__(self, plain: TokenText) -> None:
+        self._plain = plain
+
+    def is_special(self, token_id: int) -> bool:
+        return self._plain.is_special(token_id)
+
+    def text(self, token_id: int, begins: bool = False) -> str:
+        return f"token_id:{token_id}"
+
+    def name(self, token_id: int, begins: bool = False) -> str:
+        return self.text(token_id)
+
+    def num_characters(self, token_id: int, begins: bool = False) -> int:
+        return self._plain.num_characters(token_id, begins)
+
+    def bytes(self, token_id: int, begins: bool = False) -> list[int]:
+        return self._plain.bytes(token_id, begins)
+
+
 def _neighbours(tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
     """Returns the tokens between which others are decoded, and the number of characters that the second one adds.
 

@@ -142,6 +142,9 @@ def test_logprobs_of_completions_and_chats(client: openai.OpenAI) -> None:
     assert all(token.logprob == token.top_logprobs[0].logprob for token in of_chat.logprobs.content)
     text = b"".join(bytes(token.bytes) for token in of_chat.logprobs.content).decode(errors="replace")
     assert text == of_chat.message.content
+    as_ids = complete(client, logprobs=0, extra={"return_tokens_as_token_ids": True}).choices[0]
+    assert as_ids.logprobs.tokens == [f"token_id:{token_id}" for token_id in as_ids.token_ids]
+    assert as_ids.logprobs.text_offset == complete(client, logprobs=0).choices[0].logprobs.text_offset
     prompt = chat(client, extra={"prompt_logprobs": 1}).prompt_logprobs
     assert prompt[0] is None and all(prompt[1:])
 
@@ -159,14 +162,14 @@ def test_all_and_named_logprobs(client: openai.OpenAI, http: httpx.Client) -> No
     prompt = chat(client, max_completion_tokens=1, extra={"prompt_logprobs": -1}).prompt_logprobs
     assert len(prompt[1]) == len(top)
     for stream in (False, True):
-        extra = {"logprob_token_ids": [7, 9]}
+        extra = {"logprob_token_ids": [7, 9], "return_tokens_as_token_ids": True}
         answer = chat(client, logprobs=True, stream=stream, extra=extra)
         tokens = answer.choices[0].logprobs.content if not stream else [
             token for chunk in answer if (shown := chunk.choices[0].logprobs) for token in shown.content
         ]  # fmt: skip
         assert len(tokens) == 8
-        named = [{t.token for t in token.top_logprobs} - {token.token} for token in tokens]
-        assert len(named[0]) == 2 and all(each == named[0] for each in named)
+        for token in tokens:
+            assert {t.token for t in token.top_logprobs} == {token.token, "token_id:7", "token_id:9"}
 
 
 def test_beams_are_likelier_than_greedy_text(client: openai.OpenAI) -> None:

@@ -96,7 +96,7 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
         chat.response_format = ResponseFormat(wanted.type, schema)
     if request.reasoning is not None:
         chat.reasoning_effort = request.reasoning.effort
-    chat.priority, chat.cache_salt = request.priority, request.cache_salt
+    chat.priority, chat.cache_salt, chat.request_id = request.priority, request.cache_salt, request.request_id
     return chat, turns.params
 
 

@@ -17,6 +17,7 @@ from tandem.proxy.api.schema import (
     Metadata,
     OptionalBool,
     Priority,
+    RequestId,
     Temperature,
     TopP,
     accepts,
@@ -186,6 +187,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[
         CacheSalt | None, doc("requests with different salts share no cached prefix; not of OpenAI's API")
     ] = None
+    request_id: Annotated[RequestId | None, doc("the answer's id ends with it; X-Request-Id overrides it")] = None
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.embeddings import EmbeddingAnswer
 from tandem.proxy.answers.messages import MessageAnswers
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
-from tandem.proxy.answers.request_id import check_request_id, id_header, request_id_of
+from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.answers.streaming_response import KEEP_ALIVE_S, EventStream, begun, unless_disconnected
 from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
@@ -122,6 +122,11 @@ async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, reques
         state.requests.end(record, InternalError.code)
         raise
     record.read_at = time.monotonic()
+    # The header takes precedence over the body, because gateways and load balancers log it.
+    if HEADER not in request.headers and asked.request_id:
+        request.state.request_id = asked.request_id
+        state.requests.rename(record, asked.request_id)
+        serving(record.request_id)
     generation = Generation(state, asked, record, client, timeout_s, api_key_of(request))
     model = config.served_model_name if asked.adapter is None else asked.adapter.name
     try:

@@ -142,14 +142,15 @@ def test_a_request_ends_with_one_line_and_a_timeline(
     setup_logging("proxy-0", LogSettings("info", "json"))
     metrics, ended = ProxyMetrics(), []
     requests = RequestLog(ended.append)
-    record = requests.begin("named", "chat")
+    record = requests.begin("given", "chat")
     at = record.arrived_at = record.arrived_at - 10
+    requests.rename(record, "named")
     attempt = AttemptTimes(at + 1, "a-0", "prefill-0", "decode-0", predicted_ttft_s=2.0)
     attempt.on_first_token(at + 4, queue_s=1, prefill_s=1.5)
     timer = SequenceTimer(metrics, at, [attempt])
     record.sequences.append(timer)
     record.read_at = at + 0.5
-    assert requests.find("named") is record
+    assert requests.find("named") is record and requests.find("given") is None
     assert record.timeline()["outcome"] == "running"
     for now in (at + 4, at + 5):
         timer.on_tokens(now, 1)

@@ -163,6 +163,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [""]}, "bad_words[0]"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"priority": 101}, "priority"),
+    ({"request_id": "with space"}, "request_id"),
     ({"suffix": "b"}, "suffix"),
     ({"n": 1.5}, "n"),
     ({"n": "4"}, "n"),

@@ -14,7 +14,7 @@ from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.answers.logprobs import chat_logprobs, completion_logprobs
 from tandem.proxy.text.detokenizer import Detokenizer
-from tandem.proxy.text.token_text import TokenText
+from tandem.proxy.text.token_text import TokensAsIds, TokenText
 from tests.support.tokenizers import FAMILIES, SPECIAL, byte_level, sentencepiece_bpe, token_id, word_ends
 
 IDS = st.lists(st.integers(0, 10**6), max_size=8)
@@ -94,6 +94,8 @@ def test_parts_of_characters_have_names_of_their_own() -> None:
         assert found.text_offset == [0, 1, 1], "one character, which the first token begins"
         content = chat_logprobs(text, [sampled(first, other)], 1, False).content
         assert (content[0].token, content[0].bytes, content[0].top_logprobs[0].bytes) == ("�", [0xE2], [0xE3])
+        as_ids = completion_logprobs(TokensAsIds(text), [sampled(first), sampled(second)], 2, 0, False)
+        assert as_ids.tokens == [f"token_id:{first}", f"token_id:{second}"] and as_ids.text_offset == [0, 1]
 
 
 def test_special_tokens_are_shown_by_name_and_begin_no_text() -> None:
