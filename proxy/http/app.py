@@ -13,7 +13,7 @@ from tandem.proxy.answers.errors import AdminAddressIsOpen
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.browsers import with_cors, with_rules
-from tandem.proxy.http.openapi import document_route
+from tandem.proxy.http.openapi import document_routes
 from tandem.proxy.http.routes.admin import admin_routes
 from tandem.proxy.http.routes.batches import batch_routes
 from tandem.proxy.http.routes.generation_routes import generation_routes
@@ -26,7 +26,7 @@ from tandem.proxy.proxy_config import ProxyConfig
 def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     """Returns the application for clients. It has the admin routes too where there is no admin address."""
     routes = client_routes(config, state)
-    routes.append(document_route(routes, config.served_model_name, state.api_keys is not None))
+    routes += document_routes(routes, config.served_model_name, state.api_keys is not None)
     if not config.http.admin_port:
         routes += admin_routes(config, state)
     app = starlette_app(routes, state.api_keys, state.answer_budget)

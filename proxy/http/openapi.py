@@ -1,8 +1,11 @@
-"""The OpenAPI document, made from the routes and the types of their bodies."""
+"""The OpenAPI document, made from the routes and the types of their bodies, and an HTML page of it without scripts."""
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
@@ -14,7 +17,7 @@ from tandem.proxy.answers.errors import RETRY_STATUSES
 from tandem.proxy.api.answer_bodies import HealthResponse
 from tandem.proxy.api.messages_api.messages_response import MessageEvent
 from tandem.proxy.api.responses_api.responses_answer import ResponseEvent
-from tandem.proxy.http.starlette_app import ApiRoute, json_answer
+from tandem.proxy.http.starlette_app import ApiRoute, answer, json_answer
 from tandem.runtime.version import own_version
 
 Json = dict[str, Any]
@@ -59,14 +62,21 @@ _REQUIRED_TOGETHER: dict[str, Json] = {
 """Conditions between fields that msgspec types cannot express."""
 
 
-def document_route(routes: Sequence[ApiRoute], served_model_name: str, has_api_key: bool) -> ApiRoute:
-    """Returns the route of the OpenAPI document of `routes`, and of this one."""
+def document_routes(routes: Sequence[ApiRoute], served_model_name: str, has_api_key: bool) -> list[ApiRoute]:
+    """Returns the routes of the OpenAPI document of `routes`, and of these two."""
 
     async def show(request: Request) -> Response:
         return json_answer(request, document)
 
-    own = ApiRoute("GET", "/openapi.json", show, "This description.", is_open=True)
-    document = openapi_document([*routes, own], served_model_name, has_api_key)
+    async def show_page(request: Request) -> Response:
+        return answer(request, shown, "text/html")
+
+    own = [
+        ApiRoute("GET", "/openapi.json", show, "This description.", is_open=True),
+        ApiRoute("GET", "/docs", show_page, "This description as a page.", "text/html", is_open=True),
+    ]
+    document = openapi_document([*routes, *own], served_model_name, has_api_key)
+    shown = docs_page(document)
     return own
 
 
@@ -155,3 +165,99 @@ def _content(kind: type | UnionType | str, schema_of: dict[type, Json]) -> Json:
         schemas = [schema_of[each] for each in _members(kind)]
         return {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
     return {kind: {"schema": {} if kind == "application/json" else {"type": "string"}}}
+
+
+# ---- the page at /docs
+
+
+_LIMITS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "minItems": "at least {} items",
+    "maxItems": "at most {} items",
+    "minProperties": "at least {} entries",
+    "maxProperties": "at most {} entries",
+    "minLength": "at least {} characters",
+    "maxLength": "at most {} characters",
+    "pattern": "matching {}",
+}
+"""JSON schema's keywords in words."""
+
+
+@dataclass(frozen=True)
+class FieldRow:
+    """One field of a body in words."""
+
+    name: str
+    values: str
+    default: str
+    description: str
+
+
+def field_rows(document: Json, schema_name: str) -> list[FieldRow]:
+    schema = document["components"]["schemas"][schema_name]
+    required = schema.get("required", [])
+    return [
+        FieldRow(
+            name,
+            _in_words(field),
+            "required" if name in required else msgspec.json.encode(field.get("default")).decode(),
+            field.get("description", ""),
+        )
+        for name, field in schema.get("properties", {}).items()
+    ]
+
+
+def _in_words(schema: Json) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"]).rsplit("/", 1)[1]
+    if "anyOf" in schema:
+        return " or ".join(_in_words(s) for s in schema["anyOf"] if s.get("type") != "null")
+    if "enum" in schema:
+        return " or ".join(msgspec.json.encode(value).decode() for value in schema["enum"])
+    match schema.get("type", "anything"):
+        case "array":
+            words = f"list of {_in_words(schema.get('items', {}))}"
+        case "object" if "additionalProperties" in schema:
+            words = f"object of {_in_words(schema['additionalProperties'] or {})}"
+        case kind:
+            words = str(kind)
+    limits = ", ".join(limit.format(schema[key]) for key, limit in _LIMITS.items() if key in schema)
+    return f"{words} ({limits})" if limits else words
+
+
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
+    "td,th{border:1px solid #bbb;padding:.2em .6em;text-align:left;vertical-align:top}code{background:#eee}"
+)
+
+
+def docs_page(document: Json) -> str:
+    schemas = document["components"]["schemas"]
+
+    def linked(words: str) -> str:
+        link = lambda word: f'<a href="#{word[0]}">{word[0]}</a>' if word[0] in schemas else word[0]  # noqa: E731
+        return re.sub(r"\w+", link, html.escape(words))
+
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>Tandem</title><style>{_STYLE}</style>",
+        f"<h1>Tandem {html.escape(document['info']['version'])}</h1>",
+        "<p>For programs: <a href=openapi.json>openapi.json</a>.</p>",
+    ]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{operation['summary']}</p><ul>")
+            body = {"body": operation["requestBody"]} if "requestBody" in operation else {}
+            for name, message in (body | operation["responses"]).items():
+                kinds = ", ".join(_in_words(content["schema"]) for content in message["content"].values())
+                parts.append(f"<li>{name}: {html.escape(message.get('description', ''))} ({linked(kinds)})")
+            parts.append("</ul>")
+    for name in schemas:
+        parts.append(f'<h2 id="{name}">{name}</h2><table><tr><th>field<th>values<th>default<th>meaning')
+        for row in field_rows(document, name):
+            meaning = html.escape(row.description)
+            parts.append(f"<tr><td><code>{row.name}</code><td>{linked(row.values)}<td>{row.default}<td>{meaning}")
+        parts.append("</table>")
+    return "\n".join(parts)

@@ -133,11 +133,14 @@ def test_a_compressed_body_is_refused(client: httpx.Client, path: str) -> None:
 
 
 def test_routes_without_a_key(proxy: Proxy, workers: FakeWorkers) -> None:
-    for path, status in (("/live", 200), ("/health", 200), ("/openapi.json", 200), ("/version", 401)):
+    for path, status in (("/live", 200), ("/health", 200), ("/openapi.json", 200), ("/docs", 200), ("/version", 401)):
         assert httpx.get(proxy.url + path).status_code == status
     assert httpx.get(f"{proxy.url}/version", headers=KEY).json() == {"version": version("tandem-serve")}
     for path in ("/tokenize", "/detokenize"):
         assert httpx.post(proxy.url + path, json={}).status_code == 401
+    page = httpx.get(f"{proxy.url}/docs")
+    assert page.headers["content-type"].startswith("text/html") and "src=" not in page.text
+    assert 'href="http' not in page.text, "the page loads nothing from the network"
 
 
 def test_the_served_model_is_found_by_its_name(client: httpx.Client) -> None:

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 from tandem.proxy.http.app import client_routes
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.openapi import document_route, openapi_document
+from tandem.proxy.http.openapi import document_routes, openapi_document
 from tandem.proxy.http.starlette_app import ApiRoute
 from tests.support.settings import proxy_config
 
@@ -15,7 +15,7 @@ from tests.support.settings import proxy_config
 def documented_routes(model: str, has_api_key: bool) -> list[ApiRoute]:
     """Returns all routes of the client's address, which must not be called."""
     routes = client_routes(proxy_config(served_model_name=model), MagicMock(spec=AppState, readers=None, media=None))
-    return [*routes, document_route(routes, model, has_api_key)]
+    return routes + document_routes(routes, model, has_api_key)
 
 
 def openapi_of(model: str, has_api_key: bool) -> dict[str, Any]:

@@ -2,76 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tandem.proxy.answers.errors import _STATUS
 from tandem.proxy.api.schema import NotServed
-from tandem.proxy.http.openapi import ERRORS, Json, documented_path
+from tandem.proxy.http.openapi import ERRORS, FieldRow, docs_page, documented_path, field_rows
 from tests.support.openapi import documented_routes, openapi_of
 
 PAGE = Path(__file__).parents[4] / "docs" / "api.md"
 DOCUMENT = openapi_of("MODEL", has_api_key=True)
 ROUTES = documented_routes("MODEL", has_api_key=True)
-_LIMITS = {
-    "minimum": "at least {}",
-    "exclusiveMinimum": "above {}",
-    "maximum": "at most {}",
-    "exclusiveMaximum": "below {}",
-    "minItems": "at least {} items",
-    "maxItems": "at most {} items",
-    "minProperties": "at least {} entries",
-    "maxProperties": "at most {} entries",
-    "minLength": "at least {} characters",
-    "maxLength": "at most {} characters",
-    "pattern": "matching {}",
-}
-"""JSON schema's keywords in words."""
-
-
-@dataclass(frozen=True)
-class FieldRow:
-    """One field of a body in words."""
-
-    name: str
-    values: str
-    default: str
-    description: str
-
-
-def field_rows(document: Json, schema_name: str) -> list[FieldRow]:
-    schema = document["components"]["schemas"][schema_name]
-    required = schema.get("required", [])
-    return [
-        FieldRow(
-            name,
-            _in_words(field),
-            "required" if name in required else msgspec.json.encode(field.get("default")).decode(),
-            field.get("description", ""),
-        )
-        for name, field in schema.get("properties", {}).items()
-    ]
-
-
-def _in_words(schema: Json) -> str:
-    if "$ref" in schema:
-        return str(schema["$ref"]).rsplit("/", 1)[1]
-    if "anyOf" in schema:
-        return " or ".join(_in_words(s) for s in schema["anyOf"] if s.get("type") != "null")
-    if "enum" in schema:
-        return " or ".join(msgspec.json.encode(value).decode() for value in schema["enum"])
-    match schema.get("type", "anything"):
-        case "array":
-            words = f"list of {_in_words(schema.get('items', {}))}"
-        case "object" if "additionalProperties" in schema:
-            words = f"object of {_in_words(schema['additionalProperties'] or {})}"
-        case kind:
-            words = str(kind)
-    limits = ", ".join(limit.format(schema[key]) for key, limit in _LIMITS.items() if key in schema)
-    return f"{words} ({limits})" if limits else words
 
 
 def rows_of(schema_name: str) -> list[FieldRow]:
@@ -136,3 +78,12 @@ def test_the_api_page_has_the_generated_table(heading: str) -> None:
 
 def test_every_error_that_is_sent_is_described() -> None:
     assert {*_STATUS.values(), 405, 500} - {499} == ERRORS.keys(), "499 is never sent"
+
+
+def test_the_docs_page_links_every_body_and_path() -> None:
+    page = docs_page(DOCUMENT)
+    for name in DOCUMENT["components"]["schemas"]:
+        assert f'id="{name}"' in page
+    for route in ROUTES:
+        assert f"{route.method} {documented_path(route)}" in page
+    assert all(f'id="{target}"' in page for target in {part.split('"')[0] for part in page.split('href="#')[1:]})
