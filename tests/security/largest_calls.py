@@ -34,7 +34,7 @@ from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app import client_routes
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES
-from tandem.proxy.http.openapi import document_route
+from tandem.proxy.http.openapi import document_routes
 from tandem.proxy.http.routes.admin import LoadAdapterBody, UnloadAdapterBody, admin_routes
 from tandem.proxy.http.starlette_app import ApiRoute
 from tandem.proxy.proxy_config import ProxyConfig
@@ -118,8 +118,8 @@ def _noting(read: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
 def all_routes(config: ProxyConfig) -> list[ApiRoute]:
     state: Any = MagicMock(spec=AppState)
     routes = client_routes(config, state)
-    description = document_route(routes, config.served_model_name, has_api_key=True)
-    return [*routes, description, *admin_routes(config, state)]
+    descriptions = document_routes(routes, config.served_model_name, has_api_key=True)
+    return [*routes, *descriptions, *admin_routes(config, state)]
 
 
 def body_types(route: ApiRoute) -> list[type[msgspec.Struct]]:

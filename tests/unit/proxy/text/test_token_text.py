@@ -94,7 +94,7 @@ def test_parts_of_characters_have_names_of_their_own() -> None:
         assert found.text_offset == [0, 1, 1], "one character, which the first token begins"
         content = chat_logprobs(text, [sampled(first, other)], 1, False).content
         assert (content[0].token, content[0].bytes, content[0].top_logprobs[0].bytes) == ("�", [0xE2], [0xE3])
-        as_ids = completion_logprobs(TokensAsIds(text), [sampled(first), sampled(second)], 2, 0, False)
+        as_ids, _ = completion_logprobs(TokensAsIds(text), [sampled(first), sampled(second)], 2, 0, False)
         assert as_ids.tokens == [f"token_id:{first}", f"token_id:{second}"] and as_ids.text_offset == [0, 1]
 
 
