@@ -16,7 +16,7 @@ from tandem.runtime.errors import InvalidRequest
 JsonObject = dict[str, Any]
 
 MAX_CHAT_MESSAGES = 65_536
-"""Messages of all chats of a request, and, for the Responses API, items of its input."""
+"""Messages of a chat, and, for the Responses API, items of the input."""
 MAX_CHAT_PARTS = 65_536
 """Content parts and tool calls of all messages of a request."""
 

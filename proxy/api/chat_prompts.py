@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, MAX_CHAT_PARTS, ChatMessage, template_message
-from tandem.proxy.api.schema import ChatFields, TokenizeRequest
+from tandem.proxy.api.schema import ChatCompletionRequest, TokenizeRequest
 from tandem.proxy.api.structured_output import template_tool
 from tandem.proxy.media.source import MediaSource
 from tandem.proxy.text.model_text import reserved_variables
@@ -28,7 +28,10 @@ class ChatPromptBuilder(msgspec.Struct, frozen=True):
     max_media: int
 
     def prompt(
-        self, request: ChatFields | TokenizeRequest, given: list[ChatMessage], params: list[str] | None = None
+        self,
+        request: ChatCompletionRequest | TokenizeRequest,
+        given: list[ChatMessage],
+        params: list[str] | None = None,
     ) -> ChatPrompt:
         """params: names of the messages for errors; by default those of a chat completion."""
         if request.chat_template is not None and not self.trust_chat_template:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.proxy.api.field_errors import shown_value
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.sampling_fields import num_logprobs
-from tandem.proxy.api.schema import ChatFields, CompletionRequest, GenerationFields
+from tandem.proxy.api.schema import ChatCompletionRequest, CompletionRequest, GenerationFields
 from tandem.runtime.errors import InvalidRequest
 
 _NOT_WITH_BEAMS = {
@@ -18,7 +18,7 @@ _NOT_WITH_BEAMS = {
 
 def check_logprobs(request: GenerationFields, settings: RequestSettings) -> None:
     asked = [("prompt_logprobs", request.prompt_logprobs)]
-    if isinstance(request, ChatFields):
+    if isinstance(request, ChatCompletionRequest):
         has_logprobs = request.logprobs in (True, "true")
         asked.append(("top_logprobs", request.top_logprobs))
         if request.top_logprobs and not has_logprobs:

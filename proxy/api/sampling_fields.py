@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.api.generation_request import ALL_LOGPROBS
-from tandem.proxy.api.schema import ChatFields, CompletionRequest, EmbeddingRequest, GenerationFields
+from tandem.proxy.api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, GenerationFields
 
 _SAME_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Fields of a body that `SamplingParams` has too. Null means their default."""
@@ -37,7 +37,7 @@ def num_top(number: int | None) -> int | None:
 
 def num_logprobs(request: GenerationFields) -> int | None:
     """Returns how many top tokens the answer shows for each token; None for no logprobs."""
-    if isinstance(request, ChatFields):
+    if isinstance(request, ChatCompletionRequest):
         number = (request.top_logprobs or 0) if request.logprobs in (True, "true") else None
     else:
         assert isinstance(request, CompletionRequest)

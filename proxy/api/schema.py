@@ -66,6 +66,13 @@ _PROMPT_SCHEMA: JsonObject = {
         {"type": "array", "minItems": 1, "items": _TOKEN_IDS},
     ]
 }
+Prompts = Annotated[
+    msgspec.Raw,
+    Meta(
+        description="a string, a list of strings, a list of token ids or a list of lists of token ids",
+        extra_json_schema=_PROMPT_SCHEMA,
+    ),
+]
 
 
 class StreamOptions(msgspec.Struct):
@@ -184,13 +191,7 @@ class GenerationFields(NotServed):
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
-    prompt: Annotated[
-        msgspec.Raw,
-        Meta(
-            description="a string, a list of strings, a list of token ids or a list of lists of token ids",
-            extra_json_schema=_PROMPT_SCHEMA,
-        ),
-    ]
+    prompt: Prompts
     max_tokens: Annotated[
         MaxTokensOrZero | None, doc("by default 16, or fewer if fewer fit; 0 only together with echo")
     ] = None
@@ -219,9 +220,8 @@ Documents = Annotated[list[JsonObject] | None, doc("template variable of this na
 ReasoningEffort = Annotated[str | None, doc("template variable of this name, for templates that use it")]
 
 
-class ChatFields(GenerationFields, kw_only=True):
-    """Fields of one chat and of a batch of chats."""
-
+class ChatCompletionRequest(GenerationFields, kw_only=True):
+    messages: Messages
     max_completion_tokens: Annotated[MaxTokens | None, doc("by default as many as fit")] = None
     max_tokens: Annotated[MaxTokens | None, doc("older name of max_completion_tokens")] = None
     logprobs: Annotated[bool | Literal["true", "false"] | None, doc("returns the logprob of each token")] = False
@@ -247,20 +247,10 @@ class ChatFields(GenerationFields, kw_only=True):
     )
 
 
-class ChatCompletionRequest(ChatFields, kw_only=True):
-    messages: Messages
-
-
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
     """OpenAI's `/v1/embeddings`, with vLLM's extensions."""
 
-    input: Annotated[
-        msgspec.Raw,
-        Meta(
-            description="a string, a list of strings, a list of token ids or a list of lists of token ids",
-            extra_json_schema=_PROMPT_SCHEMA,
-        ),
-    ]
+    input: Prompts
     model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None, doc("base64: of little-endian float32 values; by default float")

@@ -13,7 +13,7 @@ from llguidance import regex_to_lark
 from tandem.protocol.messages.grammar import check_grammar, check_grammar_size
 from tandem.proxy.api.gbnf import to_lark
 from tandem.proxy.api.output_fields import FunctionDefinition, NamedToolChoice, ResponseFormat, StructuredOutputs, Tool
-from tandem.proxy.api.schema import ChatFields, GenerationFields
+from tandem.proxy.api.schema import ChatCompletionRequest, GenerationFields
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.runtime.errors import InvalidRequest
 
@@ -53,7 +53,7 @@ def plan_output(request: GenerationFields, tool_format: ToolFormat) -> OutputPla
     """Raises InvalidRequest. The grammar itself is checked later, by `checked_grammar`."""
     constraint = _constraint(request)
     plan = OutputPlan(constraint.grammar, constraint.param) if constraint is not None else OutputPlan()
-    if isinstance(request, ChatFields):
+    if isinstance(request, ChatCompletionRequest):
         plan = _with_tools(plan, constraint, request, tool_format)
     if plan.grammar is not None:
         for field in ("allowed_token_ids", "bad_words"):
@@ -149,7 +149,7 @@ def json_schema(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
 
 
 def _with_tools(
-    plan: OutputPlan, constraint: Constraint | None, request: ChatFields, tool_format: ToolFormat
+    plan: OutputPlan, constraint: Constraint | None, request: ChatCompletionRequest, tool_format: ToolFormat
 ) -> OutputPlan:
     choice = request.tool_choice
     tools = request.tools or []

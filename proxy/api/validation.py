@@ -22,7 +22,6 @@ from tandem.proxy.api.responses_api.responses_request import InputItem, Response
 from tandem.proxy.api.sampling_fields import given_fields, num_prompt_logprobs, num_top, sampling_params
 from tandem.proxy.api.schema import (
     ChatCompletionRequest,
-    ChatFields,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -244,7 +243,7 @@ class BodyDecoder:
         max_tokens: int | None,
         max_tokens_param: str,
     ) -> GenerationRequest:
-        is_chat, is_prompt_only = isinstance(request, ChatFields), max_tokens == 0
+        is_chat, is_prompt_only = isinstance(request, ChatCompletionRequest), max_tokens == 0
         refuse_unsupported(request, _NEUTRAL_VALUES)
         check_logprobs(request, self._settings)
         if request.use_beam_search:

@@ -67,7 +67,7 @@ class Renderer:
         cache_salt: str = "",
         adapter: AdapterRef | None = None,
     ) -> list[Prompt]:
-        """Returns one prompt for a chat, or one or more for a batch or a completion, with their prefix hashes.
+        """Returns one prompt for a chat, or one or more for a completion, with their prefix hashes.
 
         room: None refuses prompts that do not fit. Raises InvalidRequest.
         """
