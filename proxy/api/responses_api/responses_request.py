@@ -179,6 +179,9 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     background: Annotated[Any, accepts(False)] = None
     conversation: Annotated[Any, accepts()] = None
     prompt: Annotated[Any, accepts()] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None, doc("accepted and ignored: a conversation that does not fit is refused")
+    ] = None
     top_logprobs: Annotated[
         Annotated[int, Meta(ge=0, le=20)] | None, doc("accepted; without logprobs in include it asks for nothing")
     ] = None
