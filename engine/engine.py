@@ -32,7 +32,6 @@ class Engine(Protocol):
     @property
     def overlaps(self) -> bool:
         """Whether a step may be submitted while the one before runs."""
-        ...
 
     def submit(self, batch: Batch | None, on_done: OnDone) -> None:
         """Queues a step. Posts `on_done(results, error, timing)` once, with either results or an error.
@@ -41,12 +40,9 @@ class Engine(Protocol):
         posted after that call. If a step fails, the one that follows it is not run, and nothing is posted for it. The
         error is `OutOfDeviceMemory` if a smaller step may succeed.
         """
-        ...
 
     def check(self, now: float) -> None:
         """Ends the process if a step is stuck. Called on the event loop, every `step_deadline.CHECK_INTERVAL_S`."""
-        ...
 
     def stop(self, timeout_s: float) -> None:
         """Stops after the running step, and waits for at most `timeout_s`."""
-        ...

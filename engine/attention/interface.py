@@ -56,27 +56,6 @@ class StepAttention(Protocol):
 
         query: [1, num_heads, num_tokens, head_dim]. key, value: [1, num_kv_heads, num_tokens, head_dim].
         """
-        ...
-
-
-class RotatingAttention(StepAttention, Protocol):
-    """Attention that also computes what lies between a layer's projections and its keys and values in the pool."""
-
-    def rotate_and_attend(
-        self,
-        layer: int,
-        heads: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        """Normalises and rotates query and key heads, and does what `attend` does.
-
-        heads: [num_tokens, heads, head_dim], query, then key, then value heads. cos, sin: [num_tokens, head_dim].
-        norms: weights [head_dim] of the RMSNorm of query and key heads, and its epsilon.
-        """
-        ...
 
 
 def paged_attention(

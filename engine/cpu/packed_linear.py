@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import nn
 
-from tandem.engine.layers.linear import Activation, MergedLinear, merged_parameters
+from tandem.engine.layers.linear import Activation, MergedLinear, Operation, merged_parameters
 
 
 class PackedLinear(nn.Module):
@@ -36,7 +35,7 @@ class PackedLinear(nn.Module):
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._weight, self.bias, "none", [], "")
         return output
 
-    def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
+    def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Operation) -> torch.Tensor:
         """Returns the result plus or times `other` (same shape), rounded once."""
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             inputs, other, self._weight, self.bias, operation

@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tandem.engine.attention.interface import RotatingAttention, StepAttention
+from tandem.engine.attention.interface import StepAttention
 from tandem.engine.batch import BatchItem
 from tandem.engine.cuda.quantized_linears import join, row_format_of
-from tandem.engine.cuda.triton_attention import triton_attention
+from tandem.engine.cuda.triton_attention import TritonAttention, triton_attention
 from tandem.engine.layers.fused_layer import HeadParameters, NormParameters, NotFusedError, lora_slices
 from tandem.engine.layers.linear import MergedLinear, is_plain, merged_parameters
 from tandem.engine.lora.layers import AdaptedLinear, StepAdapters
@@ -104,12 +104,11 @@ class CUDAHeads(nn.Module):
     def attend(
         self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
-        """attention: a RotatingAttention, as all steps have on a GPU whose layers are fused."""
-        rotating = cast(RotatingAttention, attention)
+        """attention: a TritonAttention, as all steps have on a GPU whose layers are fused."""
         norms = None
         if self._query_weight is not None and self._key_weight is not None:
             norms = self._query_weight, self._key_weight, self._epsilon
-        return rotating.rotate_and_attend(self._layer, heads, cos, sin, norms, self._options)
+        return cast(TritonAttention, attention).rotate_and_attend(self._layer, heads, cos, sin, norms, self._options)
 
 
 class CUDAGate(nn.Module):

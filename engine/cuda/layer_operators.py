@@ -1,12 +1,12 @@
-"""Torch operators that launch the kernels of `engine.cuda.layer_kernels`, so that graphs can be recorded and steps
-traced without a GPU."""
+"""Torch operators that launch the kernels of `engine.cuda.layer_kernels`."""
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
+
+from tandem.engine.cuda.operators import register
 
 
 def find_layer_kernels() -> ModuleType:
@@ -25,26 +25,6 @@ _HEADS_AT_ONCE = 8
 """Both are guesses: about a thousand elements for four warps."""
 _QUANTIZE_BLOCK = 8192
 """Elements of a row at once, for sixteen warps: a program has the whole row, and decode steps have few rows."""
-_library: Any = torch.library.Library("tandem", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("rms_norm(Tensor inputs, Tensor weight, float epsilon) -> Tensor")
-_library.define(
-    "add_rms_norm(Tensor inputs, Tensor residual, Tensor weight, float epsilon) -> (Tensor total, Tensor normed)"
-)
-_library.define(
-    "rms_norm_quantized(Tensor inputs, Tensor weight, float epsilon, Tensor? scale, ScalarType dtype) -> "
-    "(Tensor values, Tensor scales)"
-)
-_library.define(
-    "add_rms_norm_quantized(Tensor inputs, Tensor residual, Tensor weight, float epsilon, Tensor? scale, "
-    "ScalarType dtype) -> (Tensor total, Tensor values, Tensor scales)"
-)
-_library.define("silu_mul(Tensor gate_up) -> Tensor")
-_library.define("quantize_rows(Tensor rows, Tensor? scale, ScalarType dtype) -> (Tensor values, Tensor scales)")
-_library.define("silu_mul_quantized(Tensor gate_up, Tensor? scale, ScalarType dtype) -> (Tensor values, Tensor scales)")
-_library.define(
-    "rotate_and_write(Tensor heads, Tensor cos, Tensor sin, Tensor? query_weight, Tensor? key_weight, float epsilon, "
-    "Tensor(a!) cache, Tensor blocks, Tensor offsets) -> Tensor"
-)
 
 
 def _rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -203,24 +183,42 @@ def _query_heads(heads: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     return heads.new_empty((len(heads), heads.shape[1] - 2 * cache.shape[2], heads.shape[2]))
 
 
-for _name, _function, _fake in (
-    ("rms_norm", _rms_norm, lambda inputs, *_: torch.empty_like(inputs)),
-    ("add_rms_norm", _add_rms_norm, lambda inputs, *_: (torch.empty_like(inputs), torch.empty_like(inputs))),
-    (
-        "rms_norm_quantized",
-        _rms_norm_quantized,
-        lambda inputs, *others: _empty_rows(inputs, inputs.shape[1], others[-1]),
-    ),
-    (
-        "add_rms_norm_quantized",
-        _add_rms_norm_quantized,
-        lambda inputs, *others: (torch.empty_like(inputs), *_empty_rows(inputs, inputs.shape[1], others[-1])),
-    ),
-    ("silu_mul", _silu_mul, _half),
-    ("quantize_rows", _quantize_rows, lambda rows, _, dtype: _empty_rows(rows, rows.shape[1], dtype)),
-    ("silu_mul_quantized", _silu_mul_quantized, lambda both, _, dtype: _empty_rows(both, both.shape[1] // 2, dtype)),
-    ("rotate_and_write", _rotate_and_write, lambda heads, *others: _query_heads(heads, others[5])),
-):
-    for _device in ("CUDA", "CPU"):  # on a CPU the kernels run where Triton interprets them
-        _library.impl(_name, _function, _device)
-    torch.library.register_fake(f"tandem::{_name}", _fake, lib=_library)
+register(
+    "rms_norm(Tensor inputs, Tensor weight, float epsilon) -> Tensor",
+    _rms_norm,
+    lambda inputs, *_: torch.empty_like(inputs),
+)
+register(
+    "add_rms_norm(Tensor inputs, Tensor residual, Tensor weight, float epsilon) -> (Tensor total, Tensor normed)",
+    _add_rms_norm,
+    lambda inputs, *_: (torch.empty_like(inputs), torch.empty_like(inputs)),
+)
+register(
+    "rms_norm_quantized(Tensor inputs, Tensor weight, float epsilon, Tensor? scale, ScalarType dtype) -> "
+    "(Tensor values, Tensor scales)",
+    _rms_norm_quantized,
+    lambda inputs, *others: _empty_rows(inputs, inputs.shape[1], others[-1]),
+)
+register(
+    "add_rms_norm_quantized(Tensor inputs, Tensor residual, Tensor weight, float epsilon, Tensor? scale, "
+    "ScalarType dtype) -> (Tensor total, Tensor values, Tensor scales)",
+    _add_rms_norm_quantized,
+    lambda inputs, *others: (torch.empty_like(inputs), *_empty_rows(inputs, inputs.shape[1], others[-1])),
+)
+register("silu_mul(Tensor gate_up) -> Tensor", _silu_mul, _half)
+register(
+    "quantize_rows(Tensor rows, Tensor? scale, ScalarType dtype) -> (Tensor values, Tensor scales)",
+    _quantize_rows,
+    lambda rows, _, dtype: _empty_rows(rows, rows.shape[1], dtype),
+)
+register(
+    "silu_mul_quantized(Tensor gate_up, Tensor? scale, ScalarType dtype) -> (Tensor values, Tensor scales)",
+    _silu_mul_quantized,
+    lambda both, _, dtype: _empty_rows(both, both.shape[1] // 2, dtype),
+)
+register(
+    "rotate_and_write(Tensor heads, Tensor cos, Tensor sin, Tensor? query_weight, Tensor? key_weight, float epsilon, "
+    "Tensor(a!) cache, Tensor blocks, Tensor offsets) -> Tensor",
+    _rotate_and_write,
+    lambda heads, *others: _query_heads(heads, others[5]),
+)

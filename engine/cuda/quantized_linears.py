@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from tandem.engine.cuda import quantized_operators  # noqa: F401 - registers scaled_product and unpack_int4
-from tandem.engine.layers.linear import JoinedLinear
+from tandem.engine.layers.linear import CombiningLinear, JoinedLinear
 from tandem.engine.loading.sharding import SummedLinear
 from tandem.engine.quantization.int4_linear import Int4Linear, nibbles_of_tile
 from tandem.engine.quantization.linears import Int8Linear, QuantizedRows, RowFormat, ScaledLinear
@@ -22,7 +22,7 @@ _MAX_FP8_ROWS = 64
 """Up to so many rows our product of FP8 is faster than torch's, on an H200."""
 
 
-class CUDAScaledLinear(nn.Module):
+class CUDAScaledLinear(CombiningLinear):
     """Equivalent of `linear`. Takes rows that the kernel before has quantised, or quantises them in one kernel."""
 
     def __init__(self, linear: ScaledLinear) -> None:
@@ -49,13 +49,6 @@ class CUDAScaledLinear(nn.Module):
         if linear.bias is not None:
             output += linear.bias
         return output
-
-    def combined(
-        self, inputs: torch.Tensor | QuantizedRows, other: torch.Tensor, operation: Literal["add", "mul"]
-    ) -> torch.Tensor:
-        """See `engine.layers.linear`."""
-        output: torch.Tensor = self(inputs)
-        return output.add_(other) if operation == "add" else output.mul_(other)
 
 
 class CUDAInt4Linear(nn.Module):

@@ -1,4 +1,4 @@
-"""Torch operators that launch the kernels of `engine.cuda.quantized_kernels`, as `engine.cuda.layer_operators` does."""
+"""Torch operators that launch the kernels of `engine.cuda.quantized_kernels`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+
+from tandem.engine.cuda.operators import register
 
 
 def find_quantized_kernels() -> ModuleType:
@@ -31,12 +33,6 @@ _LARGE_TILE = _Tile(128, 128, 128, 8, 3)
 _WIDE_TILE = _Tile(64, 128, 128, 4, 4)
 """Of 17 to 64 rows and at least _MIN_WIDE outputs, for which narrower tiles would read the rows too often."""
 _MIN_WIDE = 16384
-_library: Any = torch.library.Library("tandem", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "scaled_product(Tensor rows, Tensor row_scales, Tensor weight, Tensor weight_scales, Tensor? bias, "
-    "ScalarType dtype) -> Tensor"
-)
-_library.define("unpack_int4(Tensor packed, Tensor nibbles, Tensor scales_and_zeros) -> Tensor")
 
 
 def _scaled_product(
@@ -94,14 +90,10 @@ def _unpacked(packed: torch.Tensor, _: torch.Tensor, scales_and_zeros: torch.Ten
     return scales_and_zeros.new_empty((num_outputs, packed.numel() * 8 // num_outputs))
 
 
-for _name, _function, _fake in (
-    (
-        "scaled_product",
-        _scaled_product,
-        lambda rows, _, weight, *others: rows.new_empty((len(rows), len(weight)), dtype=others[-1]),
-    ),
-    ("unpack_int4", _unpack_int4, _unpacked),
-):
-    for _device in ("CUDA", "CPU"):  # on a CPU the kernels run where Triton interprets them
-        _library.impl(_name, _function, _device)
-    torch.library.register_fake(f"tandem::{_name}", _fake, lib=_library)
+register(
+    "scaled_product(Tensor rows, Tensor row_scales, Tensor weight, Tensor weight_scales, Tensor? bias, "
+    "ScalarType dtype) -> Tensor",
+    _scaled_product,
+    _product_of,
+)
+register("unpack_int4(Tensor packed, Tensor nibbles, Tensor scales_and_zeros) -> Tensor", _unpack_int4, _unpacked)

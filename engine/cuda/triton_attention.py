@@ -1,8 +1,7 @@
 """Paged attention on CUDA by our own kernels (`engine.cuda.attention_kernel`).
 
 It takes any block size, head size, sliding window, soft cap and sinks, and pools in FP8. A new step shape compiles
-nothing. The worker tries it once at startup (`triton_problem`). The kernels are launched by two torch operators, so
-that graphs can be recorded and steps traced without a GPU.
+nothing. The worker tries it once at startup (`triton_problem`).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from tandem.engine.attention.self_check import attention_problem
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
 from tandem.engine.cuda.layer_operators import next_power_of_2
+from tandem.engine.cuda.operators import register
 from tandem.engine.cuda.step_tensors import SPLIT, StepTensors, flat_on_host
 from tandem.engine.cuda.streams import upload
 
@@ -77,15 +77,6 @@ def constants(
         "num_stages": 2,
     }
     return sizes if for_chunks else sizes | {"SPLIT": SPLIT}
-
-
-_library: Any = torch.library.Library("tandem", "DEF")  # type: ignore[no-untyped-call]
-_library.define("write_kv(Tensor key, Tensor value, Tensor(a!) cache, Tensor blocks, Tensor offsets) -> ()")
-_library.define(
-    "paged_attention(Tensor query, Tensor cache, Tensor? sinks, Tensor block_table, Tensor cu_seqlens, "
-    "Tensor num_context, Tensor split_starts, int max_splits, bool has_chunks, float scale, float softcap, int window"
-    ") -> Tensor"
-)
 
 
 def _write_kv(
@@ -156,25 +147,22 @@ def _paged_attention(
     return output
 
 
-for _device in ("CUDA", "CPU"):  # on a CPU the kernels run where Triton interprets them
-    _library.impl("write_kv", _write_kv, _device)
-    _library.impl("paged_attention", _paged_attention, _device)
-
-
-def _no_result(*_: Any) -> None:
-    pass
-
-
-def _shape_of_result(query: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
-torch.library.register_fake("tandem::write_kv", _no_result, lib=_library)
-torch.library.register_fake("tandem::paged_attention", _shape_of_result, lib=_library)
+register(
+    "write_kv(Tensor key, Tensor value, Tensor(a!) cache, Tensor blocks, Tensor offsets) -> ()",
+    _write_kv,
+    lambda *_: None,
+)
+register(
+    "paged_attention(Tensor query, Tensor cache, Tensor? sinks, Tensor block_table, Tensor cu_seqlens, "
+    "Tensor num_context, Tensor split_starts, int max_splits, bool has_chunks, float scale, float softcap, int window"
+    ") -> Tensor",
+    _paged_attention,
+    lambda query, *_: query.new_empty(query.shape),
+)
 
 
 class TritonAttention:
-    """Implements `engine.attention.interface.RotatingAttention`."""
+    """Implements `engine.attention.interface.StepAttention`."""
 
     def __init__(self, pool: KVPool, step: StepTensors) -> None:
         self._pool = pool
@@ -197,6 +185,11 @@ class TritonAttention:
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
         options: AttentionOptions,
     ) -> torch.Tensor:
+        """Normalises and rotates query and key heads, and does what `attend` does.
+
+        heads: [num_tokens, heads, head_dim], query, then key, then value heads. cos, sin: [num_tokens, head_dim].
+        norms: weights [head_dim] of the RMSNorm of query and key heads, and its epsilon.
+        """
         cache = self._cache(layer)
         queries = torch.ops.tandem.rotate_and_write(
             heads, cos, sin, *(norms or (None, None, 0.0)), cache, self._step.blocks, self._step.offsets

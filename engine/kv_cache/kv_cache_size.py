@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 import torch
@@ -40,41 +39,29 @@ _PROFILE_BLOCKS = 2  # the self-check of attention needs two
 _GIB = 1 << 30
 
 
-class DeviceMemory(Protocol):
-    """What the device and torch's allocator report, in bytes."""
-
-    def reset(self) -> None:
-        """Returns unused memory to the device and begins a new measurement of the peak."""
-
-    def reserved(self) -> int:
-        """Memory that torch's allocator holds for this process."""
-
-    def peak(self) -> int:
-        """Maximum of `reserved` since the last `reset`."""
-
-    def free_and_total(self) -> tuple[int, int]:
-        """Free memory and size of the device, with all its processes."""
-
-
 class CudaMemory:
-    """Implements DeviceMemory for a GPU."""
+    """What a GPU and torch's allocator report, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def reset(self) -> None:
+        """Returns unused memory to the device and begins a new measurement of the peak."""
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def reserved(self) -> int:
+        """Returns the memory that torch's allocator holds for this process."""
         return torch.cuda.memory_reserved(self._device)
 
     def peak(self) -> int:
+        """Returns the maximum of `reserved` since the last `reset`."""
         return torch.cuda.max_memory_reserved(self._device)
 
     def free_and_total(self) -> tuple[int, int]:
+        """Returns the free memory and the size of the device, with all its processes."""
         free, total = torch.cuda.mem_get_info(self._device)
         return free, total
 
@@ -107,7 +94,7 @@ def kv_cache_bytes(use: MemoryUse, fraction: float, ranks_per_gpu: int, num_peer
 
 
 def fit_kv_cache(
-    loaded: LoadedModel, config: EngineConfig, memory: DeviceMemory | None = None
+    loaded: LoadedModel, config: EngineConfig, memory: CudaMemory | None = None
 ) -> tuple[LoadedModel, EngineConfig]:
     """Returns the model with the sequence length that fits, and the configuration with the size of the KV cache.
 
@@ -155,7 +142,7 @@ def largest_step(config: EngineConfig, max_model_len: int, block_size: int) -> B
     return Batch(sequences + prompts)
 
 
-def _measured_bytes(loaded: LoadedModel, config: EngineConfig, memory: DeviceMemory) -> int:
+def _measured_bytes(loaded: LoadedModel, config: EngineConfig, memory: CudaMemory) -> int:
     """Raises ConfigError if the largest step does not fit or leaves no room."""
     try:
         use = _profile(loaded, config, memory)
@@ -184,7 +171,7 @@ def _measured_bytes(loaded: LoadedModel, config: EngineConfig, memory: DeviceMem
     return num_bytes
 
 
-def _profile(loaded: LoadedModel, config: EngineConfig, memory: DeviceMemory) -> MemoryUse:
+def _profile(loaded: LoadedModel, config: EngineConfig, memory: CudaMemory) -> MemoryUse:
     """Captures the graphs and runs the largest step behind another one, over a small pool that is released again."""
     num_bytes = _PROFILE_BLOCKS * block_bytes(loaded)
     pool = KVPool(loaded, msgspec.structs.replace(config, kv_cache_bytes=num_bytes))

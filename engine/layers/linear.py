@@ -13,9 +13,19 @@ import torch
 from torch import nn
 
 Activation = Literal["none", "swish"]
+Operation = Literal["add", "mul"]
 
 
-class MergedLinear(nn.Module):
+class CombiningLinear(nn.Module):
+    """Base class of layers without a kernel for `combined`."""
+
+    def combined(self, inputs: Any, other: torch.Tensor, operation: Operation) -> torch.Tensor:
+        """Returns the result plus or times `other` (same shape)."""
+        output: torch.Tensor = self(inputs)
+        return output.add_(other) if operation == "add" else output.mul_(other)
+
+
+class MergedLinear(CombiningLinear):
     """Equivalent of `nn.Linear`, for every dtype and device. activation: applied to the result."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "none") -> None:
@@ -33,13 +43,8 @@ class MergedLinear(nn.Module):
         """Returns the result without the activation."""
         return nn.functional.linear(inputs, self.weight, self.bias)
 
-    def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
-        """Returns the result plus or times `other` (same shape)."""
-        output: torch.Tensor = self(inputs)
-        return output.add_(other) if operation == "add" else output.mul_(other)
 
-
-class JoinedLinear(nn.Module):
+class JoinedLinear(CombiningLinear):
     """Calls linear layers whose weights cannot be merged, such as sharded ones, and concatenates their outputs."""
 
     def __init__(self, linears: Sequence[Any]) -> None:
@@ -51,11 +56,6 @@ class JoinedLinear(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = [linear(inputs) for linear in self._linears]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-
-    def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
-        """See `MergedLinear.combined`."""
-        output: torch.Tensor = self(inputs)
-        return output.add_(other) if operation == "add" else output.mul_(other)
 
 
 def merged_parameters(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -18,7 +18,7 @@ from tandem.engine.loading.progress import report_progress
 from tandem.engine.loading.rope import fix_longrope
 from tandem.engine.loading.sharding import check_shards, placement_arguments, unwrap_linears
 from tandem.engine.loading.supported_models import check_config, unsuitable
-from tandem.engine.lora.modules import adaptable_layers
+from tandem.engine.lora.layers import adaptable_layers
 from tandem.engine.quantization.checkpoint import has_quantized_weights, load_quantized, quantization_of
 from tandem.engine.quantization.online import quantize_linears
 from tandem.engine.vision.models import Decoder, VisionTower, takes_media

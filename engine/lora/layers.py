@@ -1,4 +1,4 @@
-"""Applies the adapters of a step to the model's linear layers.
+"""The linear layers that LoRA adapters may change, and the application of a step's adapters to them.
 
 Nothing is changed in the model until the first step with an adapter. From then on each linear layer is wrapped; steps
 without adapters pay for one comparison per layer.
@@ -16,6 +16,7 @@ from torch import nn
 
 from tandem.engine.batch import BatchItem
 from tandem.engine.lora.adapter import AdapterWeights
+from tandem.engine.quantization.linears import QuantizedLinear
 from tandem.runtime.files.lora_files import Shape
 
 
@@ -132,6 +133,21 @@ class AdaptedLinear(nn.Module):
         output: torch.Tensor = self.inner(inputs)
         self._step.add_to(output, self._slices, inputs)
         return output.add_(other) if operation == "add" else output.mul_(other)
+
+
+def adaptable_layers(model: nn.Module) -> dict[str, Shape]:
+    """Returns (inputs, outputs) of the layers that adapters may change, by name. Call before layers are fused.
+
+    The head is left out, and so are layers of experts, which see some of the tokens.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or isinstance(module, QuantizedLinear))
+        and module is not head
+        and ".experts." not in name
+    }
 
 
 def wrap_layers(model: nn.Module, names: Mapping[str, Shape], step: StepAdapters) -> None:

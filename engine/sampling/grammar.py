@@ -69,10 +69,6 @@ class GrammarState:
 class MaskProcess(Protocol):
     """Computes a grammar's masks (`grammars.GrammarProcess`)."""
 
-    @property
-    def mask_bytes(self) -> int:
-        """Size of a mask."""
-
     def send(self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float) -> None:
         """Asks for masks. Raises InvalidRequest, InternalError."""
 

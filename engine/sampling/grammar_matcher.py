@@ -26,7 +26,7 @@ class GrammarMatcher:
         thinking: Thinking | None = None,
     ) -> None:
         self._matcher = matcher
-        self._num_bytes = mask_bytes(tokenizer)
+        self._num_bytes = 4 * -(-tokenizer.vocab_size // 32)  # whole words of 32 bits
         self._eos_token_id = tokenizer.eos_token
         self._stop_token_ids = stop_token_ids
         self._thinking = thinking
@@ -91,11 +91,6 @@ class GrammarMatcher:
                 return place + len(ending)
         self._num_searched = len(output)
         return None
-
-
-def mask_bytes(tokenizer: LLTokenizer) -> int:
-    """Returns the size of a mask: whole 32-bit words."""
-    return 4 * -(-tokenizer.vocab_size // 32)
 
 
 def _set_bits(mask: bytearray, token_ids: Collection[int]) -> None:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer, mask_bytes
+from tandem.engine.sampling.grammar_matcher import GrammarMatcher, compile_grammar, make_tokenizer
 from tandem.engine.sampling.grammar_messages import CompileGrammar, FillMask, FillMasks, LoadTokenizer, Mask
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
@@ -52,7 +52,7 @@ class _Sequence:
 
 
 def main() -> None:
-    """Loads the tokeniser and answers with a `Mask`; then forks a process for each connection that it receives."""
+    """Loads the tokeniser, says so by an empty `Mask`, and forks a process for each connection that it receives."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's, which ends the worker
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
@@ -63,7 +63,7 @@ def main() -> None:
         return
     try:
         tokenizer = make_tokenizer(wanted.tokenizer_json.decode(), wanted.vocab_size, wanted.eos_token_id)
-        answer = Mask(bytes(mask_bytes(tokenizer)))
+        answer = Mask()
         if reason := why_unsafe_to_fork():
             raise InternalError(f"its process cannot be forked: {reason}")
     except Exception as error:

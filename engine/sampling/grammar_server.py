@@ -30,16 +30,7 @@ class GrammarServer:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._is_closed = False
-        self.mask_bytes = 0
         self._start(LOAD_TIMEOUT_S)
-
-    @classmethod
-    def of_model(cls, model: str, vocab_size: int) -> GrammarServer:
-        """Loads the model's tokeniser. Raises InvalidRequest.
-
-        A worker without a usable tokeniser still serves; only requests with a grammar fail.
-        """
-        return cls(read_tokenizer(model, vocab_size))
 
     def _start(self, timeout_s: float) -> None:
         own, other = socket.socketpair()
@@ -64,7 +55,6 @@ class GrammarServer:
         if answer.error is not None:
             self._end()
             raise InvalidRequest(_unusable(answer.error.message))
-        self.mask_bytes = len(answer.bits)
 
     def open(self, timeout_s: float) -> RankChannel[Mask]:
         """Returns a channel to a new process, of a new server if this one's process has died.

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from tandem.engine.sampling.compile_queue import CompileQueue
 from tandem.engine.sampling.grammar import LOST, Grammar, MaskProcess, MaskRequest, copy_of
 from tandem.engine.sampling.grammar_messages import CompileGrammar, FillMasks, Mask
-from tandem.engine.sampling.grammar_server import GrammarServer
+from tandem.engine.sampling.grammar_server import GrammarServer, read_tokenizer
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, ProtocolError, TandemError
 from tandem.runtime.threads import show_thread_name
@@ -37,10 +37,6 @@ class GrammarProcess:
         self._text = text
         self._channel: RankChannel[Mask] | None = None
         self.number = 0
-
-    @property
-    def mask_bytes(self) -> int:
-        return self._server.mask_bytes
 
     def start(self, timeout_s: float = COMPILE_TIMEOUT_S) -> None:
         """Starts the process and compiles. Raises InvalidRequest, InternalError."""
@@ -86,7 +82,8 @@ class GrammarProcess:
 class Grammars:
     """Compiles grammars and caches the most recently used. Clients take turns.
 
-    model: a folder or a hub id; its tokeniser is loaded in the background. vocab_size: of the logits.
+    model: a folder or a hub id; its tokeniser is loaded in the background. A worker without a usable tokeniser still
+    serves, and only requests with a grammar fail. vocab_size: of the logits.
     on_compiled: called on another thread after each compilation.
     """
 
@@ -96,7 +93,7 @@ class Grammars:
         self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._queue: CompileQueue[Callable[[], None]] = CompileQueue()
         self._lanes = ThreadPoolExecutor(_NUM_LANES, "grammars", show_thread_name)
-        self._server = self._lanes.submit(GrammarServer.of_model, model, vocab_size)
+        self._server = self._lanes.submit(lambda: GrammarServer(read_tokenizer(model, vocab_size)))
 
     def get(self, text: str | None, client: str = "") -> Grammar | None:
         """Returns the grammar for `SamplingParams.grammar`. Call on the event loop. Raises Overloaded.

@@ -8,8 +8,6 @@ round differently choose differently only about as often as their distributions 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 _MASK = (1 << 64) - 1
@@ -27,12 +25,6 @@ def noise_key(seed: int, position: int) -> int:
 def signed_noise_key(seed: int, position: int) -> int:
     """Returns `noise_key` as the int64 number of the same bits."""
     return _signed(noise_key(seed, position))
-
-
-def noise_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns each row's `noise_key`, int64 [num_rows, 1]."""
-    keys = [signed_noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
-    return torch.tensor(keys, device=device)[:, None]
 
 
 def arrival_times(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

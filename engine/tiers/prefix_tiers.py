@@ -36,7 +36,6 @@ class _Segment:
     tier: TierState
     first: int
     num_blocks: int
-    job: int = 0
     num_loaded: int | None = None
 
 
@@ -49,9 +48,8 @@ class _Load:
     hashes: Sequence[bytes]
     """Hashes of the whole prefix."""
     began_at: float
-    find_job: int | None = None
-    """Set while a tier is asked for more blocks."""
     finder: TierState | None = None
+    """The tier that is asked for more blocks."""
     shared_ids: list[int] = field(default_factory=list)
     """Blocks of the prefix in the pool, which are held."""
     block_ids: list[int] = field(default_factory=list)
@@ -80,7 +78,7 @@ class PrefixTiers:
         self._tokens_per_s = tokens_per_s
         self._loads: dict[int, _Load] = {}  # in flight, by load id
         self._waits: dict[Hashable, _Load] = {}  # the load that a prompt has waited for last
-        self._storing: dict[str, tuple[int, list[int]]] = {}  # by tier: job and blocks, which are held
+        self._storing: dict[str, list[int]] = {}  # by tier: blocks, which are held
         self._num_loads = 0
         self._actions: list[TierAction] = []
         self._num_tiers_of: Counter[bytes] = Counter()
@@ -164,7 +162,8 @@ class PrefixTiers:
         num_planned = self._plan(now, load, num_cached)
         finder = next((tier for tier in self._tiers.values() if not tier.knows_all and tier.is_usable(now)), None)
         if finder is not None and num_cached + num_planned < len(hashes):
-            load.finder, load.find_job = finder, finder.begin_job(now)
+            load.finder = finder
+            finder.begin_job(now)
             unknown = list(hashes[num_cached + num_planned :])
             self._actions.append(FindBlocks(finder.name, load.load_id, unknown))
         elif not self._start(now, load):
@@ -204,7 +203,7 @@ class PrefixTiers:
         load.shared_ids, load.block_ids = cached, self._blocks.allocate(num_blocks)
         missing = list(load.hashes[len(cached) :])
         for segment in load.segments:
-            segment.job = segment.tier.begin_job(now)
+            segment.tier.begin_job(now)
             part = slice(segment.first, segment.first + segment.num_blocks)
             self._actions.append(LoadBlocks(segment.tier.name, load.load_id, load.block_ids[part], missing[part]))
         return True
@@ -231,9 +230,8 @@ class PrefixTiers:
     def on_found(self, now: float, load_id: int, error: str | None) -> None:
         """Handles the end of FindBlocks. `on_changes` has recorded the blocks that were found."""
         load = self._loads[load_id]
-        assert load.finder is not None and load.find_job is not None
-        load.finder.end_job(now, load.find_job, error)
-        load.find_job = None
+        assert load.finder is not None
+        load.finder.end_job(now, error)
         self._plan(now, load, len(self._blocks.match(load.hashes)))
         if load.is_over or not self._start(now, load):
             load.is_over = True
@@ -244,7 +242,7 @@ class PrefixTiers:
         load = self._loads[load_id]
         segment = next(each for each in load.segments if each.tier.name == name and each.num_loaded is None)
         tier = segment.tier
-        tier.end_job(now, segment.job, error)
+        tier.end_job(now, error)
         segment.num_loaded = num_loaded
         tier.num_loaded += num_loaded
         seconds = now - load.began_at
@@ -282,14 +280,14 @@ class PrefixTiers:
             return
         hashes, block_ids = [each for each, _ in chosen], [block_id for _, block_id in chosen]
         self._blocks.share(block_ids)
-        self._storing[tier.name] = (tier.begin_job(now), block_ids)
+        tier.begin_job(now)
+        self._storing[tier.name] = block_ids
         self._actions.append(StoreBlocks(tier.name, block_ids, hashes))
 
     def on_stored(self, now: float, name: str, num_stored: int, error: str | None) -> None:
         """Handles the end of StoreBlocks: the first `num_stored` of its blocks are in the tier."""
-        job, block_ids = self._storing.pop(name)
-        tier = self._tiers[name]
-        tier.end_job(now, job, error)
+        block_ids, tier = self._storing.pop(name), self._tiers[name]
+        tier.end_job(now, error)
         tier.num_stored += num_stored
         tier.num_skipped += len(block_ids) - num_stored
         self._blocks.release(block_ids)

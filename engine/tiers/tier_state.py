@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
 from tandem.engine.kv_cache.block_manager import BlockManager
@@ -48,9 +48,8 @@ class TierState:
         self.error = ""
         self.num_stored = self.num_loaded = self.num_skipped = 0
         self._to_store: OrderedDict[bytes, int] = OrderedDict()  # hash -> block id, oldest first
-        self._asked_at: dict[int, float] = {}  # jobs without an answer
+        self._asked_at: deque[float] = deque()  # times of the jobs without an answer; it answers in their order
         self._retry_at = 0.0
-        self._num_jobs = 0
 
     @property
     def num_to_store(self) -> int:
@@ -58,21 +57,19 @@ class TierState:
 
     # ---- jobs
 
-    def begin_job(self, now: float) -> int:
-        """Returns a number for `end_job`."""
-        self._num_jobs += 1
-        self._asked_at[self._num_jobs] = now
-        return self._num_jobs
+    def begin_job(self, now: float) -> None:
+        self._asked_at.append(now)
 
-    def end_job(self, now: float, job: int, error: str | None) -> None:
-        del self._asked_at[job]
+    def end_job(self, now: float, error: str | None) -> None:
+        """Handles the answer to the oldest job."""
+        self._asked_at.popleft()
         self.error = error or ""
         if error is not None:
             self._retry_at = now + RETRY_S
 
     def is_usable(self, now: float) -> bool:
         """Whether jobs may be sent to the tier: no answer is overdue, and it has not failed within the last RETRY_S."""
-        if any(now - asked_at > ANSWER_TIMEOUT_S for asked_at in self._asked_at.values()):
+        if self._asked_at and now - self._asked_at[0] > ANSWER_TIMEOUT_S:
             self.error = f"no answer for {ANSWER_TIMEOUT_S:g} s"
             return False
         return not self.error or now >= self._retry_at

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.engine.sampling.noise import arrival_times, noise_keys
+from tandem.engine.sampling.noise import arrival_times
 from tandem.engine.sampling.sampler import race_segment_size, segment_ids
+from tests.support.sampling import noise_keys
 
 
 class Answer(NamedTuple):

@@ -18,8 +18,8 @@ from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.sampling.sampler import sample
 from tandem.protocol.messages.sampling import SamplingParams
+from tests.support.sampling import sample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
 

@@ -72,8 +72,6 @@ class ScriptedMasks:
     longest: number of tokens behind which its mask takes too long.
     """
 
-    mask_bytes = -(-VOCAB_SIZE // 32) * 4
-
     def __init__(self, longest: int = 1000) -> None:
         self._longest = longest
         self._tokens: dict[int, list[int]] = {}
@@ -109,7 +107,7 @@ def may_follow(tokens: Sequence[int], token_id: int) -> bool:
 
 
 def bits_after(tokens: Sequence[int]) -> bytes:
-    allowed = np.arange(8 * ScriptedMasks.mask_bytes) % 3 == (sum(tokens) + len(tokens)) % 3
+    allowed = np.arange(-(-VOCAB_SIZE // 32) * 32) % 3 == (sum(tokens) + len(tokens)) % 3
     return np.packbits(allowed, bitorder="little").tobytes()
 
 

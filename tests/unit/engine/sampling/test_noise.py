@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.batch import Sample
-from tandem.engine.sampling.noise import arrival_times, first_to_arrive, noise_key, noise_keys
-from tandem.engine.sampling.sampler import sample
+from tandem.engine.sampling.noise import arrival_times, first_to_arrive, noise_key
 from tandem.protocol.messages.sampling import SamplingParams
+from tests.support.sampling import noise_keys, sample
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1

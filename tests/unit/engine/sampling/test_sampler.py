@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import tandem.engine.sampling.sampler
 from tandem.engine.batch import Sample
-from tandem.engine.sampling.noise import arrival_times, noise_keys
-from tandem.engine.sampling.sampler import SamplingStep, sample
+from tandem.engine.sampling.noise import arrival_times
+from tandem.engine.sampling.sampler import SamplingStep
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, Thinking
+from tests.support.sampling import noise_keys, sample
 
 VOCAB_SIZE = 50
 

@@ -300,7 +300,7 @@ class AnyTower:
 
 
 class Shared:
-    """MediaEmbeddings of a dict. answer: set when `get` may answer."""
+    """SharedEmbeddings of a dict. answer: set when `get` may answer."""
 
     def __init__(self) -> None:
         self.embeddings: dict[bytes, torch.Tensor] = {}
@@ -329,10 +329,11 @@ def test_a_text_model_refuses_media() -> None:
 def test_embeddings_of_another_worker_are_reused() -> None:
     async def scenario() -> None:
         shared, done = Shared(), asyncio.Event()
+        embeddings: Any = shared
         item = stored()
         shared.embeddings[item.digest] = torch.zeros(1, 4, 1)
         tower: Any = AnyTower()
-        intake = MediaIntake(tower, EmbeddingCache(1 << 20), 16, shared, done.set)
+        intake = MediaIntake(tower, EmbeddingCache(1 << 20), 16, embeddings, done.set)
         scheduler = a_scheduler()
         request = a_request([item, msgspec.structs.replace(item, spans=((5, 4),))], 9)
         media = intake.open(request)
@@ -353,11 +354,12 @@ def test_embeddings_of_another_worker_are_reused() -> None:
 def test_a_failing_shared_cache_fails_no_request() -> None:
     async def scenario() -> None:
         shared, done = Shared(), asyncio.Event()
+        embeddings: Any = shared
         shared.broken = True
         shared.answer.set()
         tower: Any = AnyTower()
         cache = EmbeddingCache(1 << 20)
-        intake = MediaIntake(tower, cache, 16, shared, done.set)
+        intake = MediaIntake(tower, cache, 16, embeddings, done.set)
         media = intake.open(a_request([stored()], 9))
         assert media is not None and not media.is_ready
         await asyncio.wait_for(done.wait(), 10)
