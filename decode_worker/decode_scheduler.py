@@ -107,7 +107,12 @@ class DecodeScheduler:
 
     def begin_computed(self, computed: ComputedPrompt) -> list[Action]:
         """Runs sequences whose prompt the prefill role has computed. Takes over the prompt's blocks."""
-        prompt = DecodePrompt.of_computed(computed, self._num_arrived, self.blocks.block_size, self._model_id)
+        prompt = DecodePrompt.of(
+            computed.request, self._num_arrived, computed.arrived_at, self.blocks.block_size, self._model_id,
+            computed.grammar, computed.hashes, computed.adapter,
+        )  # fmt: skip
+        for attempt_id in prompt.sequences.keys() - computed.open_ids:
+            del prompt.sequences[attempt_id]
         self._num_arrived += 1
         self.sequences.add(prompt)
         return self._begin(prompt, computed.block_table, [], computed.first_token_ids, computed.position_offset)

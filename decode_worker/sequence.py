@@ -89,23 +89,6 @@ class DecodePrompt:
             prompt.sequences[attempt_id] = DecodeSequence(prompt, attempt_id, (number, index), sampling, state)
         return prompt
 
-    @classmethod
-    def of_computed(cls, computed: ComputedPrompt, number: int, block_size: int, model_id: str) -> DecodePrompt:
-        """Creates the prompt with the sequences that need more tokens."""
-        prompt = cls.of(
-            computed.request,
-            number,
-            computed.arrived_at,
-            block_size,
-            model_id,
-            computed.grammar,
-            computed.hashes,
-            computed.adapter,
-        )
-        for attempt_id in prompt.sequences.keys() - computed.open_ids:
-            del prompt.sequences[attempt_id]
-        return prompt
-
     @property
     def num_tokens(self) -> int:
         return len(self.request.token_ids) // BYTES_PER_TOKEN

@@ -156,7 +156,6 @@ class KVConnector(Protocol):
         `on_address` is called once, on any thread, with what the sender needs to connect, in the connector's own form
         and of at most `checks.MAX_ADDRESS_BYTES`. A path that fails later fails its next `receive`.
         """
-        ...
 
     def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
         """Opens the prefill end. Raises KVTransferFailed, e.g. if the peer's memory cannot be mapped.
@@ -164,4 +163,3 @@ class KVConnector(Protocol):
         `on_ready` is called on any thread when both ends are connected, or the path has failed. A sender that is still
         connecting may be closed, and need not call it then.
         """
-        ...

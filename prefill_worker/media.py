@@ -7,12 +7,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.media_tensors import open_tensors
 from tandem.engine.vision.prompt_media import PromptMedia
-from tandem.prefill_worker.remote_media import PromptFetches, RemoteMedia
+from tandem.prefill_worker.remote_media import RemoteMedia
+from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem, check_media
 from tandem.protocol.messages.token_ids import unpack_token_ids
@@ -30,21 +31,6 @@ LOOKUP_TIMEOUT_S = 1.0
 """Usually longer than encoding an image takes. After it the item is encoded here."""
 
 
-class MediaEmbeddings(Protocol):
-    """Embeddings shared between workers, so that an item is encoded once.
-
-    An embedding is [1 + num_deepstack, num_tokens, hidden_size] in the model's dtype; those found are on the CPU.
-    """
-
-    async def get(self, digests: Sequence[bytes]) -> dict[bytes, torch.Tensor]:
-        """Returns the embeddings that are cached for these digests."""
-        ...
-
-    def set(self, embeddings: Mapping[bytes, torch.Tensor]) -> None:
-        """Stores embeddings in the background. Failures are logged."""
-        ...
-
-
 class MediaIntake:
     """Opens the media of arriving prompts.
 
@@ -58,7 +44,7 @@ class MediaIntake:
         vision: VisionTower | None,
         cache: EmbeddingCache,
         unit_tokens: int,
-        shared: MediaEmbeddings | None,
+        shared: SharedEmbeddings | None,
         on_ready: Callable[[], None],
         remote: RemoteMedia | None = None,
     ) -> None:
@@ -108,15 +94,12 @@ class MediaIntake:
     def _prepare_later(
         self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, endpoint: str
     ) -> None:
-        fetches = PromptFetches(remote) if remote is not None else None
         task = start_job(
-            self._prepare(media, missing, fetches, endpoint), "preparing media", partial(self._on_failed, media)
+            self._prepare(media, missing, remote, endpoint), "preparing media", partial(self._on_failed, media)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         media.on_release(task.cancel)
-        if fetches is not None:
-            media.on_release(fetches.release)
 
     def _on_failed(self, media: PromptMedia) -> None:
         media.error = ErrorInfo.of(InternalError("the media could not be prepared; see the worker's log"))
@@ -136,13 +119,13 @@ class MediaIntake:
         media.set_tensors(tensors, num_frames)
 
     async def _prepare(
-        self, media: PromptMedia, missing: list[bytes], fetches: PromptFetches | None, endpoint: str
+        self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, endpoint: str
     ) -> None:
         if self._shared is not None and missing:
             await self._look_up(media, missing, self._shared)
-        if fetches is not None:
+        if remote is not None:
             try:
-                await self._fetch(media, fetches, endpoint)
+                await self._fetch(media, remote, endpoint)
             except TandemError as error:
                 media.error = ErrorInfo.of(error)
             except Exception as error:
@@ -151,7 +134,7 @@ class MediaIntake:
         media.is_ready = True
         self._on_ready()
 
-    async def _look_up(self, media: PromptMedia, digests: list[bytes], shared: MediaEmbeddings) -> None:
+    async def _look_up(self, media: PromptMedia, digests: list[bytes], shared: SharedEmbeddings) -> None:
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 found = await shared.get(digests)
@@ -163,23 +146,15 @@ class MediaIntake:
             # A failing cache costs time but does not fail the request.
             log.warning("media embeddings could not be looked up: %s", str(error) or type(error).__name__)
 
-    async def _fetch(self, media: PromptMedia, fetches: PromptFetches, endpoint: str) -> None:
+    async def _fetch(self, media: PromptMedia, remote: RemoteMedia, endpoint: str) -> None:
         """Fetches the tensors from another host, without the pixels of items whose embeddings are known."""
         vision = self._vision
         assert vision is not None
         wanted = [vision.needed(item, media.find(i) is not None) for i, item in enumerate(media.items)]
         tensors = await asyncio.gather(
-            *(self._fetch_item(number, media, fetches, endpoint, names) for number, names in enumerate(wanted))
+            *(_fetch_item(number, media, remote, endpoint, names) for number, names in enumerate(wanted))
         )
         self._set_tensors(media, tensors)
-
-    async def _fetch_item(
-        self, number: int, media: PromptMedia, fetches: PromptFetches, endpoint: str, names: Collection[str]
-    ) -> dict[str, torch.Tensor]:
-        try:
-            return await fetches.fetch(endpoint, media.items[number], names)
-        except InvalidRequest as error:
-            raise _numbered(number, error) from error
 
     def share_encoded(self) -> None:
         """Shares the embeddings that the last step has encoded with the other workers."""
@@ -197,6 +172,15 @@ class MediaIntake:
 def _numbered(number: int, error: InvalidRequest) -> InvalidRequest:
     """Adds the item's number, so that the client knows which of several items is wrong."""
     return InvalidRequest(f"media item {number}: {error}")
+
+
+async def _fetch_item(
+    number: int, media: PromptMedia, remote: RemoteMedia, endpoint: str, names: Collection[str]
+) -> dict[str, torch.Tensor]:
+    try:
+        return await remote.fetch(endpoint, media.items[number], names, media.on_release)
+    except InvalidRequest as error:
+        raise _numbered(number, error) from error
 
 
 def _open(number: int, item: MediaItem) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ FETCH_TIMEOUT_S = 10.0
 _MAX_HOSTS = 64
 """Connections to other hosts' caches. The least recently used one is closed first."""
 
+OnRelease = Callable[[Callable[[], object]], object]
 _Range = tuple[bytes, int, int]
 """Digest, first byte and end in the item's segment."""
 
@@ -63,10 +64,29 @@ class RemoteMedia:
     def held_bytes(self) -> int:
         return sum(end - start for _, start, end in self._ranges)
 
-    def hold(self, endpoint: str, key: _Range) -> _Fetched:
-        """Returns the range, which is complete when its task is done. Must be followed by one `give_back`.
+    async def fetch(
+        self, endpoint: str, item: MediaItem, names: Collection[str], on_release: OnRelease
+    ) -> dict[str, torch.Tensor]:
+        """Fetches the item's tensors of these names for one prompt. endpoint: address of the cache that has the item.
 
-        Raises Overloaded or InvalidRequest, see `PromptFetches.fetch`.
+        on_release: registers what frees them when the prompt has ended.
+        Raises WorkerLost if the cache does not have the item or does not answer in time, Overloaded if there is no
+        memory left, InvalidRequest for an item that could never fit.
+        """
+        wanted = [tensor for tensor in item.tensors if tensor.name in names]
+        if not wanted:
+            return {}
+        start = min(tensor.offset for tensor in wanted) // HEADER_BYTES * HEADER_BYTES
+        end = max(tensor.offset + tensor.num_bytes for tensor in wanted)
+        fetched = self._hold(endpoint, (item.digest, start, end))
+        on_release(partial(self._give_back, fetched))
+        await asyncio.shield(fetched.task)  # other prompts may wait for it too
+        return {tensor.name: view_tensor(tensor, fetched.memory, tensor.offset - start) for tensor in wanted}
+
+    def _hold(self, endpoint: str, key: _Range) -> _Fetched:
+        """Returns the range, which is complete when its task is done. Must be followed by one `_give_back`.
+
+        Raises Overloaded or InvalidRequest, see `fetch`.
         """
         fetched = self._ranges.get(key)
         if fetched is None:
@@ -77,7 +97,7 @@ class RemoteMedia:
         fetched.num_users += 1
         return fetched
 
-    def give_back(self, fetched: _Fetched) -> None:
+    def _give_back(self, fetched: _Fetched) -> None:
         """Frees the range with its last user. Memory under live tensors is unmapped with the last of them."""
         fetched.num_users -= 1
         if not fetched.num_users:
@@ -130,33 +150,3 @@ class RemoteMedia:
             fetched.task.cancel()
         for cache in self._caches.values():
             cache.close()
-
-
-class PromptFetches:
-    """The ranges that one prompt uses. `release` must be called."""
-
-    def __init__(self, remote: RemoteMedia) -> None:
-        self._remote = remote
-        self._held: list[_Fetched] = []
-
-    async def fetch(self, endpoint: str, item: MediaItem, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Fetches the item's tensors of these names. endpoint: address of the cache that has the item.
-
-        Raises WorkerLost if the cache does not have the item or does not answer in time, Overloaded if there is no
-        memory left, InvalidRequest for an item that could never fit.
-        """
-        wanted = [tensor for tensor in item.tensors if tensor.name in names]
-        if not wanted:
-            return {}
-        start = min(tensor.offset for tensor in wanted) // HEADER_BYTES * HEADER_BYTES
-        end = max(tensor.offset + tensor.num_bytes for tensor in wanted)
-        fetched = self._remote.hold(endpoint, (item.digest, start, end))
-        self._held.append(fetched)
-        await asyncio.shield(fetched.task)  # other prompts may wait for it too
-        return {tensor.name: view_tensor(tensor, fetched.memory, tensor.offset - start) for tensor in wanted}
-
-    def release(self) -> None:
-        """Gives all ranges back. Idempotent."""
-        held, self._held = self._held, []
-        for fetched in held:
-            self._remote.give_back(fetched)

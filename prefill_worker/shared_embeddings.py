@@ -1,5 +1,4 @@
-"""Embeddings in the host's media cache, an implementation of `prefill_worker.media.MediaEmbeddings`: what one worker
-has encoded, the others on its host find."""
+"""Embeddings in the host's media cache: what one worker has encoded, the others on its host find."""
 
 from __future__ import annotations
 
@@ -34,6 +33,7 @@ class EmbeddingShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SharedEmbeddings:
     """Copies embeddings out of the cache, so that it holds no lease after a call.
 
+    An embedding is [1 + num_deepstack, num_tokens, hidden_size] in the model's dtype; those found are on the CPU.
     model_id: the cache outlives workers, so embeddings computed with other weights must not be found.
     """
 

@@ -25,9 +25,6 @@ class Leases:
         self._leases: dict[str, _TransferLease] = {}
         self._seen_at: float | None = None
 
-    def __len__(self) -> int:
-        return len(self._leases)
-
     def begin(self, now: float, pair_id: str, transfer_id: str) -> None:
         self._leases[transfer_id] = _TransferLease(pair_id, now + self.term_s)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, gather, when_all
-from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
+from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
 from tandem.simulator.engine import Pool
@@ -90,7 +90,7 @@ class SimulatedPools:
                     raise KVTransferFailed("the peer has closed the path")
                 path.connect(loop, own, ready)
                 senders.append(path.sender)
-        return combine_senders(senders)
+        return FanOutSender(senders)
 
     def open_receiver(
         self,
@@ -107,7 +107,7 @@ class SimulatedPools:
                 path = self._wires.paths[f"{pair_id}/{rank}"] = _Connection(loop, own, self._wires)
                 receivers.append(path.receiver)
             loop.call_soon(listening[rank], [str(pid).encode()])
-        return combine_receivers(receivers)
+        return FanOutReceiver(receivers)
 
     def checksums(self, block_ids: Sequence[int], on_done: Callable[[list[int]], None]) -> None:
         found = [zlib.crc32(repr([pool.blocks[block] for pool in self._own]).encode()) for block in block_ids]

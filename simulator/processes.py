@@ -259,7 +259,7 @@ class SimulatedWorker(SimulatedProcess):
 
     def load(self) -> WorkerLoad:
         """Returns the load now, which its next report may have."""
-        return self.worker._reporter.take(0)
+        return self.worker._take_load(0)
 
     def _check_write(self, block_id: int) -> None:
         """Reports a block that no transfer expects, as it may belong to another request by now."""

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer, TierChanges
+from tandem.kv_transfer.tiers.change_log import TierChanges
+from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer
 from tandem.simulator.engine import Pool
 from tandem.simulator.timeline import ProcessLoop
 

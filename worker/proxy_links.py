@@ -99,8 +99,7 @@ class ProxyLinks:
         self._on_leave = on_leave
         self._on_role = on_role
         self._on_clear_cache = on_clear_cache
-        self._view: list[WorkerInfo] = []
-        self._by_epoch: dict[str, WorkerInfo] = {}  # the same workers
+        self._view: dict[str, WorkerInfo] = {}  # all workers that any proxy knows, by epoch
         self._is_view_stale = False
         self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
         self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
@@ -234,22 +233,20 @@ class ProxyLinks:
         link.version = message.version
         for worker in message.workers:
             link.workers[worker.epoch] = worker
-            self._is_view_stale |= self._by_epoch.get(worker.epoch) != worker
+            self._is_view_stale |= self._view.get(worker.epoch) != worker
         for epoch in message.gone:
             link.workers.pop(epoch, None)
             self._is_view_stale |= not any(epoch in each.workers for each in self._links)
 
     def _update_view(self) -> None:
         self._is_view_stale = False
-        by_epoch = {epoch: worker for link in self._links for epoch, worker in link.workers.items()}
+        view = {epoch: worker for link in self._links for epoch, worker in link.workers.items()}
         if any(link.is_settling for link in self._links):
-            listed = {worker.worker_id for worker in by_epoch.values()}
-            by_epoch |= {worker.epoch: worker for worker in self._view if worker.worker_id not in listed}
-        self._by_epoch = by_epoch
-        view = sorted(by_epoch.values(), key=lambda worker: (worker.worker_id, worker.epoch))
+            listed = {worker.worker_id for worker in view.values()}
+            view |= {epoch: worker for epoch, worker in self._view.items() if worker.worker_id not in listed}
         if view != self._view:
             self._view = view
-            self._on_view(view)
+            self._on_view(sorted(view.values(), key=lambda worker: (worker.worker_id, worker.epoch)))
 
     def close(self) -> None:
         self._heartbeats.cancel()

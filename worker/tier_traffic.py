@@ -35,18 +35,13 @@ class TierTraffic:
         self._perform = perform
         self._loop = asyncio.get_running_loop()
         self._last = dict.fromkeys(tiers.names, TierAnswer())
-        self._errors: dict[str, str | None] = {}
         self._refreshing: set[str] = set()
         self._refresh_at = 0.0
         self._has_host_memory = asyncio.Event()  # it has been opened, or has failed
 
     def last_answer(self, name: str) -> TierAnswer:
-        """Returns the last answer of a tier, which has its size."""
+        """Returns the last answer of a tier, which has its size, and why it did not do its last job."""
         return self._last[name]
-
-    def error_of(self, name: str) -> str:
-        """Returns why a tier did not do its last job; empty if it did."""
-        return self._errors.get(name) or ""
 
     async def open(self) -> None:
         """Opens the tiers, and waits for host memory, so that no request waits while it is pinned.
@@ -112,9 +107,8 @@ class TierTraffic:
         """Returns a callback for the tier's thread: on the loop it notes the tier's state, then calls `handle`."""
 
         def handle_on_loop(answer: TierAnswer) -> None:
-            if answer.error is not None and answer.error != self._errors.get(name):
+            if answer.error is not None and answer.error != self._last[name].error:
                 log.warning("KV tier %s: %s", name, answer.error)
-            self._errors[name] = answer.error
             self._last[name] = answer
             self._policy.on_changes(name, answer.changes.added, answer.changes.removed)
             handle(answer)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -44,7 +45,7 @@ from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, Tand
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost
 from tandem.worker.kv_traffic import KVTraffic
-from tandem.worker.load_report import LoadReporter
+from tandem.worker.load_report import load_report
 from tandem.worker.presence import Presence, new_worker_info
 from tandem.worker.step_loop import StepLoop
 from tandem.worker.tier_traffic import TierTraffic
@@ -128,7 +129,7 @@ class Worker:
             self._clock,
         )
         self._tiers = TierTraffic(host.pools.tiers, scheduler.tiers, self._perform)
-        self._reporter = LoadReporter(scheduler, self._steps, self._traffic, self._tiers, self._media)
+        self._take_load = partial(load_report, scheduler, self._steps, self._traffic, self._tiers, self._media)
         self._presence = Presence(
             config, info, host, scheduler, self._traffic, self._perform, self._report, self._tiers.clear
         )
@@ -157,7 +158,7 @@ class Worker:
             log.warning("%d KV leases expired", prefill.num_expired_leases - num_expired)
 
     def _report(self, num_role_changes: int) -> WorkerLoad:
-        load = self._reporter.take(num_role_changes)
+        load = self._take_load(num_role_changes)
         self._metrics.on_load(load)
         return load
 

@@ -1,4 +1,4 @@
-"""Divides transfers over a process group into messages: blocks in their place in the pool, or gathered in a buffer."""
+"""Divides transfers into messages: blocks in their place in the pool, or gathered in a buffer."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from tandem.kv_transfer.connectors.block_runs import is_run
 from tandem.kv_transfer.connectors.staging import copy_blocks, gather_on_device, scatter_on_device
 
-DIRECT_BLOCK_BYTES = {"gloo": 256 * 1024, "nccl": 16 * 1024 * 1024}
+DIRECT_BLOCK_BYTES = {"tcp": 1024 * 1024, "gloo": 256 * 1024, "nccl": 16 * 1024 * 1024}
 """Blocks of at least this size are sent one per message, without staging. Smaller ones are gathered into messages,
 because the fixed cost of a message exceeds that of the copy."""
-MESSAGE_BYTES = {"gloo": 4 * 1024 * 1024, "nccl": 16 * 1024 * 1024}
+MESSAGE_BYTES = {"tcp": 1024 * 1024, "gloo": 4 * 1024 * 1024, "nccl": 16 * 1024 * 1024}
 """Size of a message of gathered blocks."""
 
 
 def message_plan(backend: str, block_bytes: int) -> tuple[int, int]:
     """Returns (blocks per message, staging buffers). Both sides must compute the same plan.
 
-    gloo has as many messages in flight as buffers, at least two, so that staging overlaps with sending. With NCCL one
-    stream gathers, sends and scatters, one message after another.
+    gloo has as many messages in flight as buffers, at least two, so that staging overlaps with sending. The others
+    gather, send and scatter one message after another.
     """
     message_bytes = MESSAGE_BYTES[backend]
     is_direct = block_bytes >= DIRECT_BLOCK_BYTES[backend]
     num_blocks = 1 if is_direct else message_bytes // block_bytes
-    return num_blocks, 1 if backend == "nccl" else max(2, 2 * message_bytes // (num_blocks * block_bytes))
+    return num_blocks, max(2, 2 * message_bytes // (num_blocks * block_bytes)) if backend == "gloo" else 1
 
 
 @dataclass(frozen=True)

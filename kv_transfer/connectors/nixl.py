@@ -27,6 +27,7 @@ import torch
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer
 from tandem.kv_transfer.connectors.addresses import read_address
 from tandem.kv_transfer.connectors.job_thread import JobThread
+from tandem.kv_transfer.connectors.mapped_memory import same_heads
 from tandem.kv_transfer.connectors.passive_receiver import PassiveReceiver
 from tandem.runtime.errors import KVTransferFailed, first_line
 
@@ -180,11 +181,8 @@ class NixlSender:
 
     def _connect(self) -> None:
         pool = read_address(self._peer.address, NixlPool)
-        theirs = self._peer.view(torch.empty((pool.num_blocks, pool.block_bytes), dtype=torch.uint8, device="meta"))
-        if theirs.shape[1:] != self._blocks.shape[1:]:
-            raise KVTransferFailed(
-                f"blocks of {list(self._blocks.shape[1:])} bytes do not fit the peer's of {list(theirs.shape[1:])}"
-            )
+        whole = torch.empty((pool.num_blocks, pool.block_bytes), dtype=torch.uint8, device="meta")
+        theirs = same_heads(whole, self._blocks, self._peer.view)
         self._agent = agent_of(self._blocks)
         self._peer_agent = self._agent.connect(pool.metadata)
         by_plane = not (self._blocks.is_contiguous() and theirs.is_contiguous())

@@ -18,17 +18,16 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 import torch
 
-from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer
+from tandem.kv_transfer.connector import DataNetwork, OnAddress, OnDone, Peer
 from tandem.kv_transfer.connectors.addresses import SocketAddress, read_address
-from tandem.kv_transfer.connectors.block_runs import is_run
+from tandem.kv_transfer.connectors.block_messages import BlockMessages, Message
 from tandem.kv_transfer.connectors.job_thread import JobThread
-from tandem.kv_transfer.connectors.staging import copy_blocks
 from tandem.protocol.sockets import listen_on_free_port
 from tandem.runtime.errors import KVTransferFailed, first_line
 
@@ -37,8 +36,8 @@ PROGRESS_TIMEOUT_S = 5.0
 """Longest time without progress in a transfer; then the peer counts as dead."""
 _GREETING_TIMEOUT_S = 2.0
 """Deadline of a new connection's TLS handshake and greeting: a stranger delays the others by no more."""
-_CHUNK_BYTES = 1 << 20
-"""Blocks that are not adjacent in the pool are gathered into a buffer of about this size."""
+_PIECE_BYTES = 1 << 20
+"""Bytes that one call sends at most."""
 _GREETING = struct.Struct("!H")  # bytes of the path id, which follows
 _ACCEPTED = b"\1"
 _HEADER = struct.Struct("!QQI")  # number of the transfer, bytes of a block, blocks
@@ -68,8 +67,8 @@ class _Link:
 
     def send(self, data: memoryview | bytes) -> None:
         """Sends all bytes, in pieces, because the deadline holds for each call."""
-        for begin in range(0, len(data), _CHUNK_BYTES):
-            self._socket.sendall(data[begin : begin + _CHUNK_BYTES])
+        for begin in range(0, len(data), _PIECE_BYTES):
+            self._socket.sendall(data[begin : begin + _PIECE_BYTES])
 
     def receive(self, into: memoryview) -> None:
         """Fills `into`. Raises KVTransferFailed if the peer closes the connection."""
@@ -97,8 +96,7 @@ class _TcpEnd:
     """Common to both ends: the connection and its thread."""
 
     def __init__(self, name: str, blocks: torch.Tensor, network: DataNetwork) -> None:
-        self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
-        self._bytes = blocks.view(-1).numpy().data if blocks.is_contiguous() else None
+        self._messages = BlockMessages("tcp", blocks)  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
         self._block_bytes = blocks[0].numel()
         self._network = network
         self._num_transfers = 0
@@ -109,6 +107,7 @@ class _TcpEnd:
         self._thread = JobThread(name)
 
     def _connect(self) -> None:
+        self._messages.prepare()
         try:
             self._link = self._open_connection(time.monotonic() + CONNECT_TIMEOUT_S)
         except ssl.SSLError as error:
@@ -133,21 +132,6 @@ class _TcpEnd:
     def _move(self, move: Callable[[_Link, int, list[int]], None], transfer: int, block_ids: list[int]) -> None:
         assert self._link is not None  # a thread whose first job failed runs no other
         move(self._link, transfer, block_ids)
-
-    def _chunks(self, block_ids: list[int]) -> Iterator[tuple[list[int], memoryview, torch.Tensor | None]]:
-        """Yields (block ids, their bytes, None), or a buffer for them instead: its bytes, and its blocks."""
-        num_blocks = max(1, _CHUNK_BYTES // self._block_bytes)
-        buffer: torch.Tensor | None = None
-        for first in range(0, len(block_ids), num_blocks):
-            chunk = block_ids[first : first + num_blocks]
-            if self._bytes is not None and is_run(chunk):
-                begin = chunk[0] * self._block_bytes
-                yield chunk, self._bytes[begin : begin + len(chunk) * self._block_bytes], None
-                continue
-            if buffer is None:
-                buffer = self._blocks.new_empty((min(num_blocks, len(block_ids)), *self._blocks.shape[1:]))
-            used = buffer[: len(chunk)]
-            yield chunk, used.view(-1).numpy().data, used
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         with self._lock:
@@ -191,10 +175,9 @@ class TcpSender(_TcpEnd):
 
     def _send(self, link: _Link, transfer: int, block_ids: list[int]) -> None:
         link.send(_HEADER.pack(transfer, self._block_bytes, len(block_ids)))
-        for chunk, data, buffer in self._chunks(block_ids):
-            if buffer is not None:
-                copy_blocks(self._blocks, chunk, buffer, range(len(chunk)))
-            link.send(data)
+        for message in self._messages.of(block_ids):
+            self._messages.gather(message)
+            link.send(_bytes_of(message))
 
 
 class TcpReceiver(_TcpEnd):
@@ -263,10 +246,14 @@ class TcpReceiver(_TcpEnd):
             raise KVTransferFailed(
                 f"the peer sends (transfer, bytes of a block, blocks) {header} instead of {expected}"
             )
-        for chunk, data, buffer in self._chunks(block_ids):
-            link.receive(data)
-            if buffer is not None:
-                copy_blocks(buffer, range(len(chunk)), self._blocks, chunk)
+        for message in self._messages.of(block_ids):
+            link.receive(_bytes_of(message))
+            self._messages.scatter(message)
+
+
+def _bytes_of(message: Message) -> memoryview:
+    data: memoryview = message.data.view(-1).numpy().data
+    return data
 
 
 def _time_left(deadline: float) -> float:
@@ -281,13 +268,8 @@ class TcpConnector:
     encrypts = True
     one_sided = False
 
-    def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
-        return TcpSender(peer, blocks, network, on_ready)
-
-    def open_receiver(
-        self, path_id: str, blocks: torch.Tensor, network: DataNetwork, on_address: OnAddress
-    ) -> KVReceiver:
-        return TcpReceiver(path_id, blocks, network, on_address)
+    open_sender = TcpSender
+    open_receiver = TcpReceiver
 
 
 connector = TcpConnector()

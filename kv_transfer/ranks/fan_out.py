@@ -7,16 +7,6 @@ from collections.abc import Callable, Sequence
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, when_all
 
 
-def combine_senders(senders: Sequence[KVSender]) -> KVSender:
-    """Returns one sender for all; a single sender is returned as it is."""
-    return senders[0] if len(senders) == 1 else FanOutSender(senders)
-
-
-def combine_receivers(receivers: Sequence[KVReceiver]) -> KVReceiver:
-    """Returns one receiver for all; a single receiver is returned as it is."""
-    return receivers[0] if len(receivers) == 1 else FanOutReceiver(receivers)
-
-
 class FanOutSender:
     """The prefill end of several paths."""
 

@@ -11,9 +11,12 @@ import torch
 from tandem.kv_transfer.checksums import OnChecksums, rank_checksums
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer, gather, when_all
 from tandem.kv_transfer.connectors.job_thread import JobThread
-from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
+from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.registry import load_connector
+from tandem.kv_transfer.tiers.registry import make_tiers
+from tandem.kv_transfer.tiers.tier import TiersConfig
+from tandem.kv_transfer.tiers.tier_thread import TierThread
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
 
@@ -53,7 +56,7 @@ class RankPool:
             for sender in senders:
                 sender.close(lambda: None)
             raise
-        return combine_senders(senders)
+        return FanOutSender(senders)
 
     def open_receiver(self, connector: str, pair_id: str, num_senders: int, on_addresses: OnAddresses) -> KVReceiver:
         """Opens the paths from the prefill worker's `num_senders` ranks. Raises KVTransferFailed."""
@@ -70,13 +73,18 @@ class RankPool:
             for receiver in receivers:
                 receiver.close()
             raise
-        return combine_receivers(receivers)
+        return FanOutReceiver(receivers)
 
     def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
         """Hashes this rank's heads of each block, on a thread. Results arrive in the order of the calls."""
         self.checksum_thread.submit(
             lambda: rank_checksums(self.blocks, block_ids, self.layout, self.rank), on_checksums
         )
+
+    def tiers(self, config: TiersConfig) -> dict[str, TierThread]:
+        """Returns the tiers below this pool by name, fastest first. Raises ConfigError if one is not installed."""
+        tiers = make_tiers(config, self.layout, self.rank, self.blocks)
+        return {tier.name: TierThread(self.blocks, tier) for tier in tiers}
 
 
 def _path_id(pair_id: str, src_rank: int, dst_rank: int) -> str:

@@ -15,9 +15,8 @@ import msgspec
 from tandem.kv_transfer.connector import KVReceiver, KVSender
 from tandem.kv_transfer.ranks.orders import Order, OrderDone, PoolReady
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.tiers.rank_tiers import RankTiers
-from tandem.kv_transfer.tiers.registry import make_tiers
 from tandem.kv_transfer.tiers.tier import TiersConfig
+from tandem.kv_transfer.tiers.tier_thread import TierThread
 from tandem.protocol.codec import Codec
 from tandem.protocol.network_keys import NetworkKeys
 from tandem.protocol.rank_channel import RankChannel
@@ -38,7 +37,7 @@ class TransferServer:
         self._pool = pool
         self._senders: dict[str, KVSender] = {}
         self._receivers: dict[str, KVReceiver] = {}
-        self._tiers = RankTiers(pool.blocks, [])
+        self._tiers: dict[str, TierThread] = {}
         self._orders: dict[str, Callable[..., None]] = {
             "use_keys": self._use_keys,
             "use_tiers": self._use_tiers,
@@ -50,10 +49,10 @@ class TransferServer:
             "close_sender": self._close_sender,
             "close_receiver": self._close_receiver,
             "checksums": lambda done, block_ids: self._pool.checksums(block_ids, done),
-            "store": lambda done, *job: self._tier_job(self._tiers.store, done, *job),
-            "load": lambda done, *job: self._tier_job(self._tiers.load, done, *job),
-            "refresh": lambda done, *job: self._tier_job(self._tiers.refresh, done, *job),
-            "clear": lambda done, *job: self._tier_job(self._tiers.clear, done, *job),
+            "store": partial(self._tier_job, TierThread.store),
+            "load": partial(self._tier_job, TierThread.load),
+            "refresh": partial(self._tier_job, TierThread.refresh),
+            "clear": partial(self._tier_job, TierThread.clear),
         }
         """By name. Each gets its `Done` and the order's arguments."""
 
@@ -92,9 +91,7 @@ class TransferServer:
 
     def _use_tiers(self, done: Done, config: Any) -> None:
         """Keeps blocks in these tiers."""
-        pool = self._pool
-        tiers = make_tiers(msgspec.convert(config, TiersConfig), pool.layout, pool.rank, pool.blocks)
-        self._tiers = RankTiers(pool.blocks, tiers)
+        self._tiers = self._pool.tiers(msgspec.convert(config, TiersConfig))
         done(None)
 
     def _open_sender(self, done: Done, connector: str, pair_id: str, addresses: list[list[bytes]]) -> None:
@@ -132,7 +129,6 @@ class TransferServer:
             receiver.close()
         done(None)
 
-    @staticmethod
-    def _tier_job(do: Callable[..., None], done: Done, *job: Any) -> None:
+    def _tier_job(self, do: Callable[..., None], done: Done, name: str, *job: Any) -> None:
         """Has a result also if the tier fails: the blocks before."""
-        do(*job, lambda answer: done([answer.num_blocks, answer.error]))
+        do(self._tiers[name], *job, lambda answer: done([answer.num_blocks, answer.error]))

@@ -7,12 +7,10 @@ from multiprocessing.connection import Connection
 
 from tandem.kv_transfer.checksums import OnChecksums, combine
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, gather, when_all
-from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders
+from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
-from tandem.kv_transfer.tiers.rank_tiers import RankTiers
-from tandem.kv_transfer.tiers.registry import make_tiers
 from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.protocol.network_keys import NetworkKeys
 from tandem.runtime.errors import KVTransferFailed
@@ -38,8 +36,7 @@ class WorkerPools:
         self._tiers_config = tiers or TiersConfig()
         self._followers = [RemoteRank(connection) for connection in followers]
         self._ranks: list[RankPool | RemoteRank] = [own, *self._followers]
-        own_tiers = RankTiers(own.blocks, make_tiers(self._tiers_config, own.layout, own.rank, own.blocks))
-        self.tiers = WorkerTiers(own_tiers, self._followers)
+        self.tiers = WorkerTiers(own.tiers(self._tiers_config), self._followers)
         self.layout = own.layout
 
     def wait_until_ready(self) -> None:
@@ -54,7 +51,7 @@ class WorkerPools:
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
         """Opens all paths to a decode worker. addresses: see `PairAccepted`. Raises KVTransferFailed."""
         ready = when_all(len(self._ranks), on_ready)
-        return combine_senders([rank.open_sender(connector, pair_id, addresses, ready) for rank in self._ranks])
+        return FanOutSender([rank.open_sender(connector, pair_id, addresses, ready) for rank in self._ranks])
 
     def open_receiver(
         self,
@@ -68,9 +65,7 @@ class WorkerPools:
         `on_addresses` is called once, on any thread, with the addresses for `PairAccepted`.
         """
         listening = zip(self._ranks, gather(len(self._ranks), on_addresses), strict=True)
-        return combine_receivers(
-            [rank.open_receiver(connector, pair_id, num_senders, done) for rank, done in listening]
-        )
+        return FanOutReceiver([rank.open_receiver(connector, pair_id, num_senders, done) for rank, done in listening])
 
     def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
         """Hashes whole blocks, over all ranks' heads. Results arrive in the order of the calls."""

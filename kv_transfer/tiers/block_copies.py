@@ -19,7 +19,6 @@ class BlockCopies(Protocol):
 
     def load(self, block_id: int, block_hash: bytes) -> bool:
         """Returns False if the tier lacks the block or it is not whole; the pool's block is then undefined."""
-        ...
 
 
 def copies_between(blocks: torch.Tensor, tier: KVTier) -> BlockCopies:

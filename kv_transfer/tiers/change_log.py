@@ -1,8 +1,16 @@
-"""Collects the changes of a tier between two calls of `KVTier.take_changes`. Pure."""
+"""The changes of a tier between two answers. Pure."""
 
 from __future__ import annotations
 
-from tandem.kv_transfer.tiers.tier import TierChanges
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TierChanges:
+    """Hashes of blocks that a tier has gained and lost."""
+
+    added: list[bytes]
+    removed: list[bytes]
 
 
 class ChangeLog:

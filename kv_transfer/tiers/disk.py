@@ -28,7 +28,7 @@ from tandem.kv_transfer.tiers.folder_index import (
     FolderIndex,
     disk_bytes,
 )
-from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
+from tandem.kv_transfer.tiers.tier import TierFailed
 
 _SCAN_EVERY_S = 5.0
 _SCANS_TAKE_AT_MOST = 1 / 20  # of the time
@@ -43,19 +43,17 @@ class DiskTier:
     than 0.25 s; they may exceed the limit by what they store in that time.
     """
 
+    name = "disk"
+
     def __init__(self, folder: str, max_bytes: int, identity: bytes, block_bytes: int) -> None:
         self._root = Path(folder)
         self._own = self._root / VERSION_FOLDER / identity.hex()
         self._format = BlockFormat(identity, block_bytes)
         self.max_bytes = max_bytes
-        self._changes = ChangeLog()
-        self._index = FolderIndex(self._root, identity, self._format.record_bytes, self._changes)
+        self.changes = ChangeLog()
+        self._index = FolderIndex(self._root, identity, self._format.record_bytes, self.changes)
         self._next_scan = 0.0  # time.monotonic()
-        self._num_corrupt = 0
-
-    @property
-    def name(self) -> str:
-        return "disk"
+        self.num_corrupt = 0
 
     @property
     def num_bytes(self) -> int:
@@ -117,12 +115,6 @@ class DiskTier:
             self._scan()
             self._index.evict(self.max_bytes)
 
-    def take_changes(self) -> TierChanges:
-        return self._changes.take()
-
-    def num_corrupt(self) -> int:
-        return self._num_corrupt
-
     def clear(self) -> None:
         with self._os_errors("clear the folder"):
             self._scan()
@@ -148,7 +140,7 @@ class DiskTier:
         except (FileNotFoundError, NotADirectoryError):
             self._index.look_for(block_hash)  # notes that it is gone
             return False
-        self._num_corrupt += 1
+        self.num_corrupt += 1
         self._index.remove(block_hash)
         return False
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES, BlockFormat, BlockHeader, write_last_use
 from tandem.kv_transfer.tiers.change_log import ChangeLog
-from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
+from tandem.kv_transfer.tiers.tier import TierFailed
 
 Pin = Callable[[npt.NDArray[np.uint8]], Callable[[], None]]
 """Locks memory in place, so that a device can copy from and to it, and returns what undoes it. Raises TierFailed."""
@@ -35,6 +35,8 @@ class HostMemoryTier:
     With `pin`, a device may write to the memory of `room_for` and read that of `whole`.
     """
 
+    name = "host"
+
     def __init__(self, path: str, num_bytes: int, identity: bytes, block_bytes: int, pin: Pin | None = None) -> None:
         self._path = path
         self._format = BlockFormat(identity, block_bytes)
@@ -49,12 +51,8 @@ class HostMemoryTier:
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by block hash, least recently used first
         self._free: list[int] = []
         self._num_uses = 0
-        self._num_corrupt = 0
-        self._changes = ChangeLog()
-
-    @property
-    def name(self) -> str:
-        return "host"
+        self.num_corrupt = 0
+        self.changes = ChangeLog()
 
     @property
     def is_pinned(self) -> bool:
@@ -108,7 +106,7 @@ class HostMemoryTier:
         used = set(self._slots.values())
         self._free = [slot for slot in reversed(range(self._num_slots)) if slot not in used]
         for block_hash in self._slots:
-            self._changes.add(block_hash)
+            self.changes.add(block_hash)
 
     def find(self, hashes: Sequence[bytes]) -> int:
         return next((n for n, block_hash in enumerate(hashes) if block_hash not in self._slots), len(hashes))
@@ -141,7 +139,7 @@ class HostMemoryTier:
         self._free.pop()
         self._slots[block_hash] = slot
         self._use(block_hash)
-        self._changes.add(block_hash)
+        self.changes.add(block_hash)
 
     def load(self, block_hash: bytes, block: memoryview) -> bool:
         if (slot := self._slots.get(block_hash)) is None:
@@ -163,23 +161,17 @@ class HostMemoryTier:
         if isinstance(header, BlockHeader) and self._format.is_whole(header, block_hash, block):
             self._use(block_hash)
             return True
-        self._num_corrupt += 1
+        self.num_corrupt += 1
         self._remove(block_hash)
         return False
 
     def refresh(self) -> None:
         """Does nothing: nobody else writes to the memory."""
 
-    def take_changes(self) -> TierChanges:
-        return self._changes.take()
-
-    def num_corrupt(self) -> int:
-        return self._num_corrupt
-
     def clear(self) -> None:
         self._bytes[: self._first_block] = 0
         for block_hash in self._slots:
-            self._changes.remove(block_hash)
+            self.changes.remove(block_hash)
         self._slots.clear()
         self._free = list(reversed(range(self._num_slots)))
 
@@ -194,7 +186,7 @@ class HostMemoryTier:
         slot = self._slots.pop(block_hash)
         self._write(slot * HEADER_BYTES, _NO_HEADER)
         self._free.append(slot)
-        self._changes.remove(block_hash)
+        self.changes.remove(block_hash)
 
     def _use(self, block_hash: bytes) -> None:
         """Makes a block the most recently used one."""

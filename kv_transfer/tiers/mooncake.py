@@ -11,13 +11,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES
 from tandem.kv_transfer.tiers.change_log import ChangeLog
-from tandem.kv_transfer.tiers.mooncake_blocks import Loaded, StoreLost
+from tandem.kv_transfer.tiers.mooncake_blocks import StoreLost
 from tandem.kv_transfer.tiers.mooncake_process import MooncakeConfig, MooncakeProcess
-from tandem.kv_transfer.tiers.tier import TierChanges
 from tandem.runtime.errors import ConfigError
 
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
@@ -26,16 +24,6 @@ MAX_KNOWN_BLOCKS = 1 << 18
 """Limit on the blocks that a worker remembers (about 30 MB). Those beyond it count as removed until found again."""
 _NO_BLOCK = bytes(16)
 """A hash that no block has."""
-
-
-class StoreClient(Protocol):
-    """The methods of `MooncakeProcess` that the tier uses."""
-
-    def find(self, hashes: Sequence[bytes]) -> list[bool]: ...
-    def put(self, block_hash: bytes, block: memoryview) -> None: ...
-    def get(self, block_hash: bytes, block: memoryview) -> Loaded: ...
-    def clear(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class MooncakeTier:
@@ -53,7 +41,7 @@ class MooncakeTier:
         address: str,
         identity: bytes,
         block_bytes: int,
-        connect: Callable[[MooncakeConfig], StoreClient] | None = None,
+        connect: Callable[[MooncakeConfig], MooncakeProcess] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if connect is None:
@@ -63,13 +51,13 @@ class MooncakeTier:
         self._config = MooncakeConfig(address, identity, block_bytes)
         self._connect = connect
         self._clock = clock
-        self._client: StoreClient | None = None
+        self._client: MooncakeProcess | None = None
         self._reason = f"not connected to {address}"
         self._retry_at = clock()
         self._retry_s = FIRST_RETRY_S
         self._known: OrderedDict[bytes, None] = OrderedDict()  # the least recently seen first
-        self._changes = ChangeLog()
-        self._num_corrupt = 0
+        self.changes = ChangeLog()
+        self.num_corrupt = 0
 
     @property
     def num_bytes(self) -> int:
@@ -94,19 +82,13 @@ class MooncakeTier:
     def load(self, block_hash: bytes, block: memoryview) -> bool:
         with self._using_client() as client:
             outcome = client.get(block_hash, block)
-        self._num_corrupt += outcome == "corrupt"
+        self.num_corrupt += outcome == "corrupt"
         self._note(block_hash, outcome == "loaded")
         return outcome == "loaded"
 
     def refresh(self) -> None:
         """Notices that the store is lost, or is back. Raises TierFailed while it is lost."""
         self.find([_NO_BLOCK])
-
-    def take_changes(self) -> TierChanges:
-        return self._changes.take()
-
-    def num_corrupt(self) -> int:
-        return self._num_corrupt
 
     def clear(self) -> None:
         with self._using_client() as client:
@@ -119,7 +101,7 @@ class MooncakeTier:
             self._client = None
 
     @contextmanager
-    def _using_client(self) -> Iterator[StoreClient]:
+    def _using_client(self) -> Iterator[MooncakeProcess]:
         """Yields a connected client. Raises StoreLost if there is none, and gives it up if the block raises that."""
         if self._client is None and self._clock() < self._retry_at:
             raise StoreLost(self._reason)
@@ -142,7 +124,7 @@ class MooncakeTier:
             return
         if block_hash not in self._known:
             self._known[block_hash] = None
-            self._changes.add(block_hash)
+            self.changes.add(block_hash)
         self._known.move_to_end(block_hash)
         if len(self._known) > MAX_KNOWN_BLOCKS:
             self._forget(next(iter(self._known)))
@@ -150,7 +132,7 @@ class MooncakeTier:
     def _forget(self, block_hash: bytes) -> None:
         if block_hash in self._known:
             del self._known[block_hash]
-            self._changes.remove(block_hash)
+            self.changes.remove(block_hash)
 
     def _forget_all(self) -> None:
         for block_hash in list(self._known):

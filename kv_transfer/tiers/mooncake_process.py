@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from signal import SIGKILL
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -63,49 +63,20 @@ class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staging_fd: int
 
 
-class FindRecords(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The answer is BlocksFound."""
+class StoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Calls a method of `MooncakeBlocks`. The answer is one StoreAnswer."""
 
-    hashes: list[bytes]
-
-
-class PutBlock(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Stores the block in the staging memory. The answer is StoreReady."""
-
-    block_hash: bytes
+    method: Literal["find", "put", "get", "clear"]
+    hashes: list[bytes] = []
+    """Those to find, or that of the block in the staging memory."""
 
 
-class GetBlock(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Loads a block into the staging memory. The answer is BlockLoaded."""
+class StoreAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first one says that the store is connected. The process ends after an error other than `is_full`."""
 
-    block_hash: bytes
-
-
-class ClearBlocks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The answer is StoreReady."""
-
-
-class StoreReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The store is connected, or has done what was asked."""
-
-
-class BlocksFound(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    is_there: list[bool]
-
-
-class BlockLoaded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    outcome: Loaded
-
-
-class StoreFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The process ends after an error other than `is_full`."""
-
-    error: str
+    result: list[bool] | Loaded | None = None
+    error: str | None = None
     is_full: bool = False
-
-
-Request = FindRecords | PutBlock | GetBlock | ClearBlocks
-Answer = StoreReady | BlocksFound | BlockLoaded | StoreFailed
 
 
 class MooncakeProcess:
@@ -135,7 +106,7 @@ class MooncakeProcess:
             self._staging = np.frombuffer(mmap.mmap(memory, 0), np.uint8)
             ours, theirs = open_channel()
             inherited.enter_context(theirs)
-            self._channel: RankChannel[Answer] = RankChannel(ours, Codec(Answer))
+            self._channel: RankChannel[StoreAnswer] = RankChannel(ours, Codec(StoreAnswer))
             argument = msgspec.json.encode(ProcessConfig(self._config, theirs.fileno(), memory)).decode()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tandem.kv_transfer.tiers.mooncake_process", argument],
@@ -147,26 +118,26 @@ class MooncakeProcess:
 
     def find(self, hashes: Sequence[bytes]) -> list[bool]:
         """Returns for each block whether the store holds it. Raises StoreLost."""
-        answer = self._ask(FindRecords(list(hashes)))
-        assert isinstance(answer, BlocksFound)
-        return answer.is_there
+        is_there = self._ask(StoreRequest("find", list(hashes)))
+        assert isinstance(is_there, list)
+        return is_there
 
     def put(self, block_hash: bytes, block: memoryview) -> None:
         """Raises StoreFull and StoreLost."""
         np.copyto(self._staging[HEADER_BYTES:], np.frombuffer(block, np.uint8))
-        self._ask(PutBlock(block_hash))
+        self._ask(StoreRequest("put", [block_hash]))
 
     def get(self, block_hash: bytes, block: memoryview) -> Loaded:
         """Raises StoreLost."""
-        answer = self._ask(GetBlock(block_hash))
-        assert isinstance(answer, BlockLoaded)
-        if answer.outcome == "loaded":
+        outcome = self._ask(StoreRequest("get", [block_hash]))
+        assert isinstance(outcome, str)
+        if outcome == "loaded":
             np.copyto(np.frombuffer(block, np.uint8), self._staging[HEADER_BYTES:])
-        return answer.outcome
+        return outcome
 
     def clear(self) -> None:
         """Raises StoreLost."""
-        self._ask(ClearBlocks())
+        self._ask(StoreRequest("clear"))
 
     def close(self) -> None:
         """Kills the process: its client owns nothing in the store."""
@@ -174,12 +145,12 @@ class MooncakeProcess:
         self._process.kill()
         self._wait()
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: StoreRequest) -> list[bool] | Loaded | None:
         with contextlib.suppress(OSError):  # the process has exited, so there is no answer either
             self._channel.send(request)
         return self._receive(CALL_TIMEOUT_S)
 
-    def _receive(self, timeout_s: float) -> Answer:
+    def _receive(self, timeout_s: float) -> list[bool] | Loaded | None:
         if not self._channel.has_message(timeout_s):
             raise StoreLost(f"the Mooncake client for {self._config.master} did not answer within {timeout_s:.0f} s")
         answer = self._channel.receive()
@@ -187,9 +158,9 @@ class MooncakeProcess:
             self._wait()
             code = self._process.returncode
             raise StoreLost(f"the Mooncake client for {self._config.master} ended with exit code {code}")
-        if isinstance(answer, StoreFailed):
+        if answer.error is not None:
             raise (StoreFull if answer.is_full else StoreLost)(answer.error)
-        return answer
+        return answer.result
 
     def _wait(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -202,37 +173,34 @@ def main() -> None:
 
 
 def _serve(config: ProcessConfig) -> None:
-    channel: RankChannel[Request] = RankChannel(Connection(config.channel_fd), Codec(Request))
+    """Answers until the worker closes its end."""
+    channel: RankChannel[StoreRequest] = RankChannel(Connection(config.channel_fd), Codec(StoreRequest))
     try:
         staging = np.frombuffer(mmap.mmap(config.staging_fd, 0), np.uint8)
         block_format = BlockFormat(config.store.identity, config.store.block_bytes)
         blocks = MooncakeBlocks(_connect(config.store.master), block_format, staging)
-        channel.send(StoreReady())
-        _serve_requests(channel, blocks)
-    except StoreLost as error:
-        channel.send(StoreFailed(str(error)))
-
-
-def _serve_requests(channel: RankChannel[Request], blocks: MooncakeBlocks) -> None:
-    """Answers until the worker closes its end. Raises StoreLost."""
-    while (request := channel.receive()) is not None:
-        try:
+        channel.send(StoreAnswer())
+        while (request := channel.receive()) is not None:
             channel.send(_answer(blocks, request))
-        except StoreFull as error:
-            channel.send(StoreFailed(str(error), is_full=True))
+    except StoreLost as error:
+        channel.send(StoreAnswer(error=str(error)))
 
 
-def _answer(blocks: MooncakeBlocks, request: Request) -> Answer:
-    match request:
-        case FindRecords(hashes):
-            return BlocksFound(blocks.find(hashes))
-        case GetBlock(block_hash):
-            return BlockLoaded(blocks.get(block_hash))
-        case PutBlock(block_hash):
-            blocks.put(block_hash)
-        case ClearBlocks():
+def _answer(blocks: MooncakeBlocks, request: StoreRequest) -> StoreAnswer:
+    """Raises StoreLost."""
+    match request.method:
+        case "find":
+            return StoreAnswer(blocks.find(request.hashes))
+        case "get":
+            return StoreAnswer(blocks.get(*request.hashes))
+        case "put":
+            try:
+                blocks.put(*request.hashes)
+            except StoreFull as error:
+                return StoreAnswer(error=str(error), is_full=True)
+        case "clear":
             blocks.clear()
-    return StoreReady()
+    return StoreAnswer()
 
 
 def _connect(master: str) -> DistributedStore:

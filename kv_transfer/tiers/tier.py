@@ -15,6 +15,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
+from tandem.kv_transfer.tiers.change_log import ChangeLog, TierChanges
 from tandem.runtime.settings import setting
 
 
@@ -57,14 +58,6 @@ class TiersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class TierChanges:
-    """Hashes of blocks that a tier has gained and lost."""
-
-    added: list[bytes]
-    removed: list[bytes]
-
-
-@dataclass(frozen=True)
 class TierAnswer:
     """Result of one job of a tier. num_blocks: leading blocks of the job that were stored, loaded or found.
 
@@ -86,54 +79,39 @@ OnAnswer = Callable[[TierAnswer], None]
 class KVTier(Protocol):
     """One rank's blocks in one tier. Its methods may block, and are called on one thread of its own, `open` first.
 
-    name: "host", "disk" or "store". max_bytes: limit on `num_bytes`; 0 if the tier itself knows none.
-
     hashes: 16 bytes each. block: uint8 [block_bytes], contiguous, in the host's memory. Methods raise TierFailed.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def max_bytes(self) -> int: ...
+    name: str
+    """"host", "disk" or "store"."""
+    max_bytes: int
+    """Limit on `num_bytes`; 0 if the tier itself knows none."""
+    changes: ChangeLog
+    """Blocks that this object or others have added and removed; the first are those that `open` finds."""
+    num_corrupt: int
+    """Number of blocks so far that were not whole, and were removed."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes stored, including those of other workers that share the tier, as far as known."""
-        ...
 
     def open(self) -> None:
-        """Connects to the tier. The blocks that it holds already are the first `take_changes`."""
-        ...
+        """Connects to the tier."""
 
     def find(self, hashes: Sequence[bytes]) -> int:
         """Returns how many of these blocks it holds before the first that it lacks."""
-        ...
 
     def store(self, block_hash: bytes, block: memoryview) -> None:
         """Stores a block unless it is there. Evicts the least recently used ones if there is no room."""
-        ...
 
     def load(self, block_hash: bytes, block: memoryview) -> bool:
         """Copies a block into `block`. Returns False if it is not there or is not whole; `block` is then undefined."""
-        ...
 
     def refresh(self) -> None:
         """Looks for blocks that others have stored or removed. Called every few seconds."""
-        ...
-
-    def take_changes(self) -> TierChanges:
-        """Returns the changes since the last call, made by this object or by others."""
-        ...
-
-    def num_corrupt(self) -> int:
-        """Number of blocks so far that were not whole, and were removed."""
-        ...
 
     def clear(self) -> None:
         """Removes all blocks of this model and layout."""
-        ...
 
     def close(self) -> None:
         """Releases the resources that `open` acquired. Blocks stay if the tier outlives the process."""
-        ...

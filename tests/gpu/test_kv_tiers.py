@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tandem.kv_transfer.tiers.block_copies import PinnedCopies, StagedCopies, copies_between
-from tandem.kv_transfer.tiers.rank_tiers import RankTiers
 from tandem.kv_transfer.tiers.registry import make_tiers
 from tandem.kv_transfer.tiers.tier import TierAnswer, TiersConfig
+from tandem.kv_transfer.tiers.tier_thread import TierThread
 from tandem.protocol.messages.transfer import KVLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
@@ -39,16 +39,17 @@ def test_blocks_come_back_as_they_were_also_to_another_worker(name: str, config:
         tiers = make_tiers(config, LAYOUT, 0, blocks)
         host, disk = (copies_between(blocks, tier) for tier in tiers)
         assert isinstance(host, PinnedCopies) and isinstance(disk, StagedCopies)
-        rank_tiers, answers = RankTiers(blocks, tiers), queue.Queue[TierAnswer]()
+        [tier] = [each for each in tiers if each.name == name]
+        thread, answers = TierThread(blocks, tier), queue.Queue[TierAnswer]()
         if not is_restarted:
-            rank_tiers.store(name, range(NUM_BLOCKS), HASHES, answers.put)
+            thread.store(range(NUM_BLOCKS), HASHES, answers.put)
             stored = answers.get(timeout=30)
             assert stored.error is None and stored.num_blocks == NUM_BLOCKS
         blocks.zero_()
         torch.cuda.synchronize()
         turned = list(reversed(range(NUM_BLOCKS)))
-        rank_tiers.load(name, turned, HASHES, answers.put)
+        thread.load(turned, HASHES, answers.put)
         loaded = answers.get(timeout=30)
         assert loaded.error is None and loaded.num_blocks == NUM_BLOCKS and loaded.num_corrupt == 0
         assert torch.equal(blocks[turned].cpu(), expected)
-        rank_tiers.close()
+        thread.close()

@@ -12,9 +12,10 @@ import pytest
 
 from tandem.kv_transfer.tiers import mooncake_process
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES, BlockFormat
+from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.mooncake import MooncakeTier
 from tandem.kv_transfer.tiers.mooncake_process import CALL_TIMEOUT_S
-from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
+from tandem.kv_transfer.tiers.tier import TierFailed
 from tests.support.mooncake import MooncakeStore, freeze, mooncake_environment, mooncake_folder
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
@@ -70,14 +71,14 @@ def test_blocks_come_back_and_other_workers_find_them(open_tier: Callable[..., M
         first.store(block_hash(number), some_block(number))
     assert second.find(hashes) == 2 and other.find(hashes) == 0
     assert [loaded(second, number) for number in (1, 2, 3, 4)] == [some_block(1), some_block(2), None, some_block(4)]
-    assert first.take_changes().added == second.take_changes().added == [hashes[0], hashes[1], hashes[3]]
+    assert first.changes.take().added == second.changes.take().added == [hashes[0], hashes[1], hashes[3]]
     assert first.num_bytes == second.num_bytes == 3 * (HEADER_BYTES + BLOCK_BYTES)
 
     other.store(hashes[0], some_block(9))
     first.clear()
-    assert first.take_changes().removed == [hashes[0], hashes[1], hashes[3]]
+    assert first.changes.take().removed == [hashes[0], hashes[1], hashes[3]]
     assert second.find(hashes) == 0 and loaded(second, 4) is None
-    assert second.take_changes().removed == [hashes[0], hashes[1], hashes[3]]
+    assert second.changes.take().removed == [hashes[0], hashes[1], hashes[3]]
     assert other.find(hashes) == 1
 
 
@@ -98,9 +99,9 @@ def test_bytes_that_another_client_stored_under_our_key_are_not_used(
         store.put([f"tandem/v1/{IDENTITY.hex()}/{block_hash(number).hex()}"], value)
     assert tier.find([block_hash(number) for number in (1, 2, 3, 4)]) == 4
     assert [loaded(tier, number) for number in (1, 2, 3, 4)] == [None] * 4
-    assert tier.num_corrupt() == 4 and tier.find([block_hash(4)]) == 0
+    assert tier.num_corrupt == 4 and tier.find([block_hash(4)]) == 0
     tier.store(block_hash(2), some_block())
-    assert loaded(tier, 2) == some_block() and tier.take_changes() == TierChanges([block_hash(2)], [])
+    assert loaded(tier, 2) == some_block() and tier.changes.take() == TierChanges([block_hash(2)], [])
 
 
 def test_a_full_store_evicts_and_may_refuse(store: MooncakeStore, open_tier: Callable[..., MooncakeTier]) -> None:
@@ -117,11 +118,11 @@ def test_a_full_store_evicts_and_may_refuse(store: MooncakeStore, open_tier: Cal
         except TierFailed:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    stored = list(tier.take_changes().added)
+    stored = list(tier.changes.take().added)
     block = memoryview(bytearray(block_bytes))
     outcomes = [tier.load(each, block) for each in stored]
     assert outcomes[-1] and block == some_block(200, block_bytes) and not all(outcomes)
-    assert tier.take_changes().removed == [
+    assert tier.changes.take().removed == [
         each for each, is_there in zip(stored, outcomes, strict=True) if not is_there
     ]
 
@@ -142,12 +143,12 @@ def test_a_tier_works_again_after_its_master_was_killed(
 ) -> None:
     tier = open_tier()
     tier.store(block_hash(1), some_block(1))
-    tier.take_changes()
+    tier.changes.take()
     store.master.kill()
     store.master.wait()
     with pytest.raises(TierFailed, match="Mooncake"):
         tier.refresh()
-    assert tier.take_changes().removed == [block_hash(1)]
+    assert tier.changes.take().removed == [block_hash(1)]
     with pytest.raises(TierFailed, match="Mooncake"):
         tier.load(block_hash(1), memoryview(bytearray(BLOCK_BYTES)))
     store.start_master()

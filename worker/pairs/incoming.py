@@ -22,8 +22,7 @@ from tandem.worker.pairs.incoming_table import (
     IncomingPairLost,
     IncomingPairTable,
     PrefillLost,
-    RefusePair,
-    SendCloseToSender,
+    SendToSender,
     StopReceiver,
 )
 
@@ -98,15 +97,14 @@ class IncomingPairs:
     def _perform(self, actions: list[IncomingPairAction]) -> None:
         for action in actions:
             match action:
-                case RefusePair():
-                    log.error("refused pair %s: %s", action.message.pair_id, action.message.reason)
-                    self._send(action.message.pair_id, action.message)
+                case SendToSender(message):
+                    if isinstance(message, PairRefused):
+                        log.error("refused pair %s: %s", message.pair_id, message.reason)
+                    self._send(message.pair_id, message)
                 case AcceptPair():
                     self._accept(action)
                 case StopReceiver():
                     self._close_receiver(action.pair_id)
-                case SendCloseToSender():
-                    self._send(action.message.pair_id, action.message)
                 case IncomingPairLost():
                     effect = "lost its transfers" if self._table.is_open(action.pair_id) else "failed"
                     log.warning("pair %s %s: %s", action.pair_id, effect, action.reason)

@@ -26,10 +26,6 @@ from tandem.runtime.errors import KVLayoutMismatch, KVTransferFailed
 _NUM_REMEMBERED_PAIRS = 10_000
 
 
-class RefusePair(msgspec.Struct, frozen=True):
-    message: PairRefused
-
-
 class AcceptPair(msgspec.Struct, frozen=True):
     """Open the receiver, and watch these processes. `on_accepted` must follow when the peer is given its addresses, and
     `on_exit` for each process that exits.
@@ -50,8 +46,8 @@ class StopReceiver(msgspec.Struct, frozen=True):
     pair_id: str
 
 
-class SendCloseToSender(msgspec.Struct, frozen=True):
-    message: ClosePair
+class SendToSender(msgspec.Struct, frozen=True):
+    message: PairRefused | ClosePair
 
 
 class IncomingPairLost(msgspec.Struct, frozen=True):
@@ -68,7 +64,7 @@ class PrefillLost(msgspec.Struct, frozen=True):
     prefill_epoch: str
 
 
-IncomingPairAction = RefusePair | AcceptPair | StopReceiver | SendCloseToSender | IncomingPairLost | PrefillLost
+IncomingPairAction = SendToSender | AcceptPair | StopReceiver | IncomingPairLost | PrefillLost
 
 
 @dataclass(eq=False)
@@ -125,9 +121,9 @@ class IncomingPairTable:
         try:
             connector = agree(message, self.layout, self.host_id, self.device, self.connectors)
         except KVLayoutMismatch as mismatch:
-            return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
+            return [SendToSender(PairRefused(message.pair_id, mismatch.message))]
         if len(self._by_id) >= MAX_PAIRS:
-            return [RefusePair(PairRefused(message.pair_id, f"this worker has {MAX_PAIRS} pairs already"))]
+            return [SendToSender(PairRefused(message.pair_id, f"this worker has {MAX_PAIRS} pairs already"))]
         # A prefill worker has one pair with us at a time. Its ClosePair for the previous one may be lost or late.
         others = [p for p in self._by_id.values() if p.prefill_epoch == message.prefill_epoch and not p.peer_writes]
         if any(pair.number > message.number for pair in others):
@@ -212,7 +208,7 @@ class IncomingPairTable:
         pair = self._by_id.get(pair_id)
         if pair is None or pair.is_broken:
             return []
-        close = SendCloseToSender(ClosePair(pair_id, reason))
+        close = SendToSender(ClosePair(pair_id, reason))
         if not pair.peer_writes:
             return [close, *self._forget(pair, reason)]
         pair.is_broken = True

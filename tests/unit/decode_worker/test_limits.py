@@ -15,7 +15,7 @@ from tandem.prefill_worker import prefill_scheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
 from tandem.worker.pairs import incoming_table
-from tandem.worker.pairs.incoming_table import AcceptPair, RefusePair
+from tandem.worker.pairs.incoming_table import AcceptPair, SendToSender
 from tandem.worker.worker_scheduler import WorkerScheduler
 from tests.simulation.test_scheduler_nonsense import prepare
 from tests.unit.worker.test_incoming_pairs import FIRST, open_first
@@ -90,7 +90,7 @@ def test_pairs_of_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
 
     assert isinstance(open_another(1), AcceptPair)
     refused = open_another(2)
-    assert isinstance(refused, RefusePair) and "2 pairs already" in refused.message.reason
+    assert isinstance(refused, SendToSender) and "2 pairs already" in refused.message.reason
     table.on_close("pair-0", "it has left")
     assert isinstance(open_another(3), AcceptPair)
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tandem.media_cache.media_client import MediaCacheClient
 from tandem.media_cache.media_segment import offsets_of, write_segment
 from tandem.media_cache.server import MediaCacheServer
 from tandem.prefill_worker.media import MediaIntake
-from tandem.prefill_worker.remote_media import PromptFetches, RemoteMedia
+from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
@@ -50,18 +50,15 @@ class Hosts:
         self.local = local
         self.remote = remote
         self.endpoint = endpoint
-        self._prompts: list[PromptFetches] = []
+        self._prompts = ExitStack()
 
     async def fetch(self, endpoint: str, item: MediaItem, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Fetches for a new prompt."""
-        prompt = PromptFetches(self.remote)
-        self._prompts.append(prompt)
-        return await prompt.fetch(endpoint, item, names)
+        return await self.remote.fetch(endpoint, item, names, self._prompts.callback)
 
     async def release(self) -> None:
         """Releases all prompts."""
-        for prompt in self._prompts:
-            prompt.release()
+        self._prompts.close()
         await asyncio.sleep(0)
 
     async def put(self, name: str) -> tuple[MediaItem, torch.Tensor]:

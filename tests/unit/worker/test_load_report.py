@@ -9,7 +9,6 @@ import pytest
 
 from tandem.protocol.messages.membership import TierFigures, WorkerLoad
 from tandem.worker import load_report
-from tandem.worker.load_report import LoadReporter
 
 
 def test_every_field_is_reported_and_tiers_have_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,9 +19,8 @@ def test_every_field_is_reported_and_tiers_have_their_sizes(monkeypatch: pytest.
     for part in (scheduler.prefill, scheduler.decode.reservations):
         part.num_prompt_tokens, part.num_cached_tokens = 3, 2
     scheduler.tiers.figures.return_value = [TierFigures("disk", num_blocks=4)]
-    tiers.last_answer.return_value = MagicMock(num_bytes=10, max_bytes=20, num_corrupt=1)
-    tiers.error_of.return_value = "the disk is full"
-    LoadReporter(scheduler, MagicMock(), MagicMock(), tiers, MagicMock()).take(9)
+    tiers.last_answer.return_value = MagicMock(num_bytes=10, max_bytes=20, num_corrupt=1, error="the disk is full")
+    load_report.load_report(scheduler, MagicMock(), MagicMock(), tiers, MagicMock(), 9)
     assert given.keys() == set(WorkerLoad.__struct_fields__)
     assert (given["num_waiting_tokens"], given["num_received_tokens"], given["num_role_changes"]) == (12, 1, 9)
     assert given["tiers"] == [TierFigures("disk", 4, 10, 20, num_corrupt=1, error="the disk is full")]

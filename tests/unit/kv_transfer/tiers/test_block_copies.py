@@ -138,7 +138,7 @@ def test_a_damaged_block_in_pinned_memory_is_not_loaded(fd: int) -> None:
     place = os.pread(fd, os.fstat(fd).st_size, 0).index(bytes(bytes_of(hash_of(1))))
     os.pwrite(fd, b"\xee\xee", place)
     assert not PinnedCopies(torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8), tier).load(0, hash_of(1))
-    assert tier.num_corrupt() == 1 and held(tier, 1) == []
+    assert tier.num_corrupt == 1 and held(tier, 1) == []
 
 
 def test_a_copy_that_fails_leaves_the_tier_as_it_was(fd: int) -> None:

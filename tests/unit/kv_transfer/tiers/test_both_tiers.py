@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tandem.kv_transfer.tiers import block_record
+from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.disk import DiskTier
 from tandem.kv_transfer.tiers.host_memory import HostMemoryTier
-from tandem.kv_transfer.tiers.tier import KVTier, TierChanges, TierFailed
+from tandem.kv_transfer.tiers.tier import KVTier, TierFailed
 from tests.unit.kv_transfer.tiers.stored_blocks import (
     BLOCK_BYTES,
     DISK_RECORD_BYTES,
@@ -56,7 +57,7 @@ def test_blocks_are_found_and_loaded_again(open_tier: OpenTier) -> None:
     assert tier.find([hash_of(3), hash_of(1)]) == 0
     assert get(tier, 1) and get(tier, 2) and not get(tier, 3)
     assert 0 < tier.num_bytes <= tier.max_bytes
-    assert tier.num_corrupt() == 0
+    assert tier.num_corrupt == 0
 
 
 def test_blocks_outlive_the_tier_that_stored_them(open_tier: OpenTier) -> None:
@@ -64,7 +65,7 @@ def test_blocks_outlive_the_tier_that_stored_them(open_tier: OpenTier) -> None:
     put(first, 1, 2, 3)
     first.close()
     second = open_tier()
-    assert set(second.take_changes().added) == {hash_of(number) for number in (1, 2, 3)}
+    assert set(second.changes.take().added) == {hash_of(number) for number in (1, 2, 3)}
     assert second.num_bytes > 0
     assert get(second, 1) and get(second, 2) and get(second, 3)
 
@@ -74,18 +75,18 @@ def test_a_full_tier_evicts(open_tier: OpenTier) -> None:
     put(tier, *range(10))
     assert len(held(tier, *range(10))) == NUM_BLOCKS and held(tier, 9) == [9]
     assert tier.num_bytes <= tier.max_bytes
-    changes = tier.take_changes()
+    changes = tier.changes.take()
     assert set(changes.added) == {hash_of(number) for number in held(tier, *range(10))} and changes.removed == []
 
 
 def test_changes_are_told_once(open_tier: OpenTier) -> None:
     tier = open_tier()
     put(tier, 1, 1, 2)
-    assert tier.take_changes() == TierChanges([hash_of(1), hash_of(2)], [])
-    assert tier.take_changes() == TierChanges([], [])
+    assert tier.changes.take() == TierChanges([hash_of(1), hash_of(2)], [])
+    assert tier.changes.take() == TierChanges([], [])
     tier.clear()
     put(tier, 1)
-    assert tier.take_changes() == TierChanges([], [hash_of(2)])
+    assert tier.changes.take() == TierChanges([], [hash_of(2)])
 
 
 def test_clear_removes_blocks_for_good(open_tier: OpenTier) -> None:
@@ -102,8 +103,8 @@ def test_blocks_of_another_identity_are_not_found(open_tier: OpenTier) -> None:
     put(open_tier(), 1)
     other = open_tier(OTHER_IDENTITY)
     assert held(other, 1) == [] and not get(other, 1)
-    assert other.take_changes() == TierChanges([], [])
-    assert other.num_corrupt() == 0
+    assert other.changes.take() == TierChanges([], [])
+    assert other.num_corrupt == 0
     assert get(open_tier(), 1), "it is still there"
 
 
@@ -116,7 +117,7 @@ def test_blocks_of_another_format_version_are_not_found(
         put(open_tier(), 1)
     tier = open_tier()
     assert not get(tier, 1) and held(tier, 1) == []
-    assert tier.num_corrupt() == 0
+    assert tier.num_corrupt == 0
     tier.refresh()
     assert held(tier, 1) == []
     put(tier, 1)

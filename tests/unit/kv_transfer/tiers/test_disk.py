@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tandem.kv_transfer.tiers import block_record
+from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.disk import DiskTier
-from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
+from tandem.kv_transfer.tiers.tier import TierFailed
 from tests.unit.kv_transfer.tiers.stored_blocks import (
     BLOCK_BYTES,
     DISK_RECORD_BYTES,
@@ -95,7 +96,7 @@ def test_a_folder_of_another_user_is_refused(folder: Path) -> None:
 def test_a_damaged_file_is_removed_and_counted(folder: Path, change: str) -> None:
     tier = open_tier(folder)
     put(tier, 1, 2)
-    tier.take_changes()
+    tier.changes.take()
     data = file_of(folder, 1).read_bytes()
     damaged = {
         "truncated": data[:-1],
@@ -104,11 +105,11 @@ def test_a_damaged_file_is_removed_and_counted(folder: Path, change: str) -> Non
         "overwritten": file_of(folder, 2).read_bytes(),
     }
     file_of(folder, 1).write_bytes(damaged[change])
-    assert not get(tier, 1) and tier.num_corrupt() == 1
+    assert not get(tier, 1) and tier.num_corrupt == 1
     assert not file_of(folder, 1).exists()
-    assert tier.take_changes() == TierChanges([], [hash_of(1)])
+    assert tier.changes.take() == TierChanges([], [hash_of(1)])
     put(tier, 1)
-    assert get(tier, 1) and get(tier, 2) and tier.num_corrupt() == 1
+    assert get(tier, 1) and get(tier, 2) and tier.num_corrupt == 1
 
 
 def test_a_truncated_file_is_not_found_and_is_stored_anew(folder: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_truncated_file_is_not_found_and_is_stored_anew(folder: Path) -> None:
     file_of(folder, 1).write_bytes(b"x")
     assert held(open_tier(folder), 1) == []
     put(tier, 1)
-    assert get(tier, 1) and tier.num_corrupt() == 0
+    assert get(tier, 1) and tier.num_corrupt == 0
     assert tier.num_bytes == bytes_on_disk(folder)
 
 
@@ -138,11 +139,11 @@ def test_files_of_other_versions_and_identities_are_left_alone(
     other.parent.mkdir(parents=True)
     other.write_bytes(own)
     tier.refresh()
-    tier.take_changes()
+    tier.changes.take()
     assert not get(tier, 2) and not get(tier, 3) and not get(tier, 4)
-    assert set(tier.take_changes().removed) == {hash_of(2), hash_of(3)}
+    assert set(tier.changes.take().removed) == {hash_of(2), hash_of(3)}
     tier.refresh()
-    assert held(tier, 1, 2, 3, 4) == [1] and tier.num_corrupt() == 0
+    assert held(tier, 1, 2, 3, 4) == [1] and tier.num_corrupt == 0
     assert file_of(folder, 2).exists() and file_of(folder, 3).exists() and other.exists()
     assert tier.num_bytes == bytes_on_disk(folder) == 4 * DISK_RECORD_BYTES
     tier.clear()
@@ -191,12 +192,12 @@ def test_blocks_of_other_workers_are_found_and_their_removal_is_noticed(folder: 
     assert second.find([hash_of(1), hash_of(2), hash_of(3)]) == 2, "without a refresh"
     put(first, 4)
     second.refresh()
-    assert set(second.take_changes().added) == {hash_of(number) for number in (1, 2, 4)}
+    assert set(second.changes.take().added) == {hash_of(number) for number in (1, 2, 4)}
     first.clear()
     assert not get(second, 1)
-    assert second.take_changes() == TierChanges([], [hash_of(1)])
+    assert second.changes.take() == TierChanges([], [hash_of(1)])
     second.refresh()
-    assert set(second.take_changes().removed) == {hash_of(2), hash_of(4)} and second.num_bytes == 0
+    assert set(second.changes.take().removed) == {hash_of(2), hash_of(4)} and second.num_bytes == 0
 
 
 def test_a_folder_is_listed_again_only_if_it_has_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +232,7 @@ def test_a_file_that_leaves_its_folders_modification_time_as_it_was_is_found(fol
     put(first, 1)
     os.utime(fan_out, (now, now))
     second.refresh()
-    assert second.take_changes() == TierChanges([hash_of(1)], [])
+    assert second.changes.take() == TierChanges([hash_of(1)], [])
 
 
 def test_the_limit_covers_all_identities_and_versions(folder: Path) -> None:
@@ -278,11 +279,11 @@ def test_temporary_files_of_dead_writers_are_removed_when_old(folder: Path) -> N
 def test_a_removed_folder_is_made_again(folder: Path) -> None:
     tier = open_tier(folder)
     put(tier, 1, 2)
-    tier.take_changes()
+    tier.changes.take()
     shutil.rmtree(folder)
     assert not get(tier, 1)
     tier.refresh()
-    assert held(tier, 1, 2) == [] and set(tier.take_changes().removed) == {hash_of(1), hash_of(2)}
+    assert held(tier, 1, 2) == [] and set(tier.changes.take().removed) == {hash_of(1), hash_of(2)}
     put(tier, 3)
     assert get(tier, 3) and held(open_tier(folder), 1, 2, 3) == [3]
     shutil.rmtree(folder)

@@ -139,7 +139,7 @@ def test_errors_of_the_disk_fail_clearly_and_the_tier_goes_on(
     tier = DiskTier(str(tmp_path), 1 << 30, IDENTITY, BLOCK_BYTES)
     tier.open()
     put(tier, *range(20))
-    tier.take_changes()
+    tier.changes.take()
     with monkeypatch.context() as patch:
         patch.setattr(disk, "FileIO", BrokenFile)
         with pytest.raises(TierFailed, match=f"cannot store a block: {text}"):
@@ -148,7 +148,7 @@ def test_errors_of_the_disk_fail_clearly_and_the_tier_goes_on(
         with pytest.raises(TierFailed, match=f"cannot load a block: {text}"):
             get(tier, survivor)
         assert held(tier, survivor, 99) == [], "it is not tried again"
-        assert hash_of(survivor) in tier.take_changes().removed
+        assert hash_of(survivor) in tier.changes.take().removed
     put(tier, 99, survivor)
     assert get(tier, 99) and get(tier, survivor)
-    assert tier.num_corrupt() == 0
+    assert tier.num_corrupt == 0

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES
+from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.host_memory import HostMemoryTier
-from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
+from tandem.kv_transfer.tiers.tier import TierFailed
 from tests.unit.kv_transfer.tiers.stored_blocks import (
     BLOCK_BYTES,
     IDENTITY,
@@ -74,12 +75,12 @@ def test_a_damaged_block_is_dropped_and_counted(fd: int, damaged: str) -> None:
     wanted = hash_of(1) if damaged == "header" else bytes(content_of(hash_of(1)))
     place = os.pread(fd, os.fstat(fd).st_size, 0).index(wanted)
     os.pwrite(fd, bytes([os.pread(fd, 1, place)[0] ^ 1]), place)
-    tier.take_changes()
-    assert not get(tier, 1) and held(tier, 1) == [] and tier.num_corrupt() == 1
-    assert tier.take_changes() == TierChanges([], [hash_of(1)])
+    tier.changes.take()
+    assert not get(tier, 1) and held(tier, 1) == [] and tier.num_corrupt == 1
+    assert tier.changes.take() == TierChanges([], [hash_of(1)])
     assert get(tier, 2)
     put(tier, 1)
-    assert get(tier, 1) and tier.num_corrupt() == 1
+    assert get(tier, 1) and tier.num_corrupt == 1
 
 
 def test_a_damaged_header_is_not_found_after_a_restart(fd: int) -> None:
@@ -110,7 +111,7 @@ def test_memory_that_cannot_be_mapped_fails_clearly_and_may_be_there_later(tmp_p
     tier = HostMemoryTier(str(path), host_bytes(3), IDENTITY, BLOCK_BYTES)
     with pytest.raises(TierFailed, match=r"cannot map the host memory tier .*: No such file or directory"):
         tier.open()
-    assert tier.take_changes() == TierChanges([], []) and tier.num_bytes == 0
+    assert tier.changes.take() == TierChanges([], []) and tier.num_bytes == 0
     path.touch()
     tier.open()
     put(tier, 1)

@@ -60,10 +60,10 @@ def test_only_whole_blocks_are_found_after_a_kill(place: tuple[str, str]) -> Non
             writer.kill()
         tier = make(path, MAX_BYTES, IDENTITY, BLOCK_BYTES)
         tier.open()
-        found = tier.take_changes().added
+        found = tier.changes.take().added
         assert found
         block = memoryview(bytearray(BLOCK_BYTES))
         for block_hash in found:
             assert tier.load(block_hash, block) and block == content_of(block_hash, BLOCK_BYTES)
-        assert tier.num_corrupt() == 0
+        assert tier.num_corrupt == 0
         tier.close()

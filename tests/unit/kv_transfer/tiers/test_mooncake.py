@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from tandem.kv_transfer.tiers import mooncake
 from tandem.kv_transfer.tiers.block_record import HEADER_BYTES, BlockFormat
+from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.mooncake import MAX_RETRY_S, MooncakeTier
 from tandem.kv_transfer.tiers.mooncake_blocks import Loaded, MooncakeBlocks, StoreLost
 from tandem.kv_transfer.tiers.mooncake_process import MooncakeConfig
 from tandem.kv_transfer.tiers.store_url import parse_store_url
-from tandem.kv_transfer.tiers.tier import TierChanges, TierFailed
+from tandem.kv_transfer.tiers.tier import TierFailed
 from tandem.runtime.errors import ConfigError
 
 IDENTITY = bytes(range(16))
@@ -104,7 +105,7 @@ class OpenedTier:
         self.tier = MooncakeTier("master:1", identity, BLOCK_BYTES, self._connect, lambda: self.now)
         self.tier.open()
 
-    def _connect(self, config: MooncakeConfig) -> LocalClient:
+    def _connect(self, config: MooncakeConfig) -> Any:
         self.num_connects += 1
         return LocalClient(self.store, config)
 
@@ -162,7 +163,7 @@ def test_blocks_are_found_up_to_the_first_that_is_missing() -> None:
     assert opened.tier.find([]) == 0
     assert opened.tier.find([FIRST, SECOND, THIRD]) == 1 and opened.tier.find([FIRST, THIRD]) == 2
     assert [opened.load(each) for each in (FIRST, SECOND, THIRD)] == [BLOCK, None, OTHER_BLOCK]
-    assert opened.tier.num_bytes == 2 * (HEADER_BYTES + BLOCK_BYTES) and opened.tier.num_corrupt() == 0
+    assert opened.tier.num_bytes == 2 * (HEADER_BYTES + BLOCK_BYTES) and opened.tier.num_corrupt == 0
 
 
 def test_keys_name_identity_and_hash() -> None:
@@ -177,9 +178,9 @@ def test_clear_leaves_blocks_of_others() -> None:
     other = OpenedTier(bytes(16), opened.store)
     for tier in (opened.tier, other.tier):
         tier.store(FIRST, BLOCK)
-    opened.tier.take_changes()
+    opened.tier.changes.take()
     opened.tier.clear()
-    assert opened.tier.take_changes() == TierChanges([], [FIRST]) and opened.tier.num_bytes == 0
+    assert opened.tier.changes.take() == TierChanges([], [FIRST]) and opened.tier.num_bytes == 0
     assert other.load(FIRST) == BLOCK and opened.load(FIRST) is None
 
 
@@ -188,19 +189,19 @@ def test_changes_are_what_was_stored_found_and_missed() -> None:
     other = OpenedTier(store=opened.store)
     other.tier.store(FIRST, BLOCK)
     other.tier.store(SECOND, BLOCK)
-    assert opened.tier.take_changes() == TierChanges([], [])
+    assert opened.tier.changes.take() == TierChanges([], [])
     assert opened.load(FIRST) == BLOCK and opened.tier.find([FIRST, SECOND, THIRD]) == 2
-    assert opened.tier.take_changes() == TierChanges([FIRST, SECOND], [])
+    assert opened.tier.changes.take() == TierChanges([FIRST, SECOND], [])
     opened.store.values.clear()  # evicted
     assert opened.load(FIRST) is None and opened.tier.find([SECOND]) == 0
-    assert opened.tier.take_changes() == TierChanges([], [FIRST, SECOND])
+    assert opened.tier.changes.take() == TierChanges([], [FIRST, SECOND])
 
 
 @given(value=st.binary(max_size=3 * (HEADER_BYTES + BLOCK_BYTES)))
 def test_arbitrary_bytes_are_not_used(value: bytes) -> None:
     opened = OpenedTier()
     opened.store.values[key(FIRST)] = value
-    assert opened.load(FIRST) is None and opened.tier.num_corrupt() == 1 and not opened.store.values
+    assert opened.load(FIRST) is None and opened.tier.num_corrupt == 1 and not opened.store.values
 
 
 @given(data=st.data())
@@ -212,8 +213,8 @@ def test_damaged_records_are_not_used(data: st.DataObject) -> None:
     record[data.draw(st.sampled_from(checked))] ^= data.draw(st.integers(1, 255))
     length = data.draw(st.integers(0, len(record)))
     opened.store.values[key(FIRST)] = bytes(record[:length])
-    assert opened.load(FIRST) is None and opened.tier.num_corrupt() == 1 and not opened.store.values
-    assert opened.tier.take_changes() == TierChanges([], [])
+    assert opened.load(FIRST) is None and opened.tier.num_corrupt == 1 and not opened.store.values
+    assert opened.tier.changes.take() == TierChanges([], [])
     opened.tier.store(FIRST, BLOCK)
     assert opened.load(FIRST) == BLOCK
 
@@ -224,7 +225,7 @@ def test_records_of_other_blocks_and_short_ones_over_an_old_one_are_not_used() -
     whole = opened.store.values[key(FIRST)]
     opened.store.values |= {key(SECOND): whole, key(THIRD): whole[:10]}
     assert opened.load(FIRST) == BLOCK  # leaves the record in the staging memory
-    assert opened.load(SECOND) is None and opened.load(THIRD) is None and opened.tier.num_corrupt() == 2
+    assert opened.load(SECOND) is None and opened.load(THIRD) is None and opened.tier.num_corrupt == 2
 
 
 def test_a_full_store_refuses_a_block_and_stays_connected() -> None:
@@ -234,7 +235,7 @@ def test_a_full_store_refuses_a_block_and_stays_connected() -> None:
         opened.tier.store(FIRST, BLOCK)
     opened.store.error = 0
     opened.tier.store(FIRST, BLOCK)
-    assert opened.num_connects == 1 and opened.tier.take_changes() == TierChanges([FIRST], [])
+    assert opened.num_connects == 1 and opened.tier.changes.take() == TierChanges([FIRST], [])
 
 
 @pytest.mark.parametrize("code", [-703, -704, -707])
@@ -242,7 +243,7 @@ def test_blocks_that_are_not_ready_or_evicted_meanwhile_are_missing(code: int) -
     opened = OpenedTier()
     opened.tier.store(FIRST, BLOCK)
     opened.store.error = code
-    assert opened.load(FIRST) is None and opened.tier.num_corrupt() == 0
+    assert opened.load(FIRST) is None and opened.tier.num_corrupt == 0
     opened.store.error = 0
     assert opened.load(FIRST) == BLOCK and opened.num_connects == 1
 
@@ -252,7 +253,7 @@ def test_blocks_that_are_not_ready_or_evicted_meanwhile_are_missing(code: int) -
 def test_a_lost_store_fails_calls_at_once_until_the_next_attempt(call: str, code: int, message: str) -> None:
     opened = OpenedTier()
     opened.tier.store(FIRST, BLOCK)
-    opened.tier.take_changes()
+    opened.tier.changes.take()
     opened.store.error = code
     calls: dict[str, Any] = {
         "find": lambda: opened.tier.find([FIRST]),
@@ -264,14 +265,14 @@ def test_a_lost_store_fails_calls_at_once_until_the_next_attempt(call: str, code
     for _ in range(3):
         with pytest.raises(StoreLost, match=message):
             calls[call]()
-    assert opened.num_connects == 1 and opened.tier.take_changes() == TierChanges([], [FIRST])
+    assert opened.num_connects == 1 and opened.tier.changes.take() == TierChanges([], [FIRST])
     assert opened.tier.num_bytes == 0
     opened.store.error = 0
     with pytest.raises(StoreLost, match=message):
         opened.load(FIRST)
     opened.now += MAX_RETRY_S
     assert opened.load(FIRST) == BLOCK and opened.num_connects == 2
-    assert opened.tier.take_changes() == TierChanges([FIRST], [])
+    assert opened.tier.changes.take() == TierChanges([FIRST], [])
 
 
 def test_attempts_become_rarer_until_one_succeeds() -> None:
@@ -300,8 +301,8 @@ def test_the_least_recently_seen_blocks_are_forgotten(monkeypatch: pytest.Monkey
     opened = OpenedTier()
     for each in (FIRST, SECOND):
         opened.tier.store(each, BLOCK)
-    opened.tier.take_changes()
+    opened.tier.changes.take()
     assert opened.tier.find([FIRST]) == 1
     opened.tier.store(THIRD, BLOCK)
-    assert opened.tier.take_changes() == TierChanges([THIRD], [SECOND])
-    assert opened.load(SECOND) == BLOCK and opened.tier.take_changes() == TierChanges([SECOND], [FIRST])
+    assert opened.tier.changes.take() == TierChanges([THIRD], [SECOND])
+    assert opened.load(SECOND) == BLOCK and opened.tier.changes.take() == TierChanges([SECOND], [FIRST])

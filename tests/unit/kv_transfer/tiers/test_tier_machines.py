@@ -134,7 +134,7 @@ class HostMachine(RuleBasedStateMachine):
 
     @invariant()
     def changes_lead_to_what_is_held(self) -> None:
-        changes = self.tier.take_changes()
+        changes = self.tier.changes.take()
         self.known = (self.known | set(changes.added)) - set(changes.removed)
         assert self.known == {hash_of(number) for number in self.model}
         assert held(self.tier, *NUMBERS) == sorted(self.model)
@@ -186,9 +186,9 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(at=tier_numbers, number=numbers)
     def load(self, at: int, number: int) -> None:
         before = self.files_of(at)
-        num_corrupt = self.tiers[at].num_corrupt()
+        num_corrupt = self.tiers[at].num_corrupt
         if not get(self.tiers[at], number):
-            assert hash_of(number) not in before or self.tiers[at].num_corrupt() == num_corrupt + 1
+            assert hash_of(number) not in before or self.tiers[at].num_corrupt == num_corrupt + 1
             assert hash_of(number) not in self.files_of(at)
             assert held(self.tiers[at], number) == []
 
@@ -264,7 +264,7 @@ class DiskMachine(RuleBasedStateMachine):
     def changes_lead_to_what_is_held(self) -> None:
         for at, tier in enumerate(self.tiers):
             found = {hash_of(number) for number in held(tier, *NUMBERS)}
-            changes = tier.take_changes()
+            changes = tier.changes.take()
             assert self.known[at].isdisjoint(changes.added) and self.known[at].issuperset(changes.removed)
             self.known[at] = (self.known[at] | set(changes.added)) - set(changes.removed)
             assert self.known[at] == found
