@@ -24,6 +24,7 @@ from tandem.protocol.messages.membership import (
     LeaveCluster,
     RegisterWorker,
     RegistrationRefused,
+    Role,
     SetWorkerRole,
     StatusReport,
     TimelineReport,
@@ -105,8 +106,7 @@ class Control:
                     self._table.on_drain_ordered(now, message.worker_id)
                 self._socket.send(identity, WorkerOrdered(message.worker_id, error))
             case SetWorkerRole():
-                worker_id, role = message.worker_id, message.role
-                error = self._table.change_role(now, worker_id, role) or self._order(worker_id, ChangeRole(role))
+                error = self.set_role(message.worker_id, message.role)
                 self._socket.send(identity, WorkerOrdered(message.worker_id, error))
             case ClearWorkerCache():
                 error = self._order(message.worker_id, ClearCache())
@@ -129,6 +129,10 @@ class Control:
                 timeline = self._state.timelines.own(message.request_id)
                 self._socket.send(identity, TimelineReport(message.request_id, timeline))
         self._notify_changes()
+
+    def set_role(self, worker_id: str, role: Role) -> str:
+        """Orders a worker to take a role. Returns an error message, or "" on success."""
+        return self._table.change_role(self._loop.time(), worker_id, role) or self._order(worker_id, ChangeRole(role))
 
     def _order(self, worker_id: str, order: LeaveCluster | ChangeRole | ClearCache) -> str:
         """Sends an order to the worker. Returns an error message, or "" on success."""

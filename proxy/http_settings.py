@@ -35,7 +35,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admin_listen_fd: int | None = None
     """Inherited socket that is bound to the admin address; None binds one."""
     admin_keys_file: Annotated[str, setting("HTTP", description=
-        "File with keys, as --api-keys-file, for requests that change something on the admin address (LoRA "
+        "File with keys, as --api-keys-file, for requests that change something on the admin address (roles, LoRA "
         "adapters). Empty takes them without a key if --admin-host is loopback, and refuses them otherwise. With "
         "--ray, the file must exist on the nodes of proxies.")] = ""
     cors_origin: Annotated[list[str], setting("HTTP", description=

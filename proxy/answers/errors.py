@@ -84,10 +84,22 @@ class BatchesDisabled(InvalidRequest):
     code = "not_enabled"
 
 
+class UnknownWorker(InvalidRequest):
+    """No worker of this name is registered."""
+
+    code = "unknown_worker"
+
+
 class AdminAddressIsOpen(InvalidRequest):
     """The admin address is not on loopback and has no keys, so it changes nothing."""
 
     code = "admin_keys_missing"
+
+
+class RoleRefused(InvalidRequest):
+    """A worker cannot take a role now."""
+
+    code = "role_refused"
 
 
 class ClientDisconnected(RequestAborted):
@@ -102,11 +114,13 @@ _STATUS: dict[type[TandemError], int] = {
     ModelNotFound: 404,
     AdapterNotFound: 404,
     UnknownRequest: 404,
+    UnknownWorker: 404,
     ResponseNotFound: 404,
     FileNotFound: 404,
     BatchNotFound: 404,
     BatchesDisabled: 501,
     StorageFull: 507,
+    RoleRefused: 409,
     BodyTooLarge: 413,
     UnsupportedContentCoding: 415,
     HeadTooLarge: 431,

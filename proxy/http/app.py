@@ -14,7 +14,7 @@ from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.browsers import with_cors, with_rules
 from tandem.proxy.http.openapi import document_routes
-from tandem.proxy.http.routes.admin import admin_routes
+from tandem.proxy.http.routes.admin import SetRole, admin_routes
 from tandem.proxy.http.routes.batches import batch_routes
 from tandem.proxy.http.routes.generation_routes import generation_routes
 from tandem.proxy.http.routes.server import server_routes
@@ -23,12 +23,12 @@ from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
 from tandem.proxy.proxy_config import ProxyConfig
 
 
-def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
+def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:
     """Returns the application for clients. It has the admin routes too where there is no admin address."""
     routes = client_routes(config, state)
     routes += document_routes(routes, config.served_model_name, state.api_keys is not None)
     if not config.http.admin_port:
-        routes += admin_routes(config, state)
+        routes += admin_routes(config, state, set_role)
     app = starlette_app(routes, state.api_keys, state.answer_budget)
     if state.api_keys is None:
         app = with_rules(app, BrowserRules(config.http.cors_origins, config.http.host))
@@ -46,12 +46,12 @@ def make_batch_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     return starlette_app(generation_routes(config, state), None, state.answer_budget)
 
 
-def make_admin_app(config: ProxyConfig, state: AppState, keys: ApiKeys | None = None) -> ASGIApp:
+def make_admin_app(config: ProxyConfig, state: AppState, set_role: SetRole, keys: ApiKeys | None = None) -> ASGIApp:
     """Returns the application for the admin address. Clients' API keys do not apply to it.
 
     keys: for requests that change something; None takes such requests on loopback only.
     """
-    routes = [replace(route, is_open=route.method == "GET") for route in admin_routes(config, state)]
+    routes = [replace(route, is_open=route.method == "GET") for route in admin_routes(config, state, set_role)]
     if keys is None and not is_loopback(config.http.admin_host):
         routes = [route if route.is_open else replace(route, handler=_refuse_change) for route in routes]
     return with_rules(starlette_app(routes, keys, state.answer_budget), BrowserRules([], config.http.admin_host))

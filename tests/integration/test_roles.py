@@ -8,6 +8,7 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tests.support.cluster import OLDER_CPU, Cluster, tandem
@@ -72,3 +73,7 @@ def test_two_workers_exchange_their_roles_while_they_serve() -> None:
         cluster.wait_for(cluster.is_healthy)
         assert roles(cluster) == {"prefill-0": "decode", "decode-0": "prefill"}
         assert [complete(cluster, number) for number in range(4)] == expected
+
+        changed_by_http = httpx.put(f"{cluster.admin_url}/workers/prefill-0/role", json={"role": "any"}, timeout=10)
+        assert (changed_by_http.status_code, changed_by_http.json()["role"]) == (200, "any")
+        cluster.wait_for(lambda: roles(cluster)["prefill-0"] == "any")

@@ -35,7 +35,7 @@ from tandem.proxy.http.app import client_routes
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES
 from tandem.proxy.http.openapi import document_routes
-from tandem.proxy.http.routes.admin import LoadAdapterBody, UnloadAdapterBody, admin_routes
+from tandem.proxy.http.routes.admin import LoadAdapterBody, RoleBody, UnloadAdapterBody, admin_routes
 from tandem.proxy.http.starlette_app import ApiRoute
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
@@ -57,6 +57,7 @@ TIMEOUT_S = 60.0
 ADMIN_BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
+    "/workers/{worker_id}/role": RoleBody,
 }
 """Types of the bodies of routes that the public description leaves out."""
 HEAD_VALUES = {
@@ -119,7 +120,7 @@ def all_routes(config: ProxyConfig) -> list[ApiRoute]:
     state: Any = MagicMock(spec=AppState)
     routes = client_routes(config, state)
     descriptions = document_routes(routes, config.served_model_name, has_api_key=True)
-    return [*routes, *descriptions, *admin_routes(config, state)]
+    return [*routes, *descriptions, *admin_routes(config, state, MagicMock())]
 
 
 def body_types(route: ApiRoute) -> list[type[msgspec.Struct]]:

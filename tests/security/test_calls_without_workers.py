@@ -72,7 +72,7 @@ def test_a_client_over_its_limit_gets_429_and_others_are_served(tmp_path: Path) 
             request_timeout_s=60,
             worker_table=WorkerTable(2.5),
         )
-        transport = httpx.ASGITransport(make_app(config, state))
+        transport = httpx.ASGITransport(make_app(config, state, lambda worker_id, role: "not in this test"))
         async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
 
             async def call(key: str, path: str) -> httpx.Response:
@@ -152,7 +152,7 @@ def test_a_client_over_its_limit_of_uploads_gets_429_and_others_are_served(tmp_p
             calls=ClientSlots(), media=None, readers=StuckReaders(), request_timeout_s=60,
             worker_table=WorkerTable(2.5), responses=None, batches=BatchRunner(tmp_path / "data", None),
         )  # fmt: skip
-        app = make_app(ProxyConfig("proxy-0", "", "m", "m"), state)
+        app = make_app(ProxyConfig("proxy-0", "", "m", "m"), state, lambda worker_id, role: "not in this test")
         begun, may_end = asyncio.Semaphore(0), asyncio.Event()
         form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
         form += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx'

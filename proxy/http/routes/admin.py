@@ -1,4 +1,4 @@
-"""Routes for operators: metrics, the dashboard, Prometheus service discovery, timelines, LoRA adapters.
+"""Routes for operators: metrics, the dashboard, Prometheus service discovery, timelines, roles, LoRA adapters.
 
 They are served on the admin address, or beside the client routes where there is none.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +17,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.protocol.messages.membership import WorkerReport
-from tandem.proxy.answers.errors import UnknownRequest
+from tandem.protocol.messages.membership import Role, WorkerReport
+from tandem.proxy.answers.errors import RoleRefused, UnknownRequest, UnknownWorker
 from tandem.proxy.api.field_errors import decode_body
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.starlette_app import ApiRoute, answer, fixed_answer, json_answer
@@ -52,6 +53,17 @@ class ClusterState(msgspec.Struct, frozen=True):
     workers: list[WorkerReport]
 
 
+class RoleBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `PUT /workers/{worker_id}/role`."""
+
+    role: Role
+
+
+class WorkerRole(msgspec.Struct, frozen=True):
+    worker_id: str
+    role: Role
+
+
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -70,6 +82,10 @@ class UnloadAdapterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     lora_int_id: int | None = None
 
 
+SetRole = Callable[[str, Role], str]
+"""Orders a worker to take a role; returns why that is not possible, or ""."""
+
+
 _LOAD_ADAPTER = msgspec.json.Decoder(LoadAdapterBody)
 _UNLOAD_ADAPTER = msgspec.json.Decoder(UnloadAdapterBody)
 
@@ -86,7 +102,7 @@ async def _json_body(state: AppState, request: Request) -> bytes:
         return body if isinstance(body, bytes) else b""
 
 
-def admin_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
+def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> list[ApiRoute]:
     page = Path(__file__).with_name("dashboard.html").read_text()
     table = state.worker_table
     rendering = Threads("metrics", 1, MAX_SCRAPES, _ADMIN_TIMEOUT_S)
@@ -113,6 +129,19 @@ def admin_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
         workers = table.report(asyncio.get_running_loop().time())
         return json_answer(request, ClusterState(config.served_model_name, reason is None, reason or "", workers))
 
+    async def put_role(request: Request) -> Response:
+        body = await _json_body(state, request)
+        try:
+            role = msgspec.json.decode(body, type=RoleBody).role
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f'Send {{"role": "prefill"}}, "decode" or "any": {error}', "role") from error
+        worker_id = request.path_params["worker_id"]
+        if all(worker.worker_id != worker_id for worker in table.workers()):
+            raise UnknownWorker(table.unknown_worker(worker_id))
+        if refusal := set_role(worker_id, role):
+            raise RoleRefused(refusal)
+        return json_answer(request, WorkerRole(worker_id, role))
+
     async def load_adapter(request: Request) -> Response:
         asked = decode_body(_LOAD_ADAPTER, await _json_body(state, request))
         folder = Path(asked.lora_path)
@@ -133,6 +162,7 @@ def admin_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     return [
         ApiRoute("POST", "/v1/load_lora_adapter", load_adapter),
         ApiRoute("POST", "/v1/unload_lora_adapter", unload_adapter),
+        ApiRoute("PUT", "/workers/{worker_id}/role", put_role),
         ApiRoute("GET", "/metrics", metrics),
         ApiRoute("GET", "/sd", service_discovery),
         ApiRoute("GET", "/debug/requests/{request_id}", timeline),

@@ -36,7 +36,7 @@ def test_the_loop_runs_while_another_proxy_holds_the_lock(tmp_path: Path) -> Non
             bodies=RequestBodies(100_000, 10.0),
             worker_table=WorkerTable(2.5),
         )
-        app = make_admin_app(ProxyConfig("proxy-0", "", "m", "m"), state)
+        app = make_admin_app(ProxyConfig("proxy-0", "", "m", "m"), state, lambda worker_id, role: "")
 
         async def with_state(scope: Scope, receive: Receive, send: Send) -> None:  # as uvicorn calls it
             await app({**scope, "state": {}}, receive, send)

@@ -25,12 +25,12 @@ def client(**config: Any) -> TestClient:
     state.api_keys = ApiKeys("key", None) if config.pop("has_keys", False) else None
     state.media = None
     settings = proxy_config(admin_port=1, **config)
-    return TestClient(make_app(settings, state), "http://127.0.0.1:8000")
+    return TestClient(make_app(settings, state, MagicMock()), "http://127.0.0.1:8000")
 
 
 def admin(host: str, keys: ApiKeys | None = None) -> TestClient:
     config = proxy_config(admin_port=1, admin_host=host)
-    return TestClient(make_admin_app(config, MagicMock(spec=AppState), keys), "http://127.0.0.1:8001")
+    return TestClient(make_admin_app(config, MagicMock(spec=AppState), MagicMock(), keys), "http://127.0.0.1:8001")
 
 
 def preflight(asked: TestClient, origin: str) -> Any:
@@ -93,8 +93,8 @@ def test_the_admin_address_on_loopback_knows_its_names() -> None:
 def test_an_open_admin_address_changes_nothing_without_keys() -> None:
     asked = admin("0.0.0.0")
     assert asked.get("/dashboard", headers={"Host": "gpu.example:8001"}).status_code == 200
-    for path in (LOAD, "/v1/unload_lora_adapter"):
-        answer = asked.post(path, json={})
+    for method, path in (("POST", LOAD), ("POST", "/v1/unload_lora_adapter"), ("PUT", "/workers/w/role")):
+        answer = asked.request(method, path, json={})
         assert answer.status_code == 403 and "--admin-keys-file" in answer.text
 
 
