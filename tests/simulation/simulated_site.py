@@ -150,9 +150,13 @@ class DrivenCluster:
     def cut(self, name: str, *others: str) -> None:
         """Cuts a process off from others, or from all."""
         for other in others or self.cluster.workers | self.cluster.proxies:
-            for ends in ((name, other), (other, name)):
-                self.cluster.switch.cut(*ends)
-                self._cuts.append(ends)
+            self.cut_one_way(name, other)
+            self.cut_one_way(other, name)
+
+    def cut_one_way(self, dealer: str, router: str) -> None:
+        """Cuts the connection that one process has opened to another."""
+        self.cluster.switch.cut(dealer, router)
+        self._cuts.append((dealer, router))
 
     def heal(self) -> None:
         while self._cuts:

@@ -185,7 +185,7 @@ def test_prompts_for_a_dead_worker_do_not_stay_with_its_successor() -> None:
         prefill, decode = site.cluster.workers
         site.cut("launcher", "proxy-0", "proxy-1")
         site.cut("proxy-0", prefill)
-        site.cluster.switch.cut(decode, "proxy-0")  # it is reached before it can register
+        site.cut_one_way(decode, "proxy-0")  # it is reached before it can register
         site.strike("kill", decode)
         site.pass_time(0.05)
         site.ask()
