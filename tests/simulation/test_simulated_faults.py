@@ -243,7 +243,7 @@ def test_prompts_whose_decode_worker_hears_no_proxy_are_tried_with_another() -> 
     with simulated_site() as site:
         epochs = site.epochs()
         for proxy in ("proxy-0", "proxy-1"):
-            site.cluster.switch.cut(proxy, "decode-0")
+            site.cut_one_way(proxy, "decode-0")
         site.pass_time(1.0)
         for number in range(8):
             site.ask(proxy=number % 2)
