@@ -71,9 +71,14 @@ class MooncakeStore:
         return self.master
 
     def put(self, keys: Sequence[str], value: bytes) -> None:
-        """Stores the same bytes under all keys, as a client that knows nothing of Tandem."""
+        """Stores the same bytes under all keys, as a client that knows nothing of Tandem.
+
+        Tries again for a while: on a busy machine the master may take the store's memory for lost until it reports.
+        """
         command = [sys.executable, "-c", _PUT, self.address, *keys]
-        subprocess.run(command, input=value, env=os.environ | mooncake_environment(), check=True, timeout=60)
+        environment, deadline = os.environ | mooncake_environment(), time.monotonic() + START_TIMEOUT_S
+        while subprocess.run(command, input=value, env=environment, timeout=60).returncode != 0:
+            assert time.monotonic() < deadline, f"the store at {self.address} takes no value"
 
     def __enter__(self) -> MooncakeStore:
         return self
