@@ -131,6 +131,7 @@ class Faults:
     def __init__(self, player: Player, seconds: float) -> None:
         self._player, world = player, player.cluster.world
         self.lost_at, self.whole_at = seconds / 3, math.inf
+        self._num_pairs_at_start = self._num_pairs()
         world.call_later(self.lost_at, self._lose_a_zone)
         for number, name in enumerate(player.cluster.workers):
             at = seconds / 2 + number * seconds / 2 / len(player.cluster.workers)
@@ -141,9 +142,14 @@ class Faults:
             worker.exit()
         self._player.cluster.world.call_later(0.25, self._look)
 
+    def _num_pairs(self) -> int:
+        """Number of ready pairs that every proxy knows."""
+        tables = [proxy.table for proxy in self._player.cluster.proxies.values()]
+        return min(sum(len(record.decode_peers) for record in table.prefill_workers) for table in tables)
+
     def _look(self) -> None:
-        """Notes when the cluster is whole again."""
-        if self._player.cluster.not_whole() is None:
+        """Notes when all pairs are ready again."""
+        if self._num_pairs() == self._num_pairs_at_start:
             self.whole_at = self._player.now
         else:
             self._player.cluster.world.call_later(0.25, self._look)
