@@ -27,19 +27,9 @@ from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
-from tandem.protocol.messages.dispatch import (
-    PrepareDecode,
-    PromptMessage,
-)
+from tandem.protocol.messages.dispatch import PrepareDecode, PromptMessage
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
-from tandem.runtime.errors import (
-    DeadlineExceeded,
-    InternalError,
-    KVTransferFailed,
-    Overloaded,
-    TandemError,
-    WorkerLost,
-)
+from tandem.runtime.errors import DeadlineExceeded, InternalError, KVTransferFailed, Overloaded, TandemError, WorkerLost
 
 UNCLAIMED_TIMEOUT_S = 10.0
 """How long a reservation waits for its PrepareDecode, which travels on another connection."""

@@ -71,7 +71,7 @@ class LostWorker:
     has_crashed: bool = False
     """The launcher saw its process end by a signal or an error. Silence proves no crash."""
     has_left: bool = False
-    """It left, or its process ended, in order: because an operator or the planner wanted it."""
+    """It announced that it leaves, or its process or host ended without a crash: no request is the cause."""
     is_gone: bool = True
     """Nothing listens under this epoch any more; another process may soon listen at its address."""
 
