@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 from tandem.deploy.cluster_config import (
     ClusterConfig,
     bracketed,
-    flag_name,
     load_config,
     settings,
     unknown_name,
@@ -28,6 +27,7 @@ from tandem.deploy.commands.role import set_role
 from tandem.deploy.commands.scale import scale
 from tandem.deploy.launch import draining
 from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.setting_flags import add_settings
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network_keys import make_keys
 from tandem.proxy.http_settings import HttpSettings
@@ -35,6 +35,12 @@ from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.settings import with_values
 from tandem.runtime.version import own_version
 
+COMMON = (
+    "model", "device", "max_model_len", "prefill", "decode", "workers", "tensor_parallel_size", "kv_cache_gib", "host",
+    "port", "api_key", "cluster_host", "network_keys",
+)  # fmt: skip
+"""Settings that `tandem up --help` shows; `--help-all` shows all."""
+COMMON_OF_WORKERS = ("model", "device", "join", "cluster_host", "network_keys", "tensor_parallel_size", "kv_cache_gib")
 WORKER_ONLY = ("join", "name")
 """Settings that `tandem worker` takes and `tandem up` does not."""
 NOT_OF_WORKERS = ("workers", "prefill", "decode", "proxies", "ray")
@@ -43,11 +49,21 @@ SIMULATED = (
     "device", "ttft_slo_ms", "itl_slo_ms",
 )  # fmt: skip
 """Settings that `tandem simulate --trace` takes."""
+UP_DESCRIPTION = """\
+Start a cluster and keep it running until Ctrl-C. Without arguments it serves the demo model.
+
+  a laptop:  tandem up --model ./my-model --port 8080
+  GPUs:      tandem up --model ./my-model --device cuda --prefill 2 --decode 2
+  hosts:     tandem up --model ./my-model --cluster-host 10.0.0.1 --network-keys ./keys
+             and on other hosts the `tandem worker` line that it prints"""
 
 
 def main() -> None:
     try:
-        arguments = _parser().parse_args()
+        if len(sys.argv) == 1:
+            _parser().print_help()
+            sys.exit(0)
+        arguments = _parser("--help-all" in sys.argv).parse_args()
         exit_code = arguments.run(arguments)
         sys.stdout.flush()
         sys.exit(exit_code)
@@ -86,7 +102,8 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(unknown_name(flag, "flag", known) if known else f"unknown flag {flag}")
 
 
-def _parser() -> CommandParser:
+def _parser(show_all: bool = False) -> CommandParser:
+    """Returns the parser of all commands. show_all: whether the help of `up` and `worker` has all flags."""
     parser = CommandParser(
         prog="tandem",
         description="Serve large language models with prefill and decode on separate workers.",
@@ -104,11 +121,12 @@ def _parser() -> CommandParser:
         "up",
         _up,
         "start a cluster on this machine, or on a Ray cluster",
-        description="Start a cluster and keep it running until Ctrl-C. Without arguments it serves the demo model.",
-        usage="tandem up [--config FILE] [FLAGS]",
-        epilog="docs/configuration.md has the same list.",
+        description=UP_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="tandem up [FLAGS]",
+        epilog="docs/configuration.md describes all flags, which are also the keys of --config's file.",
     )
-    _add_settings(up, left_out=WORKER_ONLY)
+    add_settings(up, COMMON, WORKER_ONLY, show_all)
     worker = add(
         "worker",
         _worker,
@@ -118,7 +136,7 @@ def _parser() -> CommandParser:
     )
     worker.add_argument("role", choices=typing.get_args(Role), help="role of the workers")
     worker.add_argument("--count", type=int, default=1, metavar="N", help="number of workers (default: 1)")
-    _add_settings(worker, left_out=NOT_OF_WORKERS)
+    add_settings(worker, COMMON_OF_WORKERS, NOT_OF_WORKERS, show_all)
     keys = add("keys", _keys, "make the keys that protect traffic between hosts")
     keys.add_argument(
         "folder", type=Path, nargs="?", default=Path("tandem-keys"), metavar="FOLDER", help="new or empty folder"
@@ -164,7 +182,7 @@ def _parser() -> CommandParser:
     simulation.add_argument("--step-times", type=Path, metavar="FILE", help=help_text)
     simulation.add_argument("--json", type=Path, metavar="FILE", help="write the figures of a trace")
     simulation.add_argument("--plot", type=Path, metavar="FILE", help="draw the latencies of a trace, as .svg or .png")
-    _add_settings(simulation, left_out=[setting.key for setting in settings() if setting.key not in SIMULATED])
+    add_settings(simulation, SIMULATED, [each.key for each in settings() if each.key not in SIMULATED], show_all)
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
     for command in (status, scale, drain, role, restart, *caches):
         help_text = "HTTP port of the cluster (default: 8000)"
@@ -192,33 +210,6 @@ def _add_cache_commands(cache: CommandParser) -> list[CommandParser]:
     fill.add_argument("--api-key", default=key, metavar="KEY", help="API key (default: TANDEM_API_KEY's value)")
     fill.add_argument("--timeout-s", type=float, default=600.0, metavar="X", help="seconds to wait (default: 600)")
     return [show, clear, fill]
-
-
-def _add_settings(parser: CommandParser, left_out: Sequence[str]) -> None:
-    """Adds a flag for each field of the configuration, under the heading of its group."""
-    parser.add_argument("--config", type=Path, metavar="FILE", default=None, help="TOML file with the same settings")
-    offered = [setting for setting in settings() if setting.key not in left_out]
-    parser.set_defaults(known_flags=[setting.key for setting in offered])
-    groups: dict[str, Any] = {}
-    for setting in offered:
-        group = groups.get(setting.group) or groups.setdefault(
-            setting.group, parser.add_argument_group(setting.group.replace("_", " "))
-        )
-        shown = f"{setting.default:g}" if isinstance(setting.default, float) else setting.default
-        default = f" (default: {shown})" if shown not in ("", False, []) else ""
-        # Flags that are not given stay out of the namespace, so that they do not override the file.
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": setting.description + default}
-        if setting.kind == list[str]:
-            options |= {"action": "append", "metavar": "NAME=FOLDER"}
-        elif choices := typing.get_args(setting.kind):
-            options |= {"choices": choices, "metavar": "|".join(choices)}
-        elif setting.kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options |= {"type": setting.kind, "metavar": {int: "N", float: "X"}.get(setting.kind, "S")}
-        if setting.key == "ray":
-            options |= {"nargs": "?", "const": "auto", "metavar": "ADDRESS"}
-        group.add_argument(flag_name(setting.key), **options)
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -254,7 +245,7 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from tandem.deploy.demo_model import DEMO_MODEL
     from tandem.deploy.launch.run_cluster import run_cluster
 
-    config = load_config(arguments.config, _overrides(arguments))
+    config = load_config(arguments.config, _overrides(arguments), serves_demo=True)
     if must_join and not config.join:
         raise ConfigError("--join is missing: give the proxies' endpoints, which `tandem up --cluster-host` prints")
     logging.basicConfig(level=config.logs.log_level.upper(), format="%(message)s", stream=sys.stderr)
@@ -299,6 +290,13 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
         keys = f" --network-keys {config.network_keys}" if config.network_keys else " --insecure-network"
         command = f"tandem worker ROLE{model} --join {endpoints} --cluster-host ADDRESS{keys}"
         print(f"Workers on other hosts join with: {command}", flush=True)
+    if config.engine.model == str(DEMO_MODEL) and config.routing.decode_prefill_threshold == 0:
+        console.print(
+            "Every prompt is handed over from a prefill to a decode worker (--decode-prefill-threshold 0), as "
+            f"`tandem status --port {http.port}` shows.",
+            soft_wrap=True,
+        )
+    console.print(f"Chat: {url}/", soft_wrap=True)
     admin_host, admin_port = config.admin_address
     console.print(f"Dashboard: http://{bracketed(admin_host)}:{admin_port}/dashboard", soft_wrap=True)
     console.print(f"Logs: {logs}. Press Ctrl-C to stop the cluster.", soft_wrap=True)

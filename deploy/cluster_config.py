@@ -233,15 +233,19 @@ def _settings_of(config: msgspec.Struct) -> Iterator[Setting]:
                 yield Setting(name, kind, default, meta.extra["group"], str(meta.description))
 
 
-def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
+def load_config(file: Path | None, overrides: dict[str, Any], serves_demo: bool = False) -> ClusterConfig:
     """Merges the TOML file and the command line's values.
 
+    serves_demo: whether an empty model means the demo model. Its prompts are short: unless decode_prefill_threshold is
+    given, it is 0 there, so that one sees prefill workers hand KV caches over.
     Raises ConfigError, in one line, for a file that cannot be read, an unknown key, or a bad value.
     """
     values = {} if file is None else _read_file(file)
     given = {**values, **overrides}
     if given.get("workers"):
         given = {"prefill": 0, "decode": 0, **given}
+    if serves_demo and not given.get("model") and (given.get("prefill", 1) or given.get("workers")):
+        given = {"decode_prefill_threshold": 0, **given}
     try:
         config = msgspec.convert(msgspec.to_builtins(with_values(ClusterConfig(), given)), ClusterConfig, strict=True)
     except msgspec.ValidationError as error:

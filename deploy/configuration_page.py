@@ -5,8 +5,6 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from msgspec import NODEFAULT
-
 from tandem.deploy.cluster_config import flag_name, settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -38,9 +36,7 @@ def page() -> str:
 
 
 def _shown(default: object) -> str:
-    return (
-        "" if default in ("", [], NODEFAULT) else f"`{str(default).lower() if isinstance(default, bool) else default}`"
-    )
+    return "" if default in ("", []) else f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
 if __name__ == "__main__":

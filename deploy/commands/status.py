@@ -27,7 +27,7 @@ WINDOW_S = 30.0
 _ROLE_ORDER: tuple[Role, ...] = ("prefill", "any", "decode")
 _PLACEMENT_WORDS = {
     "same": "on one worker",
-    "two": "on two workers",
+    "two": "on two workers (KV handed over)",
     "deflected": "on a decode worker alone",
     "prefill_only": "only prefill",
 }
@@ -188,7 +188,7 @@ def _serving(figures: ServingRates, is_recent: bool) -> list[Table | str]:
     if figures.predictions:
         parts.append(_predictions(figures))
     if placed := [f"{count} {_PLACEMENT_WORDS[where]}" for where, count in figures.placements.items() if count]:
-        parts.append("sequences that ran " + ", ".join(placed))
+        parts.append("sequences that ran: " + ", ".join(placed))
     return parts
 
 

@@ -16,7 +16,7 @@ class RoutingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # fmt: off
     decode_prefill_threshold: Annotated[int, setting("workers", ge=0, le=65536, description=
         "A decode worker prefills prompts of up to this many uncached tokens itself; 0 leaves every "
-        "prompt to prefill and elastic workers.")] = 64
+        "prompt to prefill and elastic workers, and is the default for the demo model.")] = 64
     request_timeout_s: Annotated[float, setting("limits", gt=0, description=
         "Seconds after which an unfinished request fails.")] = 600.0
     worker_wait_s: Annotated[float, setting("limits", ge=0, description=

@@ -182,6 +182,7 @@ class Dispatcher:
             attempt = each.attempt
             assert attempt is not None
             self._end_attempt(each)
+            attempt.times.lost_at = self.clock()
             if attempt.preempted:
                 self._metrics.preempted.inc()
             elif (wait_s := each.on_lost(attempt)) is not None:
@@ -317,7 +318,6 @@ class Dispatcher:
             return
         del self._running[attempt.attempt_id]
         self._trials.on_aborted(asyncio.get_running_loop().time(), attempt)
-        attempt.times.lost_at = self.clock()
         attempt.prefill.end(None)
         self._router.sequence_ended(attempt.route)
         for worker in attempt.busy_workers:

@@ -160,6 +160,7 @@ def test_any_proxy_returns_a_requests_timeline(cluster: Cluster) -> None:
         names = [event["event"] for event in timeline["events"]]
         assert names[:3] == ["arrived", "tokenized", "dispatched"] and names[-1] == "ended"
         assert {"first token computed", "decode reserved", "first token delivered", "decode began"} <= set(names)
+        assert "attempt over" not in names
         moments = [event["at_s"] for event in timeline["events"]]
         assert moments == sorted(moments) and moments[0] == 0
         assert list(timeline["stages_s"]) == list(STAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,26 @@ def test_elastic_workers_replace_the_others_unless_both_are_given(tmp_path: Path
     assert [mixed.num_ranks(role) for role in mixed.counts] == [2, 3, 3]
     assert mixed.num_threads("any") == max(1, num_cores() // 8)
     load_config(None, {"workers": 1, "decode_prefill_threshold": 0, "autoscale": True})
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "threshold"),
+    [
+        ("", {}, 0),
+        ("", {"workers": 1, "decode": 1}, 0),
+        ("", {"decode_prefill_threshold": 100}, 100),
+        ("decode_prefill_threshold = 100", {}, 100),
+        ("", {"model": "some/model"}, 64),
+        ('model = "some/model"', {}, 64),
+        ("", {"prefill": 0}, 64),
+    ],
+)
+def test_prompts_of_the_demo_model_are_handed_over_unless_a_threshold_is_given(
+    tmp_path: Path, content: str, flags: dict[str, Any], threshold: int
+) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(content)
+    assert load_config(file, flags, serves_demo=True).routing.decode_prefill_threshold == threshold
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_the_tables_fit_80_columns(is_recent: bool) -> None:
     for words in ("m: ready", "TTFT", "prefill-0", "decode-0", "25%", "waiting for a first token", "prefill 500"):
         assert words in shown, words
     assert "TTFT from dispatch     200.0    300.0 100.0" in shown
-    assert ("ran 2 on one worker, 3 on two workers" in shown) is is_recent
+    assert ("ran: 2 on one worker, 3 on two workers (KV handed over)" in shown) is is_recent
     assert ("50.0 output tokens/s" in shown) is is_recent
 
 

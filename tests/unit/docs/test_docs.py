@@ -110,7 +110,7 @@ def _parse(*arguments: str) -> argparse.Namespace:
     except ConfigError as error:
         pytest.fail(f"`tandem {shlex.join(arguments)}` does not parse: {error}")
     except SystemExit as exit:
-        assert not exit.code and "--help" in arguments
+        assert not exit.code and {"--help", "--help-all"} & {*arguments}
         return argparse.Namespace()
 
 

@@ -221,6 +221,8 @@ def test_sequences_of_one_prompt_stay_together_until_it_is_computed() -> None:
             reader.cancel()
         for each in sequences:
             cluster.dispatcher.drop(each)
+        lost = [[times.lost_at is not None for times in each.times] for each in sequences]
+        assert lost == [[True, True, False], [False], [True, True, False]], "ended before their sequences did"
 
     play(test)
 
