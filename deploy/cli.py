@@ -250,8 +250,10 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
         raise ConfigError("--join is missing: give the proxies' endpoints, which `tandem up --cluster-host` prints")
     logging.basicConfig(level=config.logs.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
-    name = config.served_model_name or (Path(config.engine.model).name if config.engine.model else "tandem-demo")
-    config = with_values(config, {"model": config.engine.model or str(DEMO_MODEL), "served_model_name": name})
+    name = config.served_model_name or (
+        Path(config.engine_settings.model).name if config.engine_settings.model else "tandem-demo"
+    )
+    config = with_values(config, {"model": config.engine_settings.model or str(DEMO_MODEL), "served_model_name": name})
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("Starting", total=None)
@@ -286,11 +288,12 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
         endpoints = ",".join(config.proxy_endpoints)
-        model = f" --model {config.engine.model}" if config.engine.model != str(DEMO_MODEL) else ""
+        model = f" --model {config.engine_settings.model}" if config.engine_settings.model != str(DEMO_MODEL) else ""
         keys = f" --network-keys {config.network_keys}" if config.network_keys else " --insecure-network"
-        command = f"tandem worker ROLE{model} --join {endpoints} --cluster-host ADDRESS{keys}"
+        engine = f" --engine {config.engine}" if config.engine != "tandem" else ""
+        command = f"tandem worker ROLE{model}{engine} --join {endpoints} --cluster-host ADDRESS{keys}"
         print(f"Workers on other hosts join with: {command}", flush=True)
-    if config.engine.model == str(DEMO_MODEL) and config.routing.decode_prefill_threshold == 0:
+    if config.engine_settings.model == str(DEMO_MODEL) and config.routing.decode_prefill_threshold == 0:
         console.print(
             "Every prompt is handed over from a prefill to a decode worker (--decode-prefill-threshold 0), as "
             f"`tandem status --port {http.port}` shows.",

@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import os
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from tandem.deploy.vllm_settings import check_settings_of_vllm
 from tandem.engine.engine_config import EngineConfig
 from tandem.kv_transfer.registry import check_name
 from tandem.kv_transfer.tiers.store_url import parse_store_url
@@ -33,6 +34,7 @@ from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogSettings
 from tandem.runtime.settings import Group, setting, with_values
 
+EngineName = Literal["tandem", "vllm"]
 MIN_BATCHED_TOKENS = 16
 MIN_BLOCK_SIZE = 8
 
@@ -61,7 +63,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads_per_worker: Annotated[int, setting("workers", ge=0, le=256, description=
         "CPU threads of each worker, split among its processes; 0 divides the cores among all workers.")] = 0
 
-    engine: EngineConfig = EngineConfig("", max_num_batched_tokens=0, max_num_seqs=0)
+    engine_settings: EngineConfig = EngineConfig("", max_num_batched_tokens=0, max_num_seqs=0)
+    engine: Annotated[EngineName, setting("model", description=
+        "Engine of the workers: tandem is the built-in one, vllm runs vLLM's in an environment that `tandem engine "
+        "install vllm` makes.")] = "tandem"
+    engine_python: Annotated[str, setting("model", description=
+        "Python interpreter of the environment with vLLM, on every host; empty uses the one that `tandem engine "
+        "install vllm` has made.")] = ""
     served_model_name: Annotated[str, setting("model", description=
         "Model name that clients send; empty uses the model's own name.")] = ""
     lora: Annotated[list[str], setting("model", description=
@@ -254,7 +262,8 @@ def load_config(file: Path | None, overrides: dict[str, Any], serves_demo: bool 
         check_name(config.kv_connector)
     except ConfigError as error:
         raise ConfigError(f"kv_connector: {error.message}") from error
-    engine = config.engine
+    _check_engine(config, given)
+    engine = config.engine_settings
     if 0 < engine.max_num_batched_tokens < MIN_BATCHED_TOKENS:
         raise ConfigError(f"max_num_batched_tokens: {engine.max_num_batched_tokens} is less than {MIN_BATCHED_TOKENS}")
     if 0 < engine.block_size < MIN_BLOCK_SIZE:
@@ -299,6 +308,14 @@ def _bad_value(
     if key in overrides:
         return f"{flag_name(key)} {overrides[key]}: {message[:1].lower()}{message[1:]}"
     return f"{file}: {key} = {values.get(key)!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _check_engine(config: ClusterConfig, given: Mapping[str, Any]) -> None:
+    """Checks the settings that were given against the engine."""
+    if config.engine == "vllm":
+        check_settings_of_vllm(given, config.counts)
+    elif config.engine_python:
+        raise ConfigError("engine_python: only workers with another engine have one; give --engine vllm with it")
 
 
 def _check_workers(config: ClusterConfig) -> None:

@@ -13,8 +13,10 @@ _GPU = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_waiting_reques
 
 def with_device_defaults(config: ClusterConfig, on_gpus: bool) -> ClusterConfig:
     """Returns the configuration with values for the settings that are 0 and mean a default by device."""
-    defaults = _GPU if on_gpus else _CPU
-    given = msgspec.structs.asdict(config.engine) | msgspec.structs.asdict(config.admission)
+    defaults = dict(_GPU if on_gpus else _CPU)
+    if config.engine == "vllm":
+        del defaults["max_num_batched_tokens"]  # depends on the model's context, which the worker knows
+    given = msgspec.structs.asdict(config.engine_settings) | msgspec.structs.asdict(config.admission)
     return with_values(config, {key: given[key] or value for key, value in defaults.items()})
 
 

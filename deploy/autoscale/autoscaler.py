@@ -44,7 +44,7 @@ class Autoscaler:
     def __init__(self, config: ClusterConfig, cluster: Scalable, boot_s: float) -> None:
         self._cluster = cluster
         self._acts = config.autoscale
-        self._meter = DemandMeter(config.engine.max_num_seqs)
+        self._meter = DemandMeter(config.engine_settings.max_num_seqs)
         self._planner = Planner(planner_config(config, foresee_s=min(max(boot_s, 1.0), MAX_BOOT_S)))
         self._announced = self._refusal = ""  # the last ones that were logged
         self.plan: PlanReport | None = None  # of the last observation
@@ -90,7 +90,7 @@ def planner_config(config: ClusterConfig, foresee_s: float) -> PlannerConfig:
         ttft_s=config.autoscale_ttft_ms / 1000,
         itl_s=(config.itl_slo_ms or DEFAULT_ITL_MS) / 1000,
         max_workers=max(config.autoscale_max_workers, sum(config.counts.values())),
-        max_num_seqs=config.engine.max_num_seqs,
+        max_num_seqs=config.engine_settings.max_num_seqs,
         foresee_s=foresee_s,
     )
 

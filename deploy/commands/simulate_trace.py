@@ -36,7 +36,7 @@ def simulate_trace(
         _pyplot()  # before the work
     figures = read_figures(step_times)
     requests = read_trace(trace, figures.max_model_len)
-    config = with_device_defaults(config, on_gpus=config.engine.device == "cuda")
+    config = with_device_defaults(config, on_gpus=config.engine_settings.device == "cuda")
     shape = planned_shape(figures, config)
     began_at = time.monotonic()
     played = Player(requests, shape).play()

@@ -30,16 +30,18 @@ async def start_process(
     env: dict[str, str],
     inherited_fds: Sequence[int] = (),
     preloaded: PreloadedWorker | None = None,
+    python: str = sys.executable,
 ) -> asyncio.subprocess.Process | ForkedProcess:
     """Forks the process from `preloaded`, or starts `python -m module config_file`. Raises OSError.
 
-    It has a session of its own: Ctrl-C reaches only the launcher.
+    python: interpreter of a process that is not forked. The process has a session of its own: Ctrl-C reaches only the
+    launcher.
     """
     if preloaded is not None and (forked := await preloaded.start(config_file, output, env, inherited_fds)) is not None:
         return forked
     with output.open() as file:
         return await asyncio.create_subprocess_exec(
-            sys.executable,
+            python,
             "-m",
             module,
             config_file,
@@ -57,6 +59,7 @@ class ChildProcess(Supervised):
 
     inherited_fds: descriptors that the process inherits under the same numbers.
     preloaded: forks the process; None starts it plainly.
+    python: interpreter of a process that is not forked.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class ChildProcess(Supervised):
         pid_file: Path,
         inherited_fds: Sequence[int] = (),
         preloaded: PreloadedWorker | None = None,
+        python: str = sys.executable,
     ) -> None:
         super().__init__(name, output.file, on_exit)
         self._output = output
@@ -79,6 +83,7 @@ class ChildProcess(Supervised):
         self._pid_file = pid_file
         self._inherited_fds = inherited_fds
         self._preloaded = preloaded
+        self._python = python
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
 
     @property
@@ -126,7 +131,13 @@ class ChildProcess(Supervised):
     async def _start(self) -> asyncio.subprocess.Process | ForkedProcess:
         """Raises OSError."""
         self._process = process = await start_process(
-            self._module, str(self._config_file), self._output, self._env, self._inherited_fds, self._preloaded
+            self._module,
+            str(self._config_file),
+            self._output,
+            self._env,
+            self._inherited_fds,
+            self._preloaded,
+            self._python,
         )
         self.last_pid = process.pid
         try:

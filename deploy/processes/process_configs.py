@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,7 @@ from tandem.proxy.http.api_keys import ApiKeys, KeyFile, parse_keys
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
+from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig
 from tandem.worker.worker_config import WorkerConfig
 
 PROXY_GRACE_S = 1.5
@@ -74,8 +76,8 @@ class ProcessConfigs:
     """Makes the configuration of each process.
 
     cluster: with device defaults. keys: secrets that go into the configurations; parts without an entry read theirs
-    from the operator's folder. ranks_per_gpu: ranks that share the memory of a GPU. Raises ConfigError for API keys and
-    LoRA adapters that cannot be read.
+    from the operator's folder. ranks_per_gpu: ranks that share the memory of a GPU. on_gpus: whether workers run on
+    GPUs. Raises ConfigError for API keys and LoRA adapters that cannot be read.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class ProcessConfigs:
         cluster: ClusterConfig,
         keys: Mapping[Part, NetworkKeys] = MappingProxyType({}),
         ranks_per_gpu: int = 1,
+        on_gpus: bool = False,
     ) -> None:
         self._cluster = cluster
         self._keys = keys
         self._ranks_per_gpu = ranks_per_gpu
+        self._on_gpus = on_gpus
         http = cluster.http
         if http.api_keys_file:
             parse_keys(KeyFile(Path(http.api_keys_file)).read())
@@ -108,7 +112,7 @@ class ProcessConfigs:
         return ProxyConfig(
             proxy_id=name,
             control_endpoint=place.endpoint,
-            model=cluster.engine.model,
+            model=cluster.engine_settings.model,
             served_model_name=cluster.served_model_name,
             control_endpoint_file=place.endpoint_file,
             control_tcp_endpoint=place.control_tcp_endpoint,
@@ -124,7 +128,7 @@ class ProcessConfigs:
             media_threads=cluster.media_threads,
             media_cache_endpoint=place.media_cache_endpoint,
             media_cache_tcp_endpoint=place.media_cache_tcp_endpoint,
-            trust_remote_code=cluster.engine.trust_remote_code,
+            trust_remote_code=cluster.engine_settings.trust_remote_code,
             adapters=self._adapters,
             lora_file=place.lora_file,
             response_folder=place.response_folder,
@@ -146,29 +150,37 @@ class ProcessConfigs:
         )
 
     def worker(self, role: Role, name: str, place: Place) -> WorkerConfig:
-        cluster = self._cluster
+        tiers = self._cluster.tiers
         return WorkerConfig(
-            worker_id=name,
-            role=role,
-            role_file=place.role_file,
-            endpoint=place.endpoint,
-            proxy_endpoints=place.proxy_endpoints,
-            proxies_file=place.proxies_file,
+            **self._any_worker(role, name, place),
             engine=self._engine(role, place.progress_file),
-            kv_connector=cluster.kv_connector,
-            kv_checksums=os.environ.get("TANDEM_KV_CHECKSUMS") == "1",
-            host=place.host,
-            network=self._network("worker"),
-            itl_slo_ms=cluster.itl_slo_ms,
-            adapters=[adapter.ref for adapter in self._adapters],
-            drain_timeout_s=cluster.drain_timeout_s,
-            metrics_host=cluster.http.admin_host,
-            media_cache_endpoint=place.media_cache_endpoint,
-            tiers=msgspec.structs.replace(
-                cluster.tiers, host_files=place.host_files, kv_disk_dir=str(cluster.tiers.disk_folder or "")
-            ),
-            logs=cluster.logs,
+            tiers=msgspec.structs.replace(tiers, host_files=place.host_files, kv_disk_dir=str(tiers.disk_folder or "")),
         )
+
+    def vllm_worker(self, role: Role, name: str, place: Place) -> VllmWorkerConfig:
+        return VllmWorkerConfig(**self._any_worker(role, name, place), engine=self._vllm_engine(role))
+
+    def _any_worker(self, role: Role, name: str, place: Place) -> dict[str, Any]:
+        """The part of a worker's configuration that does not depend on its engine."""
+        cluster = self._cluster
+        return {
+            "worker_id": name,
+            "role": role,
+            "role_file": place.role_file,
+            "endpoint": place.endpoint,
+            "proxy_endpoints": place.proxy_endpoints,
+            "proxies_file": place.proxies_file,
+            "kv_connector": cluster.kv_connector,
+            "kv_checksums": os.environ.get("TANDEM_KV_CHECKSUMS") == "1",
+            "host": place.host,
+            "network": self._network("worker"),
+            "itl_slo_ms": cluster.itl_slo_ms,
+            "adapters": [adapter.ref for adapter in self._adapters],
+            "drain_timeout_s": cluster.drain_timeout_s,
+            "metrics_host": cluster.http.admin_host,
+            "media_cache_endpoint": place.media_cache_endpoint,
+            "logs": cluster.logs,
+        }
 
     def _network(self, part: Part) -> NetworkConfig:
         keys = self._keys.get(part)
@@ -177,14 +189,38 @@ class ProcessConfigs:
     def _engine(self, role: Role, progress_file: str) -> EngineConfig:
         cluster = self._cluster
         return msgspec.structs.replace(
-            cluster.engine,
-            kv_cache_bytes=int(cluster.kv_cache_gib * (1 << 30)),
+            cluster.engine_settings,
+            kv_cache_bytes=self._kv_cache_bytes,
             ranks_per_gpu=self._ranks_per_gpu,
             num_peers=self._num_peers(cluster.num_ranks(role)),
             num_threads=cluster.num_threads(role),
             tensor_parallel_size=cluster.num_ranks(role),
             progress_file=progress_file,
         )
+
+    def _vllm_engine(self, role: Role) -> VllmEngineConfig:
+        settings = self._cluster.engine_settings
+        assert settings.quantization != "int8"  # refused by `deploy.vllm_settings`
+        return VllmEngineConfig(
+            model=settings.model,
+            dtype=settings.dtype,
+            load_format=settings.load_format,
+            quantization=settings.quantization,
+            device="cuda" if self._on_gpus else "cpu",
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            block_size=settings.block_size,
+            kv_cache_bytes=self._kv_cache_bytes,
+            gpu_memory_fraction=settings.gpu_memory_fraction / self._ranks_per_gpu,
+            tensor_parallel_size=self._cluster.num_ranks(role),
+            num_threads=self._cluster.num_threads(role),
+            trust_remote_code=settings.trust_remote_code,
+        )
+
+    @property
+    def _kv_cache_bytes(self) -> int:
+        return int(self._cluster.kv_cache_gib * (1 << 30))
 
     def _num_peers(self, num_ranks: int) -> int:
         """Ranks of other workers to which one of the `num_ranks` ranks of a worker connects over NCCL, at most.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from tandem.deploy.cluster_config import ClusterConfig, bracketed
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.child_process import ChildProcess
+from tandem.deploy.processes.engine_python import EnginePython, find_engine_python, vllm_environment
 from tandem.deploy.processes.gpus import least_used, visible_gpus
 from tandem.deploy.processes.host_memory import HostMemory
 from tandem.deploy.processes.log_file import LogFile
@@ -21,7 +23,7 @@ from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
-from tandem.deploy.sites.site import WORKER_MODULE, Site
+from tandem.deploy.sites.site import VLLM_WORKER_MODULE, WORKER_MODULE, Site
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.errors import ConfigError
@@ -34,17 +36,20 @@ class LocalSite(Site):
 
     The launcher binds one listening socket per proxy and keeps all of them open, so connections that wait at the socket
     of a proxy that crashed are served by its successor. It also keeps the workers' host memory for KV blocks. Raises
-    ConfigError when it cannot bind the sockets or make the folder for KV blocks.
+    ConfigError when it cannot bind the sockets, make the folder for KV blocks, or find the engine's interpreter.
     """
 
     def __init__(self, cluster: ClusterConfig, folder: Path, logs: Path) -> None:
         super().__init__()
-        self._gpus = visible_gpus(cluster.engine.device, os.environ)
-        self.on_gpus = cluster.engine.device == "cuda" or bool(self._gpus)
+        self._python: EnginePython | None = None  # of workers with another engine
+        if cluster.engine == "vllm":
+            self._python = find_engine_python(cluster.engine_python)
+        self._gpus = visible_gpus(cluster.engine_settings.device, os.environ)
+        self.on_gpus = cluster.engine_settings.device == "cuda" or bool(self._gpus)
         self._cluster = with_device_defaults(cluster, self.on_gpus)
         # Where the GPUs are not known, all workers use the first.
         self._ranks_per_gpu = ranks_per_gpu(cluster, len(self._gpus or [""]))
-        self._configs = ProcessConfigs(self._cluster, ranks_per_gpu=self._ranks_per_gpu)
+        self._configs = ProcessConfigs(self._cluster, ranks_per_gpu=self._ranks_per_gpu, on_gpus=self.on_gpus)
         self._folder = folder
         self._logs = logs
         self._metrics_dir = folder / "metrics"
@@ -56,8 +61,10 @@ class LocalSite(Site):
         names = [f"proxy-{i}" for i in range(cluster.proxies)] if not cluster.join else []
         self._listeners = {name: bind(cluster.http.host, cluster.http.port) for name in names}
         self._admin_listeners = {name: bind(*cluster.admin_address) for name in names}
-        roles = [role for role, count in self._cluster.counts.items() if count] or ["decode"]
-        self._preloaded = PreloadedWorker(self._worker_environment(roles[0]), not self.on_gpus, logs)
+        self._preloaded: PreloadedWorker | None = None  # workers with another engine are started plainly
+        if self._python is None:
+            roles = [role for role, count in self._cluster.counts.items() if count] or ["decode"]
+            self._preloaded = PreloadedWorker(self._worker_environment(roles[0]), not self.on_gpus, logs)
 
     def http_hosts(self) -> list[str]:
         return [self._cluster.http.host]
@@ -90,7 +97,8 @@ class LocalSite(Site):
         return self._child(name, "tandem.proxy", config, env, exited, [listen_fd, admin_listen_fd])
 
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
-        self._preloaded.spawn_once()
+        if self._preloaded is not None:
+            self._preloaded.spawn_once()
         progress_file = self._folder / f"{name}.loading"
         host = self._cluster.cluster_host
         place = Place(
@@ -116,11 +124,17 @@ class LocalSite(Site):
                 )
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of[name])
         self.progress_files[name] = progress_file
+        if self._python is not None:
+            vllm_config = self._configs.vllm_worker(role, name, place)
+            python = str(self._python.path)
+            return self._child(name, VLLM_WORKER_MODULE, vllm_config, env, on_exit, python=python)
         config = self._configs.worker(role, name, place)
         return self._child(name, WORKER_MODULE, config, env, on_exit, preloaded=self._preloaded)
 
     def _worker_environment(self, role: Role) -> dict[str, str]:
         env = process_environment(self._cluster.num_threads(role))
+        if self._python is not None:
+            env |= vllm_environment(self.on_gpus) | self._python.environment(self._folder)
         if self._gpus != []:  # there are GPUs, or it is not known
             env |= nccl_environment(self._cluster.cluster_host or "127.0.0.1", os.environ)
         return env
@@ -131,7 +145,7 @@ class LocalSite(Site):
         return self._host_memory.files(name, self._cluster.num_ranks(role), num_bytes) if num_bytes else []
 
     def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
-        if not takes_media(self._cluster.engine.model):
+        if not takes_media(self._cluster.engine_settings.model):
             return None
         self.media_cache_endpoint = self._endpoint("media-cache")
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
@@ -147,10 +161,11 @@ class LocalSite(Site):
 
     @property
     def is_preloaded(self) -> bool:
-        return self._preloaded.is_loaded
+        return self._preloaded is None or self._preloaded.is_loaded
 
     def renew_preloaded(self) -> None:
-        self._preloaded.renew()
+        if self._preloaded is not None:
+            self._preloaded.renew()
 
     def stop_listening(self) -> None:
         for listener in (*self._listeners.values(), *self._admin_listeners.values()):
@@ -159,7 +174,8 @@ class LocalSite(Site):
     def close(self) -> None:
         self.stop_listening()  # the launcher removes the folder
         self._host_memory.close()
-        self._preloaded.close()
+        if self._preloaded is not None:
+            self._preloaded.close()
 
     def _endpoint(self, name: str) -> str:
         return f"ipc://{self._folder}/{name}.sock"
@@ -173,12 +189,13 @@ class LocalSite(Site):
         on_exit: OnExit,
         inherited_fds: Sequence[int] = (),
         preloaded: PreloadedWorker | None = None,
+        python: str = sys.executable,
     ) -> ChildProcess:
         config_file = self._folder / f"{name}.json"
         write_whole(config_file, msgspec.json.encode(config))
         output = LogFile(self._logs / f"{name}.log")
         pid_file = self._folder / f"{name}.pid"
-        return ChildProcess(name, module, config_file, output, env, on_exit, pid_file, inherited_fds, preloaded)
+        return ChildProcess(name, module, config_file, output, env, on_exit, pid_file, inherited_fds, preloaded, python)
 
 
 def make_disk_folder(folder: Path) -> None:

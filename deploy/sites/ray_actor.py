@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.deploy.processes.child_process import ChildProcess, start_process
+from tandem.deploy.processes.engine_python import EnginePython, find_engine_python
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.preloaded import PreloadedWorker
@@ -62,6 +64,7 @@ class ProcessActor:
         self._limiting: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._preloaded: PreloadedWorker | None = None
+        self._engine_python: EnginePython | None = None
         self._media_cache: ChildProcess | None = None
         self._running_cache: asyncio.Task[None] | None = None
 
@@ -120,6 +123,14 @@ class ProcessActor:
             return str(error)
         return ""
 
+    async def find_engine_python(self, given: str) -> str:
+        """Finds the interpreter on this node with which `start` starts the process. Returns the error, or ""."""
+        try:
+            self._engine_python = await asyncio.to_thread(find_engine_python, given)
+        except ConfigError as error:
+            return f"{error} (on this node)"
+        return ""
+
     async def start(self, module: str, config: bytes, env: dict[str, str], proxies: list[str]) -> int:
         """Starts `python -m module` and returns its pid. config: JSON, passed in memory because it contains keys."""
         write_endpoints(self._folder / "proxies", proxies)
@@ -127,7 +138,12 @@ class ProcessActor:
         try:
             os.write(config_fd, config)
             config_file = f"/proc/self/fd/{config_fd}"
-            self._process = await start_process(module, config_file, self._output, env, [config_fd], self._preloaded)
+            python = sys.executable
+            if self._engine_python is not None:
+                python, env = str(self._engine_python.path), env | self._engine_python.environment(self._folder)
+            self._process = await start_process(
+                module, config_file, self._output, env, [config_fd], self._preloaded, python
+            )
         finally:
             os.close(config_fd)
         if self._limiting is None:

@@ -40,7 +40,8 @@ class RayProcess(Supervised):
     make_config(name, place): configuration for a start at `place`. bundle: Ray resources. on_endpoint: called with a
     proxy's control endpoint; None for workers. make_media_cache: configuration of a media cache beside the process.
     host_memory: of a worker, kept when it is started again. preload_module: module of the process from which a worker's
-    actor forks it; None starts the process plainly.
+    actor forks it; None starts the process plainly. engine_python: setting of a worker with another engine, see
+    `deploy.processes.engine_python`; None for the interpreter of the actor.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RayProcess(Supervised):
         make_media_cache: Callable[[NodePlace], MediaCacheConfig] | None = None,
         host_memory: RayHostMemory | None = None,
         preload_module: str | None = None,
+        engine_python: str | None = None,
     ) -> None:
         super().__init__(name, log_file, on_exit)
         self.place: NodePlace | None = None
@@ -69,6 +71,7 @@ class RayProcess(Supervised):
         self._make_media_cache = make_media_cache
         self._host_memory = host_memory
         self._preload_module = preload_module
+        self._engine_python = engine_python
         self._api_keys = ""
         self._role = ""
         self._group: Any = None
@@ -138,9 +141,12 @@ class RayProcess(Supervised):
         env, on_gpus = self._env, bool(self._bundle.get("GPU"))
         if on_gpus:
             env = env | await actor.nccl_environment.remote()
-        if self._preload_module is not None and (
-            error := await actor.preload.remote(self._preload_module, env, not on_gpus)
-        ):
+        error = ""
+        if self._preload_module is not None:
+            error = await actor.preload.remote(self._preload_module, env, not on_gpus)
+        elif self._engine_python is not None:
+            error = await actor.find_engine_python.remote(self._engine_python)
+        if error:
             self._log(f"on {node.host}:\nerror: {error}\n")
             return EXIT_BAD_CONFIG
         self.last_pid = await actor.start.remote(self._module, config, env, self._proxies)

@@ -17,12 +17,13 @@ import msgspec
 
 from tandem.deploy.cluster_config import ClusterConfig, bracketed
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
+from tandem.deploy.processes.engine_python import vllm_environment
 from tandem.deploy.processes.preloaded import PRELOAD_MODULE
 from tandem.deploy.processes.process_configs import ProcessConfigs, process_environment
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
 from tandem.deploy.processes.supervisor import RESTART_DELAY_S, OnExit, Supervised
 from tandem.deploy.sites.ray_actor import NodePlace
-from tandem.deploy.sites.site import WORKER_MODULE, Site
+from tandem.deploy.sites.site import VLLM_WORKER_MODULE, WORKER_MODULE, Site
 from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -57,7 +58,7 @@ class RaySite(Site):
         self._cluster = cluster
         self._folder = folder
         self._logs = logs
-        self._takes_media = takes_media(cluster.engine.model)
+        self._takes_media = takes_media(cluster.engine_settings.model)
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
         self._api_keys = ""
@@ -78,7 +79,9 @@ class RaySite(Site):
             ) from error
         resources = ray.cluster_resources()
         num_gpus = int(resources.get("GPU", 0))
-        self.on_gpus = cluster.engine.device == "cuda" or (cluster.engine.device == "auto" and num_gpus > 0)
+        self.on_gpus = cluster.engine_settings.device == "cuda" or (
+            cluster.engine_settings.device == "auto" and num_gpus > 0
+        )
         self._cluster = with_device_defaults(cluster, self.on_gpus)
         self._ranks_per_gpu = ranks_per_ray_gpu(cluster, num_gpus)
         if self._ranks_per_gpu > 1:
@@ -87,7 +90,7 @@ class RaySite(Site):
                 num_gpus, self._ranks_per_gpu,
             )  # fmt: skip
         keys = keys_to_hand_out(cluster.network)
-        self._configs = ProcessConfigs(self._cluster, keys, self._ranks_per_gpu)
+        self._configs = ProcessConfigs(self._cluster, keys, self._ranks_per_gpu, self.on_gpus)
         self._proxy_bundle: dict[str, float] = {"CPU": 1}
         if resources.get(PROXY_RESOURCE, 0) > 0:
             self._proxy_bundle[PROXY_RESOURCE] = 1
@@ -121,8 +124,14 @@ class RaySite(Site):
         if self.on_gpus:
             bundle["GPU"] = num_ranks if self._ranks_per_gpu == 1 else gpu_share(self._ranks_per_gpu)
         env = process_environment(num_threads)
-        make = partial(self._configs.worker, role)
         log_file = self._logs / f"{name}.log"
+        if self._cluster.engine == "vllm":
+            env |= vllm_environment(self.on_gpus)
+            make_vllm, python = partial(self._configs.vllm_worker, role), self._cluster.engine_python
+            return self._add(
+                RayProcess(name, VLLM_WORKER_MODULE, make_vllm, bundle, env, log_file, on_exit, engine_python=python)
+            )
+        make = partial(self._configs.worker, role)
         num_bytes = self._cluster.host_bytes(role)
         memory = RayHostMemory(name, num_ranks, num_bytes) if num_bytes else None
         return self._add(

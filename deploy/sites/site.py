@@ -9,6 +9,7 @@ from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.protocol.messages.membership import Role
 
 WORKER_MODULE = "tandem.worker"
+VLLM_WORKER_MODULE = "tandem.vllm_worker"
 
 
 class Site:

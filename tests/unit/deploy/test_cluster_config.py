@@ -17,7 +17,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text('prefill = 2\ndecode = 3\ndevice = "cpu"\n')
     config = load_config(file, {"decode": 4})
-    assert (config.prefill, config.decode, config.engine.device, config.proxies) == (2, 4, "cpu", 1)
+    assert (config.prefill, config.decode, config.engine_settings.device, config.proxies) == (2, 4, "cpu", 1)
 
 
 def test_elastic_workers_replace_the_others_unless_both_are_given(tmp_path: Path) -> None:
@@ -78,6 +78,15 @@ def test_prompts_of_the_demo_model_are_handed_over_unless_a_threshold_is_given(
         ('kv_store = "mooncake://10.0.0.1"', "kv_store: .* mooncake://HOST:PORT"),
         ('kv_store = "mooncake://10.0.0.1:70000"', "kv_store: .* mooncake://HOST:PORT"),
         ('kv_store = "mooncake://user@store:50051/x"', "kv_store: .* mooncake://HOST:PORT"),
+        ('engine_python = "/usr/bin/python3"', "engine_python: .* --engine vllm"),
+        ('engine = "sglang"', "engine = 'sglang'"),
+        ('engine = "vllm"\nkv_host_gib = 2', "kv_host_gib: 2 cannot be used with --engine vllm: .* no tiers"),
+        ('engine = "vllm"\nkv_store = "mooncake://a:1"', "kv_store: .* --engine vllm"),
+        ('engine = "vllm"\nkv_cache_dtype = "fp8"', "kv_cache_dtype: fp8 .* --engine vllm"),
+        ('engine = "vllm"\nquantization = "int8"', "quantization: int8 .* --engine vllm: vLLM quantises to fp8"),
+        ('engine = "vllm"\nkv_connector = "gloo"', "kv_connector: gloo .* --engine vllm: .* ipc, tcp or nixl"),
+        ('engine = "vllm"\nworkers = 1\ndecode_tensor_parallel_size = 2', "decode_tensor_parallel_size: 2"),
+        ('engine = "vllm"\ntensor_parallel_size = 2', "tensor_parallel_size: .* one rank only; use --workers N"),
     ],
 )
 def test_config_errors_name_the_mistake(tmp_path: Path, content: str, words: str) -> None:
@@ -87,6 +96,16 @@ def test_config_errors_name_the_mistake(tmp_path: Path, content: str, words: str
         load_config(file, {})
 
 
+def test_workers_with_vllms_engine_take_what_has_a_meaning_there(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('engine = "vllm"\nengine_python = "/envs/vllm/bin/python"\nkv_host_gib = 0\nquantization = "fp8"')
+    config = load_config(file, {"workers": 2, "tensor_parallel_size": 2, "kv_connector": "tcp"})
+    assert (config.engine, config.engine_python) == ("vllm", "/envs/vllm/bin/python")
+    assert load_config(file, {"engine": "tandem", "engine_python": ""}).engine == "tandem"
+    for command in (["up"], ["worker", "any", "--join", "tcp://a:1"]):
+        assert _parser().parse_args([*command, "--engine", "vllm"]).engine == "vllm"
+
+
 def test_a_store_is_named_by_host_and_port() -> None:
     for store in ("mooncake://10.0.0.1:50051", "mooncake://kv-store.local:1"):
         assert load_config(None, {"kv_store": store}).tiers.kv_store == store
@@ -94,7 +113,7 @@ def test_a_store_is_named_by_host_and_port() -> None:
 
 def test_settings_have_names_that_differ_and_descriptions_and_groups_are_not_interleaved() -> None:
     keys = [setting.key for setting in settings()]
-    assert len(keys) == len(set(keys)) == 72
+    assert len(keys) == len(set(keys)) == 74
     assert all(setting.description.endswith(".") for setting in settings())
     groups = [setting.group for setting in settings()]
     firsts = list(dict.fromkeys(groups))

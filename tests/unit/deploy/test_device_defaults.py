@@ -19,10 +19,10 @@ from tests.support.settings import cluster_config
 def test_settings_that_are_0_follow_the_device_and_others_stay() -> None:
     given = cluster_config(max_num_seqs=7)
     on_cpu, on_gpus = with_device_defaults(given, False), with_device_defaults(given, True)
-    assert (on_cpu.engine.max_num_seqs, on_gpus.engine.max_num_seqs) == (7, 7)
-    assert 0 < on_cpu.engine.max_num_batched_tokens < on_gpus.engine.max_num_batched_tokens
+    assert (on_cpu.engine_settings.max_num_seqs, on_gpus.engine_settings.max_num_seqs) == (7, 7)
+    assert 0 < on_cpu.engine_settings.max_num_batched_tokens < on_gpus.engine_settings.max_num_batched_tokens
     assert 0 < on_cpu.admission.max_waiting_requests < on_gpus.admission.max_waiting_requests
-    assert with_device_defaults(ClusterConfig(), True).engine.max_num_seqs > 7
+    assert with_device_defaults(ClusterConfig(), True).engine_settings.max_num_seqs > 7
 
 
 @given(

@@ -1,0 +1,122 @@
+"""The Python interpreter of an environment with vLLM, in which workers with vLLM's engine run.
+
+vLLM pins other versions of torch and transformers than Tandem, so its environment has no Tandem installed. Workers
+import the packages of the process that starts them, by a link on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import tandem.runtime
+from tandem.runtime.errors import ConfigError
+from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
+
+INSTALL_COMMAND = "tandem engine install vllm"
+INCOMPLETE = "tandem-install-is-incomplete"
+"""File in the folder of an environment while it is being installed, and after that was interrupted."""
+OLDEST_PYTHON = (3, 11)
+_QUESTION = """
+import importlib.metadata, sys
+try:
+    print(*sys.version_info[:2], importlib.metadata.version("vllm"))
+except importlib.metadata.PackageNotFoundError:
+    print(*sys.version_info[:2], "")
+"""
+_ANSWER_TIMEOUT_S = 20.0
+"""Deadline of an answer that takes 0.1 s from a warm disk."""
+
+
+def default_folder() -> Path:
+    """The environment that `tandem engine install vllm` makes unless another folder is named."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local/share") / "tandem/engines" / f"vllm-{VLLM_VERSION}"
+
+
+@dataclass(frozen=True)
+class EnginePython:
+    """An interpreter that has the pinned version of vLLM."""
+
+    path: Path
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Environment variables with which it imports Tandem's packages. folder: gets a link to them."""
+        packages = folder / "packages"
+        packages.mkdir(exist_ok=True)
+        link = packages / "tandem"
+        if not link.is_symlink():
+            link.symlink_to(Path(tandem.runtime.__path__[0]).parent)
+        return {
+            "PYTHONPATH": str(packages),
+            "PYTHONSAFEPATH": "1",  # the working folder may have names of packages that vLLM imports
+            "PATH": f"{self.path.parent}:{os.environ.get('PATH', os.defpath)}",  # compilers that vLLM's kernels call
+        }
+
+
+def find_engine_python(given: str) -> EnginePython:
+    """Returns the interpreter of the setting `engine_python`, which is empty for that of the default folder.
+
+    Raises ConfigError if there is none, or if its version of vLLM or Python is another than the worker needs.
+    """
+    if not given:
+        folder = default_folder()
+        if not (folder / "bin/python").exists():
+            raise ConfigError(
+                f"engine: there is no vLLM {VLLM_VERSION} in {folder}; install it with `{INSTALL_COMMAND}`, or name "
+                "the interpreter of its environment as --engine-python"
+            )
+        if (folder / INCOMPLETE).exists():
+            raise ConfigError(f"engine: vLLM in {folder} is not complete; install it again with `{INSTALL_COMMAND}`")
+        given = str(folder / "bin/python")
+    found = shutil.which(Path(given).expanduser())
+    if found is None:
+        raise ConfigError(
+            f"engine_python: {given} is not a program; name the interpreter of an environment with vLLM, such as "
+            f"the one that `{INSTALL_COMMAND}` makes"
+        )
+    python = Path(found).absolute()
+    _check_versions(python)
+    return EnginePython(python)
+
+
+def _check_versions(python: Path) -> None:
+    """Raises ConfigError."""
+    environment = {**os.environ, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+    try:
+        answer = subprocess.run(
+            [python, "-c", _QUESTION], capture_output=True, text=True, timeout=_ANSWER_TIMEOUT_S, env=environment
+        )
+    except OSError as error:
+        raise ConfigError(f"engine_python: cannot run {python}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"engine_python: {python} does not answer within {_ANSWER_TIMEOUT_S:.0f} s") from error
+    words = answer.stdout.split(" ")
+    if answer.returncode != 0 or len(words) != 3:
+        raise ConfigError(f"engine_python: {python} is not a Python interpreter: it ends with {answer.returncode}")
+    major, minor, version = int(words[0]), int(words[1]), words[2].strip()
+    if (major, minor) < OLDEST_PYTHON:
+        raise ConfigError(f"engine_python: {python} is Python {major}.{minor}; Tandem needs 3.11 or newer")
+    if version.partition("+")[0] != VLLM_VERSION:
+        has = f"vLLM {version}" if version else "no vLLM"
+        raise ConfigError(
+            f"engine_python: {python} has {has}, but this version of Tandem needs vLLM {VLLM_VERSION}; install it with "
+            f"`{INSTALL_COMMAND}`"
+        )
+
+
+def vllm_environment(on_gpus: bool) -> dict[str, str]:
+    """Environment variables of a process with vLLM's engine, besides those of all processes."""
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the worker's own process, and ends with it
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if not on_gpus:
+        # The kernel places the threads: vLLM would bind them to cores that other workers use.
+        environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return environment
