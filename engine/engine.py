@@ -10,6 +10,9 @@ from typing import NamedTuple, Protocol
 
 from tandem.engine.batch import Batch, ItemOutput
 
+ENGINE_NAME = "tandem"
+"""Name of Tandem's own engine, see `KVLayout` and `RegisterWorker`."""
+
 
 class OutOfDeviceMemory(Exception):
     """A step did not fit into the device's memory. A smaller one may succeed."""

@@ -47,8 +47,8 @@ from tandem.simulator.timeline import ProcessLoop, Timeline
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog
 from tandem.worker.engine_host import EngineHost
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.worker import Worker
-from tandem.worker.worker_config import WorkerConfig
 
 FOLLOWER_EXIT_S = 0.3
 """Time in which the ranks of a worker end after the first one, at most."""
@@ -198,7 +198,7 @@ class SimulatedProcess:
 class SimulatedWorker(SimulatedProcess):
     """One worker: the process that talks, and those of its other ranks."""
 
-    def __init__(self, machine: Machine, config: WorkerConfig, host: int, on_end: Callable[[int], None]) -> None:
+    def __init__(self, machine: Machine, config: TandemWorkerConfig, host: int, on_end: Callable[[int], None]) -> None:
         self._config = msgspec.structs.replace(
             config, metrics_host="", kv_lease_s=machine.shape.lease_s, kv_checksums=machine.shape.checksums
         )
@@ -213,7 +213,7 @@ class SimulatedWorker(SimulatedProcess):
         self.worker = Worker(self._config, self._load, lambda config: self.network, self.loop.time)
         return self.worker
 
-    async def _load(self, config: WorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
+    async def _load(self, config: TandemWorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
         machine, shape = self._machine, self._machine.shape
         layout = KVLayout("simulated", "float32", 1, 1, 16, shape.block_size, tensor_parallel_size=len(self.pids))
         block_size = shape.block_size if shape.keeps_kv else 0

@@ -6,10 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.protocol.messages.adapter import AdapterRef
-from tandem.protocol.messages.membership import Role
-from tandem.protocol.network import NetworkConfig
-from tandem.runtime.logs import LogSettings
+from tandem.worker.worker_config import WorkerConfig
 
 VLLM_VERSION = "0.32.0"
 """The only version of vLLM that the worker runs: it uses interfaces that vLLM calls experimental."""
@@ -43,38 +40,7 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enable_prefix_caching: bool = True
 
 
-class VllmWorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class VllmWorkerConfig(WorkerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The JSON file that `python -m tandem.vllm_worker FILE` reads."""
 
-    worker_id: str
-    """Name of the worker, which it keeps when it is restarted."""
-    role: Role
-    """Phases of requests that proxies send to it."""
-    endpoint: str
-    """Address that the ROUTER socket binds."""
-    proxy_endpoints: list[str]
-    """Control endpoints of the proxies."""
     engine: VllmEngineConfig
-    kv_connector: str = "auto"
-    kv_checksums: bool = False
-    """Whether every transferred block is verified, for debugging."""
-    host: str = "127.0.0.1"
-    """Own address for KV transfer."""
-    proxies_file: str = ""
-    """File with the proxies' current control endpoints, one per line; empty if they never change."""
-    drain_timeout_s: float = 30.0
-    """Time that requests in flight get when the worker is told to leave."""
-    metrics_host: str = "127.0.0.1"
-    """Address of /metrics, on any free port; empty serves none."""
-    network: NetworkConfig = NetworkConfig()
-    kv_lease_s: float = 10.0
-    """Time that a prompt's blocks are kept for a decode worker that does not renew its lease."""
-    media_cache_endpoint: str = ""
-    """Media cache of this host; empty if the model takes text only."""
-    role_file: str = ""
-    """File that keeps a role that was set later across restarts; empty for none."""
-    itl_slo_ms: int = 0
-    """Inter-token latency that running sequences should keep; 0 for none."""
-    adapters: list[AdapterRef] = []
-    """LoRA adapters that the worker must be able to load; requests may name others."""
-    logs: LogSettings = LogSettings()

@@ -15,7 +15,7 @@ from tandem.engine.loaded_model import LoadedModel
 from tandem.kv_transfer.connector import KVConnector
 from tandem.runtime.host import host_id
 from tandem.runtime.processes.exits import WatchExit, watch_exit
-from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 
 if TYPE_CHECKING:
     from tandem.engine.lora.adapters import Adapters
@@ -62,5 +62,5 @@ class EngineHost:
         self._ranks.close()
 
 
-LoadHost = Callable[[WorkerConfig, Callable[[], None]], Awaitable[EngineHost]]
+LoadHost = Callable[[TandemWorkerConfig, Callable[[], None]], Awaitable[EngineHost]]
 """Loads what a worker computes with. The second argument is called when a grammar or an adapter is ready."""

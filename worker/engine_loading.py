@@ -24,10 +24,10 @@ from tandem.runtime.files.lora_files import InvalidAdapter
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.follower import start_follower
-from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 
 
-async def load_engine_host(config: WorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
+async def load_engine_host(config: TandemWorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
     """Loads the model on all ranks and starts the engine thread. Raises ConfigError or InternalError.
 
     on_prepared: called on the loop when a grammar has been compiled or an adapter loaded.
@@ -80,7 +80,7 @@ def may_overlap(device_type: str) -> bool:
     return device_type != "cpu"
 
 
-def _check_adapters(config: WorkerConfig, loaded: LoadedModel) -> None:
+def _check_adapters(config: TandemWorkerConfig, loaded: LoadedModel) -> None:
     """Raises ConfigError for an adapter that this worker could not load."""
     for ref in config.adapters:
         try:

@@ -30,13 +30,12 @@ from tandem.protocol.messages.transfer import (
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.engine_host import EngineHost
+from tandem.worker.kv_interfaces import DecodeTransfers, KVHost, PrefillTransfers
 from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import IncomingPairTable
 from tandem.worker.pairs.outgoing import OutgoingPairs
 from tandem.worker.pairs.outgoing_table import OutgoingPairTable
 from tandem.worker.worker_config import WorkerConfig
-from tandem.worker.worker_scheduler import WorkerScheduler
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +43,17 @@ log = logging.getLogger(__name__)
 class KVTraffic:
     """All pairs of one worker, in both directions.
 
-    send: sends a message on the ROUTER to the peer that opened a pair, by pair id. perform: executes the schedulers'
-    actions.
+    prefill, decode: decide about transfers to and from other workers. send: sends a message on the ROUTER to the peer
+    that opened a pair, by pair id. perform: executes the actions of `prefill` and `decode`.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
         info: WorkerInfo,
-        host: EngineHost,
-        scheduler: WorkerScheduler,
+        host: KVHost,
+        prefill: PrefillTransfers,
+        decode: DecodeTransfers,
         network: Network,
         metrics: WorkerMetrics,
         send: Callable[[str, msgspec.Struct], None],
@@ -62,8 +62,8 @@ class KVTraffic:
     ) -> None:
         self._worker_id = config.worker_id
         self._host = host
-        self._prefill = scheduler.prefill
-        self._decode = scheduler.decode
+        self._prefill = prefill
+        self._decode = decode
         self._metrics = metrics
         self._send_back = send
         self._perform = perform
@@ -95,7 +95,7 @@ class KVTraffic:
             table=self._outgoing_table,
             pools=host.pools,
             on_message=self._on_answer,
-            on_pair_lost=lambda pair_id, reason: perform(scheduler.prefill.on_pair_lost(pair_id, reason)),
+            on_pair_lost=lambda pair_id, reason: perform(prefill.on_pair_lost(pair_id, reason)),
         )
         self._incoming = IncomingPairs(
             epoch=info.epoch,
@@ -104,9 +104,9 @@ class KVTraffic:
             watch_exit=host.watch_exit,
             send=send,
             on_pair_lost=lambda pair_id, reason, peer_stopped: perform(
-                scheduler.decode.on_pair_lost(pair_id, reason, peer_stopped)
+                decode.on_pair_lost(pair_id, reason, peer_stopped)
             ),
-            on_prefill_lost=lambda epoch: perform(scheduler.decode.on_prefill_lost(epoch)),
+            on_prefill_lost=lambda epoch: perform(decode.on_prefill_lost(epoch)),
         )
 
     def close(self) -> None:

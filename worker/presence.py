@@ -8,12 +8,13 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from tandem.decode_worker.actions import Action
 from tandem.protocol.messages.membership import (
-    PROTOCOL_VERSION,
+    PrefixUpdate,
     RegisterWorker,
     Role,
     WorkerInfo,
@@ -26,26 +27,29 @@ from tandem.runtime.drain import Drain, Retired
 from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.threads import show_thread_name
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.engine_host import EngineHost
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.proxy_links import ProxyLinks
 from tandem.worker.worker_config import WorkerConfig
-from tandem.worker.worker_scheduler import WorkerScheduler
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 
 
-def new_worker_info(config: WorkerConfig, endpoint: str, pid: int, host_id: str, metrics: WorkerMetrics) -> WorkerInfo:
-    """Returns this worker's identity under a new epoch. Raises ConfigError if the /metrics address is not available."""
+def new_worker_info(
+    config: WorkerConfig, endpoint: str, pids: list[int], host_id: str, metrics: WorkerMetrics
+) -> WorkerInfo:
+    """Returns this worker's identity under a new epoch. Raises ConfigError if the /metrics address is not available.
+
+    pids: processes of all ranks, rank 0 first.
+    """
     return WorkerInfo(
         worker_id=config.worker_id,
         epoch=secrets.token_hex(8),
         role=_role(config),
         endpoint=endpoint,
-        pid=pid,
-        num_ranks=config.engine.tensor_parallel_size,
+        pid=pids[0],
+        num_ranks=len(pids),
         metrics_address=metrics.serve(config.metrics_host) if config.metrics_host else "",
         host_id=host_id,
     )
@@ -81,34 +85,57 @@ class RoleFile:
             log.error("the role %s will not survive a restart: %s", role, error)
 
 
+class WorkerRequests(Protocol):
+    """The requests and the prefix cache of a worker."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a drain is over: no request runs or waits, and no peer needs blocks of this worker."""
+
+    def on_proxy_lost(self, proxy_id: str) -> list[Action]:
+        """Aborts the requests of a proxy."""
+
+    def take_prefixes(self) -> tuple[PrefixUpdate | None, PrefixUpdate | None]:
+        """Returns the changes of the pool's prefixes since the last call, and of those in tiers below the pool."""
+
+    def restart_prefixes(self) -> None:
+        """Lets the next updates have all prefixes."""
+
+
 class Presence:
     """Keeps a worker registered while `serve` runs.
 
-    perform: executes actions of the scheduler. report: returns the load report for a number of role changes.
-    clear_tiers: empties the tiers below the KV pool.
+    register: the worker's registration, with its role at the start. perform: executes the actions of `requests`.
+    report: returns the load report for a number of role changes. clear_cache: forgets all prefixes without a request.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
-        info: WorkerInfo,
-        host: EngineHost,
-        scheduler: WorkerScheduler,
+        register: RegisterWorker,
+        requests: WorkerRequests,
         traffic: KVTraffic,
         perform: Callable[[list[Action]], None],
         report: Callable[[int], WorkerLoad],
-        clear_tiers: Callable[[], None],
+        clear_cache: Callable[[], None],
     ) -> None:
-        self.info = info
+        self.info = register.worker
+        """With the current role."""
         self._config = config
-        self._scheduler = scheduler
+        self._register = register
+        self._requests = requests
         self._traffic = traffic
         self._perform = perform
         self._report = report
-        self._clear_tiers = clear_tiers
+        self._forget_prefixes = clear_cache
         self._drain = Drain(config.drain_timeout_s)
         self._loop = asyncio.get_running_loop()
-        self._host = host
         self._registration: ProxyLinks | None = None  # set while serving
         self._num_role_changes = 0
         self._role_file = RoleFile(Path(config.role_file)) if config.role_file else None
@@ -121,24 +148,22 @@ class Presence:
         registration = self._registration = ProxyLinks(
             network,
             self._config.proxy_endpoints,
-            self._register(),
+            self._register,
             self._status,
             self._traffic.on_view,
-            lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
+            lambda proxy_id: self._perform(self._requests.on_proxy_lost(proxy_id)),
             self._restart_reports,
             lambda: self.drain(for_good=True),
             self._change_role,
             self._clear_cache,
             self._config.proxies_file,
         )
-        blocks = self._scheduler.blocks
-        log.info("ready: %d KV blocks of %d tokens", blocks.num_blocks, blocks.block_size)
         try:
             while not stopping.is_set():
                 now = self._loop.time()
                 registration.raise_if_failed()
-                if self._drain.is_over(now, self._scheduler.is_idle):
-                    num_left = self._scheduler.num_running + self._scheduler.num_waiting
+                if self._drain.is_over(now, self._requests.is_idle):
+                    num_left = self._requests.num_running + self._requests.num_waiting
                     log.info("drained; %d requests in flight migrate to other workers", num_left)
                     break
                 on_tick(now)
@@ -159,33 +184,19 @@ class Presence:
         """Begins a drain: takes no new work, exits when requests in flight have finished. False if not serving."""
         if self._registration is None:
             return False
-        log.info("draining: %d requests running, %d waiting", self._scheduler.num_running, self._scheduler.num_waiting)
+        log.info("draining: %d requests running, %d waiting", self._requests.num_running, self._requests.num_waiting)
         self._drain.begin(self._loop.time(), for_good)
         self._registration.send_to_all(self._status())
         return True
 
-    def _register(self) -> RegisterWorker:
-        loaded = self._host.loaded
-        return RegisterWorker(
-            PROTOCOL_VERSION,
-            self.info,
-            loaded.max_model_len,
-            loaded.vocab_size,
-            loaded.layout.model_id,
-            self._host.blocks.block_size,
-            dict(loaded.lora_modules),
-            loaded.quantization,
-        )
-
     def _restart_reports(self) -> None:
         """Lets the next status have all cached prefixes and all pairs."""
-        self._scheduler.restart_prefixes()
+        self._requests.restart_prefixes()
         self._traffic.restart_reports()
 
     def _clear_cache(self) -> None:
         log.info("forgetting all cached prefixes")
-        self._scheduler.blocks.drop_cached()
-        self._clear_tiers()
+        self._forget_prefixes()
 
     def _change_role(self, role: Role) -> None:
         """Takes another role. It survives a restart, because the next process reads it from the file."""
@@ -201,7 +212,7 @@ class Presence:
 
     def _status(self) -> WorkerStatus:
         load, pairs = self._report(self._num_role_changes), self._traffic.take_status()
-        prefixes, tier_prefixes = self._scheduler.blocks.prefix_log.take(), self._scheduler.tiers.prefix_log.take()
+        prefixes, tier_prefixes = self._requests.take_prefixes()
         info = self.info
         return WorkerStatus(
             info.worker_id, info.epoch, info.role, load, pairs, prefixes, self._drain.has_begun, tier_prefixes,

@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 
 from tandem.decode_worker.actions import Action, Receive, SendToPeer, SendToProxy, Ship
+from tandem.engine.engine import ENGINE_NAME
 from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
 from tandem.engine.tiers.tier_state import TierState
 from tandem.engine.vision.embedding_cache import EmbeddingCache
@@ -22,7 +23,7 @@ from tandem.media_cache.media_client import MediaCacheClient
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
-from tandem.protocol.codec import Codec, MessageTooLarge
+from tandem.protocol.codec import Codec
 from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import (
@@ -37,19 +38,21 @@ from tandem.protocol.messages.dispatch import (
     ToProxy,
     ToWorker,
 )
-from tandem.protocol.messages.membership import WorkerLoad
+from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, WorkerLoad
 from tandem.protocol.messages.transfer import ToDecodePeer
-from tandem.protocol.messaging import MessageRouter, Network
+from tandem.protocol.messaging import Network
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
+from tandem.runtime.version import own_version
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.load_report import load_report
 from tandem.worker.presence import Presence, new_worker_info
 from tandem.worker.step_loop import StepLoop
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.tier_traffic import TierTraffic
-from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.to_proxy import send_to_proxy
 from tandem.worker.worker_scheduler import WorkerScheduler
 
 log = logging.getLogger(__name__)
@@ -63,9 +66,9 @@ class Worker:
 
     def __init__(
         self,
-        config: WorkerConfig,
+        config: TandemWorkerConfig,
         load_host: LoadHost,
-        new_network: Callable[[WorkerConfig], Network] = lambda config: new_context("worker", config.network),
+        new_network: Callable[[TandemWorkerConfig], Network] = lambda config: new_context("worker", config.network),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -116,12 +119,13 @@ class Worker:
         )
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
         self._router = network.router(config.endpoint, codec, self._on_message)
-        info = new_worker_info(config, self._router.endpoint, host.pids[0], host.host_id, self._metrics)
+        info = new_worker_info(config, self._router.endpoint, host.pids, host.host_id, self._metrics)
         self._traffic = KVTraffic(
             config,
             info,
             host,
-            scheduler,
+            scheduler.prefill,
+            scheduler.decode,
             network,
             self._metrics,
             self._send_to_peer,
@@ -130,11 +134,23 @@ class Worker:
         )
         self._tiers = TierTraffic(host.pools.tiers, scheduler.tiers, self._perform)
         self._take_load = partial(load_report, scheduler, self._steps, self._traffic, self._tiers, self._media)
+        register = RegisterWorker(
+            version=PROTOCOL_VERSION,
+            worker=info,
+            max_model_len=host.loaded.max_model_len,
+            vocab_size=host.loaded.vocab_size,
+            model_id=model_id,
+            block_size=host.blocks.block_size,
+            lora_modules=dict(host.loaded.lora_modules),
+            quantization=host.loaded.quantization,
+            engine=f"{ENGINE_NAME} {own_version()}",
+        )
         self._presence = Presence(
-            config, info, host, scheduler, self._traffic, self._perform, self._report, self._tiers.clear
+            config, register, scheduler, self._traffic, self._perform, self._report, self._clear_cache
         )
         try:
             await self._tiers.open()
+            log.info("ready: %d KV blocks of %d tokens", host.blocks.num_blocks, host.blocks.block_size)
             await self._presence.serve(network, self._stopping, self._on_tick)
         finally:
             self._metrics.close()
@@ -161,6 +177,10 @@ class Worker:
         load = self._take_load(num_role_changes)
         self._metrics.on_load(load)
         return load
+
+    def _clear_cache(self) -> None:
+        self._scheduler.blocks.drop_cached()
+        self._tiers.clear()
 
     # ---- events
 
@@ -248,16 +268,3 @@ class Worker:
 
     def _start_step(self) -> None:
         self._steps.start()
-
-
-def send_to_proxy(router: MessageRouter, proxy_id: str, message: ToProxy) -> None:
-    """Sends a message, or drops it if the proxy is gone. A first token over the size limit fails its attempt."""
-    identity = f"{proxy_id}:0".encode()
-    try:
-        is_sent = router.send(identity, message)
-    except MessageTooLarge as error:
-        if not isinstance(message, FirstToken):
-            raise
-        is_sent = router.send(identity, AttemptFailed(message.attempt_id, ErrorInfo.of(error)))
-    if not is_sent:
-        log.warning("proxy %s is not connected; a message to it was dropped", proxy_id)

@@ -1,11 +1,9 @@
-"""Configuration of a worker, read from the JSON file that the launcher writes."""
+"""Configuration that workers of every engine have, read from the JSON file that the launcher writes."""
 
 from __future__ import annotations
 
 import msgspec
 
-from tandem.engine.engine_config import EngineConfig
-from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -13,7 +11,7 @@ from tandem.runtime.logs import LogSettings
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON file that `python -m tandem.worker FILE` reads."""
+    """A worker without its engine. Each engine's configuration extends it."""
 
     worker_id: str
     """Name of the worker, which it keeps when it is restarted."""
@@ -23,7 +21,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address that the ROUTER socket binds."""
     proxy_endpoints: list[str]
     """Control endpoints of the proxies."""
-    engine: EngineConfig
     kv_connector: str = "auto"
     kv_checksums: bool = False
     """Whether every transferred block is verified, for debugging."""
@@ -38,17 +35,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network: NetworkConfig = NetworkConfig()
     kv_lease_s: float = 10.0
     """Time that a prompt's blocks are kept for a decode worker that does not renew its lease."""
-    embedding_cache_bytes: int = 256 << 20
-    """Size of the embeddings that are kept for later prompts with the same image."""
-    max_fetched_media_bytes: int = 1 << 30
-    """Limit on processed media from other hosts, for all prompts together."""
     media_cache_endpoint: str = ""
     """Media cache of this host; empty if the model takes text only."""
     role_file: str = ""
     """File that keeps a role that was set later across restarts; empty for none."""
     itl_slo_ms: int = 0
-    """Limit on a step with prompt tokens beside running sequences; 0 derives it, see `engine.steps.step_times`."""
+    """Inter-token latency that running sequences keep while prompts are computed; 0 lets the engine choose."""
     adapters: list[AdapterRef] = []
     """LoRA adapters that the worker must be able to load; requests may name others."""
-    tiers: TiersConfig = TiersConfig()
     logs: LogSettings = LogSettings()

@@ -18,6 +18,7 @@ from tandem.engine.steps.step_times import StepTimes
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.tiers.tier_state import TierState
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
+from tandem.protocol.messages.membership import PrefixUpdate
 
 MIN_BATCHED_TOKENS = 64
 """Steps are not made smaller than this when the device is out of memory."""
@@ -74,12 +75,18 @@ class WorkerScheduler:
     def is_idle(self) -> bool:
         return self.prefill.prompts.is_idle and self.decode.is_idle
 
-    # ---- events that concern both roles
+    # ---- prefixes
+
+    def take_prefixes(self) -> tuple[PrefixUpdate | None, PrefixUpdate | None]:
+        """Returns what proxies must learn of the pool's prefixes since the last call, and of those in the tiers."""
+        return self.blocks.prefix_log.take(), self.tiers.prefix_log.take()
 
     def restart_prefixes(self) -> None:
         """Publishes all prefixes to the proxies again."""
         self.blocks.prefix_log.restart()
         self.tiers.prefix_log.restart()
+
+    # ---- events that concern both roles
 
     def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
         return self.prefill.on_abort(proxy_id, attempt_id) + self.decode.on_abort(proxy_id, attempt_id)

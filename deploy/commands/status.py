@@ -158,7 +158,7 @@ def _tier_line(report: WorkerReport) -> str:
 
 
 def _limits(workers: Sequence[WorkerReport]) -> str:
-    """The longest sequence that all workers take and the worker that limits it; block sizes and quantisation."""
+    """The longest sequence that all workers take and the worker that limits it; block sizes, quantisation, engines."""
     if not workers:
         return ""
     shortest = min(workers, key=lambda worker: worker.max_model_len)
@@ -167,7 +167,9 @@ def _limits(workers: Sequence[WorkerReport]) -> str:
     sizes = " or ".join(str(size) for size in sorted({worker.block_size for worker in workers}))
     quantized = " or ".join(sorted({worker.quantization or "no quantisation" for worker in workers}))
     weights = f", weights: {quantized}" if any(worker.quantization for worker in workers) else ""
-    return f"\nsequences of up to {shortest.max_model_len} tokens{because}, KV blocks of {sizes} tokens{weights}"
+    engines = " or ".join(sorted({worker.engine for worker in workers} - {""}))
+    lengths = f"sequences of up to {shortest.max_model_len} tokens{because}"
+    return f"\n{lengths}, KV blocks of {sizes} tokens{weights}{engines and ', engine: '}{engines}"
 
 
 def _serving(figures: ServingRates, is_recent: bool) -> list[Table | str]:

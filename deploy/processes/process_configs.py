@@ -26,7 +26,7 @@ from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig
-from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 
 PROXY_GRACE_S = 1.5
 """Seconds that running streams may continue after the cluster is stopped."""
@@ -149,9 +149,9 @@ class ProcessConfigs:
             logs=cluster.logs,
         )
 
-    def worker(self, role: Role, name: str, place: Place) -> WorkerConfig:
+    def worker(self, role: Role, name: str, place: Place) -> TandemWorkerConfig:
         tiers = self._cluster.tiers
-        return WorkerConfig(
+        return TandemWorkerConfig(
             **self._any_worker(role, name, place),
             engine=self._engine(role, place.progress_file),
             tiers=msgspec.structs.replace(tiers, host_files=place.host_files, kv_disk_dir=str(tiers.disk_folder or "")),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tandem.engine.engine import ENGINE_NAME
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.allocator_warmup import no_allocator_warmup
@@ -91,6 +92,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         head_dim=probed.head_dim,
         block_size=config.block_size or BLOCK_SIZE,
         tensor_parallel_size=config.tensor_parallel_size,
+        engine=ENGINE_NAME,
     )
     takes_adapters = vision is None and config.tensor_parallel_size == 1
     lora_modules = adaptable_layers(model) if takes_adapters else {}

@@ -141,6 +141,7 @@ def check_register(message: RegisterWorker) -> None:
     worker = message.worker
     _check_names("RegisterWorker", (worker.worker_id, worker.epoch))
     _require(len(worker.host_id) <= MAX_NAME_CHARACTERS, "RegisterWorker", "host_id", "too long")
+    _require(len(message.engine) <= MAX_NAME_CHARACTERS, "RegisterWorker", "engine", "too long")
     _require(_ENDPOINT.fullmatch(worker.endpoint) is not None, "RegisterWorker", "endpoint", "cannot be connected to")
     sizes = (worker.pid, worker.num_ranks, message.max_model_len, message.vocab_size, message.block_size)
     _require(len(message.lora_modules) <= MAX_LORA_MODULES, "RegisterWorker", "lora_modules", "too many")

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -173,6 +173,8 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     """(inputs, outputs) of the linear layers that LoRA adapters may change, by name; empty without support."""
     quantization: str = ""
     """Quantisation of the weights, for people; empty for none."""
+    engine: str = ""
+    """Name and version of the engine, for people."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -296,6 +298,8 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 0
     """See RegisterWorker."""
     quantization: str = ""
+    """See RegisterWorker."""
+    engine: str = ""
     """See RegisterWorker."""
 
 

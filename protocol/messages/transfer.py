@@ -24,6 +24,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     block_size: int
     tensor_parallel_size: int = 1
+    engine: str = ""
+    """What defines the layout beside the other fields: "tandem", or the name and version of another engine."""
 
     @property
     def total_kv_heads(self) -> int:
@@ -35,7 +37,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         The number of ranks may differ, because heads are moved individually; the total number of heads must agree.
         """
-        for field in ("dtype", "model_id", "num_layers", "total_kv_heads", "head_dim", "block_size"):
+        for field in ("engine", "dtype", "model_id", "num_layers", "total_kv_heads", "head_dim", "block_size"):
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
                 return field, str(ours), str(theirs)

@@ -51,6 +51,8 @@ class WorkerRecord:
     """See RegisterWorker."""
     quantization: str = ""
     """See RegisterWorker."""
+    engine: str = ""
+    """See RegisterWorker."""
     role_ordered_until: float = 0.0
     """Loop time until which a report of another role is older than the order to take this one."""
     drain_ordered_until: float = 0.0

@@ -107,6 +107,7 @@ class WorkerTable:
             use,
             lora_modules=message.lora_modules,
             quantization=message.quantization,
+            engine=message.engine,
         )
         self._rebuild()
         return MembershipChange([LostWorker(old, "it was restarted") for old in namesakes], [worker])
@@ -303,6 +304,7 @@ class WorkerTable:
                 record.limits.max_model_len,
                 record.limits.block_size,
                 record.quantization,
+                record.engine,
             )
             for record in self._by_epoch.values()
         ]

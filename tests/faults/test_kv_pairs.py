@@ -18,7 +18,7 @@ import pytest
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import WorkerReport
-from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tests.faults.leaks import Footprint
 from tests.support.cluster import MODEL, Cluster
 from tests.support.waiting import comes_true
@@ -142,7 +142,7 @@ def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster) ->
 def test_a_worker_with_another_kv_layout_is_refused(cluster: Cluster) -> None:
     """A decode worker with another block size is started by hand; its pairs are refused with the differing field."""
     folder = runtime_dir(cluster.port)
-    config = msgspec.json.decode((folder / "decode-0.json").read_bytes(), type=WorkerConfig)
+    config = msgspec.json.decode((folder / "decode-0.json").read_bytes(), type=TandemWorkerConfig)
     engine = msgspec.structs.replace(config.engine, block_size=32)
     other = msgspec.structs.replace(
         config, worker_id="decode-9", endpoint=f"ipc://{folder}/decode-9.sock", engine=engine

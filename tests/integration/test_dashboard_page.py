@@ -95,7 +95,7 @@ def test_the_page_shows_tiers_of_workers_that_have_some() -> None:
     load = WorkerLoad(num_prompt_tokens=8, num_cached_tokens=4, num_loaded_tokens=2, tiers=[host, disk])
     reports = [
         WorkerReport(WorkerInfo("prefill-0", "p", "prefill", "ipc://w", 7, num_ranks=2), load, [], 0.1),
-        WorkerReport(WorkerInfo("worker-0", "w", "any", "ipc://w", 8), WorkerLoad(), [], 0.1),
+        WorkerReport(WorkerInfo("worker-0", "w", "any", "ipc://w", 8), WorkerLoad(), [], 0.1, engine="tandem 0.1.0"),
     ]
 
     def answer(route: Any) -> None:
@@ -114,6 +114,7 @@ def test_the_page_shows_tiers_of_workers_that_have_some() -> None:
         page.wait_for_selector("#workers tbody tr:nth-child(2)", timeout=30_000)
         head = page.locator("#workers th").all_inner_texts()
         rows = [row.all_inner_texts() for row in (page.locator(f"#workers tr:nth-child({n}) td") for n in (1, 2))]
+        assert [row[0].endswith("tandem 0.1.0") for row in rows] == [False, True]
         shown = [(row[head.index("loaded from tiers")], row[head.index("KV tiers")].split("\n")) for row in rows]
         assert shown == [("25 %", ["host 6.29 MB / 16.8 MB", "disk 0.00 kB"]), ("–", ["–"])]
         assert page.locator("#workers .bad[title='No space left on device']").count() == 1

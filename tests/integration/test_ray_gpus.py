@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tests.integration.test_ray import HEAD, node_options
 from tests.support.ports import free_port
 from tests.support.settings import cluster_config
@@ -54,10 +54,10 @@ def test_two_workers_share_one_gpu_and_divide_its_memory(
     from tandem.deploy.sites import ray_site
 
     monkeypatch.setattr(ray_site, "PRELOAD_MODULE", "tests.support.light_preload")
-    configs: list[WorkerConfig] = []
+    configs: list[TandemWorkerConfig] = []
     make = ProcessConfigs.worker
 
-    def record(*arguments: Any) -> WorkerConfig:
+    def record(*arguments: Any) -> TandemWorkerConfig:
         configs.append(make(*arguments))
         return configs[-1]
 

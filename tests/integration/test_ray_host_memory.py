@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tests.integration.test_ray_gpus import one_node
 from tests.support.ports import free_port
 from tests.support.settings import cluster_config
@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 def test_a_restarted_worker_finds_its_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray_site = pytest.importorskip("tandem.deploy.sites.ray_site")
     monkeypatch.setattr(ray_site, "PRELOAD_MODULE", "tests.support.light_preload")
-    configs: list[WorkerConfig] = []
+    configs: list[TandemWorkerConfig] = []
     make = ray_site.ProcessConfigs.worker
 
-    def record(*arguments: Any) -> WorkerConfig:
+    def record(*arguments: Any) -> TandemWorkerConfig:
         configs.append(make(*arguments))
         return configs[-1]
 

@@ -133,7 +133,7 @@ SHELL = (
         "                        link.known_by = None",
     ),
     Mutation("a worker has no clock ticks", PRESENCE, "                on_tick(now)\n", ""),
-    Mutation("a drain has no end", PRESENCE, "if self._drain.is_over(now, self._scheduler.is_idle):", "if False:"),
+    Mutation("a drain has no end", PRESENCE, "if self._drain.is_over(now, self._requests.is_idle):", "if False:"),
     Mutation(
         "aborts are ignored",
         WORKER,

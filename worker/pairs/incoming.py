@@ -9,13 +9,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from tandem.kv_transfer.connector import KVReceiver, OnDone
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import ClosePair, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed, first_line
 from tandem.runtime.processes.exits import WatchExit
+from tandem.worker.kv_interfaces import KVPools
 from tandem.worker.pairs.incoming_table import (
     AcceptPair,
     IncomingPairAction,
@@ -25,9 +25,6 @@ from tandem.worker.pairs.incoming_table import (
     SendToSender,
     StopReceiver,
 )
-
-if TYPE_CHECKING:
-    from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +40,7 @@ class IncomingPairs:
         self,
         epoch: str,
         table: IncomingPairTable,
-        pools: WorkerPools,
+        pools: KVPools,
         watch_exit: WatchExit,
         send: Callable[[str, PairAccepted | PairRefused | ClosePair], None],
         on_pair_lost: Callable[[str, str, bool], None],

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +18,7 @@ from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
 from tandem.protocol.messaging import MessageDealer, Network
 from tandem.runtime.errors import KVTransferFailed
+from tandem.worker.kv_interfaces import KVPools
 from tandem.worker.pairs.outgoing_table import (
     Connect,
     Disconnect,
@@ -30,9 +30,6 @@ from tandem.worker.pairs.outgoing_table import (
     StopSender,
 )
 
-if TYPE_CHECKING:
-    from tandem.kv_transfer.ranks.worker_pools import WorkerPools
-
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +40,7 @@ class OutgoingPairs:
         self,
         network: Network,
         table: OutgoingPairTable,
-        pools: WorkerPools,
+        pools: KVPools,
         on_message: Callable[[KVReserved | KVRefused | RenewLeases], None],
         on_pair_lost: Callable[[str, str], None],
     ) -> None:

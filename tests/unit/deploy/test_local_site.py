@@ -17,7 +17,7 @@ from tandem.deploy.sites.local import LocalSite, make_disk_folder
 from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
-from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tests.support.ports import free_port
 from tests.support.settings import cluster_config
 from tests.unit.deploy.test_host_memory import held
@@ -58,7 +58,7 @@ def test_a_worker_gets_a_role_file_that_is_removed_with_it(tmp_path: Path) -> No
         site = make_site(tmp_path, workers=1, itl_slo_ms=40)
         site.media_cache_endpoint = "ipc://media"
         site.make_worker("any", "worker-0", lambda *_: True)
-        config = msgspec.json.decode((tmp_path / "worker-0.json").read_bytes(), type=WorkerConfig)
+        config = msgspec.json.decode((tmp_path / "worker-0.json").read_bytes(), type=TandemWorkerConfig)
         assert (config.role, config.itl_slo_ms) == ("any", 40)
         assert config.role_file == str(tmp_path / "worker-0.role")
         assert config.media_cache_endpoint == "ipc://media"
@@ -82,7 +82,7 @@ def test_kv_checksums_are_a_switch_in_the_environment(
         site.close()
 
     asyncio.run(main())
-    config = msgspec.json.decode((tmp_path / "prefill-0.json").read_bytes(), type=WorkerConfig)
+    config = msgspec.json.decode((tmp_path / "prefill-0.json").read_bytes(), type=TandemWorkerConfig)
     assert config.kv_checksums is (value == "1")
     assert config.metrics_host == "127.0.0.2"
 
@@ -98,7 +98,9 @@ def test_workers_on_shared_gpus_divide_the_memory_and_none_joins_them(
         assert site.on_gpus
         for role, name in (("prefill", "prefill-0"), ("decode", "decode-0"), ("decode", "decode-1")):
             site.make_worker(role, name, lambda *_: True)  # type: ignore[arg-type]
-            configs[name] = msgspec.json.decode((tmp_path / f"{name}.json").read_bytes(), type=WorkerConfig).engine
+            configs[name] = msgspec.json.decode(
+                (tmp_path / f"{name}.json").read_bytes(), type=TandemWorkerConfig
+            ).engine
         site.make_worker("decode", "decode-2", lambda *_: True)  # one GPU has one rank
         with pytest.raises(ConfigError, match="decode-3 would share a GPU with 2 or more ranks"):
             site.make_worker("decode", "decode-3", lambda *_: True)
@@ -141,12 +143,12 @@ def test_with_an_explicit_cache_size_any_number_of_workers_share_a_gpu(
         site.close()
 
     asyncio.run(main())
-    config = msgspec.json.decode((tmp_path / "decode-4.json").read_bytes(), type=WorkerConfig)
+    config = msgspec.json.decode((tmp_path / "decode-4.json").read_bytes(), type=TandemWorkerConfig)
     assert config.engine.kv_cache_bytes == 1 << 29
 
 
 def tiers_of(folder: Path, name: str) -> TiersConfig:
-    return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=WorkerConfig).tiers
+    return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=TandemWorkerConfig).tiers
 
 
 def test_without_settings_workers_have_no_tiers(tmp_path: Path) -> None:

@@ -152,6 +152,10 @@ def test_the_status_shows_the_length_that_all_workers_take_and_their_blocks() ->
 
     assert "sequences of up to 4096 tokens, KV blocks of 64 tokens" in shown(4096, 4096, 64)
     assert "sequences of up to 2048 tokens (limit of decode-0), KV blocks of 16 or 64" in shown(4096, 2048, 16)
-    assert "weights" not in shown(4096, 4096, 64)
+    assert "weights" not in shown(4096, 4096, 64) and "engine" not in shown(4096, 4096, 64)
+    prefill, decode = (msgspec.structs.replace(each, engine="tandem 0.1.0") for each in (prefill, decode))
+    assert "KV blocks of 64 tokens, engine: tandem 0.1.0" in " ".join(shown(4096, 4096, 64).split())
+    decode = msgspec.structs.replace(decode, engine="vllm 0.32.0")
+    assert "engine: tandem 0.1.0 or vllm 0.32.0" in " ".join(shown(4096, 4096, 64).split())
     prefill = msgspec.structs.replace(prefill, quantization="gptq int4")
     assert "KV blocks of 64 tokens, weights: gptq int4 or no quantisation" in shown(4096, 4096, 64).replace("\n", " ")

@@ -278,6 +278,18 @@ def test_handshake_refuses_another_type_of_the_cache_and_names_both() -> None:
     assert agree(offer(layout=fp8), fp8, host_id(), "cpu", named("ipc")) == "ipc"
 
 
+def test_handshake_refuses_another_engine_and_another_version_of_it() -> None:
+    """An engine arranges the values of a block in its own way; the other fields of the layout may agree."""
+    tandem, old, new = (
+        msgspec.structs.replace(LAYOUT, engine=each) for each in ("tandem", "vllm 0.32.0", "vllm 0.33.0")
+    )
+    for theirs, ours in ((tandem, old), (old, tandem), (old, new)):
+        reason = f"KV layout differs in engine: prefill has {theirs.engine}, decode has {ours.engine}"
+        with pytest.raises(KVLayoutMismatch, match=reason):
+            agree(offer(layout=theirs), ours, host_id(), "cpu", named("ipc"))
+    assert agree(offer(layout=old), old, host_id(), "cpu", named("ipc")) == "ipc"
+
+
 def test_handshake_lets_workers_of_different_numbers_of_ranks_pair() -> None:
     split = msgspec.structs.replace(LAYOUT, num_kv_heads=1, tensor_parallel_size=2)
     assert agree(offer(layout=split), LAYOUT, host_id(), "cpu", named("ipc")) == "ipc"

@@ -135,6 +135,12 @@ def test_invalid_endpoints_are_refused(endpoint: str) -> None:
         check_register(replace(REGISTER, worker=replace(REGISTER.worker, endpoint=endpoint)))
 
 
+def test_a_registration_with_a_long_name_of_its_engine_is_refused() -> None:
+    check_register(replace(REGISTER, engine="vllm 0.32.0"))
+    with pytest.raises(InvalidMessage, match="engine: too long"):
+        check_register(replace(REGISTER, engine="x" * 5000))
+
+
 @pytest.mark.parametrize("first_tokens", [[], [-1], [VOCAB_SIZE], [1] * 2000])
 def test_invalid_first_tokens_are_refused(first_tokens: list[int]) -> None:
     check_finish_transfer(FinishTransfer("t", 3, [0, VOCAB_SIZE - 1]), VOCAB_SIZE)

@@ -13,7 +13,7 @@ import pytest
 
 from tandem.engine.engine_config import EngineConfig
 from tandem.runtime.processes.forked_process import ONE_THREAD
-from tandem.worker.worker_config import WorkerConfig
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 
 UNUSED = {
     "tandem.deploy": "the launcher's",
@@ -110,7 +110,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process sees that imports as the preloaded process does. variables: names that were read meanwhile."""
     folder = tmp_path_factory.mktemp("imports")
     engine = EngineConfig(model="", num_threads=3)
-    (folder / "worker.json").write_bytes(msgspec.json.encode(WorkerConfig("w", "decode", "", [], engine)))
+    (folder / "worker.json").write_bytes(msgspec.json.encode(TandemWorkerConfig("w", "decode", "", [], engine=engine)))
     with (folder / "variables").open("w+") as names:
         environment = {**ONE_THREAD, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
         if compiler := shutil.which("cc"):
@@ -154,6 +154,23 @@ def test_what_differs_between_workers_is_read_after_the_fork(found: dict[str, An
 
 def test_the_first_kernel_of_a_worker_imports_nothing(found: dict[str, Any]) -> None:
     assert found["late"] == []
+
+
+SHARED = [
+    "tandem.worker.presence", "tandem.worker.proxy_links", "tandem.worker.kv_traffic", "tandem.worker.pairs.incoming",
+    "tandem.worker.pairs.outgoing", "tandem.worker.to_proxy", "tandem.worker.worker_config",
+    "tandem.telemetry.worker_metrics", "tandem.runtime.processes.process",
+]  # fmt: skip
+"""What workers of all engines share."""
+
+
+def test_what_workers_share_loads_no_engine() -> None:
+    code = f"import sys, {', '.join(SHARED)}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"torch", "transformers", "numba"} & set(loaded)
+    parts = ("tandem.engine.", "tandem.prefill_worker.", "tandem.decode_worker.")
+    actions = {"tandem.engine.tiers", "tandem.engine.tiers.tier_actions", "tandem.decode_worker.actions"}
+    assert {name for name in loaded if name.startswith(parts)} == actions
 
 
 @pytest.mark.parametrize("module", ["tandem.worker.worker", "tandem.simulator.run"])

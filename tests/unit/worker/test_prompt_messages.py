@@ -14,8 +14,8 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import AbortAllAttempts, AttemptFailed, PrepareDecode, StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.worker import Worker
-from tandem.worker.worker_config import WorkerConfig
 from tandem.worker.worker_scheduler import WorkerScheduler
 
 FIELDS: dict[str, Any] = {
@@ -34,7 +34,7 @@ async def not_loaded(*arguments: Any) -> NoReturn:
 
 def new_worker(grammars: Any) -> Any:
     """Returns a worker without an engine and without sockets."""
-    worker: Any = Worker(WorkerConfig("w", "any", "ipc:///unused", [], EngineConfig("model")), not_loaded)
+    worker: Any = Worker(TandemWorkerConfig("w", "any", "ipc:///unused", [], engine=EngineConfig("model")), not_loaded)
     worker._presence = SimpleNamespace(info=SimpleNamespace(epoch="e"), drain=None)
     worker._host = SimpleNamespace(
         loaded=SimpleNamespace(vocab_size=100, max_model_len=100),

@@ -50,6 +50,13 @@ def cluster(num_prefill: int, num_decode: int) -> tuple[WorkerTable, list[Worker
     return table, prefills, decodes
 
 
+def test_a_report_names_the_engine_of_each_worker() -> None:
+    table = WorkerTable(SILENCE_S)
+    for name, engine in (("prefill-0", "tandem 0.1.0"), ("decode-0", "vllm 0.32.0")):
+        table.on_register(0.0, msgspec.structs.replace(register(worker(name)), engine=engine))
+    assert [each.engine for each in table.report(0.0)] == ["tandem 0.1.0", "vllm 0.32.0"]
+
+
 def test_a_worker_joins_once() -> None:
     table = WorkerTable(SILENCE_S)
     info = worker("prefill-0")
