@@ -291,7 +291,7 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
     if config.engine_settings.model == str(DEMO_MODEL) and config.routing.decode_prefill_threshold == 0:
         console.print(
             "Every prompt is handed over from a prefill to a decode worker (--decode-prefill-threshold 0), as "
-            f"`tandem status --port {http.port}` shows.",
+            f"`tandem status --port {config.http.port}` shows.",
             soft_wrap=True,
         )
     console.print(f"Chat: {url}/", soft_wrap=True)
