@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup develop serve test test-all test-extended test-exhaustive soak lint lint-types lint-style lint-collects check audit bench gpu-check gpu-wheels format lock clean
+.PHONY: setup develop serve test test-all test-extended test-exhaustive soak lint lint-types lint-style lint-collects check audit bench coverage release gpu-check gpu-wheels format lock clean
 
 # What serving needs: 6.0 GB on disk, 5.2 of them PyTorch with Triton and the CUDA libraries that PyTorch's wheels bring.
 setup: $(VENV)/.installed
@@ -102,6 +102,18 @@ gpu-check:
 # Collects those wheels in .whl/1, .whl/2 and so on, less than 64 MiB each; needs a network. ARGS=3.12 only for that Python.
 gpu-wheels: develop
 	$(BIN)/python -m tools.gpu_wheels .whl $(ARGS)
+
+# Builds the sdist, and the wheel from it; then checks their metadata and serves from the wheel in an empty environment.
+release: setup
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist
+	$(BIN)/uv tool run --quiet twine@6.2.0 check --strict dist/*
+	$(BIN)/python -m tools.installed_wheel dist/*.whl
+
+# Lines of each package that the unit tests run, in their own process: not what the tests that start clusters run.
+coverage: develop
+	$(PYTEST) --cov --cov-report=term:skip-covered $(or $(ARGS),tests/unit)
+	@$(BIN)/coverage report --format=total
 
 format: develop
 	$(BIN)/ruff format .

@@ -61,7 +61,7 @@ def test_hashes_are_required_wherever_the_lock_is_installed() -> None:
 
 
 def test_what_serving_needs_is_installed_as_it_is_locked() -> None:
-    """uv checks the hashes of constraints; the lock has every dependency, as the image's, which is a part of it, shows."""
+    """uv checks the hashes of constraints. That the lock has every dependency follows from the test of the image's."""
     lines = (ROOT / "Makefile").read_text().splitlines()
     [command] = [line for line in lines if "pip install" in line and "-r pyproject.toml" in line]
     assert "-c requirements.lock" in command and "--no-verify-hashes" not in command
