@@ -23,6 +23,7 @@ from tandem.deploy.cluster_config import (
     settings,
     unknown_name,
 )
+from tandem.deploy.commands.engine import add_engine_commands
 from tandem.deploy.commands.role import set_role
 from tandem.deploy.commands.scale import scale
 from tandem.deploy.launch import draining
@@ -182,6 +183,7 @@ def _parser(show_all: bool = False) -> CommandParser:
     simulation.add_argument("--json", type=Path, metavar="FILE", help="write the figures of a trace")
     simulation.add_argument("--plot", type=Path, metavar="FILE", help="draw the latencies of a trace, as .svg or .png")
     add_settings(simulation, SIMULATED, [each.key for each in settings() if each.key not in SIMULATED], show_all)
+    add_engine_commands(add("engine", None, "install an engine other than the built-in one"))
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
     for command in (status, scale, drain, role, restart, *caches):
         help_text = "HTTP port of the cluster (default: 8000)"
