@@ -63,6 +63,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads_per_worker: Annotated[int, setting("workers", ge=0, le=256, description=
         "CPU threads of each worker, split among its processes; 0 divides the cores among all workers.")] = 0
 
+    engine_is_given: bool = False
+    """Whether the operator has named the engine, also if it is the default."""
     engine_settings: EngineConfig = EngineConfig("", max_num_batched_tokens=0, max_num_seqs=0)
     engine: Annotated[EngineName, setting("model", description=
         "Engine of the workers: tandem is the built-in one, vllm runs vLLM's in an environment that `tandem engine "
@@ -261,7 +263,8 @@ def load_config(file: Path | None, overrides: dict[str, Any], serves_demo: bool 
     if serves_demo and not given.get("model") and (given.get("prefill", 1) or given.get("workers")):
         given = {"decode_prefill_threshold": 0, **given}
     try:
-        config = msgspec.convert(msgspec.to_builtins(with_values(ClusterConfig(), given)), ClusterConfig, strict=True)
+        defaults = ClusterConfig(engine_is_given="engine" in given)
+        config = msgspec.convert(msgspec.to_builtins(with_values(defaults, given)), ClusterConfig, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_bad_value(error, values, overrides, file)) from error
     try:

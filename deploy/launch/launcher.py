@@ -22,6 +22,7 @@ from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S, Watchdog
 from tandem.deploy.launch.loading_bar import fraction_loaded
+from tandem.deploy.launch.start_checks import check_reports
 from tandem.deploy.launch.start_stages import StartStages
 from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_names, num_pairs, start_role
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
@@ -337,16 +338,13 @@ class Launcher:
                 await asyncio.wait_for(self._stopping.wait(), 0.1)
 
     async def _is_up(self, show: Callable[[str], None]) -> bool:
-        """Raises ConfigError for workers that cannot be paired."""
+        """Raises ConfigError for workers that cannot serve with the others, see `start_checks`."""
         config = self._config
         reports = list(self._reports.values())
         if len(reports) < (len(config.join_endpoints) or config.proxies):
             show("waiting for the proxies")
             return False
-        pairs = [pair for report in self.reports for worker in report.workers for pair in worker.pairs]
-        refused = next((pair for pair in pairs if pair.state == "refused"), None)
-        if refused is not None:
-            raise ConfigError(f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}")
+        check_reports(config, reports, self._children)
         last = min(reports, key=lambda report: report.num_ready_pairs)  # every proxy must know all pairs
         roles = [worker.worker.role for worker in last.workers]
         shown = [f"{roles.count(role)}/{count} {role}" for role, count in self.counts.items() if count]

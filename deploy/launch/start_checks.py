@@ -1,0 +1,34 @@
+"""Which reports of the proxies end the start of workers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from tandem.deploy.cluster_config import ClusterConfig
+from tandem.protocol.messages.membership import StatusReport, WorkerReport
+from tandem.runtime.errors import ConfigError
+
+
+def check_reports(config: ClusterConfig, reports: Sequence[StatusReport], ours: Container[str]) -> None:
+    """ours: names of this launcher's workers.
+
+    Raises ConfigError for a cluster with another engine that is joined without --engine, and for workers that cannot be
+    paired with others of their engine.
+    """
+    workers = [worker for report in reports for worker in report.workers]
+    others = [worker for worker in workers if _engine(worker) not in ("", config.engine)]
+    if config.join and not config.engine_is_given and others:
+        raise ConfigError(
+            f"engine: {others[0].worker.worker_id} of this cluster runs {others[0].engine}, not {config.engine}; give "
+            f"--engine {_engine(others[0])}, or --engine {config.engine} to have both, between which no KV moves"
+        )
+    unlike = {worker.worker.epoch for worker in others}
+    pairs = [pair for worker in workers if worker.worker.worker_id in ours for pair in worker.pairs]
+    refused = next((pair for pair in pairs if pair.state == "refused" and pair.decode_epoch not in unlike), None)
+    if refused is not None:
+        raise ConfigError(f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}")
+
+
+def _engine(worker: WorkerReport) -> str:
+    """Name of the engine without its version; empty if the worker does not say it."""
+    return worker.engine.partition(" ")[0]

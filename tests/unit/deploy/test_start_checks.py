@@ -1,0 +1,40 @@
+"""Reports that end the start of workers: other engines in a cluster, and pairs that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.deploy.cluster_config import load_config
+from tandem.deploy.launch.start_checks import check_reports
+from tandem.protocol.messages.membership import PairStatus, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
+from tandem.runtime.errors import ConfigError
+
+JOIN = {"join": "tcp://10.0.0.1:7777", "cluster_host": "10.0.0.2", "insecure_network": True}
+
+
+def report(**engines: str) -> StatusReport:
+    """Workers by name, with their engines; each has a refused pair with decode_0."""
+    pair = PairStatus("decode-0", "epoch of decode_0", "refused", reason="engine differs")
+    workers = [
+        WorkerReport(WorkerInfo(name, f"epoch of {name}", "any", "", 1), WorkerLoad(), [pair], 0.0, engine=engine)
+        for name, engine in engines.items()
+    ]
+    return StatusReport("proxy-0", "m", True, 0, workers)
+
+
+def test_a_cluster_with_another_engine_is_joined_only_on_request() -> None:
+    reports = [report(), report(decode_0="vllm 0.32.0", ours="tandem 0.1.0")]
+    with pytest.raises(
+        ConfigError, match=r"decode_0 .* runs vllm 0\.32\.0, not tandem; give --engine vllm, or --engine tandem to"
+    ):
+        check_reports(load_config(None, JOIN), reports, ["ours"])
+    check_reports(load_config(None, {**JOIN, "engine": "tandem"}), reports, ["ours"])  # also: the pair does not count
+
+
+@pytest.mark.parametrize("settings", [{}, JOIN])
+@pytest.mark.parametrize("engine", ["tandem 0.1.0", ""])
+def test_a_refused_pair_of_one_engine_ends_the_start(settings: dict[str, object], engine: str) -> None:
+    config = load_config(None, settings)
+    with pytest.raises(ConfigError, match="decode-0 refused to pair with a prefill worker: engine differs"):
+        check_reports(config, [report(decode_0=engine, ours=engine)], ["ours"])
+    check_reports(config, [report(decode_0=engine)], ["ours"])  # the pair of another host's worker
