@@ -348,7 +348,7 @@ class Launcher:
         last = min(reports, key=lambda report: report.num_ready_pairs)  # every proxy must know all pairs
         roles = [worker.worker.role for worker in last.workers]
         shown = [f"{roles.count(role)}/{count} {role}" for role, count in self.counts.items() if count]
-        expected = num_pairs(self.counts)
+        expected = num_pairs(self.counts) if config.moves_kv else 0
         show(f"{', '.join(shown)}, {last.num_ready_pairs}/{expected} pairs")
         if not all(self._knows_our_workers(report) for report in reports):
             return False

@@ -38,3 +38,12 @@ def test_a_refused_pair_of_one_engine_ends_the_start(settings: dict[str, object]
     with pytest.raises(ConfigError, match="decode-0 refused to pair with a prefill worker: engine differs"):
         check_reports(config, [report(decode_0=engine, ours=engine)], ["ours"])
     check_reports(config, [report(decode_0=engine)], ["ours"])  # the pair of another host's worker
+
+
+def test_vllm_workers_of_several_ranks_serve_without_pairs() -> None:
+    reports = [report(decode_0="vllm 0.32.0", ours="vllm 0.32.0")]
+    alone = load_config(None, {"engine": "vllm", "workers": 2})
+    with pytest.raises(ConfigError, match="decode-0 refused to pair"):
+        check_reports(alone, reports, ["ours"])
+    several = load_config(None, {"engine": "vllm", "workers": 2, "tensor_parallel_size": 2})
+    check_reports(several, reports, ["ours"])
