@@ -7,14 +7,16 @@ actions say (`decode_worker.actions`). All of them are called on the worker's lo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from tandem.decode_worker.actions import Action
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import KVConnector, KVReceiver, KVSender, OnDone
 from tandem.protocol.messages.transfer import FinishTransfer, KVLayout, KVReserved, RenewLeases, ReserveKV, ShipKV
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed
 from tandem.runtime.processes.exits import WatchExit
+
+A = TypeVar("A")
+"""Actions of a worker: those of `decode_worker.actions`, and more for another engine."""
 
 
 class KVPools(Protocol):
@@ -73,42 +75,42 @@ class KVHost(Protocol):
         """Reports the exits of peers' processes on this host."""
 
 
-class PrefillTransfers(Protocol):
+class PrefillTransfers(Protocol[A]):
     """The transfers of prompts that this worker computes for others."""
 
-    def on_reserved(self, message: KVReserved) -> list[Action]: ...
+    def on_reserved(self, message: KVReserved) -> list[A]: ...
 
-    def on_refused(self, transfer_id: str, error: ErrorInfo) -> list[Action]: ...
+    def on_refused(self, transfer_id: str, error: ErrorInfo) -> list[A]: ...
 
     def on_renewed(self, now: float, message: RenewLeases) -> None: ...
 
-    def on_shipped(self, transfer_id: str, error: KVTransferFailed | None) -> list[Action]:
+    def on_shipped(self, transfer_id: str, error: KVTransferFailed | None) -> list[A]:
         """Handles the end of one `Ship`."""
 
-    def on_pair_lost(self, pair_id: str, reason: str) -> list[Action]: ...
+    def on_pair_lost(self, pair_id: str, reason: str) -> list[A]: ...
 
 
-class DecodeTransfers(Protocol):
+class DecodeTransfers(Protocol[A]):
     """The transfers of prompts that other workers compute for this one."""
 
     def wanted_transfers(self, pair_id: str) -> list[str]:
         """Returns the transfers of a pair whose leases must be renewed."""
 
-    def on_reserve(self, now: float, message: ReserveKV) -> list[Action]: ...
+    def on_reserve(self, now: float, message: ReserveKV) -> list[A]: ...
 
-    def on_ship(self, message: ShipKV) -> list[Action]: ...
+    def on_ship(self, message: ShipKV) -> list[A]: ...
 
-    def on_finish_transfer(self, message: FinishTransfer) -> list[Action]: ...
+    def on_finish_transfer(self, message: FinishTransfer) -> list[A]: ...
 
-    def on_close_transfer(self, transfer_id: str) -> list[Action]: ...
+    def on_close_transfer(self, transfer_id: str) -> list[A]: ...
 
-    def on_received(self, transfer_id: str, error: KVTransferFailed | None) -> list[Action]:
+    def on_received(self, transfer_id: str, error: KVTransferFailed | None) -> list[A]:
         """Handles the end of one `Receive`."""
 
-    def on_corrupt(self, transfer_id: str, error: KVTransferFailed) -> list[Action]:
+    def on_corrupt(self, transfer_id: str, error: KVTransferFailed) -> list[A]:
         """Handles a `Receive` whose blocks differ from what was sent."""
 
-    def on_pair_lost(self, pair_id: str, reason: str, peer_stopped: bool) -> list[Action]:
+    def on_pair_lost(self, pair_id: str, reason: str, peer_stopped: bool) -> list[A]:
         """peer_stopped: the peer will write nothing more; otherwise its blocks may still change."""
 
-    def on_prefill_lost(self, prefill_epoch: str) -> list[Action]: ...
+    def on_prefill_lost(self, prefill_epoch: str) -> list[A]: ...

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Generic
 
 import msgspec
 
-from tandem.decode_worker.actions import Action, Receive, SendToPeer, Ship
+from tandem.decode_worker.actions import Receive, SendToPeer, Ship
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.protocol.messages.checks import check_finish_transfer, check_open_pair, check_reserved
 from tandem.protocol.messages.membership import PairStatus, PairTraffic, WorkerInfo
@@ -30,7 +31,7 @@ from tandem.protocol.messages.transfer import (
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.kv_interfaces import DecodeTransfers, KVHost, PrefillTransfers
+from tandem.worker.kv_interfaces import A, DecodeTransfers, KVHost, PrefillTransfers
 from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import IncomingPairTable
 from tandem.worker.pairs.outgoing import OutgoingPairs
@@ -40,7 +41,7 @@ from tandem.worker.worker_config import WorkerConfig
 log = logging.getLogger(__name__)
 
 
-class KVTraffic:
+class KVTraffic(Generic[A]):
     """All pairs of one worker, in both directions.
 
     prefill, decode: decide about transfers to and from other workers. send: sends a message on the ROUTER to the peer
@@ -52,12 +53,12 @@ class KVTraffic:
         config: WorkerConfig,
         info: WorkerInfo,
         host: KVHost,
-        prefill: PrefillTransfers,
-        decode: DecodeTransfers,
+        prefill: PrefillTransfers[A],
+        decode: DecodeTransfers[A],
         network: Network,
         metrics: WorkerMetrics,
         send: Callable[[str, msgspec.Struct], None],
-        perform: Callable[[list[Action]], None],
+        perform: Callable[[list[A]], None],
         clock: Callable[[], float],
     ) -> None:
         self._worker_id = config.worker_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.decode_worker.actions import Action
 from tandem.kv_transfer.tiers.tier import TierAnswer
 from tandem.prefill_worker.media import MediaIntake
 from tandem.protocol.messages.membership import TierFigures, WorkerLoad
@@ -16,7 +17,7 @@ from tandem.worker.worker_scheduler import WorkerScheduler
 def load_report(
     scheduler: WorkerScheduler,
     steps: StepLoop,
-    traffic: KVTraffic,
+    traffic: KVTraffic[Action],
     tiers: TierTraffic,
     media: MediaIntake,
     num_role_changes: int,

@@ -8,11 +8,10 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol
 
 import msgspec
 
-from tandem.decode_worker.actions import Action
 from tandem.protocol.messages.membership import (
     PrefixUpdate,
     RegisterWorker,
@@ -27,6 +26,7 @@ from tandem.runtime.drain import Drain, Retired
 from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.threads import show_thread_name
 from tandem.telemetry.worker_metrics import WorkerMetrics
+from tandem.worker.kv_interfaces import A
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.proxy_links import ProxyLinks
 from tandem.worker.worker_config import WorkerConfig
@@ -85,7 +85,7 @@ class RoleFile:
             log.error("the role %s will not survive a restart: %s", role, error)
 
 
-class WorkerRequests(Protocol):
+class WorkerRequests(Protocol[A]):
     """The requests and the prefix cache of a worker."""
 
     @property
@@ -98,7 +98,7 @@ class WorkerRequests(Protocol):
     def is_idle(self) -> bool:
         """Whether a drain is over: no request runs or waits, and no peer needs blocks of this worker."""
 
-    def on_proxy_lost(self, proxy_id: str) -> list[Action]:
+    def on_proxy_lost(self, proxy_id: str) -> list[A]:
         """Aborts the requests of a proxy."""
 
     def take_prefixes(self) -> tuple[PrefixUpdate | None, PrefixUpdate | None]:
@@ -108,7 +108,7 @@ class WorkerRequests(Protocol):
         """Lets the next updates have all prefixes."""
 
 
-class Presence:
+class Presence(Generic[A]):
     """Keeps a worker registered while `serve` runs.
 
     register: the worker's registration, with its role at the start. perform: executes the actions of `requests`.
@@ -119,9 +119,9 @@ class Presence:
         self,
         config: WorkerConfig,
         register: RegisterWorker,
-        requests: WorkerRequests,
-        traffic: KVTraffic,
-        perform: Callable[[list[Action]], None],
+        requests: WorkerRequests[A],
+        traffic: KVTraffic[A],
+        perform: Callable[[list[A]], None],
         report: Callable[[int], WorkerLoad],
         clear_cache: Callable[[], None],
     ) -> None:

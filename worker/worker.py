@@ -77,7 +77,7 @@ class Worker:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        self._presence: Presence | None = None
+        self._presence: Presence[Action] | None = None
         self._metrics = WorkerMetrics()
 
     def stop(self) -> None:

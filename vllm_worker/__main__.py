@@ -1,0 +1,22 @@
+"""Entry point: `python -m tandem.vllm_worker CONFIG.json`, in an environment that has vLLM."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from tandem.runtime.processes.process import run_process
+from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig
+
+
+def main() -> None:
+    from tandem.vllm_worker.vllm_worker import VllmWorker
+
+    config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=VllmWorkerConfig)
+    run_process(config.worker_id, config.logs, lambda: VllmWorker(config))
+
+
+if __name__ == "__main__":
+    main()

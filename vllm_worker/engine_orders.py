@@ -1,0 +1,114 @@
+"""Orders of the scheduler (`vllm_worker.vllm_scheduler`) to vLLM's engine, and what the engine reports. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from tandem.decode_worker.actions import Action
+from tandem.protocol.messages.dispatch import PromptMessage
+from tandem.protocol.messages.sampling import FinishReason, SampledToken
+
+
+class AddRequest(msgspec.Struct, frozen=True):
+    """Compute one sequence."""
+
+    engine_id: str
+    message: PromptMessage
+    number: int
+    """Number of the sequence among those that share the prompt."""
+    token_ids: list[int]
+    """The prompt, and then tokens that were generated before."""
+    num_generated: int
+    max_tokens: int
+    """Limit on generated tokens, with those before."""
+    receives: bool = False
+    """Its KV comes from another worker."""
+    ships: bool = False
+    """Its blocks must be kept until EndShipping."""
+
+
+class AbortRequests(msgspec.Struct, frozen=True):
+    engine_ids: list[str]
+
+
+class KVArrived(msgspec.Struct, frozen=True):
+    """All KV of a request is there, and the token that follows its prompt is known."""
+
+    engine_id: str
+    first_token_id: int
+
+
+class EndReceiving(msgspec.Struct, frozen=True):
+    """Nothing more is written to the blocks of an aborted request."""
+
+    engine_id: str
+
+
+class EndShipping(msgspec.Struct, frozen=True):
+    """Nothing more is read from the blocks of a request."""
+
+    engine_id: str
+
+
+EngineOrder = AddRequest | AbortRequests | KVArrived | EndReceiving | EndShipping
+VllmAction = Action | EngineOrder
+
+
+class AllocatedBlocks(NamedTuple):
+    """Blocks of a request whose KV comes from another worker. The prefix cache had the first ones."""
+
+    engine_id: str
+    cached_block_ids: list[int]
+    block_ids: list[int]
+
+
+class ComputedBlocks(NamedTuple):
+    """Blocks of a request that ships whose content is complete, from the first on."""
+
+    engine_id: str
+    block_ids: list[int]
+
+
+class EngineOutput(NamedTuple):
+    """Tokens of one request in one step. error: why it has ended without being finished."""
+
+    engine_id: str
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[bytes] | None = None
+    """Packed, with the first token."""
+
+
+class EngineFigures(NamedTuple):
+    """State of the engine after a step. Counts of blocks leave out the one that vLLM uses for padding."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_preempted: int = 0
+
+
+class StepReport(NamedTuple):
+    """What has happened in the engine since the report before."""
+
+    begun: list[str]
+    """Requests that were scheduled for the first time, or again after a preemption."""
+    allocated: list[AllocatedBlocks]
+    computed: list[ComputedBlocks]
+    outputs: list[EngineOutput]
+    lost: list[str]
+    """Requests that ship and were preempted: their blocks are no longer theirs."""
+    figures: EngineFigures
+    step_s: float = 0.0
+    """Duration of the step; 0 if nothing was computed."""
+    num_decoding: int = 0
+    num_prompt_tokens: int = 0
+    added: list[bytes] = []  # noqa: RUF012
+    """Prefix hashes that the cache has gained."""
+    evicted: list[bytes] = []  # noqa: RUF012

@@ -1,0 +1,217 @@
+"""The prompts whose KV a vLLM worker ships while it computes them. Pure.
+
+The engine request of one sequence ships for all that share the prompt. Its blocks are kept from the end of the request
+until nothing reads them any more (`vllm_worker.tandem_connector`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tandem.decode_worker.actions import Action, SendToPeer, Ship
+from tandem.prefill_worker.transfer_leases import Leases
+from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
+from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
+from tandem.runtime.errors import ErrorInfo, KVTransferFailed, TandemError, WorkerLost
+from tandem.vllm_worker.engine_orders import ComputedBlocks, EndShipping, VllmAction
+
+
+@dataclass(eq=False)
+class OutgoingTransfer:
+    """One prompt. src_block_ids: own blocks whose content is complete."""
+
+    message: StartPrefill
+    pair_id: str
+    engine_id: str
+    num_blocks: int
+    reserve_sent: bool = False
+    dst_block_ids: list[int] | None = None
+    num_decode_cached_blocks: int = 0
+    src_block_ids: list[int] = field(default_factory=list)
+    num_shipped_blocks: int = 0
+    """Given to the sender, or cached by decode."""
+    num_ships_in_flight: int = 0
+    first_token_ids: dict[str, int] = field(default_factory=dict)
+    """By attempt; 0 for one that has ended before its first token."""
+    num_going_on: int = 0
+    """Sequences that decode has to continue."""
+    is_computed: bool = False
+    finish_sent: bool = False
+    ended: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.message.token_ids) // BYTES_PER_TOKEN
+
+    def next_ship(self) -> Ship | None:
+        """Returns a shipment of the blocks that are complete and not shipped yet, and counts it as in flight."""
+        assert self.dst_block_ids is not None
+        first, ready, num_cached = self.num_shipped_blocks, len(self.src_block_ids), self.num_decode_cached_blocks
+        if ready <= first:
+            return None
+        self.num_shipped_blocks = ready
+        self.num_ships_in_flight += 1
+        src, dst = self.src_block_ids[first:ready], self.dst_block_ids[first - num_cached : ready - num_cached]
+        return Ship(self.pair_id, self.message.transfer_id, first, src, dst)
+
+
+class OutgoingTransfers:
+    """The prompts that are shipped, until nothing reads their blocks.
+
+    fail_prompt: called when a transfer cannot complete; ends the prompt's streams. num_blocks_for: returns the number
+    of blocks for so many tokens.
+    """
+
+    def __init__(
+        self,
+        lease_s: float,
+        num_blocks_for: Callable[[int], int],
+        fail_prompt: Callable[[StartPrefill, TandemError], list[VllmAction]],
+    ) -> None:
+        self._leases = Leases(lease_s)
+        self._num_blocks_for = num_blocks_for
+        self._fail_prompt = fail_prompt
+        self._by_id: dict[str, OutgoingTransfer] = {}
+        self._by_engine_id: dict[str, OutgoingTransfer] = {}
+        self.num_expired_leases = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, transfer_id: str) -> bool:
+        return transfer_id in self._by_id
+
+    def ships(self, engine_id: str) -> bool:
+        """Whether the request must go on for the sequences that share its prompt."""
+        transfer = self._by_engine_id.get(engine_id)
+        return transfer is not None and not transfer.ended
+
+    def add(self, message: StartPrefill, pair_id: str, engine_id: str) -> None:
+        num_blocks = self._num_blocks_for(len(message.token_ids) // BYTES_PER_TOKEN)
+        transfer = OutgoingTransfer(message, pair_id, engine_id, num_blocks)
+        self._by_id[message.transfer_id] = self._by_engine_id[engine_id] = transfer
+
+    # ---- from the engine
+
+    def on_begun(self, now: float, engine_id: str) -> list[VllmAction]:
+        """Asks decode for blocks when the prompt's first chunk is scheduled."""
+        transfer = self._by_engine_id.get(engine_id)
+        if transfer is None or transfer.reserve_sent or transfer.ended:
+            return []
+        transfer.reserve_sent = True
+        message = transfer.message
+        self._leases.begin(now, transfer.pair_id, message.transfer_id)
+        reserve = ReserveKV(transfer.pair_id, message.transfer_id, transfer.num_prompt_tokens, message.adapter_digest)
+        return [SendToPeer(transfer.pair_id, reserve)]
+
+    def on_computed(self, computed: ComputedBlocks) -> list[VllmAction]:
+        transfer = self._by_engine_id.get(computed.engine_id)
+        if transfer is None:
+            return []
+        transfer.src_block_ids = computed.block_ids[: transfer.num_blocks]
+        transfer.is_computed = len(transfer.src_block_ids) == transfer.num_blocks
+        return self._ship(transfer)
+
+    def on_preempted(self, engine_id: str) -> list[VllmAction]:
+        transfer = self._by_engine_id.get(engine_id)
+        return [] if transfer is None else self._fail(transfer, KVTransferFailed("vLLM took the prompt's blocks away"))
+
+    def on_first_token(self, transfer_id: str, attempt_id: str, token_id: int, goes_on: bool) -> list[VllmAction]:
+        """goes_on: whether decode continues the sequence. False also for one that has ended without a token."""
+        transfer = self._by_id.get(transfer_id)
+        if transfer is None or transfer.ended:
+            return []
+        transfer.first_token_ids[attempt_id] = token_id
+        transfer.num_going_on += goes_on
+        if len(transfer.first_token_ids) < len(transfer.message.attempt_ids):
+            return []
+        return self._ship(transfer) if transfer.num_going_on else self.end(transfer_id)
+
+    # ---- from the decode worker and the data path (see worker.kv_traffic)
+
+    def on_reserved(self, message: KVReserved) -> list[VllmAction]:
+        transfer = self._by_id.get(message.transfer_id)
+        if transfer is None or not transfer.reserve_sent or transfer.dst_block_ids is not None:
+            return []
+        num_cached, num_given = message.num_cached_blocks, len(message.block_ids)
+        if num_cached > transfer.num_blocks or num_given != transfer.num_blocks - num_cached:
+            error = f"decode reserved {num_cached} + {num_given} blocks for a prompt of {transfer.num_blocks}"
+            return self._fail(transfer, KVTransferFailed(error))
+        transfer.dst_block_ids = message.block_ids
+        transfer.num_decode_cached_blocks = transfer.num_shipped_blocks = num_cached
+        return self._ship(transfer)
+
+    def on_refused(self, transfer_id: str, error: ErrorInfo) -> list[VllmAction]:
+        transfer = self._by_id.get(transfer_id)
+        return self._fail(transfer, error.to_error()) if transfer is not None else []
+
+    def on_renewed(self, now: float, message: RenewLeases) -> None:
+        self._leases.renew(now, message.pair_id, message.transfer_ids)
+
+    def on_shipped(self, transfer_id: str, error: TandemError | None) -> list[VllmAction]:
+        transfer = self._by_id[transfer_id]
+        transfer.num_ships_in_flight -= 1
+        return self._fail(transfer, error) if error is not None else self._settle(transfer)
+
+    def on_pair_lost(self, pair_id: str, reason: str) -> list[VllmAction]:
+        error = WorkerLost(f"the decode worker was lost: {reason}")
+        lost = [transfer for transfer in self._by_id.values() if transfer.pair_id == pair_id]
+        return [action for transfer in lost for action in self._fail(transfer, error)]
+
+    def on_tick(self, now: float) -> list[VllmAction]:
+        actions: list[VllmAction] = []
+        for transfer_id in self._leases.expired(now):
+            self.num_expired_leases += 1
+            unclaimed = f"the decode worker has not renewed its lease on the KV blocks for {self._leases.term_s:g} s"
+            actions += self._fail(self._by_id[transfer_id], KVTransferFailed(unclaimed))
+        return actions
+
+    # ---- ends
+
+    def end(self, transfer_id: str) -> list[VllmAction]:
+        """Ends a transfer that nobody wants any more."""
+        transfer = self._by_id.get(transfer_id)
+        if transfer is None:
+            return []
+        transfer.ended = True
+        self._leases.end(transfer_id)
+        return self._settle(transfer)
+
+    def _fail(self, transfer: OutgoingTransfer, error: TandemError) -> list[VllmAction]:
+        if transfer.ended:
+            return self._settle(transfer)
+        ended = self.end(transfer.message.transfer_id)
+        return ended + self._fail_prompt(transfer.message, error)
+
+    def _ship(self, transfer: OutgoingTransfer) -> list[VllmAction]:
+        if transfer.ended or transfer.dst_block_ids is None:
+            return []
+        actions: list[VllmAction] = []
+        if (ship := transfer.next_ship()) is not None:
+            actions.append(ship)
+        has_tokens = len(transfer.first_token_ids) == len(transfer.message.attempt_ids)
+        if transfer.is_computed and has_tokens and not transfer.finish_sent:
+            transfer.finish_sent = True
+            actions.append(SendToPeer(transfer.pair_id, self._finish_message(transfer)))
+        return actions + self._settle(transfer)
+
+    def _finish_message(self, transfer: OutgoingTransfer) -> FinishTransfer:
+        message = transfer.message
+        tokens = [transfer.first_token_ids[attempt_id] for attempt_id in message.attempt_ids]
+        return FinishTransfer(message.transfer_id, transfer.num_prompt_tokens, tokens)
+
+    def _settle(self, transfer: OutgoingTransfer) -> list[VllmAction]:
+        """Lets the engine have the blocks back, and forgets the transfer, unless something still reads them."""
+        transfer_id = transfer.message.transfer_id
+        all_shipped = transfer.finish_sent and transfer.num_shipped_blocks == transfer.num_blocks
+        if transfer.num_ships_in_flight or not (transfer.ended or all_shipped) or transfer_id not in self._by_id:
+            return []
+        del self._by_id[transfer_id], self._by_engine_id[transfer.engine_id]
+        self._leases.end(transfer_id)
+        actions: list[VllmAction] = [EndShipping(transfer.engine_id)]
+        if transfer.ended and transfer.reserve_sent:
+            closed: Action = SendToPeer(transfer.pair_id, CloseTransfer(transfer_id))
+            actions.append(closed)
+        return actions

@@ -1,0 +1,125 @@
+"""What vLLM's scheduler and model runner ask of Tandem about KV that comes from other workers, or goes to them.
+
+vLLM finds the class by its name in `KVTransferConfig`, and makes two objects of it: one for the scheduler, one for the
+model runner. Both only record: data moves on other threads, between steps (`vllm_worker.vllm_engine`).
+
+A request whose KV comes from another worker has `RECEIVES` in its `kv_transfer_params`. The scheduler allocates its
+blocks, which is the reservation, and lets it wait until `finished_receiving` names it. A request that is aborted
+meanwhile keeps its blocks until then, because a peer may still write to them. Likewise a request with `SHIPS` keeps its
+blocks after its end until `finished_sending` names it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from tandem.vllm_worker.engine_orders import AllocatedBlocks
+from tandem.vllm_worker.kv_memory import mapped_allocation
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+RECEIVES, SHIPS = "tandem_receives", "tandem_ships"
+
+
+class NothingToPass(KVConnectorMetadata):
+    """The scheduler has nothing to tell the model runner."""
+
+
+class TandemConnector(KVConnectorBase_V1):
+    """Call the methods that are not vLLM's between steps, on the engine's thread."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_size = vllm_config.cache_config.block_size
+        # The scheduler's object:
+        self.begun: list[str] = []
+        """Requests that were scheduled, but not to receive."""
+        self.allocated: list[AllocatedBlocks] = []
+        self.last_step: SchedulerOutput | None = None
+        self._receiving: set[str] = set()  # have their blocks
+        self._shipping: set[str] = set()  # must keep their blocks at their end
+        self._kept: set[str] = set()  # have ended and keep their blocks
+        # The model runner's object:
+        self.finished_receiving: set[str] = set()
+        self.finished_sending: set[str] = set()
+        self.kv_caches: dict[str, torch.Tensor] = {}
+
+    # ---- the scheduler's object
+
+    def on_new_request(self, request: Request) -> None:
+        if request.kv_transfer_params and SHIPS in request.kv_transfer_params:
+            self._shipping.add(request.request_id)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        waits = bool(request.kv_transfer_params) and RECEIVES in request.kv_transfer_params
+        if not waits or request.request_id in self._receiving:  # after a preemption all is computed here
+            return 0, False
+        return request.num_prompt_tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._receiving.add(request.request_id)
+            [block_ids] = blocks.get_block_ids()
+            num_cached = (request.num_prompt_tokens - num_external_tokens) // self._block_size
+            num_blocks = -(-request.num_prompt_tokens // self._block_size)
+            cached, own = block_ids[:num_cached], block_ids[num_cached:num_blocks]
+            self.allocated.append(AllocatedBlocks(request.request_id, cached, own))
+        else:
+            self.begun.append(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self.last_step = scheduler_output
+        return NothingToPass()
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        engine_id = request.request_id
+        self._receiving.discard(engine_id)
+        if engine_id not in self._shipping:
+            return False, None
+        self._kept.add(engine_id)
+        return True, None
+
+    def end_shipping(self, engine_id: str) -> bool:
+        """Returns whether the request has ended and keeps its blocks, so that `finished_sending` must name it."""
+        self._shipping.discard(engine_id)
+        is_kept = engine_id in self._kept
+        self._kept.discard(engine_id)
+        return is_kept
+
+    # ---- the model runner's object
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        return mapped_allocation() if self._vllm_config.device_config.device_type == "cpu" else None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.kv_caches = kv_caches
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = self.finished_sending, self.finished_receiving
+        self.finished_sending, self.finished_receiving = set(), set()
+        return sent, received
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass

@@ -1,0 +1,342 @@
+"""vLLM's engine core on a thread of this process, and what it tells the worker after each step.
+
+The core is vLLM's own (`vllm.v1.engine.core.EngineCore`: scheduler, executor, structured output), without the
+processes and sockets that vLLM puts around it: the worker is the process already. Orders are carried out between steps,
+in order. All of vLLM that is not documented for others is used in this package only, of one version
+(`vllm_worker.vllm_version`), and `tests/integration/vllm` fails when it changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.request import Request
+
+from tandem.protocol.messages.sampling import FinishReason as SamplingFinish
+from tandem.runtime.errors import ConfigError, first_line
+from tandem.runtime.threads import show_thread_name
+from tandem.vllm_worker.engine_orders import (
+    AddRequest,
+    ComputedBlocks,
+    EngineFigures,
+    EngineOutput,
+    StepReport,
+)
+from tandem.vllm_worker.prefix_events import CollectedEvents, PrefixEvents
+from tandem.vllm_worker.resumed_sequences import OUTPUT
+from tandem.vllm_worker.tandem_connector import RECEIVES, SHIPS, TandemConnector
+from tandem.vllm_worker.vllm_lora import Loras
+from tandem.vllm_worker.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.002
+"""Pause while requests wait for a grammar or for KV, and nothing computes."""
+
+
+class EngineFacts(NamedTuple):
+    """What does not change while the engine runs."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    quantization: str
+
+
+class VllmEngine:
+    """Runs the engine core. Call its methods on the event loop.
+
+    post: called on the engine's thread with each report. on_failed: called there once, with the error that has ended
+    the engine.
+    """
+
+    def __init__(
+        self,
+        arguments: EngineArgs,
+        post: Callable[[StepReport], None],
+        on_failed: Callable[[BaseException], None],
+    ) -> None:
+        self._arguments = arguments
+        self._post = post
+        self._on_failed = on_failed
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._waiting: dict[str, Request] = {}  # for their grammars
+        self._progress: dict[str, int] = {}  # complete blocks of shipping requests at the last report
+        self._num_preempted = 0
+        self._prefixes = PrefixEvents()
+        self._loras = Loras()
+
+    def start(self) -> Future[None]:
+        """Loads the model. The result is there when the engine can take requests; ConfigError if vLLM refuses."""
+        self._thread.start()
+        return self._ready
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends after the running step, and waits for that so long."""
+        self._orders.put(None)
+        self._thread.join(timeout_s)
+
+    # ---- orders
+
+    def add(self, order: AddRequest, hashes: list[bytes]) -> None:
+        """hashes: of the full blocks of `order.token_ids`."""
+        self._orders.put(partial(self._add, order, hashes))
+
+    def abort(self, engine_ids: list[str]) -> None:
+        self._orders.put(lambda: self._abort(engine_ids))
+
+    def on_received(self, engine_id: str, first_token_id: int) -> None:
+        """All KV of a request has arrived, and the token that follows its prompt is known."""
+        self._orders.put(lambda: self._receive(engine_id, first_token_id))
+
+    def end_receiving(self, engine_id: str) -> None:
+        """Nothing more is written to the blocks of an aborted request."""
+        self._orders.put(lambda: self._end_receiving(engine_id))
+
+    def end_shipping(self, engine_id: str) -> None:
+        """Nothing more is read from the blocks of a request."""
+        self._orders.put(lambda: self._end_shipping(engine_id))
+
+    def clear_cache(self) -> None:
+        self._orders.put(lambda: self._clear_cache())
+
+    # ---- facts, once it is ready
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        return self._core.vllm_config
+
+    @property
+    def facts(self) -> EngineFacts:
+        config = self.vllm_config
+        return EngineFacts(
+            config.model_config.max_model_len,
+            config.model_config.get_vocab_size(),
+            self._figures().num_blocks,
+            config.model_config.quantization or "",
+        )
+
+    @property
+    def kv_caches(self) -> list[torch.Tensor]:
+        """One for each layer, in order."""
+        return list(self._runner_side.kv_caches.values())
+
+    # ---- on the engine's thread
+
+    def _run(self) -> None:
+        show_thread_name()
+        try:
+            self._load()
+        except BaseException as error:
+            self._ready.set_exception(error if isinstance(error, ConfigError) else ConfigError(_why_refused(error)))
+            return
+        self._ready.set_result(None)
+        try:
+            while self._carry_out():
+                self._step()
+        except BaseException as error:
+            log.exception("vLLM's engine has failed")
+            self._on_failed(error)
+            return
+        self._core.shutdown()
+
+    def _load(self) -> None:
+        vllm_config = self._arguments.create_engine_config()
+        self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        self._core.collective_rpc("keep_generated_tokens")
+        self._scheduler: Any = self._core.scheduler
+        self._events = self._scheduler.kv_event_publisher = CollectedEvents()
+        self._block_size = vllm_config.cache_config.block_size
+        self._connector: TandemConnector = self._scheduler.connector
+        self._runner_side: TandemConnector = get_kv_transfer_group()
+
+    def _carry_out(self) -> bool:
+        """Carries out orders, and waits for one while there is nothing to do. Returns False at the end."""
+        is_idle = not self._scheduler.has_requests() and not self._waiting
+        while True:
+            try:
+                order = self._orders.get(block=is_idle)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+            is_idle = False
+
+    def _step(self) -> None:
+        self._add_compiled()
+        started_at = time.monotonic()
+        outputs, has_computed = self._core.step_fn()
+        step_s = time.monotonic() - started_at
+        self._core.post_step(has_computed)
+        outputs = [each for out in (outputs or {}).values() for each in out.outputs]
+        self._post(self._report(outputs, step_s if has_computed else 0.0))
+        if not has_computed and self._orders.empty():
+            time.sleep(_POLL_S)
+
+    def _report(self, outputs: list[EngineCoreOutput], step_s: float) -> StepReport:
+        connector, step = self._connector, self._connector.last_step
+        begun, connector.begun = connector.begun, []
+        allocated, connector.allocated = connector.allocated, []
+        connector.last_step = None
+        lost: list[str] = []
+        if step is not None and step.preempted_req_ids:
+            self._num_preempted += len(step.preempted_req_ids)
+            lost = [each for each in step.preempted_req_ids if self._progress.pop(each, None) is not None]
+        num_decoding = num_prompt_tokens = 0
+        if step is not None and step_s:
+            new = {request.req_id for request in step.scheduled_new_reqs}
+            for engine_id, num_tokens in step.num_scheduled_tokens.items():
+                is_prompt = engine_id in new or num_tokens > 1
+                num_prompt_tokens += num_tokens if is_prompt else 0
+                num_decoding += not is_prompt
+        added, evicted = self._prefixes.take(self._events)
+        return StepReport(
+            begun=begun,
+            allocated=allocated,
+            computed=self._computed(),
+            outputs=[self._translate(output) for output in outputs],
+            lost=lost,
+            figures=self._figures(),
+            step_s=step_s,
+            num_decoding=num_decoding,
+            num_prompt_tokens=num_prompt_tokens,
+            added=added,
+            evicted=evicted,
+        )
+
+    def _translate(self, output: EngineCoreOutput) -> EngineOutput:
+        stats = output.prefill_stats
+        ended = output.finish_reason
+        reasons: dict[Any, SamplingFinish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+        reason = reasons.get(ended)
+        error = f"vLLM has ended the request: {ended}" if ended is not None and reason is None else ""
+        return EngineOutput(
+            output.request_id,
+            list(sampled_tokens(output.new_token_ids, output.new_logprobs)),
+            reason,
+            error,
+            stats.num_cached_tokens if stats is not None else 0,
+            prompt_logprobs(output.new_prompt_logprobs_tensors),
+        )
+
+    def _computed(self) -> list[ComputedBlocks]:
+        found = []
+        for engine_id, num_known in list(self._progress.items()):
+            request = self._scheduler.requests.get(engine_id)
+            if request is None:
+                del self._progress[engine_id]
+                continue
+            num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_prompt_tokens)
+            is_whole = num_tokens == request.num_prompt_tokens
+            num_blocks = -(-num_tokens // self._block_size) if is_whole else num_tokens // self._block_size
+            if num_blocks > num_known:
+                self._progress[engine_id] = num_blocks
+                [block_ids] = self._scheduler.kv_cache_manager.get_block_ids(engine_id)
+                found.append(ComputedBlocks(engine_id, block_ids[:num_blocks]))
+        return found
+
+    def _figures(self) -> EngineFigures:
+        num_running, num_waiting = self._scheduler.get_request_counts()
+        pool = self._scheduler.kv_cache_manager.block_pool
+        num_free = pool.get_num_free_blocks()
+        return EngineFigures(
+            num_running,
+            num_waiting + len(self._waiting),
+            pool.num_gpu_blocks - 1,  # one block is vLLM's null block
+            num_free,
+            min(num_free, self._prefixes.num_cached),
+            self._num_preempted,
+        )
+
+    # ---- orders, on the engine's thread
+
+    def _add(self, order: AddRequest, hashes: list[bytes]) -> None:
+        message = order.message
+        num_prompt = len(order.token_ids) - order.num_generated
+        prompt, generated = order.token_ids[:num_prompt], order.token_ids[num_prompt:]
+        kv_params = {name: True for name, wanted in ((RECEIVES, order.receives), (SHIPS, order.ships)) if wanted}
+        added, _ = self._core.preprocess_add_request(
+            EngineCoreRequest(
+                request_id=order.engine_id,
+                prompt_token_ids=prompt,
+                mm_features=None,
+                sampling_params=vllm_sampling(message, order.number, generated, order.max_tokens, kv_params),
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=self._loras.request(message.adapter),
+                cache_salt=message.cache_salt or None,
+                data_parallel_rank=None,
+                priority=message.priority,
+            )
+        )
+        if generated:
+            added.append_output_token_ids(generated)
+            added.prefill_stats = None  # as for a request that was preempted
+        self._prefixes.name(added.block_hashes, hashes)
+        if order.ships:
+            self._progress[order.engine_id] = 0
+        if generated and added.use_structured_output:
+            self._waiting[order.engine_id] = added  # the grammar must have read the tokens before the first step
+        else:
+            self._core.add_request(added)
+
+    def _add_compiled(self) -> None:
+        for engine_id, request in list(self._waiting.items()):
+            grammar = request.structured_output_request.grammar
+            if grammar is None:
+                continue
+            del self._waiting[engine_id]
+            if not isinstance(grammar, Exception):
+                grammar.accept_tokens(engine_id, list(request.output_token_ids))
+            self._core.add_request(request)
+
+    def _abort(self, engine_ids: list[str]) -> None:
+        for engine_id in engine_ids:
+            self._waiting.pop(engine_id, None)
+            self._progress.pop(engine_id, None)
+        self._core.abort_requests(engine_ids)
+
+    def _receive(self, engine_id: str, first_token_id: int) -> None:
+        request = self._scheduler.requests.get(engine_id)
+        if request is None:
+            return
+        if not request.is_finished():
+            request.append_output_token_ids(first_token_id)
+            request.sampling_params.extra_args[OUTPUT].append(first_token_id)
+            if request.use_structured_output:
+                request.structured_output_request.grammar.accept_tokens(engine_id, [first_token_id])
+        self._runner_side.finished_receiving.add(engine_id)
+
+    def _end_receiving(self, engine_id: str) -> None:
+        if engine_id in self._scheduler.requests:
+            self._runner_side.finished_receiving.add(engine_id)
+
+    def _end_shipping(self, engine_id: str) -> None:
+        self._progress.pop(engine_id, None)
+        if self._connector.end_shipping(engine_id):
+            self._runner_side.finished_sending.add(engine_id)
+
+    def _clear_cache(self) -> None:
+        if not self._core.reset_prefix_cache():
+            log.warning("vLLM forgets cached prefixes only while no request has blocks: nothing was forgotten")
+
+
+def _why_refused(error: BaseException) -> str:
+    return f"vLLM refused the model or its settings: {first_line(error)}"

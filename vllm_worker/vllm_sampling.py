@@ -1,0 +1,99 @@
+"""Translates sampling parameters into vLLM's, and its tokens and log-probabilities back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams as VllmSampling
+
+from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
+from tandem.protocol.messages.prompt_logprobs import pack_logprobs
+from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
+from tandem.runtime.errors import InvalidRequest
+from tandem.vllm_worker.resumed_sequences import OUTPUT
+
+GRAMMAR_BACKEND = "guidance"
+"""vLLM's name for llguidance, in whose Lark proxies write all grammars."""
+_MIN_TEMPERATURE = 1e-2
+"""vLLM raises lower temperatures to this, with a warning for each."""
+
+
+def check_supported(message: PromptMessage) -> None:
+    """Raises InvalidRequest for what a vLLM worker cannot do, with the way out."""
+    if message.media:
+        raise InvalidRequest("this worker runs vLLM, which gets no images or videos; use a worker of Tandem's engine")
+    if isinstance(message, StartPrefill) and message.pooling is not None:
+        raise InvalidRequest("this worker runs vLLM, which makes no embeddings here; use a worker of Tandem's engine")
+    if message.sampling.thinking is not None:
+        raise InvalidRequest(
+            "this worker runs vLLM, which neither limits thinking nor combines it with a grammar; leave out "
+            "the thinking budget and the response format, or switch thinking off"
+        )
+
+
+def vllm_sampling(
+    message: PromptMessage, number: int, generated: list[int], max_tokens: int, kv_params: dict[str, Any]
+) -> VllmSampling:
+    """Returns the parameters of one sequence.
+
+    number: of the sequence among those that share the prompt. generated: tokens of earlier attempts. max_tokens: also
+    counts these.
+    """
+    given, stop = message.sampling, message.stop
+    params = VllmSampling(
+        temperature=max(given.temperature, _MIN_TEMPERATURE) if given.temperature else 0.0,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        seed=message.seeds[number] & (2**63 - 1),
+        logit_bias=dict(given.logit_bias) or None,
+        allowed_token_ids=list(given.allowed_token_ids) or None,
+        logprobs=given.logprobs,
+        logprob_token_ids=list(given.logprob_token_ids) or None,
+        prompt_logprobs=message.num_prompt_logprobs if isinstance(message, StartPrefill) and not number else None,
+        structured_outputs=StructuredOutputsParams(grammar=given.grammar) if given.grammar is not None else None,
+        max_tokens=max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=sorted(stop.stop_token_ids),
+        ignore_eos=True,  # the proxy has put the model's end tokens among the stop tokens
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"kv_transfer_params": kv_params or None, OUTPUT: generated},
+        skip_clone=True,
+    )
+    # What vLLM's input processor would do with a tokeniser, which runs in the proxy here.
+    params._bad_words_token_ids = [list(word) for word in given.bad_words] or None
+    params._all_stop_token_ids = set(stop.stop_token_ids)
+    if params.structured_outputs is not None:
+        params.structured_outputs._backend = GRAMMAR_BACKEND
+    return params
+
+
+def sampled_tokens(token_ids: list[int], logprobs: Any) -> Iterator[SampledToken]:
+    """Yields the tokens of one output. logprobs: vLLM's LogprobsLists, or None."""
+    for number, token_id in enumerate(token_ids):
+        if logprobs is None:
+            yield SampledToken(token_id)
+            continue
+        ids, values = logprobs.logprob_token_ids[number], logprobs.logprobs[number]
+        rank = int(logprobs.sampled_token_ranks[number])
+        yield SampledToken(token_id, token_logprobs(ids.tolist(), values.tolist(), rank))
+
+
+def prompt_logprobs(tensors: Any) -> list[bytes] | None:
+    """Returns what a prompt's LogprobsTensors say of its tokens but the first, packed; None without."""
+    if tensors is None:
+        return None
+    ids, values, ranks = tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks
+    rows = zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
+    return pack_logprobs([token_logprobs(row_ids, row_values, int(rank)) for row_ids, row_values, rank in rows])
+
+
+def token_logprobs(ids: list[int], values: list[float], rank: int) -> TokenLogprobs:
+    """ids, values: of the token itself, then of the top tokens."""
+    return TokenLogprobs(values[0], rank, list(zip(ids[1:], values[1:], strict=True)))

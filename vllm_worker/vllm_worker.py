@@ -1,0 +1,294 @@
+"""The shell of a vLLM worker: sockets, KV traffic and the engine's thread around the pure scheduler.
+
+Everything runs on one uvloop thread except the engine (a thread) and transfers (a thread per pair). All that is not
+about vLLM is shared with Tandem's own worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy, Ship
+from tandem.kv_transfer.connector import DataNetwork
+from tandem.kv_transfer.handshake import offered_connectors
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request
+from tandem.protocol.messages.dispatch import (
+    AbortAllAttempts,
+    AbortAttempt,
+    AttemptFailed,
+    FirstToken,
+    PrepareDecode,
+    PromptMessage,
+    StartPrefill,
+    TokenBatch,
+    ToProxy,
+    ToWorker,
+)
+from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, WorkerLoad
+from tandem.protocol.messages.transfer import ToDecodePeer
+from tandem.protocol.prefix_hash import BlockHasher
+from tandem.protocol.sockets import new_context
+from tandem.protocol.tls_identity import tls_contexts
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
+from tandem.telemetry.worker_metrics import WorkerMetrics
+from tandem.vllm_worker.engine_orders import (
+    AbortRequests,
+    AddRequest,
+    EndReceiving,
+    EndShipping,
+    KVArrived,
+    StepReport,
+    VllmAction,
+)
+from tandem.vllm_worker.kv_memory import block_rows
+from tandem.vllm_worker.vllm_engine import VllmEngine
+from tandem.vllm_worker.vllm_host import ENGINE, VllmHost, VllmPools, engine_arguments, kv_layout
+from tandem.vllm_worker.vllm_lora import lora_modules
+from tandem.vllm_worker.vllm_sampling import check_supported
+from tandem.vllm_worker.vllm_scheduler import VllmScheduler
+from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig
+from tandem.worker.kv_traffic import KVTraffic
+from tandem.worker.presence import Presence, new_worker_info
+from tandem.worker.to_proxy import send_to_proxy
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 1.5
+"""Time that a running step gets when the worker ends."""
+_CONNECTORS = ("ipc", "nixl", "tcp")
+"""Those that move strided blocks between processes without a group."""
+
+
+class VllmWorker:
+    """A worker. `run` serves until `stop` is called. It ends with an error when vLLM's engine fails."""
+
+    def __init__(self, config: VllmWorkerConfig) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._presence: Presence[VllmAction] | None = None
+        self._metrics = WorkerMetrics()
+        self._failure: BaseException | None = None
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def drain(self) -> bool:
+        """Begins a drain. Returns False if the worker is still loading."""
+        return self._presence is not None and self._presence.drain()
+
+    async def run(self) -> None:
+        config = self._config
+        engine = self._engine = VllmEngine(
+            engine_arguments(config.engine, bool(config.adapters)),
+            lambda report: self._post(self._on_report, report),
+            lambda error: self._post(self._on_failed, error),
+        )
+        await asyncio.wrap_future(engine.start())
+        host = self._host = self._new_host()
+        layout, facts = host.pools.layout, engine.facts
+        self._vocab_size, self._max_model_len = facts.vocab_size, facts.max_model_len
+        scheduler = self._scheduler = VllmScheduler(
+            facts.num_blocks, layout.block_size, host.block_bytes, config.kv_lease_s, config.itl_slo_ms / 1000
+        )
+        network = new_context("worker", config.network)
+        network.refusals.on_refused = self._metrics.on_refused
+        codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
+        self._router = network.router(config.endpoint, codec, self._on_message)
+        info = new_worker_info(config, self._router.endpoint, host.pids, host.host_id, self._metrics)
+        self._traffic: KVTraffic[VllmAction] = KVTraffic(
+            config,
+            info,
+            host,
+            scheduler.prefill,
+            scheduler.decode,
+            network,
+            self._metrics,
+            self._send_to_peer,
+            self._perform,
+            time.monotonic,
+        )
+        register = RegisterWorker(
+            version=PROTOCOL_VERSION,
+            worker=info,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            model_id=layout.model_id,
+            block_size=layout.block_size,
+            lora_modules=lora_modules(config.engine) if config.adapters else {},
+            quantization=facts.quantization,
+            engine=ENGINE,
+        )
+        self._presence = Presence(
+            config, register, scheduler, self._traffic, self._perform, self._report, engine.clear_cache
+        )
+        try:
+            log.info("ready: %s, %d KV blocks of %d tokens", ENGINE, facts.num_blocks, layout.block_size)
+            await self._presence.serve(network, self._stopping, self._on_tick)
+        finally:
+            self._metrics.close()
+            self._traffic.close()
+            self._router.close()
+            network.destroy()
+            engine.stop(STOP_TIMEOUT_S)
+
+    def _new_host(self) -> VllmHost:
+        config, engine = self._config, self._engine
+        rows = block_rows(engine.kv_caches)
+        keys = config.network.keys_of("worker")
+        network = DataNetwork(config.host, tls_contexts(keys) if keys is not None else None)
+        device = config.engine.device
+        offered = offered_connectors(config.kv_connector, device, keys is not None)
+        moves_kv = config.engine.tensor_parallel_size == 1  # of other ranks, this process has no blocks
+        connectors = {name: each for name, each in offered.items() if name in _CONNECTORS and moves_kv}
+        return VllmHost(
+            VllmPools(kv_layout(config.engine, engine.vllm_config, rows), rows, network), connectors, device
+        )
+
+    def _on_tick(self, now: float) -> None:
+        if self._failure is not None:
+            raise InternalError(f"vLLM's engine has failed: {self._failure}") from self._failure
+        self._traffic.on_tick(now)
+        num_expired = self._scheduler.prefill.num_expired_leases
+        self._perform(self._scheduler.on_tick(now))
+        if self._scheduler.prefill.num_expired_leases > num_expired:
+            log.warning("KV leases expired")
+
+    def _report(self, num_role_changes: int) -> WorkerLoad:
+        load = self._load(num_role_changes)
+        self._metrics.on_load(load)
+        return load
+
+    def _load(self, num_role_changes: int) -> WorkerLoad:
+        scheduler, figures, times = self._scheduler, self._scheduler.figures, self._scheduler.step_times
+        waiting_tokens = scheduler.waiting_tokens()
+        return WorkerLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=sum(num_tokens for _, num_tokens in waiting_tokens),
+            num_blocks=figures.num_blocks,
+            num_free_blocks=figures.num_free_blocks,
+            num_cached_blocks=figures.num_cached_blocks,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_preempted=figures.num_preempted,
+            step_time_s=scheduler.step_time_s,
+            num_finished=scheduler.num_finished,
+            num_transferred_bytes=self._traffic.num_bytes,
+            num_compared_blocks=self._traffic.num_compared_blocks,
+            num_corrupt_blocks=self._traffic.num_corrupt_blocks,
+            waiting_tokens=waiting_tokens,
+            prompt_tokens_per_s=times.prompt_tokens_per_s,
+            traffic=self._traffic.take_traffic(),
+            num_decoding=scheduler.num_decoding,
+            fixed_step_s=times.fixed_s,
+            step_s_per_sequence=times.s_per_sequence,
+            itl_slo_s=times.itl_slo_s,
+            num_role_changes=num_role_changes,
+            num_received=scheduler.decode.num_received,
+            num_shipped=scheduler.num_shipped,
+        )
+
+    # ---- events
+
+    def _post(self, callback: Callable[..., None], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _on_report(self, report: StepReport) -> None:
+        if report.step_s:
+            self._metrics.step.observe(report.step_s)
+        self._perform(self._scheduler.on_report(self._loop.time(), report))
+
+    def _on_failed(self, error: BaseException) -> None:
+        self._failure = error
+
+    def _on_message(self, identity: bytes, message: ToWorker | ToDecodePeer) -> None:
+        match message:
+            case StartPrefill() | PrepareDecode():
+                self._take(message)
+            case AbortAttempt():
+                self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))
+            case AbortAllAttempts():
+                self._perform(self._scheduler.on_proxy_lost(message.proxy_id))
+            case _:
+                self._traffic.on_message(message, self._vocab_size)
+
+    def _take(self, message: StartPrefill | PrepareDecode) -> None:
+        """Passes a prompt to the scheduler, or answers with the error. Raises InvalidMessage after its answer."""
+        try:
+            check_request(message, self._vocab_size, self._max_model_len)
+            check_supported(message)
+            actions = self._open(message)
+        except InvalidMessage as error:
+            self._refuse(message, InternalError(error.message))
+            raise
+        except TandemError as error:
+            self._refuse(message, error)
+        else:
+            self._perform(actions)
+
+    def _open(self, message: StartPrefill | PrepareDecode) -> list[VllmAction]:
+        now = self._loop.time()
+        if isinstance(message, PrepareDecode):
+            return self._scheduler.on_prepare(now, message)
+        assert self._presence is not None
+        decodes_here = message.decode_epoch == self._presence.info.epoch
+        pair_id = None
+        if message.decode_epoch is not None and not decodes_here:
+            pair_id = self._traffic.pair_to(str(message.decode_worker_id), message.decode_epoch)
+        return self._scheduler.on_start(now, message, pair_id, decodes_here)
+
+    def _refuse(self, message: PromptMessage, error: TandemError) -> None:
+        for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:
+            send_to_proxy(self._router, message.proxy_id, AttemptFailed(attempt_id, ErrorInfo.of(error)))
+
+    # ---- actions
+
+    def _perform(self, actions: Sequence[VllmAction]) -> None:
+        engine = self._engine
+        for action in actions:
+            match action:
+                case SendToProxy():
+                    self._observe(action.message)
+                    send_to_proxy(self._router, action.proxy_id, action.message)
+                case SendToPeer():
+                    self._traffic.send(action)
+                case Ship():
+                    self._traffic.ship(action)
+                case Receive():
+                    self._traffic.receive(action)
+                case AddRequest():
+                    engine.add(action, self._hashes(action))
+                case AbortRequests():
+                    engine.abort(action.engine_ids)
+                case KVArrived():
+                    engine.on_received(action.engine_id, action.first_token_id)
+                case EndReceiving():
+                    engine.end_receiving(action.engine_id)
+                case EndShipping():
+                    engine.end_shipping(action.engine_id)
+
+    def _hashes(self, order: AddRequest) -> list[bytes]:
+        message, layout = order.message, self._host.pools.layout
+        hasher = BlockHasher(layout.block_size, layout.model_id, message.cache_salt, (), message.adapter)
+        return hasher.prompt_hashes(message.token_ids)
+
+    def _observe(self, message: ToProxy) -> None:
+        match message:
+            case TokenBatch():
+                for began in message.began:
+                    self._metrics.decode_wait.observe(began.decode_wait_s)
+            case FirstToken():
+                self._metrics.queue.observe(message.queue_s)
+                self._metrics.prefill.observe(message.prefill_s)
+
+    def _send_to_peer(self, pair_id: str, message: msgspec.Struct) -> None:
+        if not self._router.send(pair_id.encode(), message):
+            log.debug("the prefill side of pair %s is not connected", pair_id)
