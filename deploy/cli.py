@@ -23,6 +23,7 @@ from tandem.deploy.cluster_config import (
     settings,
     unknown_name,
 )
+from tandem.deploy.commands.engine import add_engine_commands
 from tandem.deploy.commands.role import set_role
 from tandem.deploy.commands.scale import scale
 from tandem.deploy.launch import draining
@@ -32,7 +33,6 @@ from tandem.protocol.messages.membership import Role
 from tandem.protocol.network_keys import make_keys
 from tandem.proxy.http_settings import HttpSettings
 from tandem.runtime.errors import ConfigError, TandemError
-from tandem.runtime.settings import with_values
 from tandem.runtime.version import own_version
 
 COMMON = (
@@ -183,6 +183,7 @@ def _parser(show_all: bool = False) -> CommandParser:
     simulation.add_argument("--json", type=Path, metavar="FILE", help="write the figures of a trace")
     simulation.add_argument("--plot", type=Path, metavar="FILE", help="draw the latencies of a trace, as .svg or .png")
     add_settings(simulation, SIMULATED, [each.key for each in settings() if each.key not in SIMULATED], show_all)
+    add_engine_commands(add("engine", None, "install an engine other than the built-in one"))
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
     for command in (status, scale, drain, role, restart, *caches):
         help_text = "HTTP port of the cluster (default: 8000)"
@@ -242,18 +243,15 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
-    from tandem.deploy.demo_model import DEMO_MODEL
-    from tandem.deploy.launch.run_cluster import run_cluster
+    from tandem.deploy.launch.run_cluster import run_cluster, with_model
 
     config = load_config(arguments.config, _overrides(arguments), serves_demo=True)
     if must_join and not config.join:
         raise ConfigError("--join is missing: give the proxies' endpoints, which `tandem up --cluster-host` prints")
     logging.basicConfig(level=config.logs.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
-    name = config.served_model_name or (
-        Path(config.engine_settings.model).name if config.engine_settings.model else "tandem-demo"
-    )
-    config = with_values(config, {"model": config.engine_settings.model or str(DEMO_MODEL), "served_model_name": name})
+    config = with_model(config)
+    name = config.served_model_name
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("Starting", total=None)
@@ -278,12 +276,11 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
         print(f"Workers for {config.served_model_name} have joined {config.join}", flush=True)
         console.print(f"Logs: {logs}. Press Ctrl-C to stop them.", soft_wrap=True)
         return
-    http = config.http
-    url = f"{'https' if http.ssl_certfile else 'http'}://{bracketed(http.host)}:{http.port}"
+    url = config.http_url
     messages = [{"role": "user", "content": "Hello!"}]
     options = {"max_tokens": 48, "temperature": 0, "stream": True}
     body = json.dumps({"model": config.served_model_name, "messages": messages, **options})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if http.needs_api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.http.needs_api_key else ""
     print(f"Tandem serves {config.served_model_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
@@ -296,7 +293,7 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
     if config.engine_settings.model == str(DEMO_MODEL) and config.routing.decode_prefill_threshold == 0:
         console.print(
             "Every prompt is handed over from a prefill to a decode worker (--decode-prefill-threshold 0), as "
-            f"`tandem status --port {http.port}` shows.",
+            f"`tandem status --port {config.http.port}` shows.",
             soft_wrap=True,
         )
     console.print(f"Chat: {url}/", soft_wrap=True)

@@ -137,6 +137,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # fmt: on
 
     @property
+    def http_url(self) -> str:
+        """URL of the HTTP API, without a path."""
+        scheme = "https" if self.http.ssl_certfile else "http"
+        return f"{scheme}://{bracketed(self.http.host)}:{self.http.port}"
+
+    @property
     def admin_address(self) -> tuple[str, int]:
         """Host and port of the admin routes."""
         return self.http.admin_host, self.http.admin_port or self.http.port + 1

@@ -10,7 +10,7 @@ from tandem.runtime.errors import ConfigError
 
 _NO_TIERS = "vLLM's KV cache has no tiers below it"
 _ONE_SIZE = "workers with vLLM's engine have one size; use --tensor-parallel-size"
-_ALLOWED: dict[str, tuple[tuple[object, ...], str]] = {
+VALUES_WITH_VLLM: dict[str, tuple[tuple[object, ...], str]] = {
     "prefill_tensor_parallel_size": ((0,), _ONE_SIZE),
     "decode_tensor_parallel_size": ((0,), _ONE_SIZE),
     "quantization": (("auto", "fp8"), "vLLM quantises to fp8, or takes a checkpoint that is quantised already"),
@@ -29,7 +29,7 @@ def check_settings_of_vllm(given: Mapping[str, Any], counts: Mapping[Role, int])
 
     Raises ConfigError, in one line that names the setting.
     """
-    for key, (values, reason) in _ALLOWED.items():
+    for key, (values, reason) in VALUES_WITH_VLLM.items():
         if key in given and given[key] not in values:
             raise ConfigError(f"{key}: {given[key]} cannot be used with --engine vllm: {reason}")
     if given.get("tensor_parallel_size", 1) > 1 and counts["prefill"] + counts["decode"] > 0:

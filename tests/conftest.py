@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
+import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ settings.register_profile("fixed", UNTIMED, derandomize=True)
 # Hypothesis itself sets `derandomize` where the variable CI is set.
 settings.register_profile(NEW_EXAMPLES, UNTIMED, derandomize=False, print_blob=True)
 settings.load_profile("fixed")  # --hypothesis-profile loads another
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,6 +72,19 @@ def fixed_seeds() -> None:
     random.seed(0)
     if torch := sys.modules.get("torch"):  # proxies' tests do not import it
         torch.manual_seed(0)
+
+
+@pytest.fixture
+def run_example(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a program of examples/ in this process, which has imported the clients, and returns what it prints."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        capfd.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capfd.readouterr().out
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.deploy.cluster_config import ClusterConfig
+from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.launch.launcher import Launcher, OnProgress, worker_name
 from tandem.deploy.processes.runtime_dir import create_runtime_dir, log_dir
@@ -21,13 +22,26 @@ from tandem.deploy.sites.site import Site
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.settings import with_values
 
 log = logging.getLogger(__name__)
 
 
-async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: Callable[[Path, str], None]) -> None:
-    """Runs a cluster until SIGINT, SIGTERM or SIGHUP. on_ready: called with the folder of the logs, and the
-    times of the stages.
+def with_model(config: ClusterConfig) -> ClusterConfig:
+    """Returns the settings with the model's name, and with the demo model if they name none."""
+    model = config.engine_settings.model or str(DEMO_MODEL)
+    name = config.served_model_name or (Path(model).name if config.engine_settings.model else "tandem-demo")
+    return with_values(config, {"model": model, "served_model_name": name})
+
+
+async def run_cluster(
+    config: ClusterConfig,
+    on_progress: OnProgress,
+    on_ready: Callable[[Path, str], None],
+    stops_on_signals: bool = True,
+) -> None:
+    """Runs a cluster until SIGINT, SIGTERM or SIGHUP, or until it is cancelled. on_ready: called with the folder of the
+    logs, and the times of the stages. stops_on_signals: only possible on the main thread.
 
     Raises ConfigError for what the operator can correct, InternalError if the cluster does not start.
     """
@@ -55,7 +69,8 @@ async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: 
             site = LocalSite(config, folder, logs)
         cleanup.callback(site.close)
         launcher = Launcher(with_device_defaults(config, site.on_gpus), site, context, folder)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # after the site: Ray sets its own handlers
+        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if stops_on_signals else ()
+        for number in stops:  # after the site: Ray sets its own handlers
             asyncio.get_running_loop().add_signal_handler(number, launcher.stop)
         await launcher.run(on_progress, lambda stages: on_ready(logs, stages))
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
@@ -27,6 +26,7 @@ from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
+from tandem.worker.worker_config import WorkerConfig
 
 PROXY_GRACE_S = 1.5
 """Seconds that running streams may continue after the cluster is stopped."""
@@ -152,35 +152,35 @@ class ProcessConfigs:
     def worker(self, role: Role, name: str, place: Place) -> TandemWorkerConfig:
         tiers = self._cluster.tiers
         return TandemWorkerConfig(
-            **self._any_worker(role, name, place),
+            **msgspec.structs.asdict(self._any_worker(role, name, place)),
             engine=self._engine(role, place.progress_file),
             tiers=msgspec.structs.replace(tiers, host_files=place.host_files, kv_disk_dir=str(tiers.disk_folder or "")),
         )
 
     def vllm_worker(self, role: Role, name: str, place: Place) -> VllmWorkerConfig:
-        return VllmWorkerConfig(**self._any_worker(role, name, place), engine=self._vllm_engine(role))
+        shared = msgspec.structs.asdict(self._any_worker(role, name, place))
+        return VllmWorkerConfig(**shared, engine=self._vllm_engine(role))
 
-    def _any_worker(self, role: Role, name: str, place: Place) -> dict[str, Any]:
-        """The part of a worker's configuration that does not depend on its engine."""
+    def _any_worker(self, role: Role, name: str, place: Place) -> WorkerConfig:
         cluster = self._cluster
-        return {
-            "worker_id": name,
-            "role": role,
-            "role_file": place.role_file,
-            "endpoint": place.endpoint,
-            "proxy_endpoints": place.proxy_endpoints,
-            "proxies_file": place.proxies_file,
-            "kv_connector": cluster.kv_connector,
-            "kv_checksums": os.environ.get("TANDEM_KV_CHECKSUMS") == "1",
-            "host": place.host,
-            "network": self._network("worker"),
-            "itl_slo_ms": cluster.itl_slo_ms,
-            "adapters": [adapter.ref for adapter in self._adapters],
-            "drain_timeout_s": cluster.drain_timeout_s,
-            "metrics_host": cluster.http.admin_host,
-            "media_cache_endpoint": place.media_cache_endpoint,
-            "logs": cluster.logs,
-        }
+        return WorkerConfig(
+            worker_id=name,
+            role=role,
+            role_file=place.role_file,
+            endpoint=place.endpoint,
+            proxy_endpoints=place.proxy_endpoints,
+            proxies_file=place.proxies_file,
+            kv_connector=cluster.kv_connector,
+            kv_checksums=os.environ.get("TANDEM_KV_CHECKSUMS") == "1",
+            host=place.host,
+            network=self._network("worker"),
+            itl_slo_ms=cluster.itl_slo_ms,
+            adapters=[adapter.ref for adapter in self._adapters],
+            drain_timeout_s=cluster.drain_timeout_s,
+            metrics_host=cluster.http.admin_host,
+            media_cache_endpoint=place.media_cache_endpoint,
+            logs=cluster.logs,
+        )
 
     def _network(self, part: Part) -> NetworkConfig:
         keys = self._keys.get(part)

@@ -8,6 +8,7 @@ import httpx
 
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.processes.runtime_dir import log_dir
+from tandem.runtime.version import own_version
 from tests.support.cluster import Cluster, tandem
 from tests.support.ports import free_port
 
@@ -28,6 +29,7 @@ def test_a_context_that_does_not_fit_is_lowered_for_clients_and_operators() -> N
             tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
         )
         assert "sequences of up to 1024 tokens, KV blocks of 64 tokens" in shown.stdout
+        assert f"engine: tandem {own_version()}" in shown.stdout
         for name in ("prefill-0", "decode-0"):
             log = (log_dir(cluster.port) / f"{name}.log").read_text()
             assert "the model's limit is 2048: --max-model-len is lowered to 1024" in log

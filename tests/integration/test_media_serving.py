@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,16 @@ def test_answers_equal_those_of_transformers(served: Cluster, model: Path) -> No
     Cluster.wait_for(lambda: cache_status(served).num_items == 6, TIMEOUT_S)
     Cluster.wait_for(lambda: cache_status(served).num_leases == 0, TIMEOUT_S)
     Cluster.wait_for(served.all_blocks_free, TIMEOUT_S)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_example_asks_about_an_image(
+    served: Cluster, run_example: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_URL", served.url)
+    file = tmp_path / "picture.png"
+    file.write_bytes(encoded(picture(seed=11)))
+    assert re.match(r"\d+ prompt tokens, most of them the picture\n", run_example("image.py", str(file)))
 
 
 def test_invalid_media_are_refused_and_leave_no_lease(served: Cluster) -> None:

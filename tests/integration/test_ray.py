@@ -35,6 +35,7 @@ pytestmark = [
 ]
 
 LIMIT_S = 240.0
+CONFIG = Path(__file__).parents[2] / "deploy/ray/cluster.toml"
 HEAD = "127.0.0.4"
 """Not 127.0.0.1, which Ray treats as local."""
 NODES = ("127.0.0.2", "127.0.0.3")
@@ -144,14 +145,13 @@ def test_a_ray_cluster_serves_survives_a_lost_node_and_scales(tmp_path: Path, mo
     api_keys.write_text("first\n")
     model = save_model(tmp_path / "vision")
     image = encoded(picture(seed=1))
-    config = tmp_path / "cluster.toml"
-    config.write_text(
-        f'model = "{model}"\nserved_model_name = "m"\ndtype = "float32"\nport = {port}\n'
-        f'network_keys = "{keys}"\nthreads_per_worker = 1\nkv_cache_gib = 0.05\n'
-        f'decode_prefill_threshold = 0\napi_keys_file = "{api_keys}"\n'
-    )
+    options = {
+        "model": model, "served-model-name": "m", "dtype": "float32", "port": port, "network-keys": keys,
+        "threads-per-worker": 1, "kv-cache-gib": 0.05, "decode-prefill-threshold": 0, "api-keys-file": api_keys,
+    }  # fmt: skip
+    flags = [f"--{name}={value}" for name, value in options.items()]
     with ray_cluster() as (dashboard, remove):
-        up = tandem("up", "--ray", "auto", "--config", str(config))
+        up = tandem("up", "--ray", "auto", "--config", str(CONFIG), "--no-insecure-network", *flags)
         job(dashboard, "submit", "--no-wait", "--submission-id", "serve", "--", *up)
         try:
             Cluster.wait_for(lambda: set(workers(port)) == {"prefill-0", "decode-0"}, LIMIT_S)

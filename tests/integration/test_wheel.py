@@ -80,6 +80,7 @@ def test_every_package_of_the_repository_is_in_the_wheel(installed: Installed) -
     sources = {str(file.relative_to(ROOT)) for file in files if (file.parent / "__init__.py").exists()}
     tandem = installed.site_packages / "tandem"
     assert {str(file.relative_to(tandem)) for file in tandem.rglob("*.py")} == sources
+    assert {str(file.parent.relative_to(tandem)) for file in tandem.rglob("py.typed")} == set(folders)
 
 
 def test_repository_is_not_on_the_path(installed: Installed) -> None:

@@ -60,6 +60,13 @@ def test_hashes_are_required_wherever_the_lock_is_installed() -> None:
         assert lines and all("--require-hashes" in line for line in lines), file
 
 
+def test_what_serving_needs_is_installed_as_it_is_locked() -> None:
+    """uv checks the hashes of constraints. That the lock has every dependency follows from the test of the image's."""
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    [command] = [line for line in lines if "pip install" in line and "-r pyproject.toml" in line]
+    assert "-c requirements.lock" in command and "--no-verify-hashes" not in command
+
+
 def test_the_base_image_is_named_by_a_digest_that_must_be_given() -> None:
     bases = [text for kind, text in instructions() if kind == "FROM"]
     assert bases[0] == "python:3.12-slim-bookworm@${PYTHON_DIGEST} AS base"

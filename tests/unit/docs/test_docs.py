@@ -18,7 +18,8 @@ from tandem.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+_ROOT_PAGES = [README, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT"))]
+PAGES = [*_ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
@@ -37,7 +38,7 @@ def _commands() -> list[list[str]]:
     """Commands of the README: lines of shell blocks, and inline code that begins with `make` or `tandem`."""
     lines = [line for kind, body in _FENCE.findall(README.read_text()) if kind == "sh" for line in body.splitlines()]
     lines += [span for span in _spans(README) if span.startswith(("make ", "tandem "))]
-    return [shlex.split(line) for line in lines if line]
+    return [shlex.split(line, comments=True) for line in lines if line]
 
 
 @functools.cache

@@ -26,9 +26,11 @@ from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import IncomingPairTable
 from tests.support.memory_connector import MemoryReceiver, MemorySender
 from tests.support.named_connectors import named
+from tests.support.outcomes import Addresses, Outcomes
 
 Install = Callable[[str], None]
 
+EXAMPLE = Path(__file__).parents[3] / "examples/kv_connector/tandem_folder_connector.py"
 MEMORY = """
     from tests.support.memory_connector import MemoryConnector
     network = MemoryConnector()
@@ -76,6 +78,33 @@ def test_an_installed_connector_moves_blocks(install: Install) -> None:
     sender.send([1, 2], [3, 0], outcomes.append)
     assert outcomes[1:] == [None, None]
     assert torch.equal(target[[3, 0]], source[[1, 2]])
+
+
+def test_the_examples_connector_moves_blocks_and_closes(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    monkeypatch.setenv("TANDEM_KV_FOLDER", str(folder))
+    install(EXAMPLE.read_text() + "network = connector\n")
+    source, target = torch.arange(64, dtype=torch.uint8).view(8, 8), torch.zeros(8, 8, dtype=torch.uint8)
+    addresses, done, closed = Addresses[bytes](), Outcomes(), Outcomes()
+    example = load_connector("memory")
+    receiver = example.open_receiver("a/../pair", target, DataNetwork("127.0.0.1"), addresses)
+    sender = example.open_sender(Peer("a/../pair", addresses.get()), source, DataNetwork("127.0.0.1"), done)
+    assert done.next() is None
+    for src, dst in (([1, 2, 5], [3, 0, 7]), ([4], [4])):
+        receiver.receive(dst, done)
+        sender.send(src, dst, done)
+        assert done.next() is None and done.next() is None
+        assert torch.equal(target[dst], source[src])
+    assert not list(folder.iterdir())
+    receiver.receive([1], done)
+    receiver.close()
+    error = done.next()
+    assert error is not None
+    sender.close(lambda: closed(None))
+    closed.next()
 
 
 def test_the_handshake_respects_a_connectors_reach(install: Install) -> None:
