@@ -126,4 +126,4 @@ lock: setup
 	$(COMPILE) --extra ray --extra tracing --constraint requirements.lock pyproject.toml -o deploy/docker/requirements.lock
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage
