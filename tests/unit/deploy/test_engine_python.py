@@ -17,7 +17,7 @@ import pytest
 
 import tandem.runtime
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.deploy.processes.engine_python import INCOMPLETE, default_folder, find_engine_python
+from tandem.deploy.processes.engine_python import INCOMPLETE, REQUIREMENTS, default_folder, find_engine_python
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
@@ -28,12 +28,14 @@ from tests.unit.deploy.test_local_site import make_site
 
 
 def make_environment(folder: Path, version: str) -> Path:
-    """A virtual environment with the metadata of one version of vLLM. Returns its interpreter."""
+    """A virtual environment with the metadata of one version of vLLM, and what workers import. Returns its Python."""
     venv.create(folder, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     metadata = site / f"vllm-{version}.dist-info/METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}\n")
+    for each in REQUIREMENTS:
+        (site / f"{each}.py").touch()
     return folder / "bin/python"
 
 
@@ -69,6 +71,14 @@ def test_the_pinned_version_is_taken_and_imports_these_packages(tmp_path: Path, 
     assert prefix == str(tmp_path / "env")
     assert Path(path).samefile(tandem.runtime.__path__[0])
     assert python.environment(tmp_path) == python.environment(tmp_path), "each worker may ask"
+
+
+def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "env", VLLM_VERSION)
+    for module in ("xxhash", "zmq"):
+        next(tmp_path.rglob(f"{module}.py")).unlink()
+    with pytest.raises(ConfigError, match=rf"{python} -m pip install 'xxhash>=3\.5' 'pyzmq>=27'"):
+        find_engine_python(str(python))
 
 
 def test_other_versions_are_refused_with_both(tmp_path: Path) -> None:
