@@ -1,9 +1,9 @@
 """Large clusters of real workers and proxies in simulated time: what control costs, and how good decisions are.
 
-    python -m bench.scale [--workers N --proxies N --seconds S] [--quick] [--json FILE]
+    python -m bench.scale [--workers N --prefill N --proxies N --seconds S] [--quick] [--json FILE]
 
-Half of the workers compute prompts, half decode. Requests arrive as a Poisson process, at each proxy in turn, for
-`--load` of what the prefill workers can compute. After a third of the time a zone fails: every fourth worker is killed
+Half of the workers compute prompts unless `--prefill` gives a number; the others decode. Requests arrive as a Poisson
+process, at each proxy in turn, for `--load` of what the prefill workers can compute. After a third of the time a zone fails: every fourth worker is killed
 at one instant. From half of the time on, workers are drained and restarted one after the other.
 
 CPU times are those of the thread while it runs the callbacks of a process, by what caused the callback: the message
@@ -158,7 +158,7 @@ class Faults:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of one cluster."""
     rng = random.Random(f"scale {options.workers} {options.proxies}")
-    num_prefill = options.workers // 2
+    num_prefill = options.prefill or options.workers // 2
     config = cluster_config(prefill=num_prefill, decode=options.workers - num_prefill, proxies=options.proxies)
     shape = ClusterShape(config, num_blocks=64, step_times=STEP_TIMES, keeps_kv=False)
     trace = arrivals(rng, options.load * num_prefill / MEAN_PROMPT_S, options.seconds)
@@ -176,6 +176,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         played = player.play()
     figures = {
         "workers": options.workers,
+        "prefill": num_prefill,
         "proxies": options.proxies,
         "router": "ideal" if options.ideal else "reports",
         "start": start,
@@ -239,6 +240,7 @@ def _rss_mib() -> float:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--workers", type=int, default=256)
+    parser.add_argument("--prefill", type=int, default=0, help="workers that compute prompts; 0 for half of them")
     parser.add_argument("--proxies", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="virtual time under load")
     parser.add_argument("--load", type=float, default=0.5, help="share of what the prefill workers can compute")
