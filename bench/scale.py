@@ -3,8 +3,9 @@
     python -m bench.scale [--workers N --prefill N --proxies N --seconds S] [--quick] [--json FILE]
 
 Half of the workers compute prompts unless `--prefill` gives a number; the others decode. Requests arrive as a Poisson
-process, at each proxy in turn, for `--load` of what the prefill workers can compute. After a third of the time a zone fails: every fourth worker is killed
-at one instant. From half of the time on, workers are drained and restarted one after the other.
+process, at each proxy in turn, for `--load` of what the prefill workers can compute. After a third of the time a zone
+fails: every fourth worker is killed at one instant. From half of the time on, workers are drained and restarted one
+after the other.
 
 CPU times are those of the thread while it runs the callbacks of a process, by what caused the callback: the message
 that arrived, or else the first that was sent. Encoding is included. They contain the simulator's sockets instead of

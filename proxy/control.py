@@ -114,12 +114,13 @@ class Control:
             case WorkerExited():
                 self._apply(self._table.on_exited(message.worker_id, message.pid, message.has_crashed))
             case GetStatus():
+                has_workers, has_pairs = message.detail != "proxy", message.detail == "pairs"
                 report = StatusReport(
                     self._proxy_id,
                     self._model,
                     self._table.why_not_ready() is None,
                     self._state.dispatcher.num_running,
-                    self._table.report(now),
+                    self._table.report(now, with_pairs=has_pairs) if has_workers else [],
                     serving_figures(self._state.metrics, self._state.admission),
                     self._generation_config,
                     self._state.text.sampling_defaults.known(),

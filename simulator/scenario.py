@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
+from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.runtime.settings import with_values
 from tandem.simulator.engine import StepTimes, answer
 
@@ -90,7 +91,7 @@ class ClusterShape:
     first_boot_s: float = 0.0
     """Of the processes that start with the cluster."""
     num_hosts: int = 1
-    max_workers: int = 512
+    max_workers: int = MAX_WORKERS
     """For which the hosts have room."""
 
     def with_config(self, **settings: Any) -> ClusterShape:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from tandem.deploy.autoscale.demand import DemandMeter
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, Proposal, counts_text
 from tandem.deploy.cluster_config import ClusterConfig
-from tandem.protocol.messages.membership import Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
+from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
 from tandem.protocol.messages.operations import PlanReport
 from tandem.runtime.errors import ConfigError
 
@@ -30,7 +30,10 @@ class Scalable(Protocol):
     def counts(self) -> dict[Role, int]: ...
 
     @property
-    def reports(self) -> list[StatusReport]: ...
+    def loads(self) -> list[tuple[WorkerInfo, WorkerLoad]]: ...
+
+    @property
+    def num_refused(self) -> int | None: ...
 
     def scale(self, counts: Mapping[Role, int]) -> None: ...
 
@@ -53,11 +56,11 @@ class Autoscaler:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(INTERVAL_S)
-            self.observe(loop.time(), self._cluster.reports)
+            self.observe(loop.time())
 
-    def observe(self, now: float, reports: Sequence[StatusReport]) -> None:
+    def observe(self, now: float) -> None:
         """Updates the proposal from the latest reports and acts on it."""
-        demand = self._meter.observe(now, freshest_loads(reports), num_refused(reports))
+        demand = self._meter.observe(now, self._cluster.loads, self._cluster.num_refused)
         counts = self._cluster.counts
         current = counts["prefill"], counts["decode"], counts["any"]
         proposal = self._planner.propose(now, demand, *current)
@@ -93,20 +96,3 @@ def planner_config(config: ClusterConfig, foresee_s: float) -> PlannerConfig:
         max_num_seqs=config.engine_settings.max_num_seqs,
         foresee_s=foresee_s,
     )
-
-
-def num_refused(reports: Sequence[StatusReport]) -> int | None:
-    """Requests refused by all proxies since their start; None before the first report."""
-    counts = [report.figures.num_refused for report in reports if report.figures is not None]
-    return sum(counts) if counts else None
-
-
-def freshest_loads(reports: Sequence[StatusReport]) -> list[tuple[WorkerInfo, WorkerLoad]]:
-    """Returns the load of each worker, as the proxy that heard from it last reports it."""
-    best: dict[str, WorkerReport] = {}
-    for report in reports:
-        for worker in report.workers:
-            known = best.get(worker.worker.epoch)
-            if known is None or worker.silence_s < known.silence_s:
-                best[worker.worker.epoch] = worker
-    return [(worker.worker, worker.load) for worker in best.values()]

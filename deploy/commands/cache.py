@@ -21,7 +21,7 @@ CacheKind = Literal["media", "kv"]
 
 async def show_caches(cluster: ClusterClient) -> None:
     """Prints the cached KV blocks of each worker, in its pool and in the tiers below it."""
-    Console().print(cache_table((await cluster.status())[0].workers), soft_wrap=True)
+    Console().print(cache_table((await cluster.status("workers"))[0].workers), soft_wrap=True)
 
 
 def cache_table(workers: list[WorkerReport]) -> Group:
@@ -67,7 +67,7 @@ async def clear_kv_caches(cluster: ClusterClient) -> None:
 
     Raises ConfigError, after all workers were told, if no proxy passes an order on.
     """
-    reports = await cluster.status()
+    reports = await cluster.status("workers")
     names = sorted({each.worker.worker_id for report in reports for each in report.workers})
     refused = ""
     for name in names:

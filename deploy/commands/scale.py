@@ -11,7 +11,7 @@ import msgspec
 from tandem.deploy.autoscale.planner import counts_text
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.launch.draining import until
-from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, Role, StatusReport
+from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, Role, StatusReport, WorkerReport
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.runtime.errors import ConfigError
 
@@ -41,19 +41,33 @@ async def scale(cluster: ClusterClient, arguments: Sequence[str], timeout_s: flo
         return
 
     async def is_complete(reports: list[StatusReport]) -> bool:
-        return all(is_scaled(report, answer) for report in reports)
+        if not all(has_counts(report, answer) for report in reports):
+            return False
+        return all(is_scaled(report, answer) for report in await cluster.status())
 
     await until(cluster, timeout_s, f"the cluster has not reached {text}", is_complete)
     print(text)
 
 
-def is_scaled(report: StatusReport, wanted: ClusterScaled) -> bool:
-    """Returns whether all wanted workers have registered, all their pairs are ready and no other worker is left.
+def has_counts(report: StatusReport, wanted: ClusterScaled) -> bool:
+    """Returns whether as many workers of each role have registered as wanted.
 
     Workers that joined from other hosts do not count.
     """
-    own = [worker for worker in report.workers if _OWN_NAME.fullmatch(worker.worker.worker_id)]
-    roles = [worker.worker.role for worker in own]
+    roles = [worker.worker.role for worker in _own(report)]
+    return {role: roles.count(role) for role in typing.get_args(Role)} == msgspec.structs.asdict(wanted)
+
+
+def _own(report: StatusReport) -> list[WorkerReport]:
+    return [worker for worker in report.workers if _OWN_NAME.fullmatch(worker.worker.worker_id)]
+
+
+def is_scaled(report: StatusReport, wanted: ClusterScaled) -> bool:
+    """Returns whether all wanted workers have registered, all their pairs are ready and no other worker is left.
+
+    report: with pairs. Workers that joined from other hosts do not count.
+    """
+    own = _own(report)
     ready = {
         (worker.worker.worker_id, pair.decode_worker_id)
         for worker in own
@@ -66,5 +80,4 @@ def is_scaled(report: StatusReport, wanted: ClusterScaled) -> bool:
         for decode in own
         if prefill is not decode and prefill.worker.role in PREFILL_ROLES and decode.worker.role in DECODE_ROLES
     }
-    counts = {role: roles.count(role) for role in typing.get_args(Role)}
-    return counts == msgspec.structs.asdict(wanted) and needed <= ready
+    return has_counts(report, wanted) and needed <= ready

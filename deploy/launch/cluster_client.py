@@ -13,7 +13,7 @@ import msgspec
 from tandem.deploy.launch.admin_socket import SOCKET_NAME
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE, runtime_dir
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.membership import FromProxyControl, GetStatus, StatusReport, ToProxyControl
+from tandem.protocol.messages.membership import FromProxyControl, GetStatus, StatusDetail, StatusReport, ToProxyControl
 from tandem.protocol.messages.operations import (
     FromLauncher,
     LaunchedProcess,
@@ -85,9 +85,9 @@ class Questions(ABC):
             raise Overloaded(f"the cluster on {self.place} did not answer within {PROXY_TIMEOUT_S:.0f} s")
         return answers
 
-    async def status(self) -> list[StatusReport]:
+    async def status(self, detail: StatusDetail = "pairs") -> list[StatusReport]:
         """Reports of all proxies that answer in time, sorted by name."""
-        reports = await self.ask_proxies(GetStatus(), StatusReport)
+        reports = await self.ask_proxies(GetStatus(detail), StatusReport)
         return sorted(reports, key=lambda report: report.proxy_id)
 
 

@@ -57,7 +57,7 @@ async def restart(cluster: Questions, names: list[str], timeout_s: float, show: 
 
 async def _restart_one(cluster: Questions, old: LaunchedProcess, timeout_s: float, show: Callable[[str], None]) -> None:
     name = old.name
-    before = await cluster.status()
+    before = await cluster.status("workers")
     old_epoch, num_pairs = _epochs(before).get(name), _num_ready_pairs(before)
     old_proxy = next((report.proxy_id for report in before if report.proxy_id.startswith(f"{name}-")), None)
     show(f"{name} (process {old.pid}) is draining")
@@ -82,14 +82,14 @@ async def _restart_one(cluster: Questions, old: LaunchedProcess, timeout_s: floa
 async def until(
     cluster: Questions, timeout_s: float, failure: str, holds: Callable[[list[StatusReport]], Awaitable[bool]]
 ) -> None:
-    """Waits until `holds` is true of the proxies' reports.
+    """Waits until `holds` is true of the proxies' reports, which do not list pairs.
 
     Raises InternalError, which begins with `failure`, after `timeout_s`.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         with contextlib.suppress(Overloaded, ConfigError):  # no proxy answers at the moment
-            if await holds(await cluster.status()):
+            if await holds(await cluster.status("workers")):
                 return
         if asyncio.get_running_loop().time() > deadline:
             raise InternalError(

@@ -15,14 +15,13 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from tandem.deploy.autoscale.autoscaler import Autoscaler
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S, Watchdog
 from tandem.deploy.launch.loading_bar import fraction_loaded
-from tandem.deploy.launch.start_checks import check_reports
+from tandem.deploy.launch.proxy_reports import MAX_ASKED, ProxyReports
+from tandem.deploy.launch.start_checks import check_reports, is_complete
 from tandem.deploy.launch.start_stages import StartStages
 from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_names, num_pairs, start_role
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
@@ -37,6 +36,8 @@ from tandem.protocol.messages.membership import (
     SetWorkerRole,
     StatusReport,
     WorkerExited,
+    WorkerInfo,
+    WorkerLoad,
     WorkerOrdered,
 )
 from tandem.protocol.messages.operations import LaunchedProcess
@@ -76,7 +77,7 @@ class Launcher:
         self._ready = False
         self._watchdog = Watchdog()
         self._controls: dict[str, MessageDealer] = {}  # by proxy
-        self._reports: dict[str, StatusReport] = {}
+        self._reports = ProxyReports()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -210,8 +211,8 @@ class Launcher:
 
     def _may_move(self, name: str, role: Role) -> bool:
         """Whether the worker has registered and has as many ranks as workers of that role."""
-        is_known = any(each.worker.worker_id == name for report in self.reports for each in report.workers)
-        return is_known and self._config.num_ranks(start_role(name)) == self._config.num_ranks(role)
+        has_ranks = self._config.num_ranks(start_role(name)) == self._config.num_ranks(role)
+        return has_ranks and self._reports.is_known(name)
 
     def _set_role(self, name: str, role: Role) -> None:
         """Orders the change through a proxy, which refuses it if no other worker could do the present phase."""
@@ -272,7 +273,8 @@ class Launcher:
         now = asyncio.get_running_loop().time()
         match message:
             case StatusReport():
-                self._reports[proxy] = message
+                pids = {name: child.last_pid for name, child in self._children.items()}
+                self._reports.on_report(now, proxy, message, pids)
                 for name, role in self._workers.on_report(now, (each.worker for each in message.workers)).items():
                     self._site.set_role(name, role)
                 if proxy in self._children:
@@ -285,7 +287,8 @@ class Launcher:
         """Replaces proxies and the media cache when they no longer respond."""
         loop = asyncio.get_running_loop()
         while True:
-            self.ask_for_reports()
+            for name, detail in self._reports.to_ask(self._controls).items():
+                self._controls[name].send(GetStatus(detail))
             await asyncio.sleep(INTERVAL_S)
             for name in self._watchdog.silent(loop.time()):
                 log.error("%s has not responded for %.0f s: replacing it", name, MAX_SILENCE_S)
@@ -305,26 +308,23 @@ class Launcher:
         finally:
             cache.close()
 
-    def ask_for_reports(self) -> None:
-        for control in self._controls.values():
-            control.send(GetStatus())
+    @property
+    def loads(self) -> list[tuple[WorkerInfo, WorkerLoad]]:
+        """Loads of this launcher's workers, as the proxies last reported them."""
+        return self._reports.loads
 
     @property
-    def reports(self) -> list[StatusReport]:
-        """The last report of each proxy, reduced to the workers of this launcher."""
-        return [
-            msgspec.structs.replace(
-                report, workers=[each for each in report.workers if each.worker.worker_id in self._children]
-            )
-            for report in self._reports.values()
-        ]
+    def num_refused(self) -> int | None:
+        """See `ProxyReports`."""
+        return self._reports.num_refused
 
     async def _until_ready(self, on_progress: OnProgress, stages: StartStages) -> None:
         """Waits until every worker has registered, every pair is ready and the proxies accept connections."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT_S
         while not self._stopping.is_set():
-            self.ask_for_reports()
+            for name in self._incomplete_proxies()[:MAX_ASKED]:
+                self._controls[name].send(GetStatus("workers"))
             fraction = fraction_loaded(list(self._site.progress_files.values()))
             stages.update(loop.time(), self._site.is_preloaded, fraction)
             if await self._is_up(lambda text: on_progress(f"{stages.current}: {text}", fraction)):  # noqa: B023
@@ -340,24 +340,26 @@ class Launcher:
     async def _is_up(self, show: Callable[[str], None]) -> bool:
         """Raises ConfigError for workers that cannot serve with the others, see `start_checks`."""
         config = self._config
-        reports = list(self._reports.values())
-        if len(reports) < (len(config.join_endpoints) or config.proxies):
+        incomplete = self._incomplete_proxies()
+        last = next(filter(None, map(self._reports.of, incomplete or self._controls)), None)
+        if last is None or len(self._controls) < (len(config.join_endpoints) or config.proxies):
             show("waiting for the proxies")
             return False
-        check_reports(config, reports, self._children)
-        last = min(reports, key=lambda report: report.num_ready_pairs)  # every proxy must know all pairs
+        check_reports(config, [last], self._children)
         roles = [worker.worker.role for worker in last.workers]
         shown = [f"{roles.count(role)}/{count} {role}" for role, count in self.counts.items() if count]
-        expected = num_pairs(self.counts) if config.moves_kv else 0
-        show(f"{', '.join(shown)}, {last.num_ready_pairs}/{expected} pairs")
-        if not all(self._knows_our_workers(report) for report in reports):
-            return False
-        return bool(config.join) or (last.num_ready_pairs >= expected and await self._all_proxies_answer())
+        show(f"{', '.join(shown)}, {last.num_ready_pairs}/{self._num_pairs} pairs")
+        return not incomplete and (bool(config.join) or await self._all_proxies_answer())
 
-    def _knows_our_workers(self, report: StatusReport) -> bool:
-        # Compares pids too: a worker of another host may have the same name.
+    def _incomplete_proxies(self) -> list[str]:
+        """Returns the proxies whose last report lacks some of our workers or, unless we join a cluster, their pairs."""
         ours = {(name, child.last_pid) for name, child in self._children.items() if name in self._workers}
-        return {(worker.worker.worker_id, worker.worker.pid) for worker in report.workers} >= ours
+        expected = 0 if self._config.join else self._num_pairs
+        return [name for name in self._controls if not is_complete(self._reports.of(name), ours, expected)]
+
+    @property
+    def _num_pairs(self) -> int:
+        return num_pairs(self.counts) if self._config.moves_kv else 0
 
     async def _all_proxies_answer(self) -> bool:
         """Returns whether the HTTP port of every known host accepts a connection."""

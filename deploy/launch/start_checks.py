@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Sequence, Set
 
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.protocol.messages.membership import StatusReport, WorkerReport
@@ -29,6 +29,16 @@ def check_reports(config: ClusterConfig, reports: Sequence[StatusReport], ours: 
     refused = next((pair for pair in pairs if pair.state == "refused" and pair.decode_epoch not in unlike), None)
     if refused is not None:
         raise ConfigError(f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}")
+
+
+def is_complete(report: StatusReport | None, ours: Set[tuple[str, int]], num_pairs: int) -> bool:
+    """Whether a proxy knows all our workers and has as many ready pairs as are needed.
+
+    ours: names and process ids, since a worker of another host may have the same name.
+    """
+    if report is None or report.num_ready_pairs < num_pairs:
+        return False
+    return ours <= {(worker.worker.worker_id, worker.worker.pid) for worker in report.workers}
 
 
 def _engine(worker: WorkerReport) -> str:

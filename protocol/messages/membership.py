@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -214,8 +214,15 @@ class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     has_crashed: bool = False
 
 
+StatusDetail = Literal["proxy", "workers", "pairs"]
+"""proxy: figures of the proxy alone, whose size does not depend on the cluster's. workers: also its workers, with a
+refused pair for each reason. pairs: also all pairs and their traffic, which grow with the square of the cluster."""
+
+
 class GetStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """`tandem status` to proxy."""
+    """The launcher or a command to proxy. Answered by StatusReport."""
+
+    detail: StatusDetail = "pairs"
 
 
 class DrainWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -292,6 +299,8 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: WorkerLoad
     pairs: list[PairStatus]
     silence_s: float
+    num_ready_pairs: int = 0
+    """Ready pairs with workers of this cluster that take decodes."""
     draining: bool = False
     max_model_len: int = 0
     """See RegisterWorker."""
@@ -340,8 +349,8 @@ class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to `tandem status`. generation_config, sampling_defaults: where the defaults of sampling come from, and
-    those that are set."""
+    """Proxy to the launcher or a command, see `StatusDetail`. generation_config, sampling_defaults: where the defaults
+    of sampling come from, and those that are set."""
 
     proxy_id: str
     model: str
@@ -354,7 +363,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
     @property
     def num_ready_pairs(self) -> int:
-        return sum(pair.state == "ready" for worker in self.workers for pair in worker.pairs)
+        return sum(worker.num_ready_pairs for worker in self.workers)
 
 
 class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

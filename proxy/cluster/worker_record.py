@@ -6,8 +6,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem.protocol.messages.membership import PairStatus, PairTraffic, Role, WorkerInfo, WorkerLoad
+from tandem.protocol.messages.membership import (
+    DECODE_ROLES,
+    PREFILL_ROLES,
+    PairStatus,
+    PairTraffic,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+)
 from tandem.proxy.cluster.worker_load import WorkerUse
+
+MAX_REFUSED_PAIRS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,8 @@ class WorkerRecord:
     """What the router counts on it."""
     load: WorkerLoad = field(default_factory=WorkerLoad)
     pairs: list[PairStatus] = field(default_factory=list)
+    refused_pairs: list[PairStatus] = field(default_factory=list)
+    """One for each reason, at most `MAX_REFUSED_PAIRS`, for reports without all pairs."""
     num_pair_changes: int = 0
     """Number of the report that `pairs` came with."""
     has_missed_pairs: bool = False
@@ -64,6 +76,13 @@ class WorkerRecord:
         if self.role == self.worker.role:
             return self.worker
         return msgspec.structs.replace(self.worker, role=self.role)
+
+    @property
+    def num_ready_pairs(self) -> int:
+        """Pairs that may be used now: with workers that take decodes, and only from one that takes prompts."""
+        if self.role not in PREFILL_ROLES or self.draining:
+            return 0
+        return len(self.decode_peers) - (self.role in DECODE_ROLES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,13 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_load import WorkerUse
-from tandem.proxy.cluster.worker_record import LostWorker, MembershipChange, ModelLimits, WorkerRecord
+from tandem.proxy.cluster.worker_record import (
+    MAX_REFUSED_PAIRS,
+    LostWorker,
+    MembershipChange,
+    ModelLimits,
+    WorkerRecord,
+)
 from tandem.runtime.errors import Overloaded, ProtocolError
 from tandem.runtime.silence import SilenceTimers
 
@@ -160,6 +166,8 @@ class WorkerTable:
         if message.pairs == record.pairs:
             return False
         record.pairs = message.pairs
+        refused = {pair.reason: pair for pair in reversed(record.pairs) if pair.state == "refused"}
+        record.refused_pairs = list(refused.values())[:MAX_REFUSED_PAIRS]
         peers = {pair.decode_worker_id for pair in record.pairs}
         record.traffic = {name: figures for name, figures in record.traffic.items() if name in peers}
         return True
@@ -293,13 +301,15 @@ class WorkerTable:
                     return f"{record.worker.worker_id} to {pair.decode_worker_id} is {pair.state}{reason}"
         return None
 
-    def report(self, now: float) -> list[WorkerReport]:
+    def report(self, now: float, *, with_pairs: bool = True) -> list[WorkerReport]:
+        """with_pairs: whether to list all pairs and their traffic, instead of some refused ones."""
         return [
             WorkerReport(
                 record.info,
-                msgspec.structs.replace(record.load, traffic=list(record.traffic.values())),
-                record.pairs,
+                msgspec.structs.replace(record.load, traffic=list(record.traffic.values()) if with_pairs else []),
+                record.pairs if with_pairs else record.refused_pairs,
                 self._timers.silence_s(now, record.worker.epoch),
+                record.num_ready_pairs,
                 record.draining,
                 record.limits.max_model_len,
                 record.limits.block_size,

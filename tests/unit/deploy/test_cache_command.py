@@ -14,6 +14,7 @@ from tandem.deploy.commands.status import status_tables
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import (
     ClearWorkerCache,
+    StatusDetail,
     StatusReport,
     TierFigures,
     WorkerInfo,
@@ -59,7 +60,7 @@ class FakeCluster(ClusterClient):
         self._errors = errors or {}
         self.cleared: list[str] = []
 
-    async def status(self) -> list[StatusReport]:
+    async def status(self, detail: StatusDetail = "pairs") -> list[StatusReport]:
         # The second proxy has not heard of worker-1 yet.
         return [StatusReport(f"proxy-{n}", "m", True, 0, WORKERS[n:]) for n in range(2)]
 

@@ -84,7 +84,7 @@ class LeavingWorker:
     async def processes(self, question: object) -> dict[str, LaunchedProcess]:
         return {each.name: each for each in self.listed.pop(0)}
 
-    async def status(self) -> list[StatusReport]:
+    async def status(self, detail: str) -> list[StatusReport]:
         return []
 
     async def ask_proxies(self, message: object, kind: object) -> list[WorkerOrdered]:

@@ -20,6 +20,7 @@ from tandem.protocol.messages.membership import (
     PairStatus,
     Role,
     SetWorkerRole,
+    StatusDetail,
     StatusReport,
     ToProxyControl,
     WorkerInfo,
@@ -43,6 +44,7 @@ class ProxySite(FakeSite):
         self._pair = pair
         self.roles: dict[str, Role] = {"prefill-0": "prefill", "decode-0": "decode"}
         self.noted: dict[str, Role] = {}
+        self.asked: list[StatusDetail] = []
         codec: Codec[ToProxyControl] = Codec(ToProxyControl)
         self.proxy = RouterSocket(context, f"ipc://{folder}/proxy-0.sock", codec, self._on_message)
 
@@ -64,14 +66,19 @@ class ProxySite(FakeSite):
                 self.roles[message.worker_id] = message.role
             self.proxy.send(identity, WorkerOrdered(message.worker_id, error))
         if isinstance(message, GetStatus):
+            self.asked.append(message.detail)
+            pairs = {name: [self._pair] * len(self.roles) for name, role in self.roles.items() if role == "prefill"}
+            num_ready = len(self.roles) if self._pair.state == "ready" else 0
             workers = [
                 WorkerReport(
                     WorkerInfo(name, "e", role, "", FakeProcess(role).last_pid),
                     WorkerLoad(),
-                    [self._pair] * len(self.roles) if role == "prefill" else [],
+                    pairs.get(name, []),
                     0.0,
+                    num_ready if name in pairs else 0,
                 )
                 for name, role in self.roles.items()
+                if message.detail != "proxy"
             ]
             answer: FromProxyControl = StatusReport("proxy-0-x", "m", True, 0, workers)
             self.proxy.send(identity, answer)
@@ -124,6 +131,13 @@ def test_it_answers_commands_from_when_it_is_ready_until_it_stops(
             await cluster.ask_launcher(ScaleCluster(decode=9), ClusterScaled)
         with pytest.raises(ConfigError, match="no cluster runs on port 2"):
             await ClusterClient(2).status()
+
+    run(tmp_path, monkeypatch, PairStatus("decode-0", "e", "ready"), use)
+
+
+def test_the_launcher_never_asks_for_all_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(site: ProxySite) -> None:
+        assert set(site.asked) == {"workers"}
 
     run(tmp_path, monkeypatch, PairStatus("decode-0", "e", "ready"), use)
 

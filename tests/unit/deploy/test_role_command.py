@@ -23,7 +23,7 @@ class TwoProxies:
     async def ask_proxies(self, message: SetWorkerRole, kind: object) -> list[WorkerOrdered]:
         return [WorkerOrdered(message.worker_id, error) for error in self._errors]
 
-    async def status(self) -> list[StatusReport]:
+    async def status(self, detail: str) -> list[StatusReport]:
         return [report(0.0, ("decode-0", role, 0)) for role in self.roles.pop(0)]
 
 

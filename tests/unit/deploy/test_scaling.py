@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from tandem.deploy.autoscale.autoscaler import Autoscaler, freshest_loads
+from tandem.deploy.autoscale.autoscaler import Autoscaler
 from tandem.deploy.cluster_config import ClusterConfig, load_config
 from tandem.deploy.commands.scale import is_scaled, parse_counts
 from tandem.deploy.commands.status import plan_lines
@@ -242,7 +242,8 @@ class Recorded:
 
     def __init__(self) -> None:
         self.counts: dict[Role, int] = {"prefill": 1, "decode": 1, "any": 0}
-        self.reports: list[StatusReport] = []
+        self.loads: list[tuple[WorkerInfo, WorkerLoad]] = []
+        self.num_refused: int | None = None
 
     def scale(self, counts: dict[Role, int]) -> None:
         self.counts = dict(counts)
@@ -256,7 +257,8 @@ def test_the_planner_scales_and_logs_only_if_allowed(acts: bool, caplog: pytest.
     for second in range(6):
         tokens = 8000 * second
         load = WorkerLoad(num_prompt_tokens=tokens, num_finished=4 * second, prompt_tokens_per_s=4000.0)
-        autoscaler.observe(second, [report(0.1, ("prefill-0", "prefill", 0), load=load)])
+        cluster.loads = [(WorkerInfo("prefill-0", "prefill-0/1", "prefill", "", 1), load)]
+        autoscaler.observe(second)
     plan = autoscaler.plan
     assert plan is not None and plan.acts is acts
     assert bool(caplog.records) is acts
@@ -291,7 +293,8 @@ def test_a_refused_start_is_logged_once_until_something_changes(caplog: pytest.L
             now += 1
             tokens += 8000
             load = WorkerLoad(num_prompt_tokens=tokens, num_finished=tokens // 2000, prompt_tokens_per_s=4000.0)
-            autoscaler.observe(now, [report(0.1, ("prefill-0", "prefill", 0), load=load)])
+            cluster.loads = [(WorkerInfo("prefill-0", "prefill-0/1", "prefill", "", 1), load)]
+            autoscaler.observe(now)
         return [each.getMessage() for each in caplog.records if "would share" in each.getMessage()]
 
     assert refusals() == ["autoscaling: prefill-1 would share a GPU"]
@@ -302,13 +305,6 @@ def test_a_refused_start_is_logged_once_until_something_changes(caplog: pytest.L
     refusals()
     cluster.refusal, cluster.counts = "prefill-1 would share another GPU", {"prefill": 1, "decode": 1, "any": 0}
     assert refusals() == ["autoscaling: prefill-1 would share another GPU"], "there was room in between"
-
-
-def test_the_latest_report_of_a_worker_counts() -> None:
-    old = report(2.0, ("prefill-0", "prefill", 0), load=WorkerLoad(num_running=1))
-    new = report(0.1, ("prefill-0", "prefill", 0), load=WorkerLoad(num_running=5))
-    assert [load.num_running for _, load in freshest_loads([old, new])] == [5]
-    assert [load.num_running for _, load in freshest_loads([new, old])] == [5]
 
 
 def test_endpoints_are_reread_only_after_a_change(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from hypothesis import given, settings
@@ -15,10 +15,12 @@ from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     ClusterView,
     FromProxyControl,
+    GetStatus,
     PairStatus,
     PrefixUpdate,
     RegisterWorker,
     SetWorkerRole,
+    StatusDetail,
     StatusReport,
     ToProxyControl,
     WorkerLeft,
@@ -65,6 +67,8 @@ class Proxy:
             dispatcher=cluster.dispatcher,
             metrics=cluster.metrics,
             readiness=SimpleNamespace(on_cluster_changed=lambda: None),
+            admission=SimpleNamespace(num_waiting=0),
+            text=SimpleNamespace(sampling_defaults=SimpleNamespace(known=dict)),
         )
         network: Any = SimpleNamespace(refusals=Refusals(self.refused.append), router=FakeSocket)
         connections: Any = SimpleNamespace(open=lambda *_: None, send=lambda *_: True, close=lambda *_, **__: None)
@@ -265,6 +269,25 @@ def test_a_worker_that_the_proxy_has_lost_is_told_so() -> None:
         proxy.receive(WorkerLeft(DECODE.worker_id, DECODE.epoch))
         answers.append(proxy.receive(report))
         assert [isinstance(each, ClusterView) and each.known for each in answers] == [True, False]
+        proxy.control.close()
+
+    asyncio.run(run())
+
+
+def test_a_report_has_as_much_as_is_asked_for() -> None:
+    async def run() -> None:
+        proxy = Proxy()
+        pairs = [PairStatus(DECODE.worker_id, DECODE.epoch, "ready"), *[PairStatus("d", "e", "failed")] * 1000]
+        proxy.receive(WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, WorkerLoad(), pairs, None))
+        found: dict[str, StatusReport] = {}
+        for detail in get_args(StatusDetail):
+            answer = proxy.receive(GetStatus(detail))
+            assert isinstance(answer, StatusReport)
+            found[detail] = answer
+        sizes = {detail: len(FROM_PROXY.encode(report)) for detail, report in found.items()}
+        assert 10 * sizes["workers"] < sizes["pairs"]
+        assert [len(report.workers) for report in found.values()] == [0, 2, 2]
+        assert found["workers"].num_ready_pairs == found["pairs"].num_ready_pairs == 1
         proxy.control.close()
 
     asyncio.run(run())

@@ -16,6 +16,7 @@ from tandem.protocol.messages.membership import (
     Role,
     WorkerInfo,
     WorkerLoad,
+    WorkerReport,
     WorkerStatus,
 )
 from tandem.proxy.cluster.worker_table import WorkerTable
@@ -350,6 +351,25 @@ def test_workers_that_leave_take_the_blocks_of_their_tiers_along() -> None:
         table.on_left(info.epoch)
     assert table.tier_prefixes.is_empty and table.prefixes.is_empty
     assert not table.needs_restart(new.epoch)
+
+
+def test_a_report_without_pairs_counts_those_that_may_be_used() -> None:
+    table, [prefill], [one, other] = cluster(1, 2)
+    refused = [PairStatus("x", f"x-{n}", "refused", reason="layout" if n < 8 else "engine") for n in range(9)]
+    ready = [PairStatus(each.worker_id, each.epoch, "ready") for each in (one, other)]
+    pairs = [*ready, PairStatus("gone", "gone", "ready"), *refused]
+    traffic = [PairTraffic(one.worker_id, 5, 1, 0.5)]
+    message = msgspec.structs.replace(status(prefill), pairs=pairs, load=WorkerLoad(num_running=3, traffic=traffic))
+    table.on_status(0.1, message)
+
+    def reported(*, with_pairs: bool) -> WorkerReport:
+        return next(each for each in table.report(0.2, with_pairs=with_pairs) if each.worker == prefill)
+
+    light, whole = reported(with_pairs=False), reported(with_pairs=True)
+    assert (light.num_ready_pairs, light.load, light.pairs) == (2, WorkerLoad(num_running=3), [refused[8], refused[0]])
+    assert (whole.num_ready_pairs, whole.load.traffic, whole.pairs) == (2, traffic, pairs)
+    table.on_status(0.2, msgspec.structs.replace(status(other), draining=True))
+    assert reported(with_pairs=False).num_ready_pairs == 1
 
 
 def test_the_traffic_of_pairs_that_ship_nothing_now_stays_known() -> None:
