@@ -5,7 +5,7 @@
 Half of the workers compute prompts unless `--prefill` gives a number; the others decode. Requests arrive as a Poisson
 process, at each proxy in turn, for `--load` of what the prefill workers can compute. After a third of the time a zone
 fails: every fourth worker is killed at one instant. From half of the time on, workers are drained and restarted one
-after the other.
+after the other in random order, at most ten a second.
 
 CPU times are those of the thread while it runs the callbacks of a process, by what caused the callback: the message
 that arrived, or else the first that was sent. Encoding is included. They contain the simulator's sockets instead of
@@ -44,7 +44,7 @@ NUM_OUTPUT = 6
 MEAN_PROMPT_S = (
     STEP_TIMES.fixed_s + STEP_TIMES.per_sequence_s + STEP_TIMES.per_prompt_token_s * (MIN_PROMPT + MAX_PROMPT) / 2
 )
-START_LIMIT_S = 60.0
+MIN_RESTART_INTERVAL_S = 0.1
 
 
 class Meter:
@@ -134,8 +134,11 @@ class Faults:
         self.lost_at, self.whole_at = seconds / 3, math.inf
         self._num_pairs_at_start = self._num_pairs()
         world.call_later(self.lost_at, self._lose_a_zone)
-        for number, name in enumerate(player.cluster.workers):
-            at = seconds / 2 + number * seconds / 2 / len(player.cluster.workers)
+        names = random.Random("restarts").sample(list(player.cluster.workers), len(player.cluster.workers))
+        interval_s = max(MIN_RESTART_INTERVAL_S, seconds / 2 / len(names))
+        self.num_restarts = min(len(names), int(seconds / 2 / interval_s))
+        for number, name in enumerate(names[: self.num_restarts]):
+            at = seconds / 2 + number * interval_s
             world.call_later(at, lambda name=name: player.cluster.launcher.launcher.restart(name))
 
     def _lose_a_zone(self) -> None:
@@ -190,6 +193,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     if faults is not None:
         meanwhile = [each.ttft_s for each in played.served if faults.lost_at < each.sent_at < faults.whole_at]
+        figures["restarts"] = faults.num_restarts
         figures["zone_loss"] = {
             "whole_again_s": round(faults.whole_at - faults.lost_at, 2), "ttft_ms_meanwhile": spread_ms(meanwhile)
         }  # fmt: skip
