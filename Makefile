@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup develop serve test test-all test-extended test-exhaustive soak lint lint-types lint-style lint-collects check audit bench coverage release gpu-check gpu-wheels format lock clean
+.PHONY: setup develop serve test test-all test-extended test-exhaustive soak lint lint-types lint-style lint-collects check docs audit bench coverage release gpu-check gpu-wheels format lock clean
 
 # What serving needs: 6.0 GB on disk, 5.2 of them PyTorch with Triton and the CUDA libraries that PyTorch's wheels bring.
 setup: $(VENV)/.installed
@@ -79,6 +79,10 @@ lint-collects:  # every test module imports
 check: lint
 	$(PYTEST) tests/unit
 
+# The site of docs/ in build/docs. A warning fails it: a broken link or anchor, a page that the navigation lacks.
+docs: develop
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
+
 # Checks requirements.lock for known vulnerabilities; needs a network.
 audit: develop
 	$(BIN)/python -m pip_audit -r requirements.lock --no-deps --disable-pip --progress-spinner off
@@ -122,7 +126,7 @@ format: develop
 # The second file is what the image installs: the same versions, without the tools for development.
 COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --no-annotate
 lock: setup
-	$(COMPILE) --upgrade --extra dev --extra ray --extra tracing pyproject.toml -o requirements.lock
+	$(COMPILE) --upgrade --extra dev --extra docs --extra ray --extra tracing pyproject.toml -o requirements.lock
 	$(COMPILE) --extra ray --extra tracing --constraint requirements.lock pyproject.toml -o deploy/docker/requirements.lock
 
 clean:

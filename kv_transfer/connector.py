@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OnDone = Callable[[KVTransferFailed | None], None]
+"""Called once when a job has ended: with None, or with why it failed."""
 OnAddress = Callable[[bytes | KVTransferFailed], None]
+"""Called once with the address of a receiver, or with why there is none."""
 PeerView: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Selects the heads that a path writes from the peer's whole pool, uint8 [num_blocks, block_bytes]."""
 

@@ -86,6 +86,14 @@ def test_relative_links_resolve(page: Path) -> None:
             assert (page.parent / target.partition("#")[0]).exists(), f"{target} does not exist"
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    docs = ROOT / "docs"
+    trees = re.findall(r"^```{toctree}\n(.*?)^```$", (docs / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    pages = {str(page.relative_to(docs).with_suffix("")) for page in docs.rglob("*.md")}
+    pages = {page for page in pages if not page.startswith("adr/0")}  # docs/adr/README.md lists them by a pattern
+    assert pages - {"index"} <= {line for tree in trees for line in tree.split()}, "docs/index.md lists the pages"
+
+
 def test_commands_exist() -> None:
     commands = _commands()
     assert {"make", "tandem", "curl"} == {command[0] for command in commands}
