@@ -35,11 +35,11 @@ def test_hooks_run_what_lint_runs() -> None:
         assert (program == ".venv/bin/ruff" and arguments[0] in ("format", "check")) or arguments[0] in TARGETS
 
 
-def test_the_version_has_an_entry_in_the_changelog() -> None:
+def test_the_version_has_a_dated_entry_in_the_changelog() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "[Unreleased]"
-    assert headings[1].startswith(f"[{version}]")
+    assert re.fullmatch(rf"\[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d", headings[1])
 
 
 def test_forms_of_issues_ask_for_something() -> None:
