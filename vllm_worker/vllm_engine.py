@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
@@ -44,6 +46,7 @@ from tandem.vllm_worker.vllm_sampling import prompt_logprobs, sampled_tokens, vl
 
 log = logging.getLogger(__name__)
 
+_MAX_REASON_CHARACTERS = 400
 _POLL_S = 0.002
 """Pause while requests wait for a grammar or for KV, and nothing computes."""
 
@@ -339,4 +342,8 @@ class VllmEngine:
 
 
 def _why_refused(error: BaseException) -> str:
-    return f"vLLM refused the model or its settings: {first_line(error)}"
+    """vLLM's reason in one line. Some list every model that it knows."""
+    reason = first_line(error)
+    if isinstance(error, ValidationError):  # its first line says how many reasons follow
+        reason = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+    return f"vLLM refused the model or its settings: {textwrap.shorten(reason, _MAX_REASON_CHARACTERS)}"
