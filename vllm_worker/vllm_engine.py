@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
@@ -41,6 +42,7 @@ from tandem.vllm_worker.engine_orders import (
 from tandem.vllm_worker.prefix_events import CollectedEvents, PrefixEvents
 from tandem.vllm_worker.resumed_sequences import OUTPUT
 from tandem.vllm_worker.tandem_connector import RECEIVES, SHIPS, TandemConnector
+from tandem.vllm_worker.vllm_grammars import use_checked_grammars
 from tandem.vllm_worker.vllm_lora import Loras
 from tandem.vllm_worker.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
 
@@ -80,6 +82,7 @@ class VllmEngine:
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._waiting: dict[str, Request] = {}  # for their grammars
+        self._refused: list[EngineOutput] = []
         self._progress: dict[str, int] = {}  # complete blocks of shipping requests at the last report
         self._num_preempted = 0
         self._prefixes = PrefixEvents()
@@ -210,11 +213,12 @@ class VllmEngine:
                 num_prompt_tokens += num_tokens if is_prompt else 0
                 num_decoding += not is_prompt
         added, evicted = self._prefixes.take(self._events)
+        refused, self._refused = self._refused, []
         return StepReport(
             begun=begun,
             allocated=allocated,
             computed=self._computed(),
-            outputs=[self._translate(output) for output in outputs],
+            outputs=[*refused, *(self._translate(output) for output in outputs)],
             lost=lost,
             figures=self._figures(),
             step_s=step_s,
@@ -271,9 +275,23 @@ class VllmEngine:
     # ---- orders, on the engine's thread
 
     def _add(self, order: AddRequest, hashes: list[bytes]) -> None:
+        try:
+            added = self._new_request(order)
+        except (ValueError, VLLMClientError) as error:
+            self._refuse(order.engine_id, f"vLLM has refused the request: {first_line(error)}")
+            return
+        self._prefixes.name(added.block_hashes, hashes)
+        if added.use_structured_output:
+            self._waiting[order.engine_id] = added
+        else:
+            self._begin(added)
+
+    def _new_request(self, order: AddRequest) -> Request:
         message = order.message
         num_prompt = len(order.token_ids) - order.num_generated
         prompt, generated = order.token_ids[:num_prompt], order.token_ids[num_prompt:]
+        if message.sampling.grammar is not None:
+            use_checked_grammars(self._core.structured_output_manager)
         kv_params = {name: True for name, wanted in ((RECEIVES, order.receives), (SHIPS, order.ships)) if wanted}
         added, _ = self._core.preprocess_add_request(
             EngineCoreRequest(
@@ -292,23 +310,30 @@ class VllmEngine:
         if generated:
             added.append_output_token_ids(generated)
             added.prefill_stats = None  # as for a request that was preempted
-        self._prefixes.name(added.block_hashes, hashes)
-        if order.ships:
-            self._progress[order.engine_id] = 0
-        if generated and added.use_structured_output:
-            self._waiting[order.engine_id] = added  # the grammar must have read the tokens before the first step
-        else:
-            self._core.add_request(added)
+        return added
 
     def _add_compiled(self) -> None:
+        """Adds requests whose grammars are compiled, and have read the tokens that were generated before."""
         for engine_id, request in list(self._waiting.items()):
             grammar = request.structured_output_request.grammar
             if grammar is None:
                 continue
             del self._waiting[engine_id]
-            if not isinstance(grammar, Exception):
-                grammar.accept_tokens(engine_id, list(request.output_token_ids))
-            self._core.add_request(request)
+            generated = list(request.output_token_ids)
+            if isinstance(grammar, Exception):
+                self._refuse(engine_id, f"the grammar cannot be served: {first_line(grammar)}")
+            elif generated and not grammar.accept_tokens(engine_id, generated):
+                self._refuse(engine_id, "the grammar does not accept the tokens that were generated before")
+            else:
+                self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        if SHIPS in (request.kv_transfer_params or {}):
+            self._progress[request.request_id] = 0
+        self._core.add_request(request)
+
+    def _refuse(self, engine_id: str, error: str) -> None:
+        self._refused.append(EngineOutput(engine_id, [], error=error))
 
     def _abort(self, engine_ids: list[str]) -> None:
         for engine_id in engine_ids:
@@ -339,6 +364,7 @@ class VllmEngine:
     def _clear_cache(self) -> None:
         if not self._core.reset_prefix_cache():
             log.warning("vLLM forgets cached prefixes only while no request has blocks: nothing was forgotten")
+        self._events.events += self._scheduler.kv_cache_manager.take_events() or []  # vLLM waits for a step
 
 
 def _why_refused(error: BaseException) -> str:

@@ -58,7 +58,7 @@ def vllm_sampling(
         prompt_logprobs=message.num_prompt_logprobs if isinstance(message, StartPrefill) and not number else None,
         structured_outputs=StructuredOutputsParams(grammar=given.grammar) if given.grammar is not None else None,
         max_tokens=max_tokens,
-        min_tokens=stop.min_tokens,
+        min_tokens=min(stop.min_tokens, max_tokens),
         stop_token_ids=sorted(stop.stop_token_ids),
         ignore_eos=True,  # the proxy has put the model's end tokens among the stop tokens
         detokenize=False,

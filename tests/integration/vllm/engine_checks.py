@@ -1,0 +1,291 @@
+"""Does with vLLM's engine what Tandem relies on, and writes what happened: `python engine_checks.py MODEL FILE`.
+
+Runs in vLLM's interpreter; `test_conformance.py` says what must be in the file.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_driver import BLOCK_SIZE, EngineDriver  # type: ignore[import-not-found]
+
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.vllm_worker.kv_memory import block_rows
+
+NUM_TOKENS = 40
+SPLITS = (1, 13, 31)
+PROMPT_LENGTHS = (20, 150)
+"""In one chunk, and in three."""
+ARRAY = 'start: %json {"type": "array", "items": {"type": "integer"}, "minItems": 30}'
+_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"temperature": 0.0}, {}),
+    "seeded": ({}, {}),
+    "top-k and top-p": ({"temperature": 0.9, "top_p": 0.9, "top_k": 50}, {}),
+    "min-p": ({"temperature": 1.5, "min_p": 0.02}, {}),
+    "penalties": (
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "temperature": 0.8},
+        {},
+    ),
+    "greedy with penalties": ({"frequency_penalty": 2.0, "temperature": 0.0}, {}),
+    "min_tokens": (
+        {"allowed_token_ids": tuple(range(40, 50))},
+        {"stop_token_ids": frozenset({41, 42}), "min_tokens": 35},
+    ),
+    "bad words": (
+        {"allowed_token_ids": tuple(range(40, 46)), "bad_words": ((41, 42), (43,), (44, 45, 40))},
+        {},
+    ),
+    "logit bias": ({"logit_bias": ((50, 6.0), (51, 6.0))}, {}),
+    "grammar": ({"grammar": ARRAY}, {}),
+    "greedy with a grammar": ({"grammar": ARRAY, "temperature": 0.0}, {}),
+}
+"""Of the sampling, and of the end."""
+CASES = {
+    name: (SamplingParams(**{"seed": 7, **sampling}), StopConditions(NUM_TOKENS, **stop))
+    for name, (sampling, stop) in _SETTINGS.items()
+}
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 2000) for _ in range(num_tokens)]
+
+
+def resumed(driver: EngineDriver) -> list[dict[str, Any]]:
+    """Computes each case as a whole, and then goes on after some of its tokens, in a batch."""
+    found = []
+    for number, (name, (sampling, stop)) in enumerate(CASES.items()):
+        for length in PROMPT_LENGTHS:
+            tokens = prompt(number, length)
+            whole = driver.run(tokens, sampling=sampling, stop=stop)
+            splits = [split for split in SPLITS if split < len(whole)]
+            ids = [driver.add(tokens, generated=whole[:split], sampling=sampling, stop=stop) for split in splits]
+            parts = {split: whole[:split] + driver.result(each) for split, each in zip(splits, ids, strict=True)}
+            found.append({"case": name, "num_prompt_tokens": length, "whole": whole, "resumed": parts})
+    return found
+
+
+def memory(driver: EngineDriver) -> dict[str, Any]:
+    """Compares the file that peers map with the tensor of all blocks."""
+    driver.run(prompt(1, 200))
+    caches = driver.engine.kv_caches
+    rows = block_rows(caches)
+    mapped = Path(caches[0].untyped_storage().filename).read_bytes()
+    [*_, num_layers, _] = rows.shape
+    is_same = all(
+        mapped[place : place + rows.shape[2]] == rows[block, layer].numpy().tobytes()
+        for block in range(rows.shape[0])
+        for layer in range(num_layers)
+        for place in [rows.storage_offset() + block * rows.stride(0) + layer * rows.stride(1)]
+    )
+    target = str(Path(caches[0].untyped_storage().filename).readlink())
+    return {
+        "file": target,
+        "shape": list(rows.shape),
+        "num_blocks": driver.engine.facts.num_blocks,
+        "is_same": is_same,
+        "is_written": bool(rows.any()),
+    }
+
+
+def prefixes(driver: EngineDriver) -> dict[str, Any]:
+    """Returns the hashes that a request added, those expected, and what others and a reset evict."""
+    driver.engine.clear_cache()
+    driver.added.clear()
+    tokens = prompt(2, 100)
+    generated = driver.run(tokens)
+    expected = driver.hashes((tokens + generated)[:-1])
+    driver.wait(lambda: set(expected) <= set(driver.added), 10.0)
+    added = list(driver.added)
+    driver.added.clear()
+    salted = driver.run(tokens, cache_salt="salt")
+    salted_hashes = driver.hashes((tokens + salted)[:-1], "salt")
+    driver.wait(lambda: set(salted_hashes) <= set(driver.added), 10.0)
+    added_salted = list(driver.added)
+    driver.evicted.clear()
+    for number in range(6):  # more than the cache holds
+        driver.run(prompt(10 + number, 460))
+    driver.wait(lambda: set(expected) <= set(driver.evicted), 10.0)
+    evicted = list(driver.evicted)
+    driver.evicted.clear()
+    last = driver.hashes(prompt(15, 460))
+    driver.engine.clear_cache()
+    driver.wait(lambda: set(last) <= set(driver.evicted), 10.0)
+    as_text: dict[str, list[bytes]] = {
+        "expected": expected,
+        "added": added,
+        "expected_salted": salted_hashes,
+        "added_salted": added_salted,
+        "evicted": evicted,
+        "last": last,
+        "reset": list(driver.evicted),
+    }
+    return {name: [each.hex() for each in hashes] for name, hashes in as_text.items()}
+
+
+def moved(driver: EngineDriver) -> dict[str, Any]:
+    """Copies the blocks of one request to another one, as a shipment does, once with a part that is cached there."""
+    rows = block_rows(driver.engine.kv_caches)
+    found: dict[str, Any] = {}
+    for name, (sampling, stop) in CASES.items():
+        tokens = prompt(99, 150)
+        whole = driver.run(tokens, sampling=sampling, stop=stop, cache_salt=name)
+        driver.engine.clear_cache()
+        one = StopConditions(1, stop.stop_token_ids, stop.min_tokens)
+        source = driver.add(tokens, sampling=sampling, stop=one, ships=True, cache_salt="source")
+        [first] = driver.result(source)
+        driver.run(tokens[:70], stop=one, cache_salt="target")
+        target = driver.add(tokens, sampling=sampling, stop=stop, receives=True, cache_salt="target")
+        driver.wait(lambda target=target: target in driver.allocated)
+        blocks = driver.allocated[target]
+        num_cached = len(blocks.cached_block_ids)
+        rows[blocks.block_ids] = rows[driver.computed[source][num_cached:]]
+        driver.engine.on_received(target, first)
+        driver.engine.end_shipping(source)
+        found[name] = {
+            "whole": whole,
+            "moved": [first, *driver.result(target)],
+            "num_cached": num_cached,
+            "all_free": driver.all_free(),
+        }
+    return found
+
+
+def aborts(driver: EngineDriver) -> dict[str, dict[str, bool]]:
+    """Aborts a request in each phase. Returns whether blocks were kept while a peer may use them, and free at last."""
+    engine, found = driver.engine, {}
+    long = StopConditions(300)
+
+    def note(phase: str, **facts: bool) -> None:
+        found[phase] = {**facts, "all_free": driver.all_free()}
+
+    def are_kept() -> bool:
+        """Returns whether blocks are still taken after other work."""
+        driver.run(prompt(5, 40), stop=StopConditions(3))
+        return driver.figures.num_free_blocks < driver.figures.num_blocks
+
+    running = [driver.add(prompt(20 + number, 40), stop=long) for number in range(4)]
+    driver.wait(lambda: all(driver.outputs[each] for each in running))
+    waiting = driver.add(prompt(30, 40), stop=long)
+    engine.abort([waiting])
+    engine.abort(running[:3])
+    driver.run(prompt(31, 40), stop=StopConditions(3))
+    has_begun = waiting in driver.begun
+    engine.abort(running[3:])
+    note("waiting", did_not_begin=not has_begun)
+
+    computing = driver.add(prompt(32, 480), stop=StopConditions(3))
+    driver.wait(lambda: computing in driver.begun)
+    engine.abort([computing])
+    note("computing", has_no_token=not driver.outputs[computing])
+
+    grammar = driver.add(prompt(33, 40), generated=[1], sampling=SamplingParams(grammar=ARRAY))
+    engine.abort([grammar])
+    note("waiting for its grammar", has_no_token=not driver.outputs[grammar])
+
+    decoding = driver.add(prompt(34, 100), stop=long)
+    driver.wait(lambda: len(driver.outputs[decoding]) > 5)
+    engine.abort([decoding])
+    note("decoding")
+
+    receiving = driver.add(prompt(35, 100), receives=True)
+    driver.wait(lambda: receiving in driver.allocated)
+    engine.abort([receiving])
+    kept = are_kept()
+    engine.end_receiving(receiving)
+    note("receiving", were_kept=kept)
+
+    received = driver.add(prompt(36, 100), receives=True)
+    driver.wait(lambda: received in driver.allocated)
+    engine.on_received(received, 7)
+    engine.abort([received])
+    note("received")
+
+    received = driver.add(prompt(36, 100), receives=True, stop=long)
+    driver.wait(lambda: received in driver.allocated)
+    engine.on_received(received, 7)
+    driver.wait(lambda: len(driver.outputs[received]) > 3)
+    engine.abort([received])
+    note("decoding what was received")
+
+    shipping = driver.add(prompt(37, 480), ships=True)
+    driver.wait(lambda: shipping in driver.computed)
+    engine.abort([shipping])
+    kept = are_kept()
+    engine.end_shipping(shipping)
+    note("shipping while computed", were_kept=kept)
+
+    shipping = driver.add(prompt(38, 100), ships=True, stop=StopConditions(1))
+    driver.result(shipping)
+    kept = are_kept()
+    engine.end_shipping(shipping)
+    note("shipping when computed", were_kept=kept)
+
+    shipping = driver.add(prompt(39, 100), ships=True, stop=long)
+    driver.wait(lambda: len(driver.outputs[shipping]) > 3)
+    engine.end_shipping(shipping)
+    engine.abort([shipping])
+    note("decoding what was shipped")
+
+    # All blocks are reserved, so that the last one has to wait.
+    reserving = [driver.add(prompt(40 + number, 480), receives=True) for number in range(5)]
+    driver.wait(lambda: sum(each in driver.allocated for each in reserving) >= 3)
+    driver.run(prompt(5, 3), stop=StopConditions(2))
+    late = [each for each in reserving if each not in driver.allocated]
+    engine.abort(reserving)
+    for each in reserving:
+        if each in driver.allocated:
+            engine.end_receiving(each)
+    note("waiting for blocks to receive in", had_to_wait=bool(late))
+    return found
+
+
+def refusals(driver: EngineDriver) -> dict[str, dict[str, str]]:
+    """Returns how requests end that vLLM refuses, and the one after each."""
+    found = {}
+    cases: list[tuple[str, str, list[int]]] = [
+        ("invalid grammar", "start: ((", []),
+        ("invalid grammar, resumed", "start: ((", [5]),
+        ("tokens against the grammar", ARRAY, [5]),
+    ]
+    for name, grammar, generated in cases:
+        refused = driver.add(prompt(50, 40), generated=generated, sampling=SamplingParams(grammar=grammar))
+        driver.result(refused)
+        good = driver.add(prompt(50, 40))
+        driver.result(good)
+        found[name] = {"refused": driver.endings[refused], "good": driver.endings[good]}
+    refused = driver.add(prompt(51, 40), sampling=SamplingParams(top_p=7.0))
+    driver.result(refused)
+    good = driver.add(prompt(51, 40))
+    driver.result(good)
+    found["top_p"] = {"refused": driver.endings[refused], "good": driver.endings[good]}
+    return found
+
+
+def main() -> None:
+    driver = EngineDriver(sys.argv[1])
+    answer = {
+        "version": importlib.metadata.version("vllm"),
+        "block_size": BLOCK_SIZE,
+        "resumed": resumed(driver),
+        "memory": memory(driver),
+        "prefixes": prefixes(driver),
+        "moved": moved(driver),
+        "aborts": aborts(driver),
+        "refusals": refusals(driver),
+    }
+    driver.engine.stop(10.0)
+    Path(sys.argv[2]).write_text(json.dumps(answer))
+    os._exit(0)  # vLLM's own end takes seconds
+
+
+if __name__ == "__main__":
+    main()

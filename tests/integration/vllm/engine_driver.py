@@ -1,0 +1,124 @@
+"""Drives `vllm_worker.vllm_engine` without a scheduler, and collects what it reports. Runs in vLLM's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.prefix_hash import BlockHasher
+from tandem.vllm_worker.engine_orders import AddRequest, AllocatedBlocks, EngineFigures, StepReport
+from tandem.vllm_worker.vllm_engine import VllmEngine
+from tandem.vllm_worker.vllm_host import engine_arguments
+from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig
+
+LIMIT_S = 60.0
+BLOCK_SIZE = 32
+
+
+class EngineDriver:
+    """An engine with a small cache, which computes prompts in chunks of 64 tokens and at most four requests at once."""
+
+    def __init__(self, model: str) -> None:
+        self.outputs: dict[str, list[int]] = {}
+        self.endings: dict[str, str] = {}
+        self.begun: set[str] = set()
+        self.allocated: dict[str, AllocatedBlocks] = {}
+        self.computed: dict[str, list[int]] = {}
+        self.added: list[bytes] = []
+        self.evicted: list[bytes] = []
+        self.figures = EngineFigures()
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        config = VllmEngineConfig(
+            model=model,
+            dtype="float32",
+            kv_cache_bytes=8 << 20,
+            max_model_len=512,
+            max_num_batched_tokens=64,
+            max_num_seqs=4,
+        )
+        self.engine = VllmEngine(engine_arguments(config, False), self._on_report, self._on_failed)
+        self.engine.start().result()
+
+    def add(
+        self,
+        prompt: list[int],
+        *,
+        generated: list[int] | None = None,
+        sampling: SamplingParams | None = None,
+        stop: StopConditions | None = None,
+        cache_salt: str = "",
+        receives: bool = False,
+        ships: bool = False,
+    ) -> str:
+        """Adds a request. Without a stop, it ends after 40 tokens."""
+        generated, stop = generated or [], stop or StopConditions(max_tokens=40)
+        sampling = sampling or SamplingParams(temperature=0.0)
+        engine_id = str(next(self._numbers))
+        message = StartPrefill(
+            proxy_id="p",
+            attempt_ids=[engine_id],
+            transfer_id=engine_id,
+            token_ids=pack_token_ids(prompt + generated),
+            sampling=sampling,
+            seeds=[sampling.seed],
+            stop=stop,
+            deadline_s=600.0,
+            num_generated=len(generated),
+            cache_salt=cache_salt,
+            decode_worker_id=None,
+            decode_epoch=None,
+        )
+        order = AddRequest(
+            engine_id, message, 0, prompt + generated, len(generated), stop.max_tokens, receives=receives, ships=ships
+        )
+        self.outputs[engine_id] = []
+        self.engine.add(order, self.hashes(prompt + generated, cache_salt))
+        return engine_id
+
+    def run(self, prompt: list[int], **details: object) -> list[int]:
+        """Returns all tokens of a request."""
+        return self.result(self.add(prompt, **details))  # type: ignore[arg-type]
+
+    def result(self, engine_id: str) -> list[int]:
+        self.wait(lambda: engine_id in self.endings)
+        return self.outputs[engine_id]
+
+    def wait(self, holds: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
+        """Waits until the condition holds. Returns whether it did within the limit."""
+        with self._changed:
+            return self._changed.wait_for(holds, limit_s)
+
+    def all_free(self) -> bool:
+        """Returns whether all blocks become free."""
+        return self.wait(lambda: self.figures.num_free_blocks == self.figures.num_blocks, 10.0)
+
+    @staticmethod
+    def hashes(token_ids: list[int], cache_salt: str = "") -> list[bytes]:
+        return BlockHasher(BLOCK_SIZE, "model", cache_salt).prompt_hashes(pack_token_ids(token_ids))
+
+    def _on_report(self, report: StepReport) -> None:
+        with self._changed:
+            self.begun.update(report.begun)
+            self.allocated.update({each.engine_id: each for each in report.allocated})
+            self.computed.update({each.engine_id: each.block_ids for each in report.computed})
+            self.added += report.added
+            self.evicted += report.evicted
+            self.figures = report.figures
+            for output in report.outputs:
+                self.outputs[output.engine_id] += [token.token_id for token in output.tokens]
+                if output.finish_reason or output.error:
+                    self.endings[output.engine_id] = output.error or str(output.finish_reason)
+            self._changed.notify_all()
+
+    def _on_failed(self, error: BaseException) -> None:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(1)

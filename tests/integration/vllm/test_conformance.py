@@ -1,0 +1,92 @@
+"""vLLM's engine does what Tandem's worker relies on, of which vLLM calls some experimental.
+
+`engine_checks.py` does it in vLLM's interpreter. Run this first when `VLLM_VERSION` changes.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
+from tests.support.vllm_clusters import run_with_vllm
+
+pytestmark = pytest.mark.timeout(600)
+
+LAYERS, KV_HEADS, HEAD_DIM, FLOAT_BYTES = 4, 2, 64, 4
+"""Of the noise model."""
+
+
+@pytest.fixture(scope="module")
+def found(noise_model: Path) -> dict[str, Any]:
+    answer: dict[str, Any] = run_with_vllm(Path(__file__).with_name("engine_checks.py"), str(noise_model))
+    return answer
+
+
+def test_the_version_is_the_one_that_the_worker_runs(found: dict[str, Any]) -> None:
+    assert found["version"].partition("+")[0] == VLLM_VERSION
+
+
+def test_a_resumed_request_goes_on_exactly(found: dict[str, Any]) -> None:
+    """Greedy and seeded, with penalties, limits, bad words and grammars, of short prompts and in chunks."""
+    for case in found["resumed"]:
+        assert len(case["whole"]) > 31, case["case"]
+        for split, tokens in case["resumed"].items():
+            assert tokens == case["whole"], f"{case['case']}, {case['num_prompt_tokens']} + {split} tokens"
+
+
+def test_the_cases_do_what_they_say(found: dict[str, Any]) -> None:
+    whole = {(each["case"], each["num_prompt_tokens"]): each["whole"] for each in found["resumed"]}
+    assert whole["greedy", 150] != whole["seeded", 150] != whole["top-k and top-p", 150]
+    assert set(whole["greedy with penalties", 150]) != set(whole["greedy", 150])
+    assert whole["min_tokens", 20][35:], "min_tokens"
+    assert not {41, 42} & set(whole["min_tokens", 20][:35])
+    for length in (20, 150):
+        words = whole["bad words", length]
+        assert 43 not in words
+        assert (41, 42) not in set(pairwise(words))
+    assert {50, 51} & set(whole["logit bias", 150])
+
+
+def test_a_request_goes_on_with_blocks_that_another_computed(found: dict[str, Any]) -> None:
+    for name, case in found["moved"].items():
+        assert case["num_cached"] == 2, "the first two blocks were cached"
+        assert case["moved"] == case["whole"], name
+        assert case["all_free"], name
+
+
+def test_blocks_are_rows_of_a_file_that_peers_can_map(found: dict[str, Any]) -> None:
+    memory = found["memory"]
+    assert memory["file"].startswith("/memfd:tandem-kv")
+    block_bytes = found["block_size"] * KV_HEADS * 2 * HEAD_DIM * FLOAT_BYTES
+    assert memory["shape"] == [memory["num_blocks"] + 1, LAYERS, block_bytes], "one block is for padding"
+    assert memory["is_written"]
+    assert memory["is_same"]
+
+
+def test_the_prefix_cache_is_named_as_proxies_name_it(found: dict[str, Any]) -> None:
+    prefixes = found["prefixes"]
+    assert len(prefixes["expected"]) == 4, "three blocks of the prompt and one with generated tokens"
+    assert prefixes["added"] == prefixes["expected"]
+    assert prefixes["added_salted"] == prefixes["expected_salted"]
+    assert not set(prefixes["expected"]) & set(prefixes["expected_salted"])
+    assert set(prefixes["expected"]) <= set(prefixes["evicted"])
+    assert set(prefixes["last"]) <= set(prefixes["reset"])
+
+
+def test_aborts_in_each_phase_leave_all_blocks_free(found: dict[str, Any]) -> None:
+    assert len(found["aborts"]) == 11
+    for phase, facts in found["aborts"].items():
+        assert all(facts.values()), f"{phase}: {facts}"
+
+
+def test_what_vllm_refuses_ends_one_request_only(found: dict[str, Any]) -> None:
+    refusals = found["refusals"]
+    assert all(each["good"] == "length" for each in refusals.values())
+    for name in ("invalid grammar", "invalid grammar, resumed"):
+        assert refusals[name]["refused"].startswith("the grammar cannot be served: "), refusals
+    assert refusals["tokens against the grammar"]["refused"].startswith("the grammar does not accept the tokens")
+    assert refusals["top_p"]["refused"].startswith("vLLM has refused the request: top_p must be")

@@ -1,0 +1,50 @@
+"""Programs and clusters that run with vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tandem.deploy.processes.engine_python import find_engine_python, vllm_environment
+from tests.support.cluster import Cluster
+from tests.support.vllm_python import vllm_python
+
+START_TIMEOUT_S = 400.0
+"""Limit on the start of a cluster. A worker imports vLLM in 10 s, and in a minute on a machine that is busy."""
+
+
+def cluster_arguments() -> tuple[str, ...]:
+    """Of `tests.support.cluster.Cluster`, for workers with vLLM's engine that compute exactly."""
+    return ("--engine", "vllm", "--engine-python", vllm_python(), "--dtype", "float32", "--threads-per-worker", "1")
+
+
+def run_with_vllm(program: Path, *arguments: str, timeout_s: float = 500.0) -> Any:
+    """Returns what a program with vLLM wrote as JSON to the file that its last argument names."""
+    python = find_engine_python(vllm_python())
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        environment = {**os.environ, **vllm_environment(on_gpus=False), **python.environment(Path(folder))}
+        environment |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+        ended = subprocess.run(
+            [python.path, program, *arguments, answer],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+        assert ended.returncode == 0, ended.stdout[-1500:]
+        return json.loads(answer.read_text())
+
+
+def complete(cluster: Cluster, body: dict[str, Any]) -> list[list[int]]:
+    """Returns the token ids of each choice."""
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    return [choice["token_ids"] for choice in answer.json()["choices"]]
