@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tandem.deploy import cli
-from tandem.deploy.cluster_config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig, flag_name, settings
 from tandem.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -26,6 +26,8 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 _SYMBOL = re.compile(r"([\w./-]+\.py)::(\w+(?:\.\w+)*)")
 _PATH = re.compile(r"[\w.-][\w./-]*(?:/|\.(?:py|md|toml|lock|json))")
+
+TASKS = sorted((ROOT / "docs/tasks").glob("*.md"))
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -92,6 +94,26 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     pages = {str(page.relative_to(docs).with_suffix("")) for page in docs.rglob("*.md")}
     pages = {page for page in pages if not page.startswith("adr/0")}  # docs/adr/README.md lists them by a pattern
     assert pages - {"index"} <= {line for tree in trees for line in tree.split()}, "docs/index.md lists the pages"
+
+
+@pytest.mark.parametrize("page", TASKS, ids=lambda page: page.stem)
+def test_commands_and_flags_of_task_pages_exist(page: Path) -> None:
+    text = page.read_text()
+    blocks = "\n".join(body for kind, body in _FENCE.findall(text) if kind == "sh").replace("\\\n", "")
+    commands = [line for line in [*blocks.splitlines(), *_spans(page)] if line.startswith("tandem ")]
+    assert commands
+    for command in commands:
+        _parse(*shlex.split(command)[1:])
+
+
+def test_the_flags_that_replace_those_of_vllm_exist() -> None:
+    text = (ROOT / "docs/tasks/from_vllm.md").read_text()
+    known = {flag_name(setting.key) for setting in settings()}
+    rows = [row.split("|") for row in text.splitlines() if row.startswith(("| `--", "| `MODEL"))]
+    assert len(rows) >= 12
+    for _, theirs, ours, note, _ in rows:
+        flags = re.findall(r"--[a-z-]+", note + (theirs if ours.strip() == "the same" else ours))
+        assert not set(flags) - known, f"{theirs}: {flags}"
 
 
 def test_commands_exist() -> None:
