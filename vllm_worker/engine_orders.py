@@ -41,7 +41,7 @@ class KVArrived(msgspec.Struct, frozen=True):
 
 
 class EndReceiving(msgspec.Struct, frozen=True):
-    """Nothing more is written to the blocks of an aborted request."""
+    """Nothing more is written to the blocks of an aborted request, if it has any."""
 
     engine_id: str
 

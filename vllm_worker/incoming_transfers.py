@@ -75,6 +75,8 @@ class IncomingTransfers:
         if self._transfers.is_closed(transfer_id):
             return KVTransferFailed("the prefill worker has given up the transfer")
         transfer = self._transfers.get(transfer_id)
+        if transfer is not None and transfer.is_reserved:
+            return KVTransferFailed("the transfer belongs to a request that has ended, and may still write")
         if transfer is not None and transfer.adapter != message.adapter_digest:
             return KVTransferFailed("the prefill worker computed with another LoRA adapter")
         return None
@@ -95,9 +97,8 @@ class IncomingTransfers:
         transfer_id = self._receivers.get(allocated.engine_id)
         transfer = self._transfers.get(transfer_id) if transfer_id is not None else None
         prompt = self._prompts.get(transfer_id) if transfer_id is not None else None
-        if transfer_id is None or transfer is None or prompt is None:  # given up meanwhile; no peer knows the blocks
-            self._receivers.pop(allocated.engine_id, None)
-            return [EndReceiving(allocated.engine_id)]
+        if transfer_id is None or transfer is None or prompt is None:
+            return []  # given up meanwhile: the engine has the orders that end the request
         transfer.reserve(allocated.cached_block_ids, allocated.block_ids, [])
         num_cached = len(allocated.cached_block_ids)
         answer = KVReserved(transfer_id, num_cached, allocated.block_ids)
@@ -105,6 +106,16 @@ class IncomingTransfers:
         reserved = [SendToProxy(prompt.message.proxy_id, DecodeReserved(attempt_id)) for attempt_id in attempts]
         self.num_received += len(attempts)
         return [SendToPeer(transfer.pair_id, answer), *reserved]
+
+    def message_of(self, engine_id: str) -> PrepareDecode | None:
+        """Returns the prompt whose KV an engine request waits for."""
+        prompt = self._prompts.get(self._receivers.get(engine_id, ""))
+        return prompt.message if prompt is not None else None
+
+    def on_engine_error(self, engine_id: str, error: TandemError) -> list[VllmAction]:
+        """Handles the end of a request that waits for KV."""
+        message = self.message_of(engine_id)
+        return self._give_up(message.transfer_id, error) if message is not None else []
 
     # ---- from the prefill worker and the data path (see worker.kv_traffic)
 
@@ -212,10 +223,10 @@ class IncomingTransfers:
             return []
         self._transfers.close(transfer_id)
         engine_id = next((key for key, value in self._receivers.items() if value == transfer_id), None)
-        if engine_id is None or not transfer.is_reserved:
+        if engine_id is None:
             return []
         del self._receivers[engine_id]
-        return [EndReceiving(engine_id)]
+        return [EndReceiving(engine_id)]  # also if no allocation is known: its report may be on the way
 
     def _give_up(self, transfer_id: str, error: TandemError | None) -> list[VllmAction]:
         """Ends the sequences of a transfer that will not complete. The proxy gets `error` for those that are open."""

@@ -1,7 +1,7 @@
 """The prompts whose KV a vLLM worker ships while it computes them. Pure.
 
-The engine request of one sequence ships for all that share the prompt. Its blocks are kept from the end of the request
-until nothing reads them any more (`vllm_worker.tandem_connector`).
+The engine request of one sequence ships for all that share the prompt, also when that sequence has ended. Its blocks
+are kept from the end of the request until nothing reads them any more (`vllm_worker.tandem_connector`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.decode_worker.actions import Action, SendToPeer, Ship
+from tandem.decode_worker.actions import SendToPeer, Ship
 from tandem.prefill_worker.transfer_leases import Leases
-from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, TandemError, WorkerLost
-from tandem.vllm_worker.engine_orders import ComputedBlocks, EndShipping, VllmAction
+from tandem.vllm_worker.engine_orders import AbortRequests, ComputedBlocks, EndShipping, VllmAction
 
 
 @dataclass(eq=False)
@@ -35,8 +35,8 @@ class OutgoingTransfer:
     num_ships_in_flight: int = 0
     first_token_ids: dict[str, int] = field(default_factory=dict)
     """By attempt; 0 for one that has ended before its first token."""
-    num_going_on: int = 0
-    """Sequences that decode has to continue."""
+    going_on: set[str] = field(default_factory=set)
+    """Attempts that have a first token and that decode has to continue."""
     is_computed: bool = False
     finish_sent: bool = False
     ended: bool = False
@@ -60,8 +60,8 @@ class OutgoingTransfer:
 class OutgoingTransfers:
     """The prompts that are shipped, until nothing reads their blocks.
 
-    fail_prompt: called when a transfer cannot complete; ends the prompt's streams. num_blocks_for: returns the number
-    of blocks for so many tokens.
+    fail_prompt: called when a transfer cannot complete; ends the prompt's streams. on_shipped_all: called when decode
+    has, or will get, all that it needs. num_blocks_for: returns the number of blocks for so many tokens.
     """
 
     def __init__(
@@ -69,10 +69,12 @@ class OutgoingTransfers:
         lease_s: float,
         num_blocks_for: Callable[[int], int],
         fail_prompt: Callable[[StartPrefill, TandemError], list[VllmAction]],
+        on_shipped_all: Callable[[StartPrefill], None],
     ) -> None:
         self._leases = Leases(lease_s)
         self._num_blocks_for = num_blocks_for
         self._fail_prompt = fail_prompt
+        self._on_shipped_all = on_shipped_all
         self._by_id: dict[str, OutgoingTransfer] = {}
         self._by_engine_id: dict[str, OutgoingTransfer] = {}
         self.num_expired_leases = 0
@@ -83,10 +85,13 @@ class OutgoingTransfers:
     def __contains__(self, transfer_id: str) -> bool:
         return transfer_id in self._by_id
 
-    def ships(self, engine_id: str) -> bool:
-        """Whether the request must go on for the sequences that share its prompt."""
+    def message_of(self, engine_id: str) -> StartPrefill | None:
+        """Returns the prompt that an engine request ships, unless the transfer has ended."""
         transfer = self._by_engine_id.get(engine_id)
-        return transfer is not None and not transfer.ended
+        return transfer.message if transfer is not None and not transfer.ended else None
+
+    def ships(self, message: PromptMessage) -> bool:
+        return self._of(message) is not None
 
     def add(self, message: StartPrefill, pair_id: str, engine_id: str) -> None:
         num_blocks = self._num_blocks_for(len(message.token_ids) // BYTES_PER_TOKEN)
@@ -114,20 +119,29 @@ class OutgoingTransfers:
         transfer.is_computed = len(transfer.src_block_ids) == transfer.num_blocks
         return self._ship(transfer)
 
-    def on_preempted(self, engine_id: str) -> list[VllmAction]:
+    def on_engine_error(self, engine_id: str, error: TandemError) -> list[VllmAction]:
+        """Handles the end of a request that ships, before it has computed its prompt."""
         transfer = self._by_engine_id.get(engine_id)
-        return [] if transfer is None else self._fail(transfer, KVTransferFailed("vLLM took the prompt's blocks away"))
+        return [] if transfer is None else self._fail(transfer, error)
 
-    def on_first_token(self, transfer_id: str, attempt_id: str, token_id: int, goes_on: bool) -> list[VllmAction]:
-        """goes_on: whether decode continues the sequence. False also for one that has ended without a token."""
-        transfer = self._by_id.get(transfer_id)
-        if transfer is None or transfer.ended:
+    def on_first_token(self, message: PromptMessage, attempt_id: str, token_id: int, goes_on: bool) -> list[VllmAction]:
+        """goes_on: whether decode continues the sequence."""
+        transfer = self._of(message)
+        if transfer is None:
             return []
         transfer.first_token_ids[attempt_id] = token_id
-        transfer.num_going_on += goes_on
-        if len(transfer.first_token_ids) < len(transfer.message.attempt_ids):
+        if goes_on:
+            transfer.going_on.add(attempt_id)
+        return self._after_tokens(transfer)
+
+    def on_attempt_ended(self, message: PromptMessage, attempt_id: str) -> list[VllmAction]:
+        """Ends the transfer if decode has to continue none of its sequences. Before or after the first token."""
+        transfer = self._of(message)
+        if transfer is None:
             return []
-        return self._ship(transfer) if transfer.num_going_on else self.end(transfer_id)
+        transfer.first_token_ids.setdefault(attempt_id, 0)
+        transfer.going_on.discard(attempt_id)
+        return self._after_tokens(transfer)
 
     # ---- from the decode worker and the data path (see worker.kv_traffic)
 
@@ -173,17 +187,28 @@ class OutgoingTransfers:
     def end(self, transfer_id: str) -> list[VllmAction]:
         """Ends a transfer that nobody wants any more."""
         transfer = self._by_id.get(transfer_id)
-        if transfer is None:
+        if transfer is None or transfer.ended:
             return []
         transfer.ended = True
         self._leases.end(transfer_id)
-        return self._settle(transfer)
+        return [*self._settle(transfer), AbortRequests([transfer.engine_id])]
+
+    def _of(self, message: PromptMessage) -> OutgoingTransfer | None:
+        """Returns the prompt's transfer, unless it has ended."""
+        transfer = self._by_id.get(message.transfer_id)
+        return transfer if transfer is not None and transfer.message is message and not transfer.ended else None
 
     def _fail(self, transfer: OutgoingTransfer, error: TandemError) -> list[VllmAction]:
         if transfer.ended:
             return self._settle(transfer)
         ended = self.end(transfer.message.transfer_id)
         return ended + self._fail_prompt(transfer.message, error)
+
+    def _after_tokens(self, transfer: OutgoingTransfer) -> list[VllmAction]:
+        """Acts once each sequence has its first token or has ended."""
+        if len(transfer.first_token_ids) < len(transfer.message.attempt_ids):
+            return []
+        return self._ship(transfer) if transfer.going_on else self.end(transfer.message.transfer_id)
 
     def _ship(self, transfer: OutgoingTransfer) -> list[VllmAction]:
         if transfer.ended or transfer.dst_block_ids is None:
@@ -211,7 +236,8 @@ class OutgoingTransfers:
         del self._by_id[transfer_id], self._by_engine_id[transfer.engine_id]
         self._leases.end(transfer_id)
         actions: list[VllmAction] = [EndShipping(transfer.engine_id)]
-        if transfer.ended and transfer.reserve_sent:
-            closed: Action = SendToPeer(transfer.pair_id, CloseTransfer(transfer_id))
-            actions.append(closed)
+        if not transfer.ended:
+            self._on_shipped_all(transfer.message)
+        elif transfer.reserve_sent:
+            actions.append(SendToPeer(transfer.pair_id, CloseTransfer(transfer_id)))
         return actions

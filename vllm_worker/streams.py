@@ -36,6 +36,8 @@ class Stream:
     """Whether the proxy gets the next token as FirstToken."""
     goes_on: bool
     """Whether this worker decodes it after its first token."""
+    owns_request: bool = False
+    """Whether its engine request ends with it: not while the request moves KV for all sequences of the prompt."""
     started_at: float | None = None
     joined_at: float = 0.0
     """When its prompt was complete, here or by the arrival of its KV."""
@@ -53,8 +55,15 @@ class Stream:
     def fail(self, error: TandemError) -> Action:
         return SendToProxy(self.message.proxy_id, AttemptFailed(self.attempt_id, ErrorInfo.of(error)))
 
-    def first_token(self, now: float, output: EngineOutput, token: SampledToken) -> FirstToken:
-        """Returns the message for the token that follows the prompt, and counts it."""
+    @property
+    def is_shipping(self) -> bool:
+        """Whether the proxy has its first token and another worker does not have all of its KV."""
+        return not (self.first_is_due or self.goes_on)
+
+    def first_token(
+        self, now: float, output: EngineOutput, token: SampledToken, ended: FinishReason | None
+    ) -> FirstToken:
+        """Returns the message for the token that follows the prompt, and counts it. ended: see `StepBatches.add`."""
         self.first_is_due = False
         self.num_generated += 1
         self.joined_at = now
@@ -63,8 +72,7 @@ class Stream:
         return FirstToken(
             self.attempt_id,
             token,
-            self.message.stop.check(token.token_id, self.num_generated)
-            or (output.finish_reason if self.goes_on else None),
+            self.message.stop.check(token.token_id, self.num_generated) or (ended if self.goes_on else None),
             started_at - self.arrived_at,
             now - started_at,
             (output.prompt_logprobs or []) if wants_prompt and self.number == 0 else None,
@@ -112,23 +120,30 @@ class Streams:
 
     def waiting_tokens(self) -> list[tuple[int, int]]:
         """Returns (priority, tokens of prompts that are not computed yet). Each prompt counts once."""
+        prompts = {id(each.message): each.message for each in self._by_key.values() if each.first_is_due}
         tokens: dict[int, int] = {}
-        for stream in self._by_key.values():
-            if stream.first_is_due and stream.number == 0:
-                priority = stream.message.priority
-                tokens[priority] = tokens.get(priority, 0) + len(stream.message.token_ids) // BYTES_PER_TOKEN
+        for message in prompts.values():
+            tokens[message.priority] = tokens.get(message.priority, 0) + len(message.token_ids) // BYTES_PER_TOKEN
         return sorted(tokens.items())
 
     @property
     def num_decoding(self) -> int:
-        return sum(not stream.first_is_due for stream in self._by_key.values())
+        return sum(stream.goes_on and not stream.first_is_due for stream in self._by_key.values())
+
+    @property
+    def num_shipping(self) -> int:
+        return sum(stream.is_shipping for stream in self._by_key.values())
 
 
 class StepBatches:
-    """Collects a step's tokens into one TokenBatch for each proxy."""
+    """Collects a step's tokens: the first ones, and then one TokenBatch for each proxy."""
 
     def __init__(self) -> None:
+        self._firsts: list[Action] = []
         self._batches: dict[str, TokenBatch] = {}
+
+    def add_first(self, stream: Stream, message: FirstToken) -> None:
+        self._firsts.append(SendToProxy(stream.message.proxy_id, message))
 
     def add(self, now: float, step_s: float, stream: Stream, token: SampledToken, ended: FinishReason | None) -> bool:
         """Counts the token. Returns whether it is the last one. ended: why the engine has ended the request with it."""
@@ -143,4 +158,4 @@ class StepBatches:
         return reason is not None
 
     def actions(self) -> list[Action]:
-        return [SendToProxy(proxy_id, batch) for proxy_id, batch in self._batches.items()]
+        return self._firsts + [SendToProxy(proxy_id, batch) for proxy_id, batch in self._batches.items()]

@@ -38,7 +38,7 @@ class VllmScheduler:
         self._block_bytes = block_bytes
         self._num_added = 0
         self._streams = Streams()
-        self.prefill = OutgoingTransfers(lease_s, self._num_blocks_for, self._fail_prompt)
+        self.prefill = OutgoingTransfers(lease_s, self._num_blocks_for, self._fail_prompt, self._on_shipped_all)
         self.decode = IncomingTransfers(self._add_receiver, self._begin, self._fail_prompt, self._open_attempts)
         self.prefixes = PrefixLog()
         self.step_times = StepTimes(itl_slo_s)
@@ -55,7 +55,7 @@ class VllmScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return max(0, len(self._streams) - self.num_running)
+        return max(0, len(self._streams) - self._streams.num_shipping - self.num_running)
 
     @property
     def is_idle(self) -> bool:
@@ -139,53 +139,73 @@ class VllmScheduler:
         batches = StepBatches()
         ended: list[VllmAction] = []
         for output in report.outputs:
-            ended += self._on_output(now, report.step_s, output, batches)
+            ended += self._on_error(output) if output.error else self._on_tokens(now, report.step_s, output, batches)
         return [*actions, *batches.actions(), *ended]
 
-    def _on_output(self, now: float, step_s: float, output: EngineOutput, batches: StepBatches) -> list[VllmAction]:
+    def _on_error(self, output: EngineOutput) -> list[VllmAction]:
+        """Ends a sequence, or all sequences of the prompt if its request moves KV for them."""
+        engine_id, stream = output.engine_id, self._streams.of_engine(output.engine_id)
+        message: PromptMessage | None = stream.message if stream is not None else None
+        message = message or self.prefill.message_of(engine_id) or self.decode.message_of(engine_id)
+        if message is None:
+            return []
+        kind = InvalidRequest if message.sampling.grammar is not None else InternalError
+        error = kind(output.error)
+        actions = self.prefill.on_engine_error(engine_id, error) + self.decode.on_engine_error(engine_id, error)
+        stream = self._streams.of_engine(engine_id)
+        return actions + self._end(stream, error) if stream is not None else actions
+
+    def _on_tokens(self, now: float, step_s: float, output: EngineOutput, batches: StepBatches) -> list[VllmAction]:
         stream = self._streams.of_engine(output.engine_id)
         if stream is None:
             return []
-        if output.error:
-            kind = InvalidRequest if stream.message.sampling.grammar is not None else InternalError
-            return self._end(stream, kind(output.error))
         actions: list[VllmAction] = []
         for number, token in enumerate(output.tokens, 1):
             reason = output.finish_reason if number == len(output.tokens) else None
             if stream.first_is_due:
-                first = stream.first_token(now, output, token)
-                actions.append(SendToProxy(stream.message.proxy_id, first))
+                first = stream.first_token(now, output, token, reason)
+                batches.add_first(stream, first)
                 self.num_prompt_tokens += len(stream.message.token_ids) // BYTES_PER_TOKEN
                 self.num_cached_tokens += output.num_cached_tokens
-                is_last = first.finish_reason is not None or not stream.goes_on
-                ships = stream.message.transfer_id in self.prefill
-                goes_on = ships and first.finish_reason is None
-                self.num_shipped += goes_on
-                transfer_id, attempt_id = stream.message.transfer_id, stream.attempt_id
-                actions += self.prefill.on_first_token(transfer_id, attempt_id, token.token_id, goes_on)
+                has_finished = first.finish_reason is not None
+                is_last = has_finished or not (stream.goes_on or self.prefill.ships(stream.message))
+                actions += self.prefill.on_first_token(
+                    stream.message, stream.attempt_id, token.token_id, goes_on=not has_finished
+                )
             else:
                 is_last = batches.add(now, step_s, stream, token, reason)
             if is_last:
                 self.num_finished += 1
                 self._streams.remove(stream)
+            if is_last or not stream.goes_on:
                 break
         return actions
 
+    def _on_shipped_all(self, message: StartPrefill) -> None:
+        """Forgets the sequences that decode continues."""
+        for stream in self._streams.of_message(message):
+            self._streams.remove(stream)
+            self.num_finished += 1
+            self.num_shipped += 1
+
     def _on_preempted(self, engine_id: str) -> list[VllmAction]:
         """Lets the proxy dispatch a prompt again whose blocks vLLM took away while they were shipped."""
-        stream = self._streams.of_engine(engine_id)
-        actions: list[VllmAction] = []
-        if stream is not None:
-            for other in self._streams.of_message(stream.message):
-                actions.append(SendToProxy(other.message.proxy_id, AttemptPreempted(other.attempt_id)))
-                actions += self._end(other)
-        return actions + self.prefill.on_preempted(engine_id)
+        message = self.prefill.message_of(engine_id)
+        if message is None:
+            return []
+        actions = self.prefill.end(message.transfer_id)
+        for stream in self._streams.of_message(message):
+            actions.append(SendToProxy(message.proxy_id, AttemptPreempted(stream.attempt_id)))
+            actions += self._end(stream)
+        return actions
 
     # ---- beginnings
 
     def _why_refused(self, message: PromptMessage) -> TandemError | None:
         if self._streams.holds(message):
             return InternalError("an attempt exists already")
+        if isinstance(message, StartPrefill) and message.transfer_id in self.prefill:
+            return InternalError(f"transfer {message.transfer_id} exists already")
         if len(self._streams) >= MAX_HELD_SEQUENCES:
             return Overloaded("this worker has too many sequences")
         needed = self._num_blocks_for(len(message.token_ids) // BYTES_PER_TOKEN + 1)
@@ -226,6 +246,7 @@ class VllmScheduler:
     ) -> AddRequest:
         """more: tokens after those of the message."""
         message, more = stream.message, more or []
+        stream.owns_request = not (ships or receives)
         token_ids = unpack_token_ids(message.token_ids) + more
         num_generated = message.num_generated + len(more)
         return AddRequest(
@@ -257,6 +278,7 @@ class VllmScheduler:
                 self._streams.remove(stream)  # the proxy knows
             elif stream.engine_id == prompt.engine_id:
                 receiver_goes_on, receiver_token = True, token_id
+                stream.owns_request = True
             else:
                 others.append(self._order(stream, message.stop.max_tokens, [token_id]))
         arrived: list[VllmAction] = [KVArrived(prompt.engine_id, receiver_token), *others]
@@ -276,10 +298,9 @@ class VllmScheduler:
         actions: list[VllmAction] = [stream.fail(error)] if error is not None else []
         message = stream.message
         if isinstance(message, PrepareDecode) and self.decode.waits_for(message):
-            return actions + self.decode.on_attempt_ended(message)  # the receiving request is not only this stream's
-        if stream.first_is_due:
-            actions += self.prefill.on_first_token(message.transfer_id, stream.attempt_id, 0, False)
-        if not self.prefill.ships(stream.engine_id):
+            return actions + self.decode.on_attempt_ended(message)
+        actions += self.prefill.on_attempt_ended(message, stream.attempt_id)
+        if stream.owns_request:
             actions.append(AbortRequests([stream.engine_id]))
         return actions
 

@@ -173,7 +173,9 @@ def test_what_workers_share_loads_no_engine() -> None:
     assert {name for name in loaded if name.startswith(parts)} == actions
 
 
-@pytest.mark.parametrize("module", ["tandem.worker.worker", "tandem.simulator.run"])
+@pytest.mark.parametrize(
+    "module", ["tandem.worker.worker", "tandem.simulator.run", "tandem.vllm_worker.vllm_scheduler"]
+)
 def test_a_workers_shell_and_the_simulator_load_no_torch(module: str) -> None:
     """Another engine may lie behind the shell, and seeds run without waiting for libraries that they do not use."""
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'numba'}} & sys.modules.keys()))"

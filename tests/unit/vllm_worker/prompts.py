@@ -1,0 +1,50 @@
+"""Messages about prompts, with defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+
+
+def start(
+    attempt_ids: list[str],
+    num_tokens: int = 10,
+    transfer_id: str = "t",
+    max_tokens: int = 4,
+    stop_token_ids: frozenset[int] = frozenset(),
+    **fields: Any,
+) -> StartPrefill:
+    return StartPrefill(
+        proxy_id=fields.pop("proxy_id", "proxy"),
+        attempt_ids=attempt_ids,
+        transfer_id=transfer_id,
+        token_ids=pack_token_ids(range(num_tokens)),
+        sampling=fields.pop("sampling", SamplingParams()),
+        seeds=[0] * len(attempt_ids),
+        stop=StopConditions(max_tokens, stop_token_ids),
+        deadline_s=fields.pop("deadline_s", 100.0),
+        decode_worker_id="d",
+        decode_epoch="d1",
+        **fields,
+    )
+
+
+def prepare(prompt: StartPrefill) -> PrepareDecode:
+    """Returns what the decode worker is sent for the same prompt."""
+    return PrepareDecode(
+        proxy_id=prompt.proxy_id,
+        attempt_ids=prompt.attempt_ids,
+        transfer_id=prompt.transfer_id,
+        token_ids=prompt.token_ids,
+        sampling=prompt.sampling,
+        seeds=prompt.seeds,
+        stop=prompt.stop,
+        deadline_s=prompt.deadline_s,
+        num_generated=prompt.num_generated,
+        adapter=prompt.adapter,
+        prefill_worker_id="p",
+        prefill_epoch="p1",
+    )

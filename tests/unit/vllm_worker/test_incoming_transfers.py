@@ -1,0 +1,289 @@
+"""The decode role of a vLLM worker: prompts whose KV arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.decode_worker.actions import Receive
+from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.dispatch import DecodeReserved, PrepareDecode
+from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
+from tandem.runtime.errors import KVTransferFailed, WorkerLost
+from tandem.vllm_worker.engine_orders import (
+    AbortRequests,
+    AddRequest,
+    AllocatedBlocks,
+    EndReceiving,
+    KVArrived,
+    VllmAction,
+)
+from tandem.vllm_worker.incoming_transfers import UNCLAIMED_TIMEOUT_S
+from tandem.vllm_worker.vllm_scheduler import VllmScheduler
+from tests.unit.vllm_worker.one_worker import (
+    failures,
+    new_tokens,
+    orders,
+    output,
+    report,
+    scheduler,
+    to_peer,
+    to_proxy,
+)
+from tests.unit.vllm_worker.prompts import prepare, start
+
+RESERVE = ReserveKV("pair", "t", 10)
+FINISH = FinishTransfer("t", 10, [70])
+
+
+def prompt(*attempts: str, **fields: Any) -> PrepareDecode:
+    return prepare(start(list(attempts), **fields))
+
+
+def added(*attempts: str, **fields: Any) -> tuple[VllmScheduler, AddRequest]:
+    """Returns a worker that has asked the engine for blocks, and its order."""
+    worker = scheduler()
+    assert worker.on_prepare(0.0, prompt(*attempts, **fields)) == []
+    [order] = orders(worker.decode.on_reserve(0.0, RESERVE))
+    return worker, order
+
+
+def reserved(*attempts: str, **fields: Any) -> tuple[VllmScheduler, AddRequest]:
+    """The prefill worker may write blocks 1, 2 and 3."""
+    worker, order = added(*attempts, **fields)
+    worker.on_report(1.0, report(allocated=AllocatedBlocks(order.engine_id, [], [1, 2, 3])))
+    return worker, order
+
+
+def ship(worker: VllmScheduler, number: int = 0, first: int = 0, num_blocks: int = 3) -> None:
+    [receive] = worker.decode.on_ship(ShipKV("pair", number, "t", first, num_blocks))
+    assert receive == Receive("pair", "t", [1, 2, 3][first : first + num_blocks])
+
+
+def refused(actions: list[VllmAction]) -> bool:
+    return any(isinstance(each, KVRefused) for each in to_peer(actions))
+
+
+@pytest.mark.parametrize("reserve_first", [False, True])
+def test_a_prompt_from_its_reservation_to_its_end(reserve_first: bool) -> None:
+    worker = scheduler()
+    if reserve_first:
+        assert worker.decode.on_reserve(0.0, RESERVE) == []
+        [order] = orders(worker.on_prepare(0.0, prompt("a", max_tokens=3)))
+    else:
+        assert worker.on_prepare(0.0, prompt("a", max_tokens=3)) == []
+        [order] = orders(worker.decode.on_reserve(0.0, RESERVE))
+    assert order.receives and order.max_tokens == 3
+    assert worker.waiting_tokens() == [], "prefill computes it"
+    actions = worker.on_report(1.0, report(allocated=AllocatedBlocks(order.engine_id, [8], [2, 3])))
+    assert to_peer(actions) == [KVReserved("t", 1, [2, 3])] and to_proxy(actions) == [DecodeReserved("a")]
+    worker.decode.on_ship(ShipKV("pair", 0, "t", 1, 1))
+    worker.decode.on_ship(ShipKV("pair", 1, "t", 2, 1))
+    assert worker.decode.on_received("t", None) == [] and worker.decode.on_finish_transfer(FINISH) == []
+    assert worker.decode.on_received("t", None) == [KVArrived(order.engine_id, 70)]
+    assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 71)))) == [("a", 71, None)]
+    assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 72)))) == [("a", 72, "length")]
+    assert worker.is_idle and (worker.decode.num_received, worker.num_cached_tokens) == (1, 4)
+
+
+def test_the_kv_bytes_of_a_prompt_are_told() -> None:
+    worker, order = reserved("a")
+    ship(worker)
+    worker.decode.on_finish_transfer(FINISH)
+    worker.decode.on_received("t", None)
+    [batch] = to_proxy(worker.on_report(2.0, report(output(order.engine_id, 71))))
+    assert [each.num_kv_bytes for each in batch.began] == [3000]
+
+
+def test_the_other_sequences_begin_when_the_kv_is_here() -> None:
+    worker, order = reserved("a", "b", "c", stop_token_ids=frozenset({71}), num_generated=2)
+    ship(worker)
+    worker.decode.on_finish_transfer(FinishTransfer("t", 10, [70, 71, 72]))
+    arrived, other = worker.decode.on_received("t", None)
+    assert arrived == KVArrived(order.engine_id, 70)
+    [added_later] = orders([other])
+    assert (added_later.number, added_later.token_ids[-1], added_later.num_generated) == (2, 72, 3)
+    assert not added_later.receives and worker.num_decoding == 2
+    assert worker.on_abort("proxy", "c") == [AbortRequests([added_later.engine_id])]
+    assert worker.on_abort("proxy", "a") == [AbortRequests([order.engine_id])] and worker.is_idle
+
+
+@pytest.mark.parametrize("how", ["aborted", "stopped"])
+def test_the_sequence_that_receives_ends_before_the_kv_is_here(how: str) -> None:
+    worker, order = reserved("a", "b", stop_token_ids=frozenset({70}) if how == "stopped" else frozenset())
+    if how == "aborted":
+        assert worker.on_abort("proxy", "a") == [], "the other one needs the KV"
+    ship(worker)
+    worker.decode.on_finish_transfer(FinishTransfer("t", 10, [70, 71]))
+    arrived, other, abort = worker.decode.on_received("t", None)
+    assert arrived == KVArrived(order.engine_id, 70) and abort == AbortRequests([order.engine_id])
+    assert orders([other])[0].number == 1 and worker.num_decoding == 1
+
+
+def test_the_first_sequence_ends_before_the_reservation() -> None:
+    worker = scheduler()
+    worker.on_prepare(0.0, prompt("a", "b"))
+    assert worker.on_abort("proxy", "a") == []
+    [order] = orders(worker.decode.on_reserve(0.0, RESERVE))
+    assert order.number == 1
+
+
+def test_an_abort_before_the_reservation() -> None:
+    worker = scheduler()
+    worker.on_prepare(0.0, prompt("a"))
+    assert worker.on_abort("proxy", "a") == [] and worker.is_idle
+    assert refused(worker.decode.on_reserve(0.0, RESERVE)) and worker.is_idle
+
+
+def test_an_abort_before_the_engine_has_allocated() -> None:
+    """The engine may have allocated already: then the order frees the blocks, else it has no effect."""
+    worker, order = added("a")
+    actions = worker.on_abort("proxy", "a")
+    assert refused(actions) and worker.is_idle
+    ends = [each for each in actions if isinstance(each, AbortRequests | EndReceiving)]
+    assert ends == [AbortRequests([order.engine_id]), EndReceiving(order.engine_id)]
+    assert worker.on_report(1.0, report(allocated=AllocatedBlocks(order.engine_id, [], [1, 2, 3]))) == []
+
+
+@pytest.mark.parametrize("stopped_by", ["close", "pair", "all arrived"])
+def test_blocks_are_kept_until_the_peer_has_stopped(stopped_by: str) -> None:
+    worker, order = reserved("a")
+    ship(worker, num_blocks=2)
+    actions = worker.on_abort("proxy", "a")
+    assert refused(actions) and AbortRequests([order.engine_id]) in actions
+    assert worker.decode.wanted_transfers("pair") == [], "its lease ends"
+    assert worker.decode.on_received("t", None) == [] and not worker.is_idle
+    match stopped_by:
+        case "close":
+            actions = worker.decode.on_close_transfer("t")
+        case "pair":
+            assert refused(worker.decode.on_pair_lost("pair", "it left", False)), "it may write"
+            actions = worker.decode.on_pair_lost("pair", "it exited", True)
+        case _:
+            ship(worker, 1, 2, 1)
+            actions = worker.decode.on_received("t", None)
+    assert actions == [EndReceiving(order.engine_id)] and worker.is_idle
+    assert worker.decode.on_close_transfer("t") == []
+
+
+def test_blocks_are_kept_while_they_are_received() -> None:
+    worker, order = reserved("a")
+    ship(worker)
+    assert failures(worker.decode.on_close_transfer("t")) == {}, "prefill tells the proxy why"
+    assert not worker.is_idle and worker.num_decoding == 0
+    assert worker.decode.on_received("t", None) == [EndReceiving(order.engine_id)] and worker.is_idle
+
+
+def test_close_transfer_after_all_has_arrived() -> None:
+    worker, order = reserved("a")
+    ship(worker)
+    worker.decode.on_received("t", None)
+    worker.decode.on_finish_transfer(FINISH)
+    assert worker.decode.on_close_transfer("t") == [], "the sequence runs"
+    assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 71)))) == [("a", 71, None)]
+
+
+def test_finish_transfer_before_the_engine_has_allocated() -> None:
+    worker, order = added("a")
+    assert worker.decode.on_finish_transfer(FINISH) == []
+    actions = worker.on_report(1.0, report(allocated=AllocatedBlocks(order.engine_id, [], [1, 2, 3])))
+    assert to_peer(actions) == [KVReserved("t", 0, [1, 2, 3])]
+
+
+def test_a_second_reservation_changes_nothing() -> None:
+    worker, _ = reserved("a")
+    assert worker.decode.on_reserve(2.0, RESERVE) == []
+    ship(worker)
+
+
+def test_a_second_request_for_a_transfer() -> None:
+    worker, _ = reserved("a")
+    assert "exists already" in failures(worker.on_prepare(0.0, prompt("b")))["b"]
+    worker.on_abort("proxy", "a")
+    assert "may still write" in failures(worker.on_prepare(0.0, prompt("b")))["b"]
+    worker.decode.on_close_transfer("t")
+    assert "given up" in failures(worker.on_prepare(0.0, prompt("b")))["b"]
+
+
+def test_a_reservation_that_no_request_claims() -> None:
+    worker = scheduler()
+    worker.decode.on_reserve(5.0, RESERVE)
+    assert worker.decode.wanted_transfers("pair") == ["t"]
+    assert worker.on_tick(5.0) == []
+    assert refused(worker.on_tick(5.0 + UNCLAIMED_TIMEOUT_S)) and worker.is_idle
+    assert "given up" in failures(worker.on_prepare(40.0, prompt("a")))["a"]
+
+
+def test_the_deadline_passes() -> None:
+    worker, order = reserved("a", "b", deadline_s=2.0)
+    actions = worker.on_tick(2.0)
+    assert set(failures(actions)) == {"a", "b"} and refused(actions)
+    assert actions.count(AbortRequests([order.engine_id])) == 1
+
+
+@pytest.mark.parametrize("peer_stopped", [False, True])
+def test_a_lost_pair(peer_stopped: bool) -> None:
+    worker, order = reserved("a", "b")
+    actions = worker.decode.on_pair_lost("pair", "it broke", peer_stopped)
+    assert set(failures(actions)) == {"a", "b"} and refused(actions) != peer_stopped
+    assert (EndReceiving(order.engine_id) in actions) == peer_stopped == worker.is_idle
+
+
+def test_a_lost_prefill_worker_before_its_reservation() -> None:
+    worker = scheduler()
+    worker.on_prepare(0.0, prompt("a"))
+    assert worker.decode.on_prefill_lost("another") == []
+    [message] = to_proxy(worker.decode.on_prefill_lost("p1"))
+    assert isinstance(message.error.to_error(), WorkerLost) and worker.is_idle
+
+
+@pytest.mark.parametrize("is_corrupt", [False, True])
+def test_blocks_that_do_not_arrive(is_corrupt: bool) -> None:
+    worker, order = reserved("a")
+    ship(worker, num_blocks=1)
+    error = KVTransferFailed("no")
+    actions = worker.decode.on_corrupt("t", error) if is_corrupt else worker.decode.on_received("t", error)
+    assert failures(actions) == {"a": "no"} and refused(actions) == is_corrupt
+    assert (EndReceiving(order.engine_id) in actions) != is_corrupt, "over a broken path nothing is written"
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_blocks_out_of_order(first: int) -> None:
+    worker, _ = reserved("a")
+    with pytest.raises(KVTransferFailed, match="out of order"):
+        worker.decode.on_ship(ShipKV("pair", 0, "t", first, 1))
+    with pytest.raises(KVTransferFailed, match="not open"):
+        worker.decode.on_ship(ShipKV("pair", 0, "another", 0, 1))
+
+
+def test_a_wrong_number_of_first_tokens() -> None:
+    worker, order = reserved("a")
+    ship(worker)
+    worker.decode.on_received("t", None)
+    actions = worker.decode.on_finish_transfer(FinishTransfer("t", 10, [70, 71]))
+    assert "2 first tokens for 1" in failures(actions)["a"] and worker.is_idle
+    ends = [each for each in actions if isinstance(each, AbortRequests | EndReceiving)]
+    assert ends == [AbortRequests([order.engine_id]), EndReceiving(order.engine_id)]
+
+
+@pytest.mark.parametrize("reserve_first", [False, True])
+def test_another_adapter(reserve_first: bool) -> None:
+    worker = scheduler()
+    adapted = prompt("a", adapter=AdapterRef("digest", "/loras/poet"))
+    if reserve_first:
+        worker.decode.on_reserve(0.0, RESERVE)
+        assert "another LoRA adapter" in failures(worker.on_prepare(0.0, adapted))["a"]
+    else:
+        worker.on_prepare(0.0, adapted)
+        actions = worker.decode.on_reserve(0.0, RESERVE)
+        assert "another LoRA adapter" in failures(actions)["a"] and refused(actions) and worker.is_idle
+
+
+@pytest.mark.parametrize("receiver_ended", [False, True])
+def test_an_error_of_the_request_that_receives_ends_all_sequences(receiver_ended: bool) -> None:
+    worker, order = added("a", "b")
+    if receiver_ended:
+        worker.on_abort("proxy", "a")
+    actions = worker.on_report(1.0, report(output(order.engine_id, error="it broke")))
+    assert set(failures(actions).values()) == {"it broke"} and refused(actions) and worker.is_idle
