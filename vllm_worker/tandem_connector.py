@@ -67,14 +67,14 @@ class TandemConnector(KVConnectorBase_V1):
         waits = bool(request.kv_transfer_params) and RECEIVES in request.kv_transfer_params
         if not waits or request.request_id in self._receiving:  # after a preemption all is computed here
             return 0, False
-        return request.num_prompt_tokens - num_computed_tokens, True
+        return request.num_tokens - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
             self._receiving.add(request.request_id)
             [block_ids] = blocks.get_block_ids()
-            num_cached = (request.num_prompt_tokens - num_external_tokens) // self._block_size
-            num_blocks = -(-request.num_prompt_tokens // self._block_size)
+            num_cached = (request.num_tokens - num_external_tokens) // self._block_size
+            num_blocks = -(-request.num_tokens // self._block_size)
             cached, own = block_ids[:num_cached], block_ids[num_cached:num_blocks]
             self.allocated.append(AllocatedBlocks(request.request_id, cached, own))
         else:

@@ -250,8 +250,9 @@ class VllmEngine:
             if request is None:
                 del self._progress[engine_id]
                 continue
-            num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_prompt_tokens)
-            is_whole = num_tokens == request.num_prompt_tokens
+            num_given = request.num_prompt_tokens + len(request.sampling_params.extra_args[OUTPUT])
+            num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, num_given)
+            is_whole = num_tokens == num_given
             num_blocks = -(-num_tokens // self._block_size) if is_whole else num_tokens // self._block_size
             if num_blocks > num_known:
                 self._progress[engine_id] = num_blocks

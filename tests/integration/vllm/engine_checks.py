@@ -132,30 +132,37 @@ def prefixes(driver: EngineDriver) -> dict[str, Any]:
 
 
 def moved(driver: EngineDriver) -> dict[str, Any]:
-    """Copies the blocks of one request to another one, as a shipment does, once with a part that is cached there."""
+    """Copies the blocks of one request to another one, as a shipment does; the first two are cached there.
+
+    Without generated tokens, and with so many that they need a block more than the prompt.
+    """
     rows = block_rows(driver.engine.kv_caches)
     found: dict[str, Any] = {}
     for name, (sampling, stop) in CASES.items():
         tokens = prompt(99, 150)
         whole = driver.run(tokens, sampling=sampling, stop=stop, cache_salt=name)
-        driver.engine.clear_cache()
-        one = StopConditions(1, stop.stop_token_ids, stop.min_tokens)
-        source = driver.add(tokens, sampling=sampling, stop=one, ships=True, cache_salt="source")
-        [first] = driver.result(source)
-        driver.run(tokens[:70], stop=one, cache_salt="target")
-        target = driver.add(tokens, sampling=sampling, stop=stop, receives=True, cache_salt="target")
-        driver.wait(lambda target=target: target in driver.allocated)
-        blocks = driver.allocated[target]
-        num_cached = len(blocks.cached_block_ids)
-        rows[blocks.block_ids] = rows[driver.computed[source][num_cached:]]
-        driver.engine.on_received(target, first)
-        driver.engine.end_shipping(source)
-        found[name] = {
-            "whole": whole,
-            "moved": [first, *driver.result(target)],
-            "num_cached": num_cached,
-            "all_free": driver.all_free(),
-        }
+        for num_generated in (0, 20):
+            generated = whole[:num_generated]
+            driver.engine.clear_cache()
+            one = StopConditions(num_generated + 1, stop.stop_token_ids, stop.min_tokens)
+            given: dict[str, Any] = {"generated": generated, "sampling": sampling}
+            source = driver.add(tokens, stop=one, ships=True, cache_salt="source", **given)
+            [first] = driver.result(source)
+            driver.run(tokens[:70], stop=StopConditions(1), cache_salt="target")
+            target = driver.add(tokens, stop=stop, receives=True, cache_salt="target", **given)
+            driver.wait(lambda target=target: target in driver.allocated)
+            blocks = driver.allocated[target]
+            num_cached = len(blocks.cached_block_ids)
+            rows[blocks.block_ids] = rows[driver.computed[source][num_cached:]]
+            driver.engine.on_received(target, first)
+            driver.engine.end_shipping(source)
+            found[f"{name} after {num_generated}"] = {
+                "whole": whole,
+                "moved": [*generated, first, *driver.result(target)],
+                "num_cached": num_cached,
+                "num_blocks": num_cached + len(blocks.block_ids),
+                "all_free": driver.all_free(),
+            }
     return found
 
 

@@ -55,6 +55,7 @@ def test_a_request_goes_on_with_blocks_that_another_computed(found: dict[str, An
     for name, case in found["moved"].items():
         assert case["num_cached"] == 2, "the first two blocks were cached"
         assert case["moved"] == case["whole"], name
+        assert case["num_blocks"] == (6 if name.endswith("after 20") else 5), name
         assert case["all_free"], name
 
 
