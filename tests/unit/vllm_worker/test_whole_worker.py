@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
+import pytest
+
 from tandem.protocol.messages.dispatch import FirstToken
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import DeadlineExceeded, InvalidRequest
@@ -104,12 +105,12 @@ def test_an_error_with_a_grammar_is_the_clients() -> None:
     assert isinstance(message.error.to_error(), InvalidRequest)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = scheduler()
     assert not failures(worker.on_start(0.0, start(["a"], 399), None, True))
     assert "an attempt exists" in failures(worker.on_start(0.0, start(["a"]), None, True))["a"]
     assert "needs 101 KV blocks" in failures(worker.on_start(0.0, start(["b"], 400), None, True))["b"]
-    worker.on_start(0.0, start([f"more {number}" for number in range(MAX_HELD_SEQUENCES)], 1), None, True)
+    monkeypatch.setattr("tandem.vllm_worker.vllm_scheduler.MAX_HELD_SEQUENCES", 1)
     assert "too many sequences" in failures(worker.on_start(0.0, start(["c"]), None, True))["c"]
 
 
