@@ -290,7 +290,8 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
         engine = f" --engine {config.engine}" if config.engine != "tandem" else ""
         command = f"tandem worker ROLE{model}{engine} --join {endpoints} --cluster-host ADDRESS{keys}"
         print(f"Workers on other hosts join with: {command}", flush=True)
-    if config.engine_settings.model == str(DEMO_MODEL) and config.routing.decode_prefill_threshold == 0:
+    is_demo, is_split = config.engine_settings.model == str(DEMO_MODEL), config.prefill and not config.workers
+    if is_demo and is_split and config.routing.decode_prefill_threshold == 0:
         console.print(
             "Every prompt is handed over from a prefill to a decode worker (--decode-prefill-threshold 0), as "
             f"`tandem status --port {config.http.port}` shows.",
