@@ -171,7 +171,7 @@ def test_every_setting_may_be_in_the_config_file(tmp_path: Path) -> None:
 
     file = tmp_path / "cluster.toml"
     file.write_bytes(msgspec.toml.encode({each.key: each.default for each in settings()}))
-    assert load_config(file, {}) == ClusterConfig()
+    assert load_config(file, {}) == ClusterConfig(engine_is_given=True)
 
 
 def test_the_gpu_override_reserves_gpus_and_shared_memory_for_the_same_service() -> None:
