@@ -44,6 +44,7 @@ COMMON_OF_WORKERS = ("model", "device", "join", "cluster_host", "network_keys", 
 WORKER_ONLY = ("join", "name")
 """Settings that `tandem worker` takes and `tandem up` does not."""
 NOT_OF_WORKERS = ("workers", "prefill", "decode", "proxies", "ray")
+MAX_DOCTOR_S = 3600.0
 SIMULATED = (
     "workers", "prefill", "decode", "proxies", "max_num_seqs", "max_num_batched_tokens", "decode_prefill_threshold",
     "device", "ttft_slo_ms", "itl_slo_ms",
@@ -150,6 +151,11 @@ def _parser(show_all: bool = False) -> CommandParser:
     how = status.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print JSON")
     how.add_argument("--watch", action="store_true", help="update until Ctrl-C")
+    doctor = add("doctor", _doctor, "say why a running cluster, or one request, is slow")
+    help_text = "X-Request-Id of a recent answer; explains this request instead of the cluster"
+    doctor.add_argument("request_id", nargs="?", default="", metavar="REQUEST_ID", help=help_text)
+    doctor.add_argument("--seconds", type=float, default=10.0, metavar="X", help="time to observe (default: 10)")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     scale = add("scale", _scale, "change the numbers of workers of a running cluster")
     scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="prefill=N, decode=N, any=N, or several of them")
     drain = add("drain", _drain, "stop one worker after its requests have finished")
@@ -185,7 +191,7 @@ def _parser(show_all: bool = False) -> CommandParser:
     add_settings(simulation, SIMULATED, [each.key for each in settings() if each.key not in SIMULATED], show_all)
     add_engine_commands(add("engine", None, "install an engine other than the built-in one"))
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
-    for command in (status, scale, drain, role, restart, *caches):
+    for command in (status, doctor, scale, drain, role, restart, *caches):
         help_text = "HTTP port of the cluster (default: 8000)"
         command.add_argument("--port", type=int, default=HttpSettings().port, metavar="N", help=help_text)
     for command, timeout_s in ((scale, 600.0), (drain, 60.0), (role, 10.0), (restart, 600.0)):
@@ -312,6 +318,14 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.watch:
         asyncio.run(watch_status(cluster))  # until Ctrl-C
     return asyncio.run(print_status(cluster, arguments.json))
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from tandem.deploy.commands.doctor import doctor
+
+    if not 1 <= arguments.seconds <= MAX_DOCTOR_S:
+        raise ConfigError(f"--seconds {arguments.seconds:g}: give 1 to {MAX_DOCTOR_S:g}")
+    asyncio.run(doctor(ClusterClient(arguments.port), arguments.request_id, arguments.seconds, arguments.json))
 
 
 def _drain(arguments: argparse.Namespace) -> None:

@@ -24,6 +24,13 @@ def late_fraction(num_servers: int, load: float, service_s: float, max_wait_s: f
     return wait_probability(num_servers, load) * math.exp(-(num_servers - load) * max_wait_s / service_s)
 
 
+def mean_wait_s(num_servers: int, load: float, service_s: float) -> float:
+    """Mean time that a customer waits before service; infinite if the servers cannot keep up."""
+    if load >= num_servers:
+        return math.inf
+    return wait_probability(num_servers, load) * service_s / (num_servers - load)
+
+
 def servers_needed(load: float, service_s: float, max_wait_s: float, most_late: float, most: int) -> int:
     """Fewest servers, at most `most`, with which at most the fraction `most_late` of customers waits too long."""
     for num_servers in range(max(1, math.ceil(load)), most):

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.deploy.autoscale.planner import counts_text
-from tandem.deploy.commands.serving_rates import RateSample, ServingRates, rates
+from tandem.deploy.diagnosis.serving_rates import RateSample, ServingRates, rates
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import DECODE_ROLES, Role, TierFigures, WorkerReport
 from tandem.protocol.messages.operations import GetPlan, PlanReport

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -149,13 +149,14 @@ class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One (prefill, decode) pair as its prefill side sees it. reason: why it was refused or failed."""
+    """One (prefill, decode) pair as its prefill side sees it."""
 
     decode_worker_id: str
     decode_epoch: str
     state: Literal["opening", "ready", "refused", "failed"]
     connector: str = ""
     reason: str = ""
+    """Why it was refused or failed; of a ready pair, why better connectors could not be used."""
 
 
 class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -266,7 +267,7 @@ class ClearCache(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class GetTimeline(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to proxy: return the timeline of this request, if you have served it."""
+    """Proxy or `tandem doctor` to proxy: return the timeline of this request, if you have served it."""
 
     request_id: str
 
@@ -346,6 +347,8 @@ class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Predictions by latency (ttft, itl)."""
     placements: dict[str, int] = {}
     """Sequences by where they ran, see `telemetry.stages`."""
+    stages: dict[str, LatencyBuckets] = {}
+    """Times of finished sequences, by stage."""
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -367,7 +370,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to proxy. timeline: JSON; empty if the request is not known."""
+    """Answer to GetTimeline. timeline: JSON; empty if the request is not known."""
 
     request_id: str
     timeline: bytes

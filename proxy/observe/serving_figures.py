@@ -25,6 +25,7 @@ def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigur
         num_refused=int(sum(metrics.rejected.labels(reason)._value.get() for reason in CAPACITY_REASONS)),
         predictions={latency: _predictions(metrics.predictions, latency) for latency in PREDICTED},
         placements={each: int(metrics.placements.labels(each)._value.get()) for each in PLACEMENTS},
+        stages={name: _buckets(stage) for name, stage in metrics.stages.items()},
     )
 
 

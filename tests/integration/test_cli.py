@@ -71,9 +71,12 @@ def test_missing_config_file(tmp_path: Path) -> None:
     assert "cannot read" in refused("--config", str(tmp_path / "none.toml"))
 
 
-def test_status_without_a_cluster() -> None:
-    done = run("status", "--port", str(free_port()))
-    assert done.returncode == 2 and "no cluster runs" in done.stderr
+def test_questions_without_a_cluster() -> None:
+    for command in ("status", "doctor"):
+        done = run(command, "--port", str(free_port()))
+        assert done.returncode == 2 and "no cluster runs" in done.stderr
+    done = run("doctor", "--seconds", "0")
+    assert done.returncode == 2 and "give 1 to 3600" in done.stderr
 
 
 @pytest.mark.timeout(600)
@@ -97,3 +100,5 @@ def test_options_reach_the_cluster(tmp_path: Path) -> None:
             assert (unread.stderr.read(), unread.wait(90)) == ("", 1)
         done = run("status", "--port", str(cluster.port))
         assert done.returncode == 0 and "decode-0" in done.stdout and "2 proxies" in done.stdout
+        done = run("doctor", "--port", str(cluster.port), "--seconds", "1")
+        assert done.returncode == 0 and "Nothing was served in the last 1 s; send" in " ".join(done.stdout.split())

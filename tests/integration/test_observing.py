@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.telemetry.stages import PLACEMENTS, STAGES
-from tests.support.cluster import MODEL, NOW, Cluster
+from tests.support.cluster import MODEL, NOW, Cluster, tandem
 from tests.support.grafana import queries
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -172,6 +173,54 @@ def test_any_proxy_returns_a_requests_timeline(cluster: Cluster) -> None:
         assert dispatched["predicted_ttft_s"] > 0
     unknown = get(cluster, "/debug/requests/never-seen")
     assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "unknown_request"
+
+
+def doctor(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = tandem("doctor", "--port", str(cluster.port), *arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_doctor_explains_a_request_from_any_proxy(cluster: Cluster) -> None:
+    ask(cluster, "d0")
+    said = doctor(cluster, "d0")
+    assert said.returncode == 0, said.stderr
+    text = " ".join(said.stdout.split())
+    assert text.startswith("Request d0 (chat)") and "16 tokens generated; ended with length." in text
+    assert "prefill-0 computed its prompt and decode-0 decoded." in text and "computing the prompt" in text
+    unknown = doctor(cluster, "never-seen")
+    assert unknown.returncode == 2 and "no proxy knows a request 'never-seen'" in unknown.stderr
+
+
+SPIN = """
+import hashlib, threading
+def spin():
+    while True:
+        hashlib.sha256(bytes(1 << 22))  # without the interpreter's lock
+for _ in range(16):
+    threading.Thread(target=spin).start()
+"""
+
+
+def test_the_doctor_names_a_neighbour_that_spins(cluster: Cluster) -> None:
+    neighbour = subprocess.Popen([sys.executable, "-c", SPIN])
+    is_over = threading.Event()
+
+    def ask_until_over() -> None:
+        while not is_over.is_set():
+            ask(cluster, "e0")
+
+    asking = threading.Thread(target=ask_until_over)
+    asking.start()
+    try:
+        said = json.loads(doctor(cluster, "--seconds", "5", "--json").stdout)
+    finally:
+        is_over.set()
+        neighbour.kill()
+        neighbour.wait()
+        asking.join()
+    [text] = [finding["text"] for finding in said["findings"] if finding["kind"] == "neighbours"]
+    assert f"({neighbour.pid})" in text, text
+    assert sum(part["share"] for part in said["ttft"]["parts"]) == pytest.approx(1)
 
 
 def test_each_request_logs_one_line_without_secrets(cluster: Cluster) -> None:

@@ -96,6 +96,7 @@ class OutgoingPair:
     connector: str = ""
     checksums: bool = False  # whether either side wants them
     reason: str = ""
+    refusals: str = ""  # why connectors are no longer offered, which a ready pair has as its reason
     num_announced: int = 0
     num_shipped_bytes: int = 0
     num_shipments: int = 0
@@ -193,16 +194,19 @@ class OutgoingPairTable:
             if pair.state == "opening" and now - pair.opened_at > OPEN_TIMEOUT_S:
                 actions += self.fail(now, pair.pair_id, f"no answer within {OPEN_TIMEOUT_S:.0f} s")
             elif pair.state == "failed" and pair.closed and now - pair.failed_at > RETRY_INTERVAL_S:
-                actions += [*self._drop(now, pair, "it is opened again"), self._open(now, pair.peer, pair.connectors)]
+                actions += [
+                    *self._drop(now, pair, "it is opened again"),
+                    self._open(now, pair.peer, pair.connectors, pair.refusals),
+                ]
         return actions + self._open_missing(now)
 
-    def _open(self, now: float, peer: WorkerInfo, connectors: list[str]) -> Connect:
+    def _open(self, now: float, peer: WorkerInfo, connectors: list[str], refusals: str = "") -> Connect:
         # The epoch makes the id unique among processes, the number among this process's pairs.
         number = self._num_opened
         pair_id = f"{self.worker.worker_id}-{peer.worker_id}-{self.worker.epoch}-{number}"
         self._num_opened += 1
         closed_pair_ids = self._closed.get(peer.epoch, [])
-        pair = OutgoingPair(pair_id, peer, now, connectors, closed_pair_ids=closed_pair_ids)
+        pair = OutgoingPair(pair_id, peer, now, connectors, refusals=refusals, closed_pair_ids=closed_pair_ids)
         self._by_epoch[peer.epoch] = self._by_id[pair_id] = pair
         message = OpenPair(
             version=PROTOCOL_VERSION,
@@ -264,7 +268,7 @@ class OutgoingPairTable:
             return self.on_sender_impossible(now, pair_id, error)
         if error is not None:
             return self.fail(now, pair_id, error.message)
-        pair.state = "ready"
+        pair.state, pair.reason = "ready", pair.refusals
         return []
 
     def on_sender_impossible(self, now: float, pair_id: str, error: TandemError) -> list[OutgoingPairAction]:
@@ -275,6 +279,7 @@ class OutgoingPairTable:
         actions = self.fail(now, pair_id, error.message)
         if pair is not None and len(pair.connectors) > 1:
             pair.connectors = [name for name in pair.connectors if name != pair.connector]
+            pair.refusals = "; ".join(filter(None, [pair.refusals, f"{pair.connector}: {error.message}"]))
             pair.failed_at = -math.inf  # opened again at once
         return actions
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from tandem.deploy.commands.cache import cache_table, clear_caches, show_caches
-from tandem.deploy.commands.serving_rates import RateSample
 from tandem.deploy.commands.status import status_tables
+from tandem.deploy.diagnosis.serving_rates import RateSample
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import (
     ClearWorkerCache,

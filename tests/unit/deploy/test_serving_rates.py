@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tandem.deploy.commands.serving_rates import RateSample, rates
 from tandem.deploy.commands.status import status_tables
+from tandem.deploy.diagnosis.serving_rates import RateSample, rates
 from tandem.protocol.messages.membership import (
     LatencyBuckets,
     PairStatus,

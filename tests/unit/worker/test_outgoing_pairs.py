@@ -114,7 +114,11 @@ def test_a_connector_that_the_driver_refuses_is_not_offered_to_that_peer_again()
     pair_id = accept(again, KVTransferFailed("no data moved"), "f")
     table.on_sender_closed(pair_id)
     assert offers(table.on_tick(0.3)) == {}, "other errors are not met at once again"
-    assert offers(table.on_tick(10.0)) == {"f": ["nccl"]}
+    again = table.on_tick(10.0)
+    assert offers(again) == {"f": ["nccl"]}
+    accept(again, None, "f")
+    reasons = {status.decode_worker_id: status.reason for status in table.status() if status.state == "ready"}
+    assert reasons == {"n": "", "f": "ipc: cannot map the peer's KV pool"}, "operators see why it is not ipc"
 
 
 def connect(actions: list[OutgoingPairAction]) -> OpenPair:

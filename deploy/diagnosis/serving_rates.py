@@ -126,6 +126,20 @@ def _quantiles(pairs: list[tuple[LatencyBuckets, LatencyBuckets | None]]) -> lis
     return [histogram_quantile(limits, counts, q) for q in QUANTILES]
 
 
+def stage_medians(now: RateSample) -> dict[str, float]:
+    """Median duration of each stage since the start of the proxies."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for figures in now.figures().values() for name in figures.stages):
+        buckets = [figures.stages[name] for figures in now.figures().values() if name in figures.stages]
+        limits = [*buckets[0].bounds_s, math.inf]
+        median = histogram_quantile(
+            limits, [sum(counts) for counts in zip(*(b.counts for b in buckets), strict=True)], 0.5
+        )
+        if median is not None:
+            found[name] = median
+    return found
+
+
 def histogram_quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> float | None:
     """Percentile as Prometheus computes it: interpolated within a bucket, the last finite bound for values above it.
 

@@ -1,0 +1,153 @@
+"""What a diagnosis is made from: status reports of a few seconds, and what the launcher and the host say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tandem.deploy.autoscale.autoscaler import freshest_loads, num_refused
+from tandem.deploy.autoscale.demand import Demand, DemandMeter
+from tandem.deploy.diagnosis.host_figures import HostFigures
+from tandem.deploy.diagnosis.serving_rates import RateSample, ServingRates, rates
+from tandem.protocol.messages.membership import (
+    DECODE_ROLES,
+    PREFILL_ROLES,
+    PairStatus,
+    PairTraffic,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerReport,
+)
+from tandem.protocol.messages.operations import LaunchedProcess, PlanReport
+
+_NO_LIMIT = 1_000_000
+"""Sequences of a decode worker for the planner's meter, because proxies do not know --max-num-seqs."""
+
+
+@dataclass(frozen=True)
+class ObservedWorker:
+    """One worker that was there until the end. loads: its reports, oldest first."""
+
+    report: WorkerReport
+    loads: Sequence[WorkerLoad]
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self.report.worker
+
+    @property
+    def name(self) -> str:
+        return self.report.worker.worker_id
+
+    @property
+    def load(self) -> WorkerLoad:
+        return self.loads[-1]
+
+    @property
+    def pairs(self) -> Sequence[PairStatus]:
+        return self.report.pairs
+
+    def grown(self, counter: str) -> int:
+        """Returns by how much a counter of the load has grown."""
+        last, first = getattr(self.loads[-1], counter), getattr(self.loads[0], counter)
+        return max(0, int(last) - int(first))
+
+    def mean(self, gauge: str) -> float:
+        """Returns the mean of a figure of the load."""
+        return sum(float(getattr(load, gauge)) for load in self.loads) / len(self.loads)
+
+    @property
+    def mean_sequences(self) -> float:
+        """Mean number of sequences that decode in a step; those that wait do not count."""
+        return sum(min(load.num_decoding, load.num_running) for load in self.loads) / len(self.loads)
+
+    @property
+    def used_share(self) -> float:
+        """Mean share of the KV blocks that are in use."""
+        return 1 - self.mean("num_free_blocks") / self.load.num_blocks if self.load.num_blocks else 0.0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Everything that a diagnosis rests on."""
+
+    samples: Sequence[RateSample]
+    """At least two, about one a second."""
+    num_silent_proxies: int = 0
+    plan: PlanReport | None = None
+    """The planner's proposal; None if the launcher does not answer."""
+    processes: Sequence[LaunchedProcess] = ()
+    """Processes of the launcher."""
+    host: HostFigures | None = None
+    """Figures of this host; None without workers on it."""
+    clock_offsets_s: Mapping[str, float] = field(default_factory=dict)
+    """Wall clock minus this host's, by worker on another host, where it could be read."""
+
+    @property
+    def window_s(self) -> float:
+        return self.samples[-1].at - self.samples[0].at
+
+    @cached_property
+    def recent(self) -> ServingRates:
+        """What the cluster has served during the observation."""
+        return rates(self.samples[-1], self.samples[0])
+
+    @cached_property
+    def serving(self) -> ServingRates:
+        """The same, or what it has served since its start if no request has finished during the observation."""
+        return self.recent if self.recent.num_finished else rates(self.samples[-1], None)
+
+    @cached_property
+    def demand(self) -> Demand:
+        """Demand and speeds as the planner measures them."""
+        meter, demand = DemandMeter(_NO_LIMIT), Demand()
+        for sample in self.samples:
+            demand = meter.observe(sample.at, freshest_loads(sample.reports), num_refused(sample.reports))
+        return demand
+
+    @cached_property
+    def workers(self) -> list[ObservedWorker]:
+        """Workers that the last reports have, sorted by name."""
+        loads: dict[str, list[WorkerLoad]] = {}
+        for sample in self.samples:
+            for info, load in freshest_loads(sample.reports):
+                loads.setdefault(info.epoch, []).append(load)
+        last: dict[str, WorkerReport] = {}
+        for report in self.samples[-1].reports:
+            for worker in report.workers:
+                known = last.get(worker.worker.epoch)
+                if known is None or worker.silence_s < known.silence_s:
+                    last[worker.worker.epoch] = worker
+        found = [ObservedWorker(report, loads[epoch]) for epoch, report in last.items()]
+        return sorted(found, key=lambda worker: worker.name)
+
+    @property
+    def prefill_workers(self) -> list[ObservedWorker]:
+        """Workers that compute prompts: those of role decode, if there are no others."""
+        of_role = [worker for worker in self.workers if worker.info.role in PREFILL_ROLES]
+        return of_role or self.workers
+
+    @property
+    def decode_workers(self) -> list[ObservedWorker]:
+        return [worker for worker in self.workers if worker.info.role in DECODE_ROLES]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no token was generated, and no request waits."""
+        return not self.recent.num_finished and not self.recent.output_tokens_per_s and not self.recent.num_waiting
+
+    def shipped(self, worker: ObservedWorker, decode_worker_id: str) -> PairTraffic:
+        """Returns what a worker has shipped to another one during the observation."""
+        now, before = (_traffic(load, decode_worker_id) for load in (worker.loads[-1], worker.loads[0]))
+        return PairTraffic(
+            decode_worker_id,
+            now.num_bytes - before.num_bytes,
+            now.num_shipments - before.num_shipments,
+            now.shipping_s - before.shipping_s,
+        )
+
+
+def _traffic(load: WorkerLoad, decode_worker_id: str) -> PairTraffic:
+    found = [each for each in load.traffic if each.decode_worker_id == decode_worker_id]
+    return found[0] if found else PairTraffic(decode_worker_id, 0, 0, 0.0)
