@@ -74,18 +74,18 @@ class SimulatedPools:
         self.tiers = tiers
         self._loops = loops
         self._own = [wires.pools[pid] for pid in pids]
-        self._wires = wires
+        self.wires = wires
         self._checksums_at = 0.0
 
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
         ready, senders = when_all(len(self._loops), on_ready), list[KVSender]()
         for rank, (loop, own, peer) in enumerate(zip(self._loops, self._own, addresses, strict=True)):
             if CONNECTORS[connector].one_sided:
-                error = KVTransferFailed("the path cannot be opened") if self._wires.breaks() else None
-                loop.call_later(self._wires.block_s(), ready, error)
-                senders.append(_OneSidedSender(loop, own, self._wires.pools[int(peer[0])], self._wires))
+                error = KVTransferFailed("the path cannot be opened") if self.wires.breaks() else None
+                loop.call_later(self.wires.block_s(), ready, error)
+                senders.append(_OneSidedSender(loop, own, self.wires.pools[int(peer[0])], self.wires))
             else:
-                path = self._wires.paths.get(f"{pair_id}/{rank}")
+                path = self.wires.paths.get(f"{pair_id}/{rank}")
                 if path is None:
                     raise KVTransferFailed("the peer has closed the path")
                 path.connect(loop, own, ready)
@@ -104,7 +104,7 @@ class SimulatedPools:
             if CONNECTORS[connector].one_sided:
                 receivers.append(_OneSidedReceiver(loop))
             else:
-                path = self._wires.paths[f"{pair_id}/{rank}"] = _Connection(loop, own, self._wires)
+                path = self.wires.paths[f"{pair_id}/{rank}"] = _Connection(loop, own, self.wires)
                 receivers.append(path.receiver)
             loop.call_soon(listening[rank], [str(pid).encode()])
         return FanOutReceiver(receivers)
@@ -112,7 +112,7 @@ class SimulatedPools:
     def checksums(self, block_ids: Sequence[int], on_done: Callable[[list[int]], None]) -> None:
         found = [zlib.crc32(repr([pool.blocks[block] for pool in self._own]).encode()) for block in block_ids]
         loop = self._loops[0]  # results arrive in the order of the calls
-        self._checksums_at = max(loop.time() + self._wires.block_s(), self._checksums_at)
+        self._checksums_at = max(loop.time() + self.wires.block_s(), self._checksums_at)
         loop.call_at(self._checksums_at, on_done, found)
 
 

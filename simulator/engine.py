@@ -80,7 +80,7 @@ class SimulatedEngine:
         self.overlaps = overlaps
         self._loop = loop
         self._pools = pools
-        self._times = times
+        self.times = times
         self._on_corrupt = on_corrupt
         self._steps: deque[tuple[Batch | None, OnDone]] = deque()
         self._is_running = self._has_ended = False
@@ -99,8 +99,8 @@ class SimulatedEngine:
         batch = self._steps[0][0]
         assert batch is not None
         self._is_running = True
-        step_s = self._times.of(batch)
-        self._loop.call_later(self._times.gap_s + step_s, self._end, step_s)
+        step_s = self.times.of(batch)
+        self._loop.call_later(self.times.gap_s + step_s, self._end, step_s)
 
     def _end(self, step_s: float) -> None:
         self._is_running, self._has_ended, self._step_s = False, True, step_s

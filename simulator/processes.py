@@ -10,7 +10,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from tokenizers import Tokenizer
@@ -227,8 +227,9 @@ class SimulatedWorker(SimulatedProcess):
         nothing: Any = SimpleNamespace(get=lambda *_: None, close=lambda: None)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
-        engine = new_engine(self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt)
-        pools: Any = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
+        self.engine = new_engine(self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt)
+        self.pools = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
+        engine, pools = self.engine, cast(Any, self.pools)
         return EngineHost(
             ranks, loaded, BlockManager(shape.num_blocks, shape.block_size), 1024, engine, pools, connectors,
             nothing, nothing, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit), f"host {self.host}",

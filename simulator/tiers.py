@@ -37,8 +37,8 @@ class SimulatedTiers:
         self._pools = pools
         self._stored = stored
         self._rng = rng
-        self._job_s = job_s
-        self._fails = fails
+        self.job_s = job_s
+        self.fails = fails
         self._known: dict[str, set[bytes]] = {name: set() for name in stored}
         self._met: set[bytes] = set()  # blocks of the store that this worker has stored or found
         self._jobs: dict[str, deque[tuple[Callable[[int], bool], int, OnAnswer]]] = {name: deque() for name in stored}
@@ -89,15 +89,15 @@ class SimulatedTiers:
         jobs = self._jobs[name]
         jobs.append((work, count, on_answer))
         if len(jobs) == 1:
-            self._loop.call_later(self._job_s(), self._run, name, 0)
+            self._loop.call_later(self.job_s(), self._run, name, 0)
 
     def _run(self, name: str, number: int) -> None:
         """Does one block of the first job, as the tier's thread, and answers behind the last."""
         jobs = self._jobs[name]
         work, count, on_answer = jobs[0]
-        error = "the tier failed" if self._fails() else None
+        error = "the tier failed" if self.fails() else None
         if error is None and number < count and work(number):
-            self._loop.call_later(self._job_s(), self._run, name, number + 1)
+            self._loop.call_later(self.job_s(), self._run, name, number + 1)
             return
         known, now = self._known[name], [each for each in self._stored[name] if name != "store" or each in self._met]
         changes = TierChanges([each for each in now if each not in known], sorted(known.difference(now)))
@@ -105,4 +105,4 @@ class SimulatedTiers:
         on_answer(TierAnswer(number, error, changes, len(now), MAX_BLOCKS))
         jobs.popleft()
         if jobs:
-            self._loop.call_later(self._job_s(), self._run, name, 0)
+            self._loop.call_later(self.job_s(), self._run, name, 0)

@@ -23,7 +23,6 @@ from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.data_paths import SimulatedPools
 from tandem.simulator.engine import StepTimes
-from tandem.simulator.processes import SimulatedWorker
 from tandem.simulator.run import hidden_logs, seeded_ids
 from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape, Request, cluster_config
 from tandem.simulator.timeline import Timeline
@@ -142,25 +141,25 @@ def requests(load: Load, shape: ClusterShape, begin: float, rng: random.Random) 
 
 def slow_down(cluster: SimulatedCluster, name: str, factor: float) -> None:
     """Lets each step of a worker take longer, as beside neighbours that spin."""
-    engine: Any = cluster.workers[name].worker._steps._engine
-    times = engine._times
-    engine._times = StepTimes(factor * times.fixed_s, factor * times.per_prompt_token_s, factor * times.per_sequence_s)
+    engine = cluster.workers[name].engine
+    times = engine.times
+    engine.times = StepTimes(factor * times.fixed_s, factor * times.per_prompt_token_s, factor * times.per_sequence_s)
 
 
 def slow_tiers(cluster: SimulatedCluster) -> None:
     for worker in cluster.workers.values():
-        pools_of(worker).tiers._job_s = lambda: 0.02
+        worker.pools.tiers.job_s = lambda: 0.02
 
 
 def failing_tiers(cluster: SimulatedCluster) -> None:
     for worker in cluster.workers.values():
-        pools_of(worker).tiers._fails = lambda: True
+        worker.pools.tiers.fails = lambda: True
 
 
 def slow_link(cluster: SimulatedCluster, name: str) -> None:
     """The worker's blocks take longer to its peers than those of others, from the next opening of its pairs on."""
-    pools = pools_of(cluster.workers[name])
-    pools._wires = replace(pools._wires, block_s=lambda: 0.002)
+    pools = cluster.workers[name].pools
+    pools.wires = replace(pools.wires, block_s=lambda: 0.002)
     cluster.workers["decode-0"].exit()
 
 
@@ -192,10 +191,6 @@ def without_peer_access() -> AbstractContextManager[Any]:
         return open_sender(pools, connector, *arguments)
 
     return patch.object(SimulatedPools, "open_sender", refuse)
-
-
-def pools_of(worker: SimulatedWorker) -> Any:
-    return worker.presence._host.pools
 
 
 def later(seconds: float, act: Callable[..., object], *arguments: Any) -> Act:
