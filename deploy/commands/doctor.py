@@ -35,13 +35,15 @@ _MAX_WIDTH = 110
 
 
 async def observe(cluster: Questions, window_s: float) -> Observation:
-    """Asks the proxies once a second for so long, and the launcher at the end."""
+    """Asks the proxies once a second for so long, and the launcher at the end. Pairs are read first and last only."""
     loop = asyncio.get_running_loop()
-    began_at = loop.time()
-    samples = [RateSample(began_at, await cluster.status())]
-    while (left_s := began_at + window_s - loop.time()) > 0 or len(samples) < 2:
-        await asyncio.sleep(min(INTERVAL_S, max(0.1, left_s)))
-        samples.append(RateSample(loop.time(), await cluster.status()))
+    ends_at = loop.time() + window_s
+    samples = [RateSample(loop.time(), await cluster.status())]
+    while (left_s := ends_at - loop.time()) > INTERVAL_S:
+        await asyncio.sleep(INTERVAL_S)
+        samples.append(RateSample(loop.time(), await cluster.status("workers")))
+    await asyncio.sleep(max(0.0, left_s))
+    samples.append(RateSample(loop.time(), await cluster.status()))
     plan: PlanReport | None = None
     processes: list[LaunchedProcess] = []
     with suppress(TandemError):  # it has no plan yet

@@ -1,1 +1,1 @@
-"""Says why a cluster is slow: `tandem doctor`. Pure, except for `deploy.diagnosis.local_host`. See docs/slow.md."""
+"""Says why a cluster is slow, for `tandem doctor` (docs/tasks/slow.md). Pure, except for reading this host and clocks."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tandem.deploy.autoscale.autoscaler import freshest_loads, num_refused
 from tandem.deploy.autoscale.demand import Demand, DemandMeter
 from tandem.deploy.diagnosis.host_figures import HostFigures
 from tandem.deploy.diagnosis.serving_rates import RateSample, ServingRates, rates
@@ -103,7 +102,9 @@ class Observation:
         """Demand and speeds as the planner measures them."""
         meter, demand = DemandMeter(_NO_LIMIT), Demand()
         for sample in self.samples:
-            demand = meter.observe(sample.at, freshest_loads(sample.reports), num_refused(sample.reports))
+            refused = [report.figures.num_refused for report in sample.reports if report.figures is not None]
+            loads = [(worker.worker, worker.load) for worker in _freshest(sample).values()]
+            demand = meter.observe(sample.at, loads, sum(refused) if refused else None)
         return demand
 
     @cached_property
@@ -111,15 +112,9 @@ class Observation:
         """Workers that the last reports have, sorted by name."""
         loads: dict[str, list[WorkerLoad]] = {}
         for sample in self.samples:
-            for info, load in freshest_loads(sample.reports):
-                loads.setdefault(info.epoch, []).append(load)
-        last: dict[str, WorkerReport] = {}
-        for report in self.samples[-1].reports:
-            for worker in report.workers:
-                known = last.get(worker.worker.epoch)
-                if known is None or worker.silence_s < known.silence_s:
-                    last[worker.worker.epoch] = worker
-        found = [ObservedWorker(report, loads[epoch]) for epoch, report in last.items()]
+            for epoch, worker in _freshest(sample).items():
+                loads.setdefault(epoch, []).append(worker.load)
+        found = [ObservedWorker(report, loads[epoch]) for epoch, report in _freshest(self.samples[-1]).items()]
         return sorted(found, key=lambda worker: worker.name)
 
     @property
@@ -146,6 +141,16 @@ class Observation:
             now.num_shipments - before.num_shipments,
             now.shipping_s - before.shipping_s,
         )
+
+
+def _freshest(sample: RateSample) -> dict[str, WorkerReport]:
+    """Returns each worker by its epoch, as the proxy reports it that heard from it last."""
+    found: dict[str, WorkerReport] = {}
+    for worker in (worker for report in sample.reports for worker in report.workers):
+        known = found.get(worker.worker.epoch)
+        if known is None or worker.silence_s < known.silence_s:
+            found[worker.worker.epoch] = worker
+    return found
 
 
 def _traffic(load: WorkerLoad, decode_worker_id: str) -> PairTraffic:

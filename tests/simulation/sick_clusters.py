@@ -33,7 +33,7 @@ _HEAD = """# What `tandem doctor` says
 Each row is a cluster of real workers and proxies in simulated time, in which one fault was made on purpose
 (`tests/simulation/sick_clusters.py::SICK`), and the sentence that `tandem doctor` printed about it, among others.
 `python -m tests.simulation.sick_clusters` writes this page. A test runs the same clusters and compares the sentences
-without their figures. [Find out why it is slow](slow.md) explains the command.
+without their figures. [Find out why TTFT is high](tasks/slow.md) explains the command.
 
 | fault | what it said |
 | --- | --- |
