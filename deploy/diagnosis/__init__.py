@@ -1,1 +1,1 @@
-"""Says why a cluster is slow, for `tandem doctor` (docs/tasks/slow.md). Pure, except for reading this host and clocks."""
+"""Says why a cluster is slow, for `tandem doctor` (docs/tasks/slow.md). Pure, but for reading this host and clocks."""
