@@ -93,7 +93,8 @@ def check_answers(streams: list[Stream], expected: list[list[int]]) -> None:
     assert not wrong, f"other tokens: {wrong}"
 
 
-@pytest.mark.parametrize(("worker_id", "phase"), [("decode-0", "prompt")])
+@pytest.mark.parametrize("phase", ["prompt", "decode"])
+@pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
 def test_killed_workers_cost_no_token(cluster: Cluster, expected: list[list[int]], worker_id: str, phase: str) -> None:
     worker = cluster.worker(worker_id).worker
     streams = begin(cluster, phase)
