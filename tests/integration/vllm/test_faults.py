@@ -1,10 +1,11 @@
-"""Workers with vLLM's engine are killed, frozen and given other roles under a dozen streams: no token differs."""
+"""Workers with vLLM's engine are killed and frozen, replaced and moved, under a dozen streams: no token differs."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 
 from tests.faults.leaks import shared_memory
 from tests.faults.streams import Stream
-from tests.support.cluster import MODEL, Cluster, is_alive
+from tests.support.cluster import MODEL, Cluster, is_alive, tandem
 from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, complete
 
 pytestmark = pytest.mark.timeout(900)
@@ -128,6 +129,16 @@ def test_frozen_workers_cost_no_token(cluster: Cluster, expected: list[list[int]
     assert cluster.worker(worker_id).worker.epoch == worker.epoch
 
 
+def test_a_worker_that_is_killed_while_frozen_is_replaced(cluster: Cluster, expected: list[list[int]]) -> None:
+    worker = cluster.worker("decode-0").worker
+    streams = begin(cluster, "prompt")
+    os.kill(worker.pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(worker.pid, signal.SIGKILL)
+    check(cluster, streams, expected)
+    cluster.wait_for(lambda: is_whole(cluster), START_TIMEOUT_S)
+
+
 def test_abandoned_requests_leave_nothing(cluster: Cluster, expected: list[list[int]]) -> None:
     """In all phases: waiting, computed, shipped, received and decoded prompts."""
     for delay_s in (0.0, 0.05, 0.2, 0.5, 1.0):
@@ -150,3 +161,18 @@ def test_roles_change_under_load(cluster: Cluster, expected: list[list[int]]) ->
         assert not cluster.give_role(worker_id, role)  # type: ignore[arg-type]
     cluster.wait_for(lambda: is_whole(cluster))
     check(cluster, begin(cluster, "prompt"), expected)
+
+
+def test_a_rolling_restart_costs_no_token(cluster: Cluster, expected: list[list[int]]) -> None:
+    before = {each.worker.worker_id: each.worker for each in cluster.status().workers}
+    command = tandem("restart", "--port", str(cluster.port), "--timeout-s", "400")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as restart:
+        while restart.poll() is None:
+            check_answers(begin(cluster, "prompt"), expected)
+        assert restart.stdout is not None
+        assert restart.returncode == 0, restart.stdout.read()
+    after = {each.worker.worker_id: each.worker for each in cluster.status().workers}
+    assert after.keys() == before.keys()
+    assert all(after[each].epoch != before[each].epoch for each in before)
+    assert not [each.pid for each in before.values() if is_alive(each.pid)]
+    cluster.wait_for(cluster.all_blocks_free)

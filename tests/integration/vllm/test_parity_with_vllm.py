@@ -1,0 +1,124 @@
+"""Clusters whose workers run vLLM answer as vLLM alone does, token for token.
+
+All sampling fields, grammars, several sequences of a prompt and LoRA, with one worker and with KV that moves.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.cluster import MODEL, Cluster
+from tests.support.greedy import load_reference
+from tests.support.lora import make_adapter
+from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, run_with_vllm
+
+pytestmark = pytest.mark.timeout(900)
+
+NUM_TOKENS = 24
+NUM_PROMPTS = 50
+ADAPTER = "adapter"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 100}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "top_p": {"top_p": 0.8, "seed": 1},
+    "top_k": {"top_k": 20, "seed": 2},
+    "min_p": {"min_p": 0.05, "temperature": 1.5, "seed": 3},
+    "low temperature": {"temperature": 0.3, "seed": 4},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3, "seed": 5},
+    "greedy penalties": {"temperature": 0, "frequency_penalty": 1.5},
+    "min_tokens": {"min_tokens": 12, "stop_token_ids": list(range(0, 2000, 3)), "seed": 6},
+    "logit_bias": {"logit_bias": {"50": 5.0, "51": 5.0}, "seed": 7},
+    "allowed_token_ids": {"allowed_token_ids": list(range(100, 120)), "seed": 8},
+    "bad_words": {"bad_words": ["a", "in"], "temperature": 0},
+    "n": {"n": 3, "seed": 9},
+    "logprobs": {"logprobs": 3, "temperature": 0},
+    "seeded logprobs": {"logprobs": 0, "seed": 10},
+    "regex": {"structured_outputs": {"regex": "[a-z]{5,8} [0-9]{3}"}, "seed": 11, "ignore_eos": False},
+    "choice": {"structured_outputs": {"choice": ["monday", "tuesday", "sunday"]}, "seed": 12, "ignore_eos": False},
+    "grammar": {"structured_outputs": {"grammar": 'start: "a" /[b-d]+/ "e"'}, "seed": 13, "ignore_eos": False},
+}
+
+
+def requests() -> list[dict[str, Any]]:
+    draw = random.Random(17)
+    plain: dict[str, Any] = {"temperature": 1.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    found = []
+    for number in range(NUM_PROMPTS):
+        length = 3 + round((number / (NUM_PROMPTS - 1)) ** 2 * 1897)
+        prompt = [draw.randrange(4, 2000) for _ in range(length)]
+        sampling = {"temperature": 0.0} if number % 2 else {"seed": number}
+        found.append({"prompt": prompt, "sampling": plain | sampling, "uses_adapter": number % 10 >= 8})
+    for fields in FIELDS.values():
+        prompt = [draw.randrange(4, 2000) for _ in range(90)]
+        found.append({"prompt": prompt, "sampling": plain | fields, "uses_adapter": False})
+    return found
+
+
+@pytest.fixture(scope="module")
+def adapter(noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("lora"), load_reference(noise_model), ("q_proj", "v_proj"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def expected(noise_model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    asked = [dict(each, sampling=dict(each["sampling"])) for each in requests()]
+    for each in asked:
+        if bias := each["sampling"].get("logit_bias"):
+            each["sampling"]["logit_bias"] = {int(token): value for token, value in bias.items()}
+    file = tmp_path_factory.mktemp("requests") / "requests.json"
+    file.write_text(json.dumps(asked))
+    return run_with_vllm(
+        Path(__file__).with_name("answers_of_vllm_alone.py"), str(noise_model), str(adapter), str(file)
+    )
+
+
+def ask(cluster: Cluster, request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the choices as `answers_of_vllm_alone.py` has them."""
+    model = ADAPTER if request["uses_adapter"] else MODEL
+    body = {"model": model, "prompt": request["prompt"], "return_token_ids": True, **request["sampling"]}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    return [
+        {
+            "token_ids": choice["token_ids"],
+            "text": choice["text"],
+            "logprobs": choice["logprobs"] and choice["logprobs"]["token_logprobs"],
+        }
+        for choice in answer.json()["choices"]
+    ]
+
+
+def is_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> bool:
+    return len(found) == len(wanted) and all(
+        one["token_ids"] == other["token_ids"]
+        and one["text"] == other["text"]
+        and (one["logprobs"] or []) == pytest.approx(other["logprobs"] or [], abs=1e-4)
+        for one, other in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("size", [("--workers", "1"), ("--prefill", "1", "--decode", "1")], ids=["one", "apart"])
+def test_a_cluster_answers_as_vllm_alone(expected: Any, adapter: Path, size: tuple[str, ...]) -> None:
+    arguments = (*cluster_arguments(), *size, "--kv-cache-gib", "0.1", "--lora", f"{ADAPTER}={adapter}")
+    with Cluster(*arguments, start_timeout_s=START_TIMEOUT_S) as cluster:
+        asked = requests()
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda request: ask(cluster, request), asked))
+        names = [*map(str, range(NUM_PROMPTS)), *FIELDS]
+        pairs = zip(names, found, expected, strict=True)
+        wrong = {name: (one, other) for name, one, other in pairs if not is_equal(one, other)}
+        assert not wrong
+        cluster.wait_for(cluster.all_blocks_free)
+        has_moved = any(each.load.num_transferred_bytes for each in cluster.status().workers)
+        assert has_moved == ("--prefill" in size)
