@@ -130,6 +130,10 @@ class VllmWorker:
         )
         try:
             log.info("ready: %s, %d KV blocks of %d tokens", ENGINE, facts.num_blocks, layout.block_size)
+            if config.adapters and config.engine.device == "cpu":
+                log.warning(
+                    "on CPUs, vLLM 0.32 computes wrong tokens in steps with and without an adapter (docs/vllm.md)"
+                )
             await self._presence.serve(network, self._stopping, self._on_tick)
         finally:
             self._metrics.close()
