@@ -45,7 +45,7 @@ class VllmScheduler:
         self.figures = EngineFigures(num_blocks=num_blocks, num_free_blocks=num_blocks)
         self.step_time_s = 0.0
         self.num_finished = self.num_shipped = 0
-        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_received_tokens = 0
 
     # ---- figures (see worker.presence.WorkerRequests)
 
@@ -265,8 +265,10 @@ class VllmScheduler:
         assert transfer.first_token_ids is not None
         first_tokens = dict(zip(message.attempt_ids, transfer.first_token_ids, strict=True))
         num_bytes = transfer.num_arrived_blocks * self._block_bytes
-        self.num_prompt_tokens += len(message.token_ids) // BYTES_PER_TOKEN
-        self.num_cached_tokens += len(transfer.cached_block_ids) * self._block_size
+        num_tokens, num_cached = len(message.token_ids) // BYTES_PER_TOKEN, len(transfer.cached_block_ids)
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached * self._block_size
+        self.num_received_tokens += num_tokens - num_cached * self._block_size
         receiver_token = first_tokens[message.attempt_ids[0]]
         others: list[VllmAction] = []
         receiver_goes_on = False

@@ -195,6 +195,7 @@ class VllmWorker:
             step_s_per_sequence=times.s_per_sequence,
             itl_slo_s=times.itl_slo_s,
             num_role_changes=num_role_changes,
+            num_received_tokens=scheduler.num_received_tokens,
             num_received=scheduler.decode.num_received,
             num_shipped=scheduler.num_shipped,
         )

@@ -16,6 +16,8 @@ from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, Wor
 
 WINDOW_S = 8.0
 """Period over which rates are averaged."""
+REMEMBERED_S = 60.0
+"""Time for which the counters of a worker that is missing from the reports are kept."""
 _CHANCE = 2.0
 """Standard deviations of a Poisson count that are attributed to chance."""
 _REMEMBERED = 0.98
@@ -101,6 +103,7 @@ class DemandMeter:
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
         self._counters: dict[str, tuple[int, int]] = {}  # epoch: computed tokens, finished prompts
+        self._counted_at: dict[str, float] = {}  # epoch
         self._num_refused: int | None = None
         self._tokens = self._prompts = self._refused = 0  # summed differences
         self._samples: deque[_Sample] = deque()
@@ -115,7 +118,7 @@ class DemandMeter:
         """num_refused: requests refused by all proxies since their start; None if unknown."""
         prefills = [(info, load) for info, load in workers if info.role in PREFILL_ROLES]
         decodes = [(info, load) for info, load in workers if info.role in DECODE_ROLES]
-        self._count_prompts(workers, num_refused)
+        self._count_prompts(now, workers, num_refused)
         self._count_outputs(now, decodes)
         self._learn_speeds(prefills, decodes)
         waiting_tokens = sum(load.num_waiting_tokens for _, load in prefills)
@@ -160,21 +163,24 @@ class DemandMeter:
             growth_per_s=rate(came - ended - _CHANCE * math.sqrt(came + ended)),
         )
 
-    def _count_prompts(self, workers: _Loads, num_refused: int | None) -> None:
-        """Remembers the counters of all roles, since a worker may take another one.
+    def _count_prompts(self, at: float, workers: _Loads, num_refused: int | None) -> None:
+        """Remembers the counters of all roles, since a worker may take another one, and those of workers that are
+        missing from a report, since they may be back in the next.
 
         Prompts count where they are computed, not where their KV is received.
         """
-        counters = {}
+        is_first = not self._counters
         for info, load in workers:
             num_tokens = load.num_prompt_tokens - load.num_cached_tokens - load.num_received_tokens
             now = (num_tokens, load.num_finished - load.num_received)
-            before = self._counters.get(info.epoch, (0, 0) if self._counters else now)
+            before = self._counters.get(info.epoch, now if is_first else (0, 0))
             if info.role in PREFILL_ROLES:
                 self._tokens += now[0] - before[0]
                 self._prompts += max(0, now[1] - before[1])
-            counters[info.epoch] = now
-        self._counters = counters
+            self._counters[info.epoch] = now
+            self._counted_at[info.epoch] = at
+        for epoch in [epoch for epoch, seen_at in self._counted_at.items() if at - seen_at > REMEMBERED_S]:
+            del self._counters[epoch], self._counted_at[epoch]
         if num_refused is not None:
             if self._num_refused is not None:
                 self._refused += max(0, num_refused - self._num_refused)  # a restarted proxy counts from 0

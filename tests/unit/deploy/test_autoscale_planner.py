@@ -91,6 +91,15 @@ def test_a_worker_restart_does_not_distort_rates() -> None:
     assert demand.mean_prompt_tokens == pytest.approx(1000)
 
 
+def test_what_a_worker_did_before_it_was_missing_from_a_report_is_not_demand() -> None:
+    meter = DemandMeter(max_num_seqs=8)
+    load = WorkerLoad(num_prompt_tokens=1_000_000, num_finished=1000)
+    other = (worker("prefill", "other"), WorkerLoad())
+    for second, seen in enumerate([[other, (worker("prefill"), load)], [other], [other, (worker("prefill"), load)]]):
+        demand = meter.observe(second, seen)
+    assert demand.prompt_tokens_per_s == demand.prompts_per_s == 0
+
+
 def test_what_a_worker_did_in_an_earlier_role_is_not_demand() -> None:
     meter = DemandMeter(64)
     info = worker("decode")

@@ -85,6 +85,7 @@ def test_a_prompt_from_its_reservation_to_its_end(reserve_first: bool) -> None:
     assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 71)))) == [("a", 71, None)]
     assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 72)))) == [("a", 72, "length")]
     assert worker.is_idle and (worker.decode.num_received, worker.num_cached_tokens) == (1, 4)
+    assert worker.num_received_tokens == worker.num_prompt_tokens - 4, "another worker computed them"
 
 
 def test_the_kv_bytes_of_a_prompt_are_told() -> None:
