@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.protocol.network_keys import make_keys
 from tests.support.cluster import MODEL, Cluster
 from tests.support.greedy import load_reference
 from tests.support.lora import make_adapter
@@ -103,8 +104,11 @@ def is_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("size", [("--workers", "1"), ("--prefill", "1", "--decode", "1")], ids=["one", "apart"])
-def test_a_cluster_answers_as_vllm_alone(expected: Any, adapter: Path, size: tuple[str, ...]) -> None:
-    arguments = (*cluster_arguments(), *size, "--kv-cache-gib", "0.1", "--lora", f"{ADAPTER}={adapter}")
+def test_a_cluster_answers_as_vllm_alone(expected: Any, adapter: Path, size: tuple[str, ...], tmp_path: Path) -> None:
+    """Between two workers KV travels encrypted; the tests of faults have mapped memory."""
+    make_keys(tmp_path / "keys")
+    encrypted = ("--kv-connector", "tcp", "--network-keys", str(tmp_path / "keys"))
+    arguments = (*cluster_arguments(), *size, *encrypted, "--kv-cache-gib", "0.1", "--lora", f"{ADAPTER}={adapter}")
     with Cluster(*arguments, start_timeout_s=START_TIMEOUT_S) as cluster:
         asked = requests()
         found: dict[int, Any] = {}
@@ -121,3 +125,4 @@ def test_a_cluster_answers_as_vllm_alone(expected: Any, adapter: Path, size: tup
         cluster.wait_for(cluster.all_blocks_free)
         has_moved = any(each.load.num_transferred_bytes for each in cluster.status().workers)
         assert has_moved == ("--prefill" in size)
+        assert all(pair.connector == "tcp" for each in cluster.status().workers for pair in each.pairs)
