@@ -30,7 +30,7 @@ python_use_unqualified_type_names = True
 toc_object_entries = False  # else copying them into every page takes half the time of the build
 
 
-_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s:#]+)\)")
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s:#]+)(?:#[^)\s]*)?\)")
 
 
 def name_files_outside(app: Sphinx, page: str, source: list[str]) -> None:
