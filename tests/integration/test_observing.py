@@ -181,11 +181,11 @@ def doctor(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 def test_the_doctor_explains_a_request_from_any_proxy(cluster: Cluster) -> None:
-    ask(cluster, "d0")
-    said = doctor(cluster, "d0")
+    ask(cluster, "1d")
+    said = doctor(cluster, "1d")
     assert said.returncode == 0, said.stderr
     text = " ".join(said.stdout.split())
-    assert text.startswith("Request d0 (chat)") and "16 tokens generated; ended with length." in text
+    assert text.startswith("Request 1d (chat)") and "16 tokens generated; ended with length." in text
     assert "prefill-0 computed its prompt and decode-0 decoded." in text and "computing the prompt" in text
     unknown = doctor(cluster, "never-seen")
     assert unknown.returncode == 2 and "no proxy knows a request 'never-seen'" in unknown.stderr
@@ -207,7 +207,7 @@ def test_the_doctor_names_a_neighbour_that_spins(cluster: Cluster) -> None:
 
     def ask_until_over() -> None:
         while not is_over.is_set():
-            ask(cluster, "e0")
+            ask(cluster, "1e")
 
     asking = threading.Thread(target=ask_until_over)
     asking.start()
