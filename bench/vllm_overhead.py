@@ -2,8 +2,8 @@
 
     python -m bench.vllm_overhead --peers FOLDER --vllm VENV --model FOLDER [--rates 2,4 --rounds 3]
 
-Both run the same version of vLLM with bfloat16, a model length of 4,096 and 2 GiB of KV cache. With `--pair`, also a
-prefill and a decode worker of vLLM behind Tandem and vLLM's own pair over NIXL.
+Both run the same version of vLLM without compilation, with bfloat16, a model length of 4,096 and 2 GiB of KV cache.
+With `--pair`, also a prefill and a decode worker of vLLM behind Tandem and vLLM's own pair over NIXL.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def one_round(options: argparse.Namespace, number: int) -> dict[str, dict[str, A
         "--engine", "vllm", "--engine-python", str(options.vllm / "bin" / "python"),
     ]  # fmt: skip
     commands = {
-        "vllm": vllm(options, "vllm_single.sh", options.model, options.port),
+        "vllm": [*vllm(options, "vllm_single.sh", options.model, options.port), "--enforce-eager"],
         "tandem": tandem(options.model, options.port, *flags, "--workers", "1"),
     }
     if options.pair:
