@@ -1,6 +1,6 @@
 """One vLLM worker behind Tandem, and `vllm serve`, on the same cores in turn, under vLLM's own client and seed.
 
-    python -m bench.vllm_overhead --peers FOLDER --vllm VENV --model FOLDER [--rates 2,4 --rounds 3]
+    python -m bench.vllm_overhead --peers FOLDER --vllm VENV --model FOLDER [--rate 2 --rounds 3]
 
 Both run the same version of vLLM without compilation, with bfloat16, a model length of 4,096 and 2 GiB of KV cache.
 With `--pair`, also a prefill and a decode worker of vLLM behind Tandem and vLLM's own pair over NIXL.
@@ -9,9 +9,8 @@ With `--pair`, also a prefill and a decode worker of vLLM behind Tandem and vLLM
 from __future__ import annotations
 
 import argparse
-import statistics
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 from bench.side_by_side import WARM_UP_REQUESTS, load
 from bench.support.report import Aim, Report, finish, log, new_parser, print_rows
@@ -25,7 +24,7 @@ def main() -> None:
     parser = new_parser(__doc__)
     add_vllm_options(parser, required=True)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rates", default="2,4", help="requests per second, comma-separated")
+    parser.add_argument("--rate", default="2", help="requests per second")
     parser.add_argument("--rounds", type=int, default=3, help="the servers take turns this many times")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--pair", action="store_true", help="pairs, too")
@@ -33,20 +32,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.num_prompts = 1, 8
-    rounds: list[dict[str, dict[str, Any]]] = [one_round(options, number) for number in range(options.rounds)]
-    figures = {name: medians([each[name] for each in rounds]) for name in rounds[0]}
-    print_rows(
-        [
-            {"server": name, "requests/s": rate, **values}
-            for name, by_rate in figures.items()
-            for rate, values in by_rate.items()
-        ]
-    )
-    finish(Report.of("vllm_overhead", {"medians": figures, "rounds": rounds}, aims(figures)), options.json)
+    rounds = [one_round(options, number) for number in range(1, options.rounds + 1)]
+    print_rows([{"server": name, **values} for each in rounds for name, values in each.items()])
+    finish(Report.of("vllm_overhead", {"rounds": rounds}, aims(rounds)), options.json)
 
 
-def one_round(options: argparse.Namespace, number: int) -> dict[str, dict[str, Any]]:
-    """Returns FIGURES by server and rate."""
+def one_round(options: argparse.Namespace, number: int) -> dict[str, dict[str, float]]:
+    """Returns `side_by_side.FIGURES` by server. No two rounds have the same prompts."""
     flags = [
         "--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-gib", "2",
         "--engine", "vllm", "--engine-python", str(options.vllm / "bin" / "python"),
@@ -59,39 +51,25 @@ def one_round(options: argparse.Namespace, number: int) -> dict[str, dict[str, A
         commands["vllm_pair"] = vllm(options, "vllm_pd.sh", options.model, options.port)
         commands["tandem_pair"] = tandem(options.model, options.port, *flags)
         commands["tandem_elastic"] = tandem(options.model, options.port, *flags, "--workers", "2")
-    figures: dict[str, dict[str, Any]] = {}
+    figures = {}
     for name, command in commands.items():
         with server(command, options.port):
             for i in range(WARM_UP_REQUESTS):
                 complete(options.port, [i + 3] * SHAPE[0], 16)
-            for rate in options.rates.split(","):
-                log(f"round {number + 1}, {name}: {options.num_prompts} requests at {rate}/s")
-                seed = 1 + number
-                figures.setdefault(name, {})[rate] = load(options, rate, options.num_prompts, *SHAPE, seed)
+            log(f"round {number}, {name}: {options.num_prompts} requests at {options.rate}/s")
+            figures[name] = load(options, options.rate, options.num_prompts, *SHAPE, number)
     return figures
 
 
-def medians(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    return {
-        rate: {name: round(statistics.median(each[rate][name] for each in rounds), 2) for name in rounds[0][rate]}
-        for rate in rounds[0]
-    }
+def aims(rounds: list[dict[str, dict[str, float]]]) -> list[Aim]:
+    def ratio(name: str) -> float:
+        return median(each["tandem"][name] / each["vllm"][name] for each in rounds)
 
-
-def aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
-    wanted = []
-    for rate in figures["tandem"]:
-
-        def ratio(name: str, rate: str = rate) -> float:
-            return float(figures["tandem"][rate][name] / figures["vllm"][rate][name])
-
-        where = f"at {rate} requests/s, vLLM behind Tandem / vLLM"
-        wanted += [
-            Aim.of(f"mean TTFT {where}", ratio("mean_ttft_ms"), 1.05, "lower"),
-            Aim.of(f"mean TPOT {where}", ratio("mean_tpot_ms"), 1.05, "lower"),
-            Aim.of(f"output tokens/s {where}", ratio("output_throughput"), 0.97, "higher"),
-        ]
-    return wanted
+    return [
+        Aim.of("mean TTFT, vLLM behind Tandem / vLLM", ratio("mean_ttft_ms"), 1.05, "lower"),
+        Aim.of("mean TPOT, vLLM behind Tandem / vLLM", ratio("mean_tpot_ms"), 1.05, "lower"),
+        Aim.of("output tokens/s, vLLM behind Tandem / vLLM", ratio("output_throughput"), 0.97, "higher"),
+    ]
 
 
 if __name__ == "__main__":

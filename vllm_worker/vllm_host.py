@@ -66,8 +66,8 @@ def engine_arguments(config: VllmEngineConfig, takes_adapters: bool) -> EngineAr
     )
 
 
-def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, rows: torch.Tensor) -> KVLayout:
-    """rows: see `kv_memory.block_rows`. Workers are paired if all of this is the same."""
+def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, kv_caches: Sequence[torch.Tensor]) -> KVLayout:
+    """Returns what must be the same in both workers of a pair. kv_caches: one for each layer."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     is_dummy, folder = config.load_format == "dummy", Path(config.model)
     commit = getattr(model.hf_config, "_commit_hash", None)
@@ -80,12 +80,10 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, rows: torch.Ten
     if is_dummy:
         identity = dummy_identity(identity, f"{ENGINE} {config.device}")
     num_heads, size = model.get_num_kv_heads(parallel), vllm_config.cache_config.block_size
-    dtype = str(model.dtype).removeprefix("torch.")
-    bytes_per_row = rows.shape[-1]
     return KVLayout(
-        model_id=f"{identity} {dtype}",
-        dtype=f"{bytes_per_row} bytes of {vllm_config.cache_config.cache_dtype} {dtype}",
-        num_layers=rows.shape[1],
+        model_id=f"{identity} {model.dtype}",
+        dtype=str(kv_caches[0].dtype).removeprefix("torch."),
+        num_layers=len(kv_caches),
         num_kv_heads=num_heads,
         head_dim=model.get_head_size(),
         block_size=size,

@@ -75,6 +75,7 @@ class VllmWorker:
         self._presence: Presence[VllmAction] | None = None
         self._metrics = WorkerMetrics()
         self._failure: BaseException | None = None
+        self._hashed: tuple[PromptMessage | None, list[bytes]] = (None, [])
 
     def stop(self) -> None:
         self._stopping.set()
@@ -151,9 +152,8 @@ class VllmWorker:
         offered = offered_connectors(config.kv_connector, device, keys is not None)
         moves_kv = config.engine.tensor_parallel_size == 1  # of other ranks, this process has no blocks
         connectors = {name: each for name, each in offered.items() if name in _CONNECTORS and moves_kv}
-        return VllmHost(
-            VllmPools(kv_layout(config.engine, engine.vllm_config, rows), rows, network), connectors, device
-        )
+        layout = kv_layout(config.engine, engine.vllm_config, engine.kv_caches)
+        return VllmHost(VllmPools(layout, rows, network), connectors, device)
 
     def _on_tick(self, now: float) -> None:
         if self._failure is not None:
@@ -270,7 +270,7 @@ class VllmWorker:
                 case Receive():
                     self._traffic.receive(action)
                 case AddRequest():
-                    engine.add(action, self._hashes(action))
+                    engine.add(action, self._hashes(action.message))
                 case AbortRequests():
                     engine.abort(action.engine_ids)
                 case KVArrived():
@@ -280,10 +280,13 @@ class VllmWorker:
                 case EndShipping():
                     engine.end_shipping(action.engine_id)
 
-    def _hashes(self, order: AddRequest) -> list[bytes]:
-        message, layout = order.message, self._host.pools.layout
-        hasher = BlockHasher(layout.block_size, layout.model_id, message.cache_salt, (), message.adapter)
-        return hasher.prompt_hashes(message.token_ids)
+    def _hashes(self, message: PromptMessage) -> list[bytes]:
+        """Returns the hashes of a prompt's full blocks. The sequences that share it are added one after another."""
+        if message is not self._hashed[0]:
+            layout = self._host.pools.layout
+            hasher = BlockHasher(layout.block_size, layout.model_id, message.cache_salt, (), message.adapter)
+            self._hashed = message, hasher.prompt_hashes(message.token_ids)
+        return self._hashed[1]
 
     def _observe(self, message: ToProxy) -> None:
         match message:
