@@ -17,17 +17,12 @@ from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request
 from tandem.protocol.messages.dispatch import (
     AbortAllAttempts,
     AbortAttempt,
-    AttemptFailed,
-    FirstToken,
     PrepareDecode,
     PromptMessage,
     StartPrefill,
-    TokenBatch,
-    ToProxy,
     ToWorker,
 )
 from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, WorkerLoad
@@ -35,7 +30,7 @@ from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.protocol.sockets import new_context
 from tandem.protocol.tls_identity import tls_contexts
-from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
+from tandem.runtime.errors import InternalError
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.vllm_worker.engine_orders import (
     AbortRequests,
@@ -55,7 +50,7 @@ from tandem.vllm_worker.vllm_scheduler import VllmScheduler
 from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.presence import Presence, new_worker_info
-from tandem.worker.to_proxy import send_to_proxy
+from tandem.worker.to_proxy import ProxyAnswers
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +97,7 @@ class VllmWorker:
         network.refusals.on_refused = self._metrics.on_refused
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
         self._router = network.router(config.endpoint, codec, self._on_message)
+        self._answers = ProxyAnswers(self._router, self._metrics)
         info = new_worker_info(config, self._router.endpoint, host.pids, host.host_id, self._metrics)
         self._traffic: KVTraffic[VllmAction] = KVTraffic(
             config,
@@ -217,7 +213,7 @@ class VllmWorker:
     def _on_message(self, identity: bytes, message: ToWorker | ToDecodePeer) -> None:
         match message:
             case StartPrefill() | PrepareDecode():
-                self._take(message)
+                self._perform(self._answers.take(message, self._vocab_size, self._max_model_len, self._open))
             case AbortAttempt():
                 self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))
             case AbortAllAttempts():
@@ -225,34 +221,13 @@ class VllmWorker:
             case _:
                 self._traffic.on_message(message, self._vocab_size)
 
-    def _take(self, message: StartPrefill | PrepareDecode) -> None:
-        """Passes a prompt to the scheduler, or answers with the error. Raises InvalidMessage after its answer."""
-        try:
-            check_request(message, self._vocab_size, self._max_model_len)
-            check_supported(message)
-            actions = self._open(message)
-        except InvalidMessage as error:
-            self._refuse(message, InternalError(error.message))
-            raise
-        except TandemError as error:
-            self._refuse(message, error)
-        else:
-            self._perform(actions)
-
     def _open(self, message: StartPrefill | PrepareDecode) -> list[VllmAction]:
+        check_supported(message)
         now = self._loop.time()
         if isinstance(message, PrepareDecode):
             return self._scheduler.on_prepare(now, message)
-        assert self._presence is not None
-        decodes_here = message.decode_epoch == self._presence.info.epoch
-        pair_id = None
-        if message.decode_epoch is not None and not decodes_here:
-            pair_id = self._traffic.pair_to(str(message.decode_worker_id), message.decode_epoch)
+        pair_id, decodes_here = self._traffic.destination(message)
         return self._scheduler.on_start(now, message, pair_id, decodes_here)
-
-    def _refuse(self, message: PromptMessage, error: TandemError) -> None:
-        for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:
-            send_to_proxy(self._router, message.proxy_id, AttemptFailed(attempt_id, ErrorInfo.of(error)))
 
     # ---- actions
 
@@ -261,8 +236,7 @@ class VllmWorker:
         for action in actions:
             match action:
                 case SendToProxy():
-                    self._observe(action.message)
-                    send_to_proxy(self._router, action.proxy_id, action.message)
+                    self._answers.send(action.proxy_id, action.message)
                 case SendToPeer():
                     self._traffic.send(action)
                 case Ship():
@@ -287,15 +261,6 @@ class VllmWorker:
             hasher = BlockHasher(layout.block_size, layout.model_id, message.cache_salt, (), message.adapter)
             self._hashed = message, hasher.prompt_hashes(message.token_ids)
         return self._hashed[1]
-
-    def _observe(self, message: ToProxy) -> None:
-        match message:
-            case TokenBatch():
-                for began in message.began:
-                    self._metrics.decode_wait.observe(began.decode_wait_s)
-            case FirstToken():
-                self._metrics.queue.observe(message.queue_s)
-                self._metrics.prefill.observe(message.prefill_s)
 
     def _send_to_peer(self, pair_id: str, message: msgspec.Struct) -> None:
         if not self._router.send(pair_id.encode(), message):

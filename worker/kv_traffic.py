@@ -15,6 +15,7 @@ import msgspec
 from tandem.decode_worker.actions import Receive, SendToPeer, Ship
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.protocol.messages.checks import check_finish_transfer, check_open_pair, check_reserved
+from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.membership import PairStatus, PairTraffic, WorkerInfo
 from tandem.protocol.messages.transfer import (
     ClosePair,
@@ -62,6 +63,7 @@ class KVTraffic(Generic[A]):
         clock: Callable[[], float],
     ) -> None:
         self._worker_id = config.worker_id
+        self._epoch = info.epoch
         self._host = host
         self._prefill = prefill
         self._decode = decode
@@ -152,12 +154,17 @@ class KVTraffic(Generic[A]):
         """Returns the traffic of pairs since the last call."""
         return self._outgoing_table.take_traffic()
 
-    def pair_to(self, worker_id: str, epoch: str) -> str:
-        """Returns the id of the pair to ship through. Raises WorkerLost."""
-        pair = self._outgoing_table.ready_pair(epoch)
+    def destination(self, message: StartPrefill) -> tuple[str | None, bool]:
+        """Returns (pair to ship the prompt through, whether this worker decodes it). Raises WorkerLost.
+
+        The pair is None if nothing is shipped.
+        """
+        if message.decode_epoch in (None, self._epoch):
+            return None, message.decode_epoch is not None
+        pair = self._outgoing_table.ready_pair(str(message.decode_epoch))
         if pair is None:
-            raise WorkerLost(f"the pair with {worker_id} is not ready")
-        return pair.pair_id
+            raise WorkerLost(f"the pair with {message.decode_worker_id} is not ready")
+        return pair.pair_id, False
 
     # ---- messages of peers
 

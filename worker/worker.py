@@ -24,25 +24,18 @@ from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import (
     AbortAllAttempts,
     AbortAttempt,
-    AttemptFailed,
-    FirstToken,
     PrepareDecode,
-    PromptMessage,
     StartPrefill,
-    TokenBatch,
-    ToProxy,
     ToWorker,
 )
 from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, WorkerLoad
 from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.messaging import Network
 from tandem.protocol.sockets import new_context
-from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
 from tandem.runtime.version import own_version
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost
@@ -52,7 +45,7 @@ from tandem.worker.presence import Presence, new_worker_info
 from tandem.worker.step_loop import StepLoop
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.tier_traffic import TierTraffic
-from tandem.worker.to_proxy import send_to_proxy
+from tandem.worker.to_proxy import ProxyAnswers
 from tandem.worker.worker_scheduler import WorkerScheduler
 
 log = logging.getLogger(__name__)
@@ -119,6 +112,7 @@ class Worker:
         )
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
         self._router = network.router(config.endpoint, codec, self._on_message)
+        self._answers = ProxyAnswers(self._router, self._metrics)
         info = new_worker_info(config, self._router.endpoint, host.pids, host.host_id, self._metrics)
         self._traffic = KVTraffic(
             config,
@@ -187,7 +181,8 @@ class Worker:
     def _on_message(self, identity: bytes, message: ToWorker | ToDecodePeer) -> None:
         match message:
             case StartPrefill() | PrepareDecode():
-                self._take(message)
+                loaded = self._host.loaded
+                self._perform(self._answers.take(message, loaded.vocab_size, loaded.max_model_len, self._open))
             case AbortAttempt():
                 self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))
             case AbortAllAttempts():
@@ -195,41 +190,17 @@ class Worker:
             case _:
                 self._traffic.on_message(message, self._host.loaded.vocab_size)
 
-    def _take(self, message: StartPrefill | PrepareDecode) -> None:
-        """Passes a prompt to its scheduler, or answers with the error. Raises InvalidMessage after its answer."""
-        try:
-            check_request(message, self._host.loaded.vocab_size, self._host.loaded.max_model_len)
-            actions = self._open(message)
-        except InvalidMessage as error:
-            self._refuse(message, InternalError(error.message))
-            raise
-        except TandemError as error:
-            self._refuse(message, error)
-        except Exception as error:
-            log.exception("a prompt could not be opened")
-            self._refuse(message, InternalError(f"the prompt could not be opened: {error}"))
-        else:
-            self._perform(actions)
-
     def _open(self, message: StartPrefill | PrepareDecode) -> list[Action]:
         now = self._loop.time()
         grammar = self._host.grammars.get(message.sampling.grammar, client_of(message.cache_salt))
         adapter = self._host.adapters.get(message.adapter)
         if isinstance(message, PrepareDecode):
             return self._scheduler.decode.on_prepare(now, message, grammar, adapter)
-        assert self._presence is not None
-        decodes_here = message.decode_epoch == self._presence.info.epoch
-        pair_id = None
-        if message.decode_epoch is not None and not decodes_here:
-            pair_id = self._traffic.pair_to(str(message.decode_worker_id), message.decode_epoch)
+        pair_id, decodes_here = self._traffic.destination(message)
         media = self._media.open(message)
         return self._scheduler.prefill.on_start(
             now, message, pair_id, grammar, media, adapter, decodes_here=decodes_here
         )
-
-    def _refuse(self, message: PromptMessage, error: TandemError) -> None:
-        for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:
-            send_to_proxy(self._router, message.proxy_id, AttemptFailed(attempt_id, ErrorInfo.of(error)))
 
     # ---- actions
 
@@ -237,8 +208,7 @@ class Worker:
         for action in actions:
             match action:
                 case SendToProxy():
-                    self._observe(action.message)
-                    send_to_proxy(self._router, action.proxy_id, action.message)
+                    self._answers.send(action.proxy_id, action.message)
                 case SendToPeer():
                     self._traffic.send(action)
                 case Ship():
@@ -252,15 +222,6 @@ class Worker:
                 case FindBlocks():
                     self._tiers.find(action)
         self._start_step()
-
-    def _observe(self, message: ToProxy) -> None:
-        match message:
-            case TokenBatch():
-                for began in message.began:
-                    self._metrics.decode_wait.observe(began.decode_wait_s)
-            case FirstToken():
-                self._metrics.queue.observe(message.queue_s)
-                self._metrics.prefill.observe(message.prefill_s)
 
     def _send_to_peer(self, pair_id: str, message: msgspec.Struct) -> None:
         if not self._router.send(pair_id.encode(), message):

@@ -142,7 +142,7 @@ SHELL = (
     ),
     Mutation(
         "a refused prompt is not answered",
-        WORKER,
+        "worker/to_proxy.py",
         "for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:",
         "for attempt_id in ():",
     ),

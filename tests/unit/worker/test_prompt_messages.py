@@ -15,6 +15,7 @@ from tandem.protocol.messages.dispatch import AbortAllAttempts, AttemptFailed, P
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
+from tandem.worker.to_proxy import ProxyAnswers
 from tandem.worker.worker import Worker
 from tandem.worker.worker_scheduler import WorkerScheduler
 
@@ -32,10 +33,12 @@ async def not_loaded(*arguments: Any) -> NoReturn:
     raise NotImplementedError
 
 
-def new_worker(grammars: Any) -> Any:
-    """Returns a worker without an engine and without sockets."""
+def new_worker(grammars: Any, sent: list[tuple[bytes, Any]] | None = None) -> Any:
+    """Returns a worker without an engine and without sockets. sent: gets its answers."""
+    answers = [] if sent is None else sent
+    router: Any = SimpleNamespace(send=lambda identity, message: not answers.append((identity, message)))
     worker: Any = Worker(TandemWorkerConfig("w", "any", "ipc:///unused", [], engine=EngineConfig("model")), not_loaded)
-    worker._presence = SimpleNamespace(info=SimpleNamespace(epoch="e"), drain=None)
+    worker._traffic = SimpleNamespace(destination=lambda message: (None, False))
     worker._host = SimpleNamespace(
         loaded=SimpleNamespace(vocab_size=100, max_model_len=100),
         grammars=grammars,
@@ -43,6 +46,7 @@ def new_worker(grammars: Any) -> Any:
     )
     worker._scheduler = WorkerScheduler(BlockManager(8, 4), "m", 16, 4, lease_s=10.0)
     worker._steps = SimpleNamespace(start=lambda: None)
+    worker._answers = ProxyAnswers(router, worker._metrics)
     return worker
 
 
@@ -72,8 +76,7 @@ def test_an_unexpected_error_fails_the_attempts(message: StartPrefill | PrepareD
     sent: list[tuple[bytes, Any]] = []
 
     async def run() -> None:
-        worker = new_worker(BrokenGrammars())
-        worker._router = SimpleNamespace(send=lambda identity, message: not sent.append((identity, message)))
+        worker = new_worker(BrokenGrammars(), sent)
         worker._on_message(b"p:0", message)
         worker._metrics.close()
         assert worker._scheduler.is_idle
