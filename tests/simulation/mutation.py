@@ -1,0 +1,32 @@
+"""One fault that is put into the product, and the files that such faults change."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """what: the fault, in words. file: relative to the root."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+TRAFFIC, OUTGOING, INCOMING = "worker/kv_traffic.py", "worker/pairs/outgoing.py", "worker/pairs/incoming.py"
+OUTGOING_TABLE, INCOMING_TABLE = "worker/pairs/outgoing_table.py", "worker/pairs/incoming_table.py"
+REGISTRATION, PRESENCE, WORKER = "worker/proxy_links.py", "worker/presence.py", "worker/worker.py"
+CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py", "proxy/dispatch/attempt.py"
+DECODE, TRANSFER, PREFILL = (
+    "decode_worker/decode_scheduler.py",
+    "decode_worker/transfer.py",
+    "prefill_worker/prefill_scheduler.py",
+)
+TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt_table.py"
+SEQUENCES = "decode_worker/sequence_table.py"
+LAUNCHER, ROLES, SUPERVISOR = (
+    "deploy/launch/launcher.py",
+    "deploy/launch/worker_roles.py",
+    "deploy/processes/supervisor.py",
+)

@@ -1,0 +1,248 @@
+"""Faults in what decides: schedulers, tables and routing, and the rules of blocks that two workers write."""
+
+from __future__ import annotations
+
+from tests.simulation.mutation import (
+    ATTEMPT,
+    DECODE,
+    DISPATCHER,
+    INCOMING,
+    INCOMING_TABLE,
+    OUTGOING_TABLE,
+    PREFILL,
+    PROMPTS,
+    SEQUENCES,
+    TABLE,
+    TRANSFER,
+    Mutation,
+)
+
+PURE = (
+    Mutation("an ended attempt is not aborted", DISPATCHER, "for worker in attempt.busy_workers:", "for worker in ():"),
+    Mutation(
+        "an ended sequence still counts on its worker", DISPATCHER, "self._router.sequence_ended(attempt.route)", "pass"
+    ),
+    Mutation("an ended attempt stays in the table", DISPATCHER, "del self._running[attempt.attempt_id]", "pass"),
+    Mutation(
+        "a lost attempt is not followed by another",
+        DISPATCHER,
+        "            self._start_over(sequence)\n        return delta",
+        "            pass\n        return delta",
+    ),
+    Mutation(
+        "waiting prompts are not tried again",
+        DISPATCHER,
+        "        self._retry_timer = None\n        self.on_cluster_changed()",
+        "        self._retry_timer = None",
+    ),
+    Mutation("a lost prefill worker costs no attempt", ATTEMPT, "self._first_released and self.has_decoded:", "True:"),
+    Mutation(
+        "the first token is released without its blocks",
+        ATTEMPT,
+        "if first.finish_reason is None and not self._decode_reserved:",
+        "if False:",
+    ),
+    Mutation(
+        "what a sequence has generated is forgotten",
+        "proxy/dispatch/sequence.py",
+        "self.generated += [",
+        "self.generated = [",
+    ),
+    Mutation(
+        "another process may answer for a decode worker",
+        INCOMING,
+        "if message.decode_epoch != self._epoch:",
+        "if False:",
+    ),
+    Mutation(
+        "a failed pair is opened again while its sender writes",
+        OUTGOING_TABLE,
+        'pair.state == "failed" and pair.closed and',
+        'pair.state == "failed" and',
+    ),
+    Mutation("a failed pair is not opened again", OUTGOING_TABLE, "now - pair.failed_at > RETRY_INTERVAL_S", "False"),
+    Mutation(
+        "pairs with workers that left stay",
+        OUTGOING_TABLE,
+        "gone = [pair for epoch, pair in self._by_epoch.items() if epoch not in self._view]",
+        "gone = []",
+    ),
+    Mutation(
+        "a closed pair is not forgotten",
+        OUTGOING_TABLE,
+        "if not pair.dropped or not (pair.closed or",
+        "if True or not (pair.closed or",
+    ),
+    Mutation(
+        "the exit of a peer is ignored",
+        INCOMING_TABLE,
+        "        pair.live_pids.discard(pid)\n        if pair.live_pids:",
+        "        if True:",
+    ),
+    Mutation(
+        "silence is proof that a peer has stopped",
+        INCOMING_TABLE,
+        'left the cluster", False))',
+        'left the cluster", True))',
+    ),
+    Mutation(
+        "a broken pair is proof that its peer has stopped",
+        INCOMING_TABLE,
+        "return [close, IncomingPairLost(pair_id, reason, False)]",
+        "return [close, IncomingPairLost(pair_id, reason, True)]",
+    ),
+    Mutation(
+        "a closed pair does not stop its receiver",
+        INCOMING_TABLE,
+        "return [StopReceiver(pair.pair_id), IncomingPairLost(pair.pair_id, reason, True)]",
+        "return [IncomingPairLost(pair.pair_id, reason, True)]",
+    ),
+    Mutation(
+        "blocks of an ended request are reused at once",
+        TRANSFER,
+        "return bool(self.receives) or not (self.peer_stopped or all_here)",
+        "return bool(self.receives)",
+    ),
+    Mutation(
+        "decoding begins before all blocks have arrived",
+        TRANSFER,
+        "            and self.num_received_blocks == len(self.written_block_ids)\n",
+        "",
+    ),
+    Mutation(
+        "a transfer may begin after its request has ended",
+        DECODE,
+        "            self._transfers.close(prompt.request.transfer_id)\n            return actions",
+        "            return actions",
+    ),
+    Mutation(
+        "decode ignores aborts", DECODE, "return self._end(sequence) if sequence is not None else []", "return []"
+    ),
+    Mutation(
+        "decode has no deadlines",
+        SEQUENCES,
+        "return [s for s in self.by_attempt.values() if now >=",
+        "return [s for s in () if now >=",
+    ),
+    Mutation(
+        "prefill is not told that a request has ended",
+        DECODE,
+        "        if not transfer.peer_stopped:",
+        "        if False:",
+    ),
+    Mutation("unclaimed reservations stay", DECODE, "now >= transfer.arrived_at + UNCLAIMED_TIMEOUT_S", "False"),
+    Mutation(
+        "a lost prefill worker does not end the prompts that wait for it",
+        SEQUENCES,
+        "if p.prefill_epoch == prefill_epoch]",
+        "if False]",
+    ),
+    Mutation(
+        "a block is published under the next one's hash",
+        DECODE,
+        "(sequence.num_tokens - 2) //",
+        "(sequence.num_tokens - 2 - self.blocks.block_size) //",
+    ),
+    Mutation(
+        "kept blocks are published one too far",
+        TRANSFER,
+        "return self.written_block_ids[: self.num_kept_blocks]",
+        "return self.written_block_ids[1 : 1 + self.num_kept_blocks]",
+    ),
+    Mutation(
+        "leases do not expire", PREFILL, "for transfer_id in self._leases.expired(now):", "for transfer_id in ():"
+    ),
+    Mutation(
+        "blocks are released while they are shipped",
+        PREFILL,
+        "prompt.in_step or prompt.num_ships_in_flight or",
+        "prompt.in_step or",
+    ),
+    Mutation(
+        "blocks are released during their step",
+        PREFILL,
+        "if prompt.in_step or prompt.num_ships_in_flight",
+        "if prompt.num_ships_in_flight",
+    ),
+    Mutation(
+        "the decode worker is not told of a given up transfer",
+        PREFILL,
+        "if prompt.reserve_sent and prompt.pair_id is not None:",
+        "if False:",
+    ),
+    Mutation("prompts of a lost pair go on", PROMPTS, "if prompt.pair_id == pair_id]", "if False]"),
+    Mutation("two full workers wait for each other", PREFILL, "        if not late:\n", "        if True:\n"),
+    Mutation(
+        "blocks that decode has cached are shipped as well",
+        PREFILL,
+        "prompt.num_shipped_blocks = message.num_cached_blocks",
+        "prompt.num_shipped_blocks = 0",
+    ),
+    Mutation(
+        "a new process is taken for the one that exited",
+        TABLE,
+        "for each in gone if each.pid == pid]",
+        "for each in gone]",
+    ),
+    Mutation("silence is never noticed", TABLE, "self._timers.silent(now, self._worker_silence_s)]", "()]"),
+    Mutation(
+        "a restarted worker does not replace itself",
+        TABLE,
+        "        for old in namesakes:\n            self._delete(old.epoch)\n",
+        "",
+    ),
+    Mutation(
+        "a worker that leaves is not removed",
+        TABLE,
+        'LostWorker(record.worker, "it has left", has_left=True)] if record is not None else []',
+        "] if False else []",
+    ),
+    Mutation(
+        "prefixes with other beginnings are shared",
+        "protocol/prefix_hash.py",
+        "digest = blake2b(parent, digest_size=_DIGEST_BYTES)",
+        "digest = blake2b(digest_size=_DIGEST_BYTES)",
+    ),
+    Mutation(
+        "a shared block is freed with its first holder",
+        "engine/kv_cache/block_manager.py",
+        "            if self._num_holders[block_id]:\n                continue\n",
+        "",
+    ),
+)
+
+TRANSFERS = (
+    Mutation(
+        "blocks are reused while the receiver still writes them",
+        TRANSFER,
+        "return bool(self.receives) or not (self.peer_stopped or all_here)",
+        "return not (self.peer_stopped or all_here)",
+    ),
+    Mutation("announced blocks count as arrived", TRANSFER, "            and not self.receives\n", ""),
+    Mutation(
+        "announced blocks are kept",
+        TRANSFER,
+        "min(self.num_arrived_blocks, num_full",
+        "min(self.num_received_blocks, num_full",
+    ),
+    Mutation("blocks behind corrupt ones are kept", TRANSFER, "        elif not self.has_gap:\n", "        if True:\n"),
+    Mutation(
+        "kept blocks still count as written",
+        TRANSFER,
+        "return self.written_block_ids[self.num_kept_blocks :]",
+        "return self.written_block_ids",
+    ),
+    Mutation(
+        "corrupt blocks are used",
+        DECODE,
+        "        transfer.on_received(is_whole=False)\n        return self._give_up(transfer, error)",
+        "        return self.on_received(transfer_id, None)",
+    ),
+    Mutation(
+        "the pair ids of a restarted process begin anew",
+        OUTGOING_TABLE,
+        "-{self.worker.epoch}-{number}",
+        "-{number}",
+    ),
+)
+"""Rules of blocks that two workers write. Most need two-sided paths or corrupt blocks."""
