@@ -5,13 +5,15 @@
 
 The folder of --models holds `llama100m` (100 M parameters) and `tiny` (4 M, where the cost of everything except the
 model shows), both in bfloat16. A case N/M@R sends prompts of N tokens with M tokens of output at R requests per second,
-Poisson; N/MxC sends C at once. `chat` holds conversations of eight turns, each with all earlier turns as its prefix.
+Poisson; N/MxC sends C at once; N/M~C is a closed loop of C clients that each send the next prompt when the last one is
+answered. `chat` holds conversations of eight turns, each with all earlier turns as its prefix.
 `shift` sends long prompts with short outputs, then short prompts with long outputs. Prompts and arrival times are drawn
 from the name of the case and the number of the round, so they are the same for all servers.
 
 In each round each server starts once for each model, alone on the machine, and runs all cases; the order of the servers
 rotates. Each case runs a few unmeasured requests first. A figure is the median of the rounds, a ratio the median of the
-ratios of each round. `bench.support.latency` defines the figures.
+ratios of each round, with the lowest and the highest. `bench.support.latency` defines the figures;
+`python -m bench.support.load_plot` draws them over the rate.
 
 Every server gets a model length of 4,096 tokens and 2 GiB of KV cache, Tandem for each worker; all other settings are
 the defaults. vLLM's command is `vllm serve MODEL --served-model-name m --dtype DTYPE --max-model-len 4096` with
@@ -71,10 +73,14 @@ class ChatTurn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order, the first one `at` seconds after the start; a request without a history has one turn."""
+    """Turns in order, the first one `at` seconds after the start; a request without a history has one turn.
+
+    keeps_history: each turn's prompt begins with the earlier turns and answers.
+    """
 
     at: float
     turns: tuple[ChatTurn, ...]
+    keeps_history: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,15 @@ def at_once(num_requests: int, turn: ChatTurn) -> Callable[[random.Random, float
     return lambda rng, share: [Conversation(0.0, (turn,))] * num_requests
 
 
+def closed_loop(
+    num_clients: int, num_each: int, turn: ChatTurn
+) -> Callable[[random.Random, float], list[Conversation]]:
+    """Clients that each send `num_each` requests one after the other."""
+    return lambda rng, share: (
+        [Conversation(0.0, (turn,) * max(1, round(share * num_each)), keeps_history=False)] * num_clients
+    )
+
+
 def shift(rng: random.Random, share: float) -> list[Conversation]:
     """16 prompts of 700 tokens with 16 of output at 1 per second, then 24 of 64 tokens with 160 at 1.5 per second."""
     long_prompts = poisson(16, 1.0, ChatTurn(700, 16))(rng, share)
@@ -119,8 +134,12 @@ def shift(rng: random.Random, share: float) -> list[Conversation]:
 
 
 CASES = (
+    LoadCase("256/64@1", "llama100m", poisson(20, 1.0, ChatTurn(256, 64))),
     LoadCase("256/64@2", "llama100m", poisson(32, 2.0, ChatTurn(256, 64))),
+    LoadCase("256/64@3", "llama100m", poisson(36, 3.0, ChatTurn(256, 64))),
     LoadCase("256/64@4", "llama100m", poisson(40, 4.0, ChatTurn(256, 64))),
+    LoadCase("256/64@5", "llama100m", poisson(50, 5.0, ChatTurn(256, 64))),
+    LoadCase("256/64~8", "llama100m", closed_loop(8, 6, ChatTurn(256, 64)), num_warm_up=8),
     LoadCase("700/40@1", "llama100m", poisson(24, 1.0, ChatTurn(700, 40))),
     LoadCase("1024/6@1", "llama100m", poisson(24, 1.0, ChatTurn(1024, 6)), max_ttft=1.3),
     LoadCase("chat", "llama100m", poisson(6, 0.25, *[ChatTurn(200, 64)] * 8)),
@@ -149,7 +168,7 @@ class LoadClient:
     async def _converse(self, begins_at: float, conversation: Conversation, number: int) -> list[RequestTrace]:
         """Sends each turn when the one before it has completed; stops after a failed one."""
         rng = random.Random(f"{self._seed} {number}")
-        keeps_answers = len(conversation.turns) > 1
+        keeps_answers = conversation.keeps_history and len(conversation.turns) > 1
         tokens: list[int] = []
         traces: list[RequestTrace] = []
         await asyncio.sleep(begins_at - time.perf_counter())
@@ -159,7 +178,7 @@ class LoadClient:
             traces.append(trace)
             if trace.error is not None:
                 break
-            tokens += answer
+            tokens = tokens + answer if conversation.keeps_history else []
         return traces
 
     async def _stream(
@@ -273,10 +292,22 @@ def medians(rows: Rows) -> list[dict[str, Any]]:
     ]
 
 
-def ratio(rows: Rows, case: str, name: str, figure: str) -> float:
-    """Median over all runs of this server / vLLM."""
+def ratio(rows: Rows, case: str, name: str, figure: str) -> tuple[float, float, float]:
+    """Median, lowest and highest over all runs of this server / vLLM."""
     pairs = zip(rows[case][name], rows[case]["vllm"], strict=True)
-    return float(statistics.median(ours[figure] / theirs[figure] for ours, theirs in pairs))
+    each = [ours[figure] / theirs[figure] for ours, theirs in pairs]
+    return statistics.median(each), min(each), max(each)
+
+
+def ratios(rows: Rows) -> list[dict[str, Any]]:
+    """Returns a line for each case and server beside vLLM: median, lowest and highest ratio of each figure."""
+    return [
+        {"case": case, "server": name}
+        | {figure: [round(value, 3) for value in ratio(rows, case, name, figure)] for figure in FIGURES}
+        for case, of_case in rows.items()
+        for name in of_case
+        if name != "vllm" and "vllm" in of_case
+    ]
 
 
 def aims(rows: Rows, cases: list[LoadCase]) -> list[Aim]:
@@ -288,10 +319,13 @@ def aims(rows: Rows, cases: list[LoadCase]) -> list[Aim]:
             if "vllm" not in rows[case.name]:
                 continue
             where = f"{case.name}, {name} / vLLM:"
-            throughput = ratio(rows, case.name, name, "output_tokens_per_s")
+            ttft, gap, throughput = (
+                ratio(rows, case.name, name, figure)[0]
+                for figure in ("ttft_ms_mean", "itl_ms_p99", "output_tokens_per_s")
+            )
             found += [
-                Aim.of(f"{where} mean TTFT", ratio(rows, case.name, name, "ttft_ms_mean"), case.max_ttft, "lower"),
-                Aim.of(f"{where} p99 ITL", ratio(rows, case.name, name, "itl_ms_p99"), 0.5, "lower"),
+                Aim.of(f"{where} mean TTFT", ttft, case.max_ttft, "lower"),
+                Aim.of(f"{where} p99 ITL", gap, 0.5, "lower"),
                 Aim.of(f"{where} output tokens/s", throughput, 1.0, "higher"),
             ]
     return found
@@ -329,7 +363,13 @@ def main() -> None:
                 run_server(name, options.models / model, of_model, number, share, options, rows)
         report = Report.of(
             "never_worse",
-            {"dtype": options.dtype, "rate": options.rate, "medians": medians(rows), "runs": rows},
+            {
+                "dtype": options.dtype,
+                "rate": options.rate,
+                "medians": medians(rows),
+                "ratios": ratios(rows),
+                "runs": rows,
+            },
             aims(rows, cases),
         )
         if options.json is not None:
