@@ -50,7 +50,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, benchmark: str, figures: dict[str, Any], aims: list[Aim] | None = None) -> Report:
-        arguments = [Path(a).name if "/" in a and "://" not in a else a for a in sys.argv[1:]]
+        arguments = [Path(a).name if Path(a).is_absolute() or Path(a).exists() else a for a in sys.argv[1:]]
         spec = sys.modules["__main__"].__spec__  # of the module that `python -m` runs
         command = " ".join(["python", "-m", spec.name if spec else benchmark, *arguments])
         return cls(
