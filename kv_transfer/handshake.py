@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from tandem.kv_transfer.connector import KVConnector
@@ -26,7 +27,9 @@ def offered_connectors(wanted: str, device: str, has_keys: bool = False) -> dict
         return {name: each for name, each in usable.items() if is_safe.get(name, True) or not must_be_safe}
     connector = load_connector(wanted)
     if not connector.devices:
-        raise ConfigError(f"connector {wanted!r} is not there; install it: pip install tandem-serve[{wanted}]")
+        raise ConfigError(
+            f"connector {wanted!r} is not installed for {sys.executable}; install it there: pip install {wanted}"
+        )
     if device not in connector.devices:
         raise ConfigError(
             f"connector {wanted!r} does not work on {device}; use {' or '.join(usable)} (--kv-connector auto chooses)"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy, Ship
-from tandem.kv_transfer.connector import DataNetwork
+from tandem.kv_transfer.connector import DataNetwork, KVConnector
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import (
@@ -81,13 +81,14 @@ class VllmWorker:
 
     async def run(self) -> None:
         config = self._config
+        connectors = self._offered()
         engine = self._engine = VllmEngine(
             engine_arguments(config.engine, bool(config.adapters)),
             lambda report: self._post(self._on_report, report),
             lambda error: self._post(self._on_failed, error),
         )
         await asyncio.wrap_future(engine.start())
-        host = self._host = self._new_host()
+        host = self._host = self._new_host(connectors)
         layout, facts = host.pools.layout, engine.facts
         self._vocab_size, self._max_model_len = facts.vocab_size, facts.max_model_len
         scheduler = self._scheduler = VllmScheduler(
@@ -139,17 +140,21 @@ class VllmWorker:
             network.destroy()
             engine.stop(STOP_TIMEOUT_S)
 
-    def _new_host(self) -> VllmHost:
+    def _offered(self) -> dict[str, KVConnector]:
+        """Returns the connectors that this worker offers. Raises ConfigError for one that is not installed."""
+        config = self._config
+        has_keys = config.network.keys_of("worker") is not None
+        offered = offered_connectors(config.kv_connector, config.engine.device, has_keys)
+        moves_kv = config.engine.tensor_parallel_size == 1  # of other ranks, this process has no blocks
+        return {name: each for name, each in offered.items() if name in _CONNECTORS and moves_kv}
+
+    def _new_host(self, connectors: dict[str, KVConnector]) -> VllmHost:
         config, engine = self._config, self._engine
         rows = block_rows(engine.kv_caches)
         keys = config.network.keys_of("worker")
         network = DataNetwork(config.host, tls_contexts(keys) if keys is not None else None)
-        device = config.engine.device
-        offered = offered_connectors(config.kv_connector, device, keys is not None)
-        moves_kv = config.engine.tensor_parallel_size == 1  # of other ranks, this process has no blocks
-        connectors = {name: each for name, each in offered.items() if name in _CONNECTORS and moves_kv}
         layout = kv_layout(config.engine, engine.vllm_config, engine.kv_caches)
-        return VllmHost(VllmPools(layout, rows, network), connectors, device)
+        return VllmHost(VllmPools(layout, rows, network), connectors, config.engine.device)
 
     def _on_tick(self, now: float) -> None:
         if self._failure is not None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tandem.deploy.processes.engine_python import find_engine_python, vllm_environment
 from tests.support.cluster import Cluster
+from tests.support.nixl import OVER_TCP
 from tests.support.vllm_python import vllm_python
 
 START_TIMEOUT_S = 400.0
@@ -48,3 +50,14 @@ def complete(cluster: Cluster, body: dict[str, Any]) -> list[list[int]]:
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+
+def nixl_environment_of_vllm() -> dict[str, str]:
+    """Returns variables with which vLLM's workers move KV through NIXL as between hosts.
+
+    Skips the test where the environment with vLLM lacks NIXL. `tandem engine install vllm` installs it there.
+    """
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nixl') is None)"
+    if subprocess.run([vllm_python(), "-c", question], timeout=60).returncode:
+        pytest.skip(f"{vllm_python()} has no NIXL (tandem engine install vllm FOLDER installs it)")
+    return OVER_TCP

@@ -18,7 +18,12 @@ from tandem.protocol.network_keys import make_keys
 from tests.support.cluster import MODEL, Cluster
 from tests.support.greedy import load_reference
 from tests.support.lora import make_adapter
-from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, run_with_vllm
+from tests.support.vllm_clusters import (
+    START_TIMEOUT_S,
+    cluster_arguments,
+    nixl_environment_of_vllm,
+    run_with_vllm,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -103,13 +108,19 @@ def is_equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> bool:
     )
 
 
-@pytest.mark.parametrize("size", [("--workers", "1"), ("--prefill", "1", "--decode", "1")], ids=["one", "apart"])
-def test_a_cluster_answers_as_vllm_alone(expected: Any, adapter: Path, size: tuple[str, ...], tmp_path: Path) -> None:
-    """Between two workers KV travels encrypted; the tests of faults have mapped memory."""
-    make_keys(tmp_path / "keys")
-    encrypted = ("--kv-connector", "tcp", "--network-keys", str(tmp_path / "keys"))
-    arguments = (*cluster_arguments(), *size, *encrypted, "--kv-cache-gib", "0.1", "--lora", f"{ADAPTER}={adapter}")
-    with Cluster(*arguments, start_timeout_s=START_TIMEOUT_S) as cluster:
+APART = ("--prefill", "1", "--decode", "1")
+
+
+@pytest.mark.parametrize("connector", ["", "tcp", "nixl"])
+def test_a_cluster_answers_as_vllm_alone(expected: Any, adapter: Path, connector: str, tmp_path: Path) -> None:
+    """One worker, or two between which KV travels encrypted or through NIXL; the tests of faults have mapped memory."""
+    layout: tuple[str, ...] = (*APART, "--kv-connector", connector) if connector else ("--workers", "1")
+    if connector == "tcp":
+        make_keys(tmp_path / "keys")
+        layout += ("--network-keys", str(tmp_path / "keys"))
+    environment = nixl_environment_of_vllm() if connector == "nixl" else {}
+    arguments = (*cluster_arguments(), *layout, "--kv-cache-gib", "0.1", "--lora", f"{ADAPTER}={adapter}")
+    with Cluster(*arguments, start_timeout_s=START_TIMEOUT_S, env=environment) as cluster:
         asked = requests()
         found: dict[int, Any] = {}
         with ThreadPoolExecutor(4) as pool:
@@ -124,5 +135,6 @@ def test_a_cluster_answers_as_vllm_alone(expected: Any, adapter: Path, size: tup
         assert not wrong
         cluster.wait_for(cluster.all_blocks_free)
         has_moved = any(each.load.num_transferred_bytes for each in cluster.status().workers)
-        assert has_moved == ("--prefill" in size)
-        assert all(pair.connector == "tcp" for each in cluster.status().workers for pair in each.pairs)
+        assert has_moved == bool(connector)
+        connectors = {pair.connector for each in cluster.status().workers for pair in each.pairs}
+        assert connectors == ({connector} if connector else set())
