@@ -18,6 +18,7 @@ from bench.support.report import Aim, Report, finish, new_parser
 from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
+    PairChanges,
     PairStatus,
     RegisterWorker,
     WorkerInfo,
@@ -60,7 +61,7 @@ def build(num_workers: int, rng: random.Random, prompts: list[list[bytes]], spre
             waiting_tokens=[(0, rng.randrange(20_000))],
             prompt_tokens_per_s=rng.uniform(8_000, 12_000),
         )
-        mine = pairs if info.role == "prefill" else []
+        mine = PairChanges(0, pairs if info.role == "prefill" else [])
         table.on_status(0, WorkerStatus(info.worker_id, info.epoch, info.role, load, mine, log.take()))
     return table
 

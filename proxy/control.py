@@ -92,7 +92,7 @@ class Control:
             case RegisterWorker():
                 self._register(now, identity, message)
             case WorkerStatus():
-                message, dropped = plausible_status(message, *self._table.last_report(message.epoch))
+                message, dropped = plausible_status(message, self._table.last_load(message.epoch))
                 if dropped:
                     self._refusals.count("implausible_figure", f"{', '.join(dropped)} of {message.worker_id}")
                 known = self._table.on_status(now, message)

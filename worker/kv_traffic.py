@@ -16,7 +16,7 @@ from tandem.decode_worker.actions import Receive, SendToPeer, Ship
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.protocol.messages.checks import check_finish_transfer, check_open_pair, check_reserved
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.membership import PairStatus, PairTraffic, WorkerInfo
+from tandem.protocol.messages.membership import PairChanges, PairStatus, PairTraffic, WorkerInfo
 from tandem.protocol.messages.transfer import (
     ClosePair,
     CloseTransfer,
@@ -37,6 +37,7 @@ from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.worker.pairs.incoming_table import IncomingPairTable
 from tandem.worker.pairs.outgoing import OutgoingPairs
 from tandem.worker.pairs.outgoing_table import OutgoingPairTable
+from tandem.worker.pairs.reported_pairs import ReportedPairs
 from tandem.worker.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -73,9 +74,7 @@ class KVTraffic(Generic[A]):
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.num_bytes = self.num_compared_blocks = self.num_corrupt_blocks = 0
-        self.num_pair_changes = 0
-        """See WorkerStatus."""
-        self._reported: list[PairStatus] | None = None
+        self._pair_changes = ReportedPairs()
         self._outgoing_table = OutgoingPairTable(
             worker=info,
             pids=host.pids,
@@ -136,18 +135,18 @@ class KVTraffic(Generic[A]):
         """Returns the state of the pairs that this worker has opened."""
         return self._outgoing_table.status()
 
-    def take_status(self) -> list[PairStatus] | None:
-        """Returns the state of the pairs for the next report, or None if it has not changed since the last call."""
-        status = self.status()
-        if status == self._reported:
-            return None
-        self._reported = status
-        self.num_pair_changes += 1
-        return status
+    @property
+    def num_pair_changes(self) -> int:
+        """See WorkerStatus."""
+        return self._pair_changes.num_changes
+
+    def take_pair_changes(self) -> PairChanges | None:
+        """Returns what the next report says of the pairs, or None if nothing has changed since the last call."""
+        return self._pair_changes.take(self.status())
 
     def restart_reports(self) -> None:
         """Lets the next report have all pairs, with their traffic."""
-        self._reported = None
+        self._pair_changes.restart()
         self._outgoing_table.restart_traffic()
 
     def take_traffic(self) -> list[PairTraffic]:

@@ -211,7 +211,7 @@ class Presence(Generic[A]):
         self._registration.send_to_all(self._status())
 
     def _status(self) -> WorkerStatus:
-        load, pairs = self._report(self._num_role_changes), self._traffic.take_status()
+        load, pairs = self._report(self._num_role_changes), self._traffic.take_pair_changes()
         prefixes, tier_prefixes = self._requests.take_prefixes()
         info = self.info
         return WorkerStatus(

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 26
+PROTOCOL_VERSION = 27
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -159,6 +159,17 @@ class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why it was refused or failed; of a ready pair, why better connectors could not be used."""
 
 
+class PairChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Pairs that a prefill worker has opened, or what has changed of them."""
+
+    since: int
+    """`WorkerStatus.num_pair_changes` of the report to which this adds; 0 if it has all pairs."""
+    changed: list[PairStatus]
+    """At most one of each decode worker's epoch."""
+    gone: list[str] = []
+    """Epochs of decode workers with which it has no pair any more."""
+
+
 class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Worker to proxy, once per connection and whenever the proxy does not know the worker."""
 
@@ -185,8 +196,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     epoch: str
     role: Role
     load: WorkerLoad
-    pairs: list[PairStatus] | None = None
-    """Pairs that it has opened; None if they are as in the report before."""
+    pairs: PairChanges | None = None
+    """None if the pairs that it has opened are as in the report before."""
     prefixes: PrefixUpdate | None = None
     """Changes of the pool's prefixes."""
     draining: bool = False
@@ -194,7 +205,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     tier_prefixes: PrefixUpdate | None = None
     """Changes of the prefixes that it can load from the tiers below the pool."""
     num_pair_changes: int = 0
-    """Number of reports with pairs so far, which shows a proxy that it has missed one."""
+    """Number of reports with changed pairs up to this one, which shows a proxy that it has missed one."""
 
 
 class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

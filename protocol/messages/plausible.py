@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.messages.checks import MAX_PAIRS, MAX_TIERS
-from tandem.protocol.messages.membership import PairStatus, PrefixUpdate, WorkerLoad, WorkerStatus
+from tandem.protocol.messages.membership import PrefixUpdate, WorkerLoad, WorkerStatus
 
 MAX_FIGURE = 1e15
 """Seconds, or tokens per second, above which a figure is wrong."""
@@ -38,12 +38,11 @@ def plausible_count(value: int, most: int = MAX_COUNT) -> int:
     return min(max(value, 0), most)
 
 
-def plausible_status(
-    message: WorkerStatus, last_load: WorkerLoad, last_pairs: list[PairStatus]
-) -> tuple[WorkerStatus, list[str]]:
-    """Replaces what cannot be true by what the worker's last report had. Returns also the names of what was replaced.
+def plausible_status(message: WorkerStatus, last_load: WorkerLoad) -> tuple[WorkerStatus, list[str]]:
+    """Replaces figures that cannot be true by those of the worker's last report. Returns also the names of what was
+    replaced.
 
-    A truncated prefix update is left out, so that the gap in the numbers makes the proxy ask for all prefixes.
+    Too many pairs and truncated prefix updates are left out; the gap in the numbers makes the proxy ask for all.
     """
     dropped: list[str] = []
     load: dict[str, Any] = {}
@@ -55,8 +54,8 @@ def plausible_status(
             load[field] = getattr(last_load, field)
             dropped.append(f"load.{field}")
     changes: dict[str, Any] = {"load": msgspec.structs.replace(message.load, **load)} if load else {}
-    if message.pairs is not None and len(message.pairs) > MAX_PAIRS:
-        changes["pairs"] = last_pairs
+    if (pairs := message.pairs) is not None and max(len(pairs.changed), len(pairs.gone)) > MAX_PAIRS:
+        changes["pairs"] = None
         dropped.append("pairs")
     for field in ("prefixes", "tier_prefixes"):
         update: PrefixUpdate | None = getattr(message, field)

@@ -24,7 +24,7 @@ class WorkerReadiness:
         self._has_registered = asyncio.Event()  # stays set: the table remembers the last workers' limits
 
     def on_cluster_changed(self) -> None:
-        if self._table.workers():
+        if not self._has_registered.is_set() and self._table.workers():
             self._has_registered.set()
 
     async def limits(self) -> ModelLimits:

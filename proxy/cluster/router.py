@@ -278,7 +278,7 @@ class Router:
         """Returns the worker that decodes what `prefill` computes: the same one, or one that it has a pair with."""
         if prefill.role == "decode":
             return prefill
-        peers = [record for record in prefill.decode_peers if record.worker.epoch not in prompt.exclude]
+        peers = [record for record in prefill.decode_peers.values() if record.worker.epoch not in prompt.exclude]
         return self._cheapest_decode(_without(peers, prompt.avoid), prefill, prompt, held)
 
     def _cheapest_decode(
@@ -326,9 +326,8 @@ def _may_take(record: WorkerRecord, prompt: PromptShape) -> bool:
     """Whether neither the worker nor each worker that could decode what it computes is excluded."""
     if record.worker.epoch in prompt.exclude:
         return False
-    peers = record.decode_peers
     is_alone = not prompt.needs_decode or record.role == "decode"
-    return is_alone or any(peer.worker.epoch not in prompt.exclude for peer in peers)
+    return is_alone or any(epoch not in prompt.exclude for epoch in record.decode_peers)
 
 
 def _without(candidates: list[WorkerRecord], avoid: frozenset[str]) -> list[WorkerRecord]:

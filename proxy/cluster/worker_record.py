@@ -9,15 +9,12 @@ import msgspec
 from tandem.protocol.messages.membership import (
     DECODE_ROLES,
     PREFILL_ROLES,
-    PairStatus,
-    PairTraffic,
     Role,
     WorkerInfo,
     WorkerLoad,
 )
+from tandem.proxy.cluster.known_pairs import KnownPairs
 from tandem.proxy.cluster.worker_load import WorkerUse
-
-MAX_REFUSED_PAIRS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +44,12 @@ class WorkerRecord:
     use: WorkerUse
     """What the router counts on it."""
     load: WorkerLoad = field(default_factory=WorkerLoad)
-    pairs: list[PairStatus] = field(default_factory=list)
-    refused_pairs: list[PairStatus] = field(default_factory=list)
-    """One for each reason, at most `MAX_REFUSED_PAIRS`, for reports without all pairs."""
-    num_pair_changes: int = 0
-    """Number of the report that `pairs` came with."""
-    has_missed_pairs: bool = False
-    traffic: dict[str, PairTraffic] = field(default_factory=dict)
-    """KV shipped, by decode worker."""
+    pairs: KnownPairs = field(default_factory=KnownPairs)
     draining: bool = False
     """Whether it gets no new work."""
-    decode_peers: list[WorkerRecord] = field(default_factory=list)
-    """Workers that decode prompts which this one computes: those of its ready pairs, and itself in role any."""
+    decode_peers: dict[str, WorkerRecord] = field(default_factory=dict)
+    """Workers that decode prompts which this one computes, by epoch: those of its ready pairs, and itself in role any.
+    """
     lora_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
     """See RegisterWorker."""
     quantization: str = ""
@@ -76,6 +67,10 @@ class WorkerRecord:
         if self.role == self.worker.role:
             return self.worker
         return msgspec.structs.replace(self.worker, role=self.role)
+
+    @property
+    def takes_decodes(self) -> bool:
+        return self.role in DECODE_ROLES and not self.draining
 
     @property
     def num_ready_pairs(self) -> int:

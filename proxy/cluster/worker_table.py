@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.protocol.messages.checks import MAX_PAIRS
 from tandem.protocol.messages.membership import (
     DECODE_ROLES,
     PREFILL_ROLES,
     PROTOCOL_VERSION,
     PROXY_SILENCE_S,
-    PairStatus,
     RegisterWorker,
     Role,
     WorkerInfo,
@@ -27,7 +25,6 @@ from tandem.protocol.messages.membership import (
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_load import WorkerUse
 from tandem.proxy.cluster.worker_record import (
-    MAX_REFUSED_PAIRS,
     LostWorker,
     MembershipChange,
     ModelLimits,
@@ -66,7 +63,6 @@ class WorkerTable:
         self.block_size = 1
         self.prefixes = PrefixIndex()  # of the KV pools
         self.tier_prefixes = PrefixIndex()  # of the tiers below them; same bits
-        self._decodes_by_epoch: dict[str, WorkerRecord] = {}
         self._typical_speed = _UNKNOWN_SPEED
         self._limits: ModelLimits | None = None
         self.num_changes = 0
@@ -105,7 +101,7 @@ class WorkerTable:
         assert bit == tier_bit
         self._timers.on_heard(now, worker.epoch)
         self._silent.pop(worker.worker_id, None)
-        self._by_epoch[worker.epoch] = WorkerRecord(
+        record = self._by_epoch[worker.epoch] = WorkerRecord(
             worker,
             worker.role,
             limits,
@@ -115,13 +111,14 @@ class WorkerTable:
             quantization=message.quantization,
             engine=message.engine,
         )
+        self._on_worker(record)
         self._rebuild()
         return MembershipChange([LostWorker(old, "it was restarted") for old in namesakes], [worker])
 
-    def last_report(self, epoch: str) -> tuple[WorkerLoad, list[PairStatus]]:
-        """Returns the worker's last load and pairs; empty ones if it is not registered."""
+    def last_load(self, epoch: str) -> WorkerLoad:
+        """Returns the worker's last load; an empty one if it is not registered."""
         record = self._by_epoch.get(epoch)
-        return (record.load, record.pairs) if record is not None else (WorkerLoad(), [])
+        return record.load if record is not None else WorkerLoad()
 
     def on_status(self, now: float, message: WorkerStatus) -> bool:
         """Stores a report of plausible figures (`protocol.messages.plausible`).
@@ -146,30 +143,14 @@ class WorkerTable:
         elif now < record.role_ordered_until:
             role = record.role
         draining = message.draining or now < record.drain_ordered_until
-        has_other_pairs = self._take_pairs(record, message)
+        changed_pairs = record.pairs.apply(message.pairs, message.num_pair_changes)
+        record.pairs.add_traffic(message.load.traffic)
+        if changed_pairs:
+            self._on_pairs(record, changed_pairs)
         if (draining, role) != (record.draining, record.role):
             record.draining, record.role = draining, role
+            self._on_worker(record)
             self._rebuild()
-        elif has_other_pairs:
-            self._on_pairs(record)
-        return True
-
-    def _take_pairs(self, record: WorkerRecord, message: WorkerStatus) -> bool:
-        """Stores what the report says of pairs. Returns whether they have changed."""
-        record.traffic.update((each.decode_worker_id, each) for each in message.load.traffic)
-        if len(record.traffic) > MAX_PAIRS:
-            record.traffic.clear()
-        if message.pairs is None:
-            record.has_missed_pairs = message.num_pair_changes != record.num_pair_changes
-            return False
-        record.has_missed_pairs, record.num_pair_changes = False, message.num_pair_changes
-        if message.pairs == record.pairs:
-            return False
-        record.pairs = message.pairs
-        refused = {pair.reason: pair for pair in reversed(record.pairs) if pair.state == "refused"}
-        record.refused_pairs = list(refused.values())[:MAX_REFUSED_PAIRS]
-        peers = {pair.decode_worker_id for pair in record.pairs}
-        record.traffic = {name: figures for name, figures in record.traffic.items() if name in peers}
         return True
 
     def on_left(self, epoch: str) -> MembershipChange:
@@ -224,6 +205,7 @@ class WorkerTable:
         for record in self._by_epoch.values():
             if record.worker.worker_id == worker_id:
                 record.draining, record.drain_ordered_until = True, now + _ORDER_S
+                self._on_worker(record)
                 self._rebuild()
 
     def change_role(self, now: float, worker_id: str, role: Role) -> str:
@@ -239,6 +221,7 @@ class WorkerTable:
                 return f"{worker_id} is the last worker that may {phase}; give another worker that role first"
         if record.role != role:
             record.role, record.role_ordered_until = role, now + _ORDER_S
+            self._on_worker(record)
             self._rebuild()
         return ""
 
@@ -249,7 +232,7 @@ class WorkerTable:
     def needs_restart(self, epoch: str) -> bool:
         """Whether the worker must report all its cached blocks and pairs again, because some were missed."""
         record = self._by_epoch.get(epoch)
-        has_missed_pairs = record is not None and record.has_missed_pairs
+        has_missed_pairs = record is not None and record.pairs.has_missed
         return has_missed_pairs or self.prefixes.needs_restart(epoch) or self.tier_prefixes.needs_restart(epoch)
 
     def limits(self) -> ModelLimits:
@@ -295,7 +278,7 @@ class WorkerTable:
     def pair_trouble(self) -> str | None:
         """Returns why a pair of workers is not connected, for operators: it names workers and their addresses."""
         for record in self.prefill_workers:
-            for pair in record.pairs:
+            for pair in record.pairs.all():
                 if pair.state != "ready":
                     reason = f" ({pair.reason})" if pair.reason else ""
                     return f"{record.worker.worker_id} to {pair.decode_worker_id} is {pair.state}{reason}"
@@ -306,8 +289,8 @@ class WorkerTable:
         return [
             WorkerReport(
                 record.info,
-                msgspec.structs.replace(record.load, traffic=list(record.traffic.values()) if with_pairs else []),
-                record.pairs if with_pairs else record.refused_pairs,
+                msgspec.structs.replace(record.load, traffic=record.pairs.traffic() if with_pairs else []),
+                record.pairs.all() if with_pairs else record.pairs.refused(),
                 self._timers.silence_s(now, record.worker.epoch),
                 record.num_ready_pairs,
                 record.draining,
@@ -327,7 +310,7 @@ class WorkerTable:
         return MembershipChange(lost)
 
     def _delete(self, epoch: str) -> None:
-        del self._by_epoch[epoch]
+        self._on_worker(self._by_epoch.pop(epoch))
         self._timers.forget(epoch)
         self.prefixes.leave(epoch)
         self.tier_prefixes.leave(epoch)
@@ -339,27 +322,31 @@ class WorkerTable:
         self.num_list_changes += 1
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
         available = [record for record in records if not record.draining]
-        decodes = [record for record in available if record.role in DECODE_ROLES]
-        prefills = [record for record in available if record.role in PREFILL_ROLES]
-        self._decodes_by_epoch = {record.worker.epoch: record for record in decodes}
-        for record in prefills:
-            record.decode_peers = self._find_decode_peers(record)
-        self.decode_workers = decodes
-        self.decode_only_workers = [record for record in decodes if record.role == "decode"]
-        self.prefill_workers = prefills
-        self.paired_prefill_workers = [record for record in prefills if record.decode_peers]
+        self.decode_workers = [record for record in available if record.role in DECODE_ROLES]
+        self.decode_only_workers = [record for record in self.decode_workers if record.role == "decode"]
+        self.prefill_workers = [record for record in available if record.role in PREFILL_ROLES]
+        self.paired_prefill_workers = [record for record in self.prefill_workers if record.decode_peers]
         if records:
             self.block_size = records[0].limits.block_size
 
-    def _on_pairs(self, record: WorkerRecord) -> None:
-        """Finds the decode peers of a worker whose pairs have changed."""
-        self.num_changes += 1
-        if record.role in PREFILL_ROLES and not record.draining:
-            had_peers, record.decode_peers = bool(record.decode_peers), self._find_decode_peers(record)
-            if bool(record.decode_peers) != had_peers:
-                self.paired_prefill_workers = [each for each in self.prefill_workers if each.decode_peers]
+    def _on_worker(self, record: WorkerRecord) -> None:
+        """Updates the decode peers of all workers when this one has joined, changed or gone. `_rebuild` must follow."""
+        for each in self._by_epoch.values():
+            self._update_peer(each, record.worker.epoch)
 
-    def _find_decode_peers(self, record: WorkerRecord) -> list[WorkerRecord]:
-        found = (self._decodes_by_epoch.get(pair.decode_epoch) for pair in record.pairs if pair.state == "ready")
-        own = [record] if record.role in DECODE_ROLES else []
-        return own + [peer for peer in found if peer is not None]
+    def _on_pairs(self, record: WorkerRecord, changed: list[str]) -> None:
+        """Updates the decode peers of a worker whose pairs with these epochs have changed."""
+        self.num_changes += 1
+        had_peers = bool(record.decode_peers)
+        for epoch in changed:
+            self._update_peer(record, epoch)
+        if bool(record.decode_peers) != had_peers:
+            self.paired_prefill_workers = [each for each in self.prefill_workers if each.decode_peers]
+
+    def _update_peer(self, record: WorkerRecord, epoch: str) -> None:
+        """Finds out whether the worker of this epoch is a decode peer of `record`."""
+        peer = self._by_epoch.get(epoch)
+        if peer is not None and peer.takes_decodes and (peer is record or record.pairs.is_ready(epoch)):
+            record.decode_peers[epoch] = peer
+        else:
+            record.decode_peers.pop(epoch, None)

@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
+    PairChanges,
     PairStatus,
     RegisterWorker,
     WorkerInfo,
@@ -26,7 +27,7 @@ def test_the_reason_for_not_being_ready_names_no_address() -> None:
     for worker in (prefill, decode):
         table.on_register(0.0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 100, "m", 64))
     pair = PairStatus("decode-0", "d", "refused", reason="10.0.0.2 has another layout")
-    table.on_status(0.0, WorkerStatus("prefill-0", "p", "prefill", WorkerLoad(), [pair]))
+    table.on_status(0.0, WorkerStatus("prefill-0", "p", "prefill", WorkerLoad(), PairChanges(0, [pair])))
     reason = table.why_not_ready()
     assert reason is not None and "10.0.0" not in reason and "decode-0" not in reason
     assert "10.0.0.2 has another layout" in str(table.pair_trouble()), "operators see it"

@@ -24,6 +24,7 @@ DECODE, TRANSFER, PREFILL = (
     "prefill_worker/prefill_scheduler.py",
 )
 TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt_table.py"
+KNOWN_PAIRS = "proxy/cluster/known_pairs.py"
 SEQUENCES = "decode_worker/sequence_table.py"
 LAUNCHER, ROLES, SUPERVISOR = (
     "deploy/launch/launcher.py",

@@ -8,6 +8,7 @@ from tests.simulation.mutation import (
     DISPATCHER,
     INCOMING,
     INCOMING_TABLE,
+    KNOWN_PAIRS,
     OUTGOING_TABLE,
     PREFILL,
     PROMPTS,
@@ -190,6 +191,24 @@ PURE = (
         TABLE,
         "        for old in namesakes:\n            self._delete(old.epoch)\n",
         "",
+    ),
+    Mutation(
+        "a gap in the changes of pairs is not noticed",
+        KNOWN_PAIRS,
+        "update.since not in (0, self._num_changes)",
+        "False",
+    ),
+    Mutation(
+        "pairs with gone workers stay known",
+        KNOWN_PAIRS,
+        "for epoch in gone if self._forget(epoch)",
+        "for epoch in gone if False",
+    ),
+    Mutation(
+        "a worker that has joined or changed is no decode peer",
+        TABLE,
+        "            self._update_peer(each, record.worker.epoch)",
+        "            pass",
     ),
     Mutation(
         "a worker that leaves is not removed",

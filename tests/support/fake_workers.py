@@ -35,6 +35,7 @@ from tandem.protocol.messages.dispatch import (
 )
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
+    PairChanges,
     PairStatus,
     RegisterWorker,
     Role,
@@ -143,7 +144,7 @@ class FakeWorkers:
             info.epoch,
             info.role,
             WorkerLoad(tiers=[TierFigures("host", num_blocks=len(log.cached))] if log is not None else []),
-            pairs if info.role == "prefill" else [],
+            PairChanges(0, pairs if info.role == "prefill" else []),
             tier_prefixes=log.take() if log is not None else None,
         )
 

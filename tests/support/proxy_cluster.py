@@ -24,6 +24,7 @@ from tandem.protocol.messages.dispatch import (
 )
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
+    PairChanges,
     PairStatus,
     RegisterWorker,
     WorkerInfo,
@@ -140,7 +141,8 @@ class Cluster:
                 0, RegisterWorker(PROTOCOL_VERSION, worker, self._max_model_len, 500, "m", 64)
             )
         there = self.worker_table.workers()
-        pairs = [PairStatus(w.worker_id, w.epoch, "ready") for w in there if w.role == "decode"]
+        ready = [PairStatus(w.worker_id, w.epoch, "ready") for w in there if w.role == "decode"]
+        pairs = PairChanges(0, ready)
         for worker in there:
             if worker.role == "prefill":
                 self.worker_table.on_status(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tandem.deploy.launch import draining
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
+    PairChanges,
     PairStatus,
     RegisterWorker,
     Role,
@@ -54,7 +55,7 @@ def _table() -> tuple[WorkerTable, list[WorkerInfo]]:
     for worker in workers:
         table.on_register(0.0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
     pairs = [PairStatus(worker.worker_id, worker.epoch, "ready") for worker in workers[1:]]
-    table.on_status(0.0, WorkerStatus("prefill-0", "prefill-0/1", "prefill", WorkerLoad(), pairs))
+    table.on_status(0.0, WorkerStatus("prefill-0", "prefill-0/1", "prefill", WorkerLoad(), PairChanges(0, pairs)))
     return table, workers
 
 
@@ -64,7 +65,7 @@ def test_draining_workers_get_no_requests_but_stay_registered() -> None:
     table.on_status(0.1, WorkerStatus(first.worker_id, first.epoch, first.role, WorkerLoad(), draining=True))
     assert table.num_changes > changes
     [record] = table.paired_prefill_workers
-    assert [peer.worker for peer in record.decode_peers] == [second]
+    assert [peer.worker for peer in record.decode_peers.values()] == [second]
     assert {report.worker.worker_id: report.draining for report in table.report(0.1)} == {
         "prefill-0": False, "decode-0": True, "decode-1": False,
     }  # fmt: skip

@@ -16,6 +16,7 @@ from tandem.protocol.messages.membership import (
     ClusterView,
     FromProxyControl,
     GetStatus,
+    PairChanges,
     PairStatus,
     PrefixUpdate,
     RegisterWorker,
@@ -106,9 +107,9 @@ STATUSES = st.builds(
     ),
     WORKERS,
     anything(WorkerLoad),
-    st.lists(anything(PairStatus), max_size=2)
-    | st.just([PairStatus(DECODE.worker_id, DECODE.epoch, "ready")] * 2)
-    | st.just([PairStatus("d", "e", "failed")] * 5000),
+    anything(PairChanges)
+    | st.just(PairChanges(0, [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")] * 2))
+    | st.just(PairChanges(0, [PairStatus("d", "e", "failed")] * 5000)),
     st.none() | anything(PrefixUpdate),
     st.none() | anything(PrefixUpdate),
 )
@@ -126,7 +127,7 @@ def test_no_report_of_a_worker_makes_the_proxy_lose_it(reports: list[WorkerStatu
             loop.now += 0.25
             for worker in (PREFILL, DECODE):
                 mine = [report for report in reports if report.worker_id == worker.worker_id]
-                plain = WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad(), [])
+                plain = WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad())
                 answer = proxy.receive(mine[number % len(mine)] if mine else plain)
                 assert isinstance(answer, ClusterView) and answer.known
             proxy.control._check()
@@ -153,7 +154,7 @@ def test_a_rounding_error_in_a_report_does_not_silence_the_worker() -> None:
             (WorkerLoad(fixed_step_s=-3e-18), []),
             (WorkerLoad(fixed_step_s=-3.0), ["implausible_figure"]),
         ):
-            answer = proxy.receive(WorkerStatus(DECODE.worker_id, DECODE.epoch, DECODE.role, load, []))
+            answer = proxy.receive(WorkerStatus(DECODE.worker_id, DECODE.epoch, DECODE.role, load))
             assert isinstance(answer, ClusterView) and answer.known
             assert proxy.refused == refused
         proxy.control.close()
@@ -244,14 +245,14 @@ def test_a_proxy_that_has_missed_pairs_asks_for_them() -> None:
     async def run() -> None:
         proxy = Proxy()
         table = proxy.cluster.worker_table
-        pairs = [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")]
+        pairs = PairChanges(0, [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")])
         status = WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, WorkerLoad(), pairs, num_pair_changes=3)
         for message, is_missing in (
             (status, False),
             (msgspec.structs.replace(status, pairs=None), False),
             (msgspec.structs.replace(status, pairs=None, num_pair_changes=4), True),
             (msgspec.structs.replace(status, pairs=None, num_pair_changes=4), True),
-            (msgspec.structs.replace(status, pairs=[], num_pair_changes=5), False),
+            (msgspec.structs.replace(status, pairs=PairChanges(0, []), num_pair_changes=5), False),
         ):
             answer = proxy.receive(message)
             assert isinstance(answer, ClusterView) and answer.restart == is_missing
@@ -264,7 +265,7 @@ def test_a_proxy_that_has_missed_pairs_asks_for_them() -> None:
 def test_a_worker_that_the_proxy_has_lost_is_told_so() -> None:
     async def run() -> None:
         proxy = Proxy()
-        report = WorkerStatus(DECODE.worker_id, DECODE.epoch, DECODE.role, WorkerLoad(), [])
+        report = WorkerStatus(DECODE.worker_id, DECODE.epoch, DECODE.role, WorkerLoad())
         answers = [proxy.receive(report)]
         proxy.receive(WorkerLeft(DECODE.worker_id, DECODE.epoch))
         answers.append(proxy.receive(report))
@@ -277,7 +278,9 @@ def test_a_worker_that_the_proxy_has_lost_is_told_so() -> None:
 def test_a_report_has_as_much_as_is_asked_for() -> None:
     async def run() -> None:
         proxy = Proxy()
-        pairs = [PairStatus(DECODE.worker_id, DECODE.epoch, "ready"), *[PairStatus("d", "e", "failed")] * 1000]
+        ready, failed = PairStatus(DECODE.worker_id, DECODE.epoch, "ready"), PairStatus("d", "e", "failed")
+        others = [msgspec.structs.replace(failed, decode_epoch=f"e{number}") for number in range(1000)]
+        pairs = PairChanges(0, [ready, *others])
         proxy.receive(WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, WorkerLoad(), pairs, None))
         found: dict[str, StatusReport] = {}
         for detail in get_args(StatusDetail):

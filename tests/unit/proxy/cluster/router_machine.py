@@ -8,6 +8,7 @@ from typing import Any
 from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
+    PairChanges,
     PairStatus,
     RegisterWorker,
     Role,
@@ -67,7 +68,15 @@ class RouterMachine:
         prefixes, tier_prefixes = self.logs[info.epoch].take(), self.tier_logs[info.epoch].take()
         self.table.on_status(
             0,
-            WorkerStatus(info.worker_id, info.epoch, info.role, reported, pairs, prefixes, tier_prefixes=tier_prefixes),
+            WorkerStatus(
+                info.worker_id,
+                info.epoch,
+                info.role,
+                reported,
+                PairChanges(0, pairs),
+                prefixes,
+                tier_prefixes=tier_prefixes,
+            ),
         )
 
     def cache(self, info: WorkerInfo, token_ids: list[int]) -> None:

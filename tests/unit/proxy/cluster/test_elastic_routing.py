@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.protocol.messages.membership import (
+    PairChanges,
     PairStatus,
     WorkerLoad,
     WorkerStatus,
@@ -114,7 +115,7 @@ def test_a_changed_role_counts_at_once() -> None:
     assert world.table.change_role(0.0, "decode-0", "prefill") == ""
     assert prefill_of(world.router.pick(PromptShape(10))) == "prefill-0", "it has no pair yet"
     flipped = world.decodes[0]
-    pairs = [PairStatus("decode-1", world.decodes[1].epoch, "ready")]
+    pairs = PairChanges(0, [PairStatus("decode-1", world.decodes[1].epoch, "ready")])
     load = WorkerLoad(prompt_tokens_per_s=1e6, num_blocks=100, num_free_blocks=100)
     world.table.on_status(0, WorkerStatus(flipped.worker_id, flipped.epoch, "prefill", load, pairs))
     assert where(world.router.pick(PromptShape(10))) == ("decode-0", "decode-1")

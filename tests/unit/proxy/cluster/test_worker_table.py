@@ -9,6 +9,7 @@ from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PROXY_SILENCE_S,
+    PairChanges,
     PairStatus,
     PairTraffic,
     PrefixUpdate,
@@ -36,7 +37,7 @@ def register(info: WorkerInfo, max_model_len: int = 2048, version: int = PROTOCO
 
 def status(info: WorkerInfo, *peers: WorkerInfo, state: str = "ready") -> WorkerStatus:
     pairs = [PairStatus(peer.worker_id, peer.epoch, state) for peer in peers]  # type: ignore[arg-type]
-    return WorkerStatus(info.worker_id, info.epoch, info.role, WorkerLoad(), pairs)
+    return WorkerStatus(info.worker_id, info.epoch, info.role, WorkerLoad(), PairChanges(0, pairs))
 
 
 def cluster(num_prefill: int, num_decode: int) -> tuple[WorkerTable, list[WorkerInfo], list[WorkerInfo]]:
@@ -229,7 +230,7 @@ def test_a_pair_with_an_old_epoch_is_not_used() -> None:
     assert not table.paired_prefill_workers
     table.on_status(1.0, status(prefill, new))
     [record] = table.paired_prefill_workers
-    assert [peer.worker for peer in record.decode_peers] == [new]
+    assert [peer.worker for peer in record.decode_peers.values()] == [new]
 
 
 def test_a_role_change_is_refused_when_it_would_stop_the_service() -> None:
@@ -359,7 +360,9 @@ def test_a_report_without_pairs_counts_those_that_may_be_used() -> None:
     ready = [PairStatus(each.worker_id, each.epoch, "ready") for each in (one, other)]
     pairs = [*ready, PairStatus("gone", "gone", "ready"), *refused]
     traffic = [PairTraffic(one.worker_id, 5, 1, 0.5)]
-    message = msgspec.structs.replace(status(prefill), pairs=pairs, load=WorkerLoad(num_running=3, traffic=traffic))
+    message = msgspec.structs.replace(
+        status(prefill), pairs=PairChanges(0, pairs), load=WorkerLoad(num_running=3, traffic=traffic)
+    )
     table.on_status(0.1, message)
 
     def reported(*, with_pairs: bool) -> WorkerReport:

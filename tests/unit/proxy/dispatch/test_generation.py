@@ -14,7 +14,7 @@ from tandem.protocol.messages.dispatch import (
     PrepareDecode,
     StartPrefill,
 )
-from tandem.protocol.messages.membership import PairStatus, WorkerLoad, WorkerStatus
+from tandem.protocol.messages.membership import PairChanges, PairStatus, WorkerLoad, WorkerStatus
 from tandem.protocol.messages.sampling import FinishReason
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
@@ -210,7 +210,7 @@ def test_too_many_waiting_are_refused() -> None:
 
 def test_a_first_token_predicted_after_the_deadline_is_refused() -> None:
     async def test(cluster: Cluster) -> None:
-        pairs = [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")]
+        pairs = PairChanges(0, [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")])
 
         def report(num_waiting_tokens: int) -> None:
             load = WorkerLoad(prompt_tokens_per_s=1000.0, waiting_tokens=[(0, num_waiting_tokens)])
