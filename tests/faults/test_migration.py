@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster import MODEL, NOW, Cluster
+from tests.support.cluster import MODEL, Cluster
 from tests.support.sse import events_of
 
 NUM_TOKENS = 500
@@ -122,11 +122,6 @@ def text_of(delta: dict[str, Any]) -> str:
     return (delta.get("content") or "") + "".join(call["function"].get("arguments") or "" for call in calls)
 
 
-def num_migrations(cluster: Cluster) -> float:
-    text = httpx.get(f"{cluster.admin_url}/metrics", headers=NOW, timeout=120).text
-    return float(re.findall(r"^tandem_migrations_total (\S+)", text, re.MULTILINE)[0])
-
-
 def check_same(answers: list[Any], expected: list[Any]) -> None:
     for body, answer, reference in zip(REQUESTS, answers, expected, strict=True):
         for got, wanted in zip(answer, reference, strict=True):
@@ -161,11 +156,11 @@ def start_all(cluster: Cluster, pool: ThreadPoolExecutor) -> list[Future[Any]]:
 
 @pytest.mark.timeout(600)
 def test_streams_survive_the_loss_of_a_decode_worker(running: Cluster, undisturbed: list[Any]) -> None:
-    before, gone = num_migrations(running), running.worker("decode-0").worker
+    before, gone = running.num_migrations(), running.worker("decode-0").worker
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         answers = start_all(running, pool)
         os.kill(gone.pid, signal.SIGKILL)
         check_same([answer.result(300) for answer in answers], undisturbed)
-    assert num_migrations(running) > before
+    assert running.num_migrations() > before
     running.wait_for(lambda: is_whole(running, gone.epoch), 240)
     assert running.worker("decode-0").worker.pid != gone.pid

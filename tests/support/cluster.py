@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -162,6 +163,11 @@ class Cluster:
             r.load.num_free_blocks == r.load.num_blocks and not r.load.num_running and not r.load.num_waiting
             for r in report.workers
         )
+
+    def num_migrations(self) -> float:
+        """Sequences that have lost a worker and migrated to another, by all proxies."""
+        text = httpx.get(f"{self.admin_url}/metrics", headers=NOW, timeout=120).text
+        return float(re.findall(r"^tandem_migrations_total (\S+)", text, re.MULTILINE)[0])
 
     def ready_pairs(self) -> set[tuple[str, str]]:
         """Pairs in state "ready" between present workers, as (prefill epoch, decode epoch)."""

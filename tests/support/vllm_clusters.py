@@ -21,9 +21,10 @@ START_TIMEOUT_S = 400.0
 """Limit on the start of a cluster. A worker imports vLLM in 10 s, and in a minute on a machine that is busy."""
 
 
-def cluster_arguments() -> tuple[str, ...]:
-    """Of `tests.support.cluster.Cluster`, for workers with vLLM's engine that compute exactly."""
-    return ("--engine", "vllm", "--engine-python", vllm_python(), "--dtype", "float32", "--threads-per-worker", "1")
+def cluster_arguments(python: str = "") -> tuple[str, ...]:
+    """Of `tests.support.cluster.Cluster`, for workers that compute exactly. python: interpreter with vLLM."""
+    python = python or vllm_python()
+    return ("--engine", "vllm", "--engine-python", python, "--dtype", "float32", "--threads-per-worker", "1")
 
 
 def run_with_vllm(program: Path, *arguments: str, timeout_s: float = 500.0) -> Any:

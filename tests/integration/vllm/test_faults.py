@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
 from tests.faults.leaks import shared_memory
 from tests.faults.streams import Stream
-from tests.support.cluster import MODEL, Cluster, is_alive, tandem
-from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, complete
+from tests.integration.vllm.dozen_streams import LIMIT_S, begin, bodies, check, check_answers, expected_tokens
+from tests.support.cluster import Cluster, is_alive, tandem
+from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments
 
 pytestmark = pytest.mark.timeout(900)
 
-NUM_TOKENS = 120
-LIMIT_S = 200.0
 PAUSE_LIMIT_S = 40.0
 """A frozen worker is noticed after 3.5 s. The rest is for a busy machine, on which another worker starts meanwhile."""
-SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 1, "seed": 5},
-    {"temperature": 0.9, "seed": 6, "top_p": 0.9, "top_k": 40},
-    {"temperature": 0.8, "seed": 7, "presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
-]
-
-
-def bodies() -> list[dict[str, Any]]:
-    """A dozen requests with prompts of 3 to 1,500 tokens."""
-    draw = random.Random(8)
-    lengths = [3, 31, 64, 100, 200, 333, 400, 512, 640, 900, 1200, 1500]
-    return [
-        {
-            "model": MODEL,
-            "prompt": [draw.randrange(4, 2000) for _ in range(length)],
-            "max_tokens": NUM_TOKENS,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **SAMPLING[number % len(SAMPLING)],
-        }
-        for number, length in enumerate(lengths)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -61,37 +34,12 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def expected(cluster: Cluster) -> list[list[int]]:
-    with ThreadPoolExecutor(4) as pool:
-        return [tokens for [tokens] in pool.map(lambda body: complete(cluster, body), bodies())]
+    return expected_tokens(cluster)
 
 
 def is_whole(cluster: Cluster) -> bool:
     present = {report.worker.worker_id for report in cluster.status().workers}
     return present == {"prefill-0", "decode-0", "decode-1"} and len(cluster.ready_pairs()) >= 2
-
-
-def begin(cluster: Cluster, phase: str) -> list[Stream]:
-    """Starts a dozen streams and waits for a phase: that of the prompts, or of the answers."""
-    streams = [Stream(cluster, {**body, "cache_salt": str(time.monotonic())}) for body in bodies()]
-    if phase == "decode":
-        cluster.wait_for(lambda: all(len(each.token_ids) > 8 or each.has_ended for each in streams))
-    else:
-        cluster.wait_for(lambda: any(each.token_ids for each in streams))
-    return streams
-
-
-def check(cluster: Cluster, streams: list[Stream], expected: list[list[int]]) -> None:
-    """Asserts that all streams end with the tokens that they have without a fault, and that no block is taken."""
-    check_answers(streams, expected)
-    cluster.wait_for(cluster.all_blocks_free)
-
-
-def check_answers(streams: list[Stream], expected: list[list[int]]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    assert all(each.wait(max(1.0, deadline - time.monotonic())) for each in streams)
-    assert [each.outcome for each in streams] == ["length"] * len(streams)
-    wrong = [number for number, each in enumerate(streams) if each.token_ids != expected[number]]
-    assert not wrong, f"other tokens: {wrong}"
 
 
 @pytest.mark.parametrize("phase", ["prompt", "decode"])
