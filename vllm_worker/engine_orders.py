@@ -9,6 +9,7 @@ import msgspec
 from tandem.decode_worker.actions import Action
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
+from tandem.runtime.errors import TandemError
 
 
 class AddRequest(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ class EngineOutput(NamedTuple):
     engine_id: str
     tokens: list[SampledToken]
     finish_reason: FinishReason | None = None
-    error: str = ""
+    error: TandemError | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[bytes] | None = None
     """Packed, with the first token."""

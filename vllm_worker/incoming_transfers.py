@@ -61,6 +61,12 @@ class IncomingTransfers:
     def __len__(self) -> int:
         return len(self._transfers)
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a prompt waits for blocks."""
+        waiting = (self._transfers.get(transfer_id) for transfer_id in self._receivers.values())
+        return any(each is not None and not each.is_reserved for each in waiting)
+
     def waits_for(self, message: PrepareDecode) -> bool:
         """Whether the prompt's KV has not arrived."""
         prompt = self._prompts.get(message.transfer_id)

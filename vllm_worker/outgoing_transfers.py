@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.decode_worker.actions import SendToPeer, Ship
+from tandem.prefill_worker.prefill_scheduler import YIELD_AFTER_S
 from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
@@ -37,7 +38,8 @@ class OutgoingTransfer:
     """By attempt; 0 for one that has ended before its first token."""
     going_on: set[str] = field(default_factory=set)
     """Attempts that have a first token and that decode has to continue."""
-    is_computed: bool = False
+    computed_at: float | None = None
+    """When all blocks were complete."""
     finish_sent: bool = False
     ended: bool = False
 
@@ -111,12 +113,13 @@ class OutgoingTransfers:
         reserve = ReserveKV(transfer.pair_id, message.transfer_id, transfer.num_prompt_tokens, message.adapter_digest)
         return [SendToPeer(transfer.pair_id, reserve)]
 
-    def on_computed(self, computed: ComputedBlocks) -> list[VllmAction]:
+    def on_computed(self, now: float, computed: ComputedBlocks) -> list[VllmAction]:
         transfer = self._by_engine_id.get(computed.engine_id)
         if transfer is None:
             return []
         transfer.src_block_ids = computed.block_ids[: transfer.num_blocks]
-        transfer.is_computed = len(transfer.src_block_ids) == transfer.num_blocks
+        if len(transfer.src_block_ids) == transfer.num_blocks:
+            transfer.computed_at = now
         return self._ship(transfer)
 
     def on_engine_error(self, engine_id: str, error: TandemError) -> list[VllmAction]:
@@ -142,6 +145,14 @@ class OutgoingTransfers:
         transfer.first_token_ids.setdefault(attempt_id, 0)
         transfer.going_on.discard(attempt_id)
         return self._after_tokens(transfer)
+
+    def unanswered(self, now: float) -> str | None:
+        """Returns the newest engine request whose blocks the decode worker has had no room for, since YIELD_AFTER_S."""
+        for transfer in reversed(self._by_id.values()):
+            is_waiting = transfer.dst_block_ids is None and not transfer.ended
+            if is_waiting and transfer.computed_at is not None and now - transfer.computed_at >= YIELD_AFTER_S:
+                return transfer.engine_id
+        return None
 
     # ---- from the decode worker and the data path (see worker.kv_traffic)
 
@@ -217,7 +228,7 @@ class OutgoingTransfers:
         if (ship := transfer.next_ship()) is not None:
             actions.append(ship)
         has_tokens = len(transfer.first_token_ids) == len(transfer.message.attempt_ids)
-        if transfer.is_computed and has_tokens and not transfer.finish_sent:
+        if transfer.computed_at is not None and has_tokens and not transfer.finish_sent:
             transfer.finish_sent = True
             actions.append(SendToPeer(transfer.pair_id, self._finish_message(transfer)))
         return actions + self._settle(transfer)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import vllm.envs as vllm_envs
 from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -29,8 +30,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
+from tandem.engine.steps.step_deadline import StepDeadline
 from tandem.protocol.messages.sampling import FinishReason as SamplingFinish
-from tandem.runtime.errors import ConfigError, first_line
+from tandem.runtime.errors import ConfigError, InternalError, TandemError, first_line
 from tandem.runtime.threads import show_thread_name
 from tandem.vllm_worker.engine_orders import (
     AddRequest,
@@ -42,7 +44,7 @@ from tandem.vllm_worker.engine_orders import (
 from tandem.vllm_worker.prefix_events import CollectedEvents, PrefixEvents
 from tandem.vllm_worker.resumed_sequences import OUTPUT
 from tandem.vllm_worker.tandem_connector import RECEIVES, SHIPS, TandemConnector
-from tandem.vllm_worker.vllm_grammars import use_checked_grammars
+from tandem.vllm_worker.vllm_grammars import VllmGrammars
 from tandem.vllm_worker.vllm_lora import Loras
 from tandem.vllm_worker.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
 
@@ -85,6 +87,7 @@ class VllmEngine:
         self._refused: list[EngineOutput] = []
         self._progress: dict[str, int] = {}  # complete blocks of shipping requests at the last report
         self._num_preempted = 0
+        self._deadline = StepDeadline()
         self._prefixes = PrefixEvents()
         self._loras = Loras()
 
@@ -92,6 +95,13 @@ class VllmEngine:
         """Loads the model. The result is there when the engine can take requests; ConfigError if vLLM refuses."""
         self._thread.start()
         return self._ready
+
+    def check(self, now: float) -> str:
+        """Returns why the running step counts as stuck, or an empty string. Call it every CHECK_INTERVAL_S.
+
+        A step has as long as vLLM gives one of several ranks, and the time for its tokens (`StepDeadline`).
+        """
+        return self._deadline.check(now)
 
     def stop(self, timeout_s: float) -> None:
         """Ends after the running step, and waits for that so long."""
@@ -153,9 +163,11 @@ class VllmEngine:
             self._ready.set_exception(error if isinstance(error, ConfigError) else ConfigError(_why_refused(error)))
             return
         self._ready.set_result(None)
+        max_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
         try:
             while self._carry_out():
-                self._step()
+                with self._deadline.waiting(max_tokens, vllm_envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS):
+                    self._step()
         except BaseException as error:
             log.exception("vLLM's engine has failed")
             self._on_failed(error)
@@ -167,6 +179,8 @@ class VllmEngine:
         self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._core.collective_rpc("keep_generated_tokens")
         self._scheduler: Any = self._core.scheduler
+        grammars = VllmGrammars(self._arguments.model, vllm_config.model_config.get_vocab_size())
+        self._grammars = self._core.structured_output_manager = self._scheduler.structured_output_manager = grammars
         self._events = self._scheduler.kv_event_publisher = CollectedEvents()
         self._block_size = vllm_config.cache_config.block_size
         self._connector: TandemConnector = self._scheduler.connector
@@ -233,7 +247,10 @@ class VllmEngine:
         ended = output.finish_reason
         reasons: dict[Any, SamplingFinish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
         reason = reasons.get(ended)
-        error = f"vLLM has ended the request: {ended}" if ended is not None and reason is None else ""
+        error: TandemError | None = None
+        if ended is not None and reason is None:
+            error = self._grammars.take_error(output.request_id)
+            error = error or InternalError(f"vLLM has ended the request: {ended}")
         return EngineOutput(
             output.request_id,
             list(sampled_tokens(output.new_token_ids, output.new_logprobs)),
@@ -278,8 +295,11 @@ class VllmEngine:
     def _add(self, order: AddRequest, hashes: list[bytes]) -> None:
         try:
             added = self._new_request(order)
+        except TandemError as error:
+            self._refuse(order.engine_id, error)
+            return
         except (ValueError, VLLMClientError) as error:
-            self._refuse(order.engine_id, f"vLLM has refused the request: {first_line(error)}")
+            self._refuse(order.engine_id, InternalError(f"vLLM has refused the request: {first_line(error)}"))
             return
         self._prefixes.name(added.block_hashes, hashes)
         if added.use_structured_output:
@@ -291,8 +311,6 @@ class VllmEngine:
         message = order.message
         num_prompt = len(order.token_ids) - order.num_generated
         prompt, generated = order.token_ids[:num_prompt], order.token_ids[num_prompt:]
-        if message.sampling.grammar is not None:
-            use_checked_grammars(self._core.structured_output_manager)
         kv_params = {name: True for name, wanted in ((RECEIVES, order.receives), (SHIPS, order.ships)) if wanted}
         added, _ = self._core.preprocess_add_request(
             EngineCoreRequest(
@@ -314,17 +332,13 @@ class VllmEngine:
         return added
 
     def _add_compiled(self) -> None:
-        """Adds requests whose grammars are compiled, and have read the tokens that were generated before."""
+        """Adds requests whose grammars are compiled."""
         for engine_id, request in list(self._waiting.items()):
-            grammar = request.structured_output_request.grammar
-            if grammar is None:
+            if not request.structured_output_request.grammar.is_ready:
                 continue
             del self._waiting[engine_id]
-            generated = list(request.output_token_ids)
-            if isinstance(grammar, Exception):
-                self._refuse(engine_id, f"the grammar cannot be served: {first_line(grammar)}")
-            elif generated and not grammar.accept_tokens(engine_id, generated):
-                self._refuse(engine_id, "the grammar does not accept the tokens that were generated before")
+            if (error := self._grammars.why_refused(request)) is not None:
+                self._refuse(engine_id, error)
             else:
                 self._begin(request)
 
@@ -333,13 +347,14 @@ class VllmEngine:
             self._progress[request.request_id] = 0
         self._core.add_request(request)
 
-    def _refuse(self, engine_id: str, error: str) -> None:
+    def _refuse(self, engine_id: str, error: TandemError) -> None:
         self._refused.append(EngineOutput(engine_id, [], error=error))
 
     def _abort(self, engine_ids: list[str]) -> None:
         for engine_id in engine_ids:
             self._waiting.pop(engine_id, None)
             self._progress.pop(engine_id, None)
+            self._grammars.take_error(engine_id)
         self._core.abort_requests(engine_ids)
 
     def _receive(self, engine_id: str, first_token_id: int) -> None:
@@ -349,8 +364,6 @@ class VllmEngine:
         if not request.is_finished():
             request.append_output_token_ids(first_token_id)
             request.sampling_params.extra_args[OUTPUT].append(first_token_id)
-            if request.use_structured_output:
-                request.structured_output_request.grammar.accept_tokens(engine_id, [first_token_id])
         self._runner_side.finished_receiving.add(engine_id)
 
     def _end_receiving(self, engine_id: str) -> None:

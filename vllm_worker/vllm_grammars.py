@@ -1,35 +1,86 @@
-"""llguidance as vLLM uses it, but a grammar that cannot be followed ends its request.
+"""Grammars of vLLM's requests, each in a process of its own, as those of Tandem's engine (`engine.sampling.grammars`).
 
-vLLM logs the error of such a grammar, and lets the request go on without constraints.
+vLLM compiles and follows them in the engine's process, where nothing bounds the time of a mask, and lets a request
+whose grammar fails go on without it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.request import Request
+
+from tandem.engine.batch import Sample
+from tandem.engine.sampling.grammar_mask import compute_masks
+from tandem.engine.sampling.grammars import Grammars
+from tandem.protocol.messages.client_salt import client_of
+from tandem.protocol.messages.sampling import SamplingParams
+from tandem.runtime.errors import TandemError
+
+_NO_PARAMETERS = SamplingParams()
 
 
-class CheckedGrammar(GuidanceGrammar):
-    """A grammar whose error, also one while a mask is computed, rejects the next token."""
+class VllmGrammars:
+    """Takes the place of vLLM's StructuredOutputManager. Call it on the engine's thread.
 
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        return bool(super().accept_tokens(request_id, tokens)) and not self.ll_matcher.get_error()
+    model: a folder or a hub id. vocab_size: of the logits.
+    """
 
+    def __init__(self, model: str, vocab_size: int) -> None:
+        self._grammars = Grammars(model, vocab_size, lambda: None)
+        self._num_words = -(-vocab_size // 32)
+        self._errors: dict[str, TandemError] = {}
 
-class CheckedGuidance(GuidanceBackend):
-    """Compiles grammars. ValueError says what is wrong with one."""
+    def why_refused(self, request: Request) -> TandemError | None:
+        """Returns why a grammar that is compiled cannot be served."""
+        try:
+            request.structured_output_request.grammar.grammar.process()
+        except TandemError as error:
+            return error
+        return None
 
-    def compile_grammar(self, *arguments: Any, **named: Any) -> CheckedGrammar:
-        grammar = super().compile_grammar(*arguments, **named)
-        if error := grammar.ll_matcher.get_error():
-            raise ValueError(error)
-        return CheckedGrammar(grammar.ll_matcher, grammar.ll_tokenizer, grammar.vocab_size)
+    def take_error(self, engine_id: str) -> TandemError | None:
+        """Returns why the grammar of a request could not be followed, once."""
+        return self._errors.pop(engine_id, None)
 
+    # ---- what vLLM calls
 
-def use_checked_grammars(manager: StructuredOutputManager) -> None:
-    """Call before the first request with a grammar. It takes as long as vLLM's own backend, which this replaces."""
-    if manager.backend is None:
-        vocab_size = manager.vllm_config.model_config.get_vocab_size()
-        manager.backend = CheckedGuidance(manager.vllm_config, tokenizer=manager.tokenizer, vocab_size=vocab_size)
+    def grammar_init(self, request: Request) -> None:
+        """Begins to compile. The request's state is ready when it has been compiled. Raises Overloaded."""
+        params = request.sampling_params
+        grammar = self._grammars.get(params.structured_outputs.grammar, client_of(request.cache_salt or ""))
+        assert grammar is not None
+        request.structured_output_request.grammar = grammar.new_state(params.all_stop_token_ids)
+
+    def grammar_bitmask(
+        self, requests: Mapping[str, Request], engine_ids: list[str], _: Mapping[str, list[int]]
+    ) -> npt.NDArray[np.int32]:
+        """Returns the tokens that may follow, one bit each, int32 [num_requests, num_words].
+
+        A request whose grammar fails may get any token, with which `accept_tokens` ends it.
+        """
+        found = [requests[each] for each in engine_ids]
+        samples = [
+            Sample(
+                _NO_PARAMETERS, output_token_ids=each.output_token_ids, grammar=each.structured_output_request.grammar
+            )
+            for each in found
+        ]
+        masks = compute_masks(samples, list(range(len(samples))))
+        self._errors |= {engine_ids[row]: error.to_error() for row, error in masks.errors.items()}
+        bits = np.full((len(found), self._num_words), -1, np.int32)
+        if masks.rows:
+            # A tokeniser may have more tokens than the logits.
+            bits[masks.rows] = masks.bits.view(np.int32)[masks.mask_rows, : self._num_words]
+        return bits
+
+    def accept_tokens(self, request: Request, _: Any) -> bool:
+        """Returns whether the request may go on. Its grammar gets the tokens before the next mask."""
+        return request.request_id not in self._errors
+
+    def clear_backend(self) -> None:
+        """Ends all processes."""
+        self._grammars.close()

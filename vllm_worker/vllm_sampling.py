@@ -14,8 +14,6 @@ from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.runtime.errors import InvalidRequest
 from tandem.vllm_worker.resumed_sequences import OUTPUT
 
-GRAMMAR_BACKEND = "guidance"
-"""vLLM's name for llguidance, in whose Lark proxies write all grammars."""
 _MIN_TEMPERATURE = 1e-2
 """vLLM raises lower temperatures to this, with a warning for each."""
 
@@ -69,8 +67,6 @@ def vllm_sampling(
     # What vLLM's input processor would do with a tokeniser, which runs in the proxy here.
     params._bad_words_token_ids = [list(word) for word in given.bad_words] or None
     params._all_stop_token_ids = set(stop.stop_token_ids)
-    if params.structured_outputs is not None:
-        params.structured_outputs._backend = GRAMMAR_BACKEND
     return params
 
 

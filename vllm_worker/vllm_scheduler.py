@@ -6,6 +6,8 @@ the proxy, when a prompt's KV is shipped or awaited, and what ends when.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from tandem.decode_worker.actions import SendToProxy
 from tandem.decode_worker.transfer import IncomingTransfer
 from tandem.engine.kv_cache.prefix_log import PrefixLog
@@ -14,7 +16,7 @@ from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import AttemptPreempted, PrepareDecode, PromptMessage, StartPrefill
 from tandem.protocol.messages.membership import PrefixUpdate
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, unpack_token_ids
-from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TandemError
+from tandem.runtime.errors import DeadlineExceeded, InternalError, Overloaded, TandemError
 from tandem.vllm_worker.engine_orders import (
     AbortRequests,
     AddRequest,
@@ -27,6 +29,9 @@ from tandem.vllm_worker.engine_orders import (
 from tandem.vllm_worker.incoming_transfers import IncomingTransfers, WaitingPrompt
 from tandem.vllm_worker.outgoing_transfers import OutgoingTransfers
 from tandem.vllm_worker.streams import StepBatches, Stream, Streams
+
+_unpack = lru_cache(maxsize=1)(unpack_token_ids)
+"""The sequences of a prompt share its numbers: 32 bytes for each token."""
 
 
 class VllmScheduler:
@@ -109,7 +114,10 @@ class VllmScheduler:
     def on_tick(self, now: float) -> list[VllmAction]:
         error = DeadlineExceeded("the request's deadline has passed")
         late = [action for stream in self._streams.late(now) for action in self._end(stream, error)]
-        return late + self.prefill.on_tick(now) + self.decode.on_tick(now)
+        actions = late + self.prefill.on_tick(now) + self.decode.on_tick(now)
+        # Two full workers that ship to each other would wait for each other. The newest prompt yields its blocks.
+        yielding = self.prefill.unanswered(now) if self.decode.is_blocked else None
+        return actions + self._preempt(yielding) if yielding is not None else actions
 
     # ---- events from the engine
 
@@ -126,7 +134,7 @@ class VllmScheduler:
                 self.prefixes.evict(block_hash)
         actions: list[VllmAction] = []
         for engine_id in report.lost:
-            actions += self._on_preempted(engine_id)
+            actions += self._preempt(engine_id)
         for engine_id in report.begun:
             stream = self._streams.of_engine(engine_id)
             if stream is not None and stream.started_at is None:
@@ -135,22 +143,23 @@ class VllmScheduler:
         for allocated in report.allocated:
             actions += self.decode.on_allocated(allocated)
         for computed in report.computed:
-            actions += self.prefill.on_computed(computed)
+            actions += self.prefill.on_computed(now, computed)
         batches = StepBatches()
         ended: list[VllmAction] = []
         for output in report.outputs:
-            ended += self._on_error(output) if output.error else self._on_tokens(now, report.step_s, output, batches)
+            if output.error is not None:
+                ended += self._on_error(output.engine_id, output.error)
+            else:
+                ended += self._on_tokens(now, report.step_s, output, batches)
         return [*actions, *batches.actions(), *ended]
 
-    def _on_error(self, output: EngineOutput) -> list[VllmAction]:
+    def _on_error(self, engine_id: str, error: TandemError) -> list[VllmAction]:
         """Ends a sequence, or all sequences of the prompt if its request moves KV for them."""
-        engine_id, stream = output.engine_id, self._streams.of_engine(output.engine_id)
+        stream = self._streams.of_engine(engine_id)
         message: PromptMessage | None = stream.message if stream is not None else None
         message = message or self.prefill.message_of(engine_id) or self.decode.message_of(engine_id)
         if message is None:
             return []
-        kind = InvalidRequest if message.sampling.grammar is not None else InternalError
-        error = kind(output.error)
         actions = self.prefill.on_engine_error(engine_id, error) + self.decode.on_engine_error(engine_id, error)
         stream = self._streams.of_engine(engine_id)
         return actions + self._end(stream, error) if stream is not None else actions
@@ -188,8 +197,8 @@ class VllmScheduler:
             self.num_finished += 1
             self.num_shipped += 1
 
-    def _on_preempted(self, engine_id: str) -> list[VllmAction]:
-        """Lets the proxy dispatch a prompt again whose blocks vLLM took away while they were shipped."""
+    def _preempt(self, engine_id: str) -> list[VllmAction]:
+        """Lets the proxy dispatch a prompt again that loses its blocks before they are shipped."""
         message = self.prefill.message_of(engine_id)
         if message is None:
             return []
@@ -247,7 +256,7 @@ class VllmScheduler:
         """more: tokens after those of the message."""
         message, more = stream.message, more or []
         stream.owns_request = not (ships or receives)
-        token_ids = unpack_token_ids(message.token_ids) + more
+        token_ids = _unpack(message.token_ids) + more
         num_generated = message.num_generated + len(more)
         return AddRequest(
             stream.engine_id, message, stream.number, token_ids, num_generated, max_tokens, receives, ships

@@ -31,6 +31,7 @@ from tandem.protocol.prefix_hash import BlockHasher
 from tandem.protocol.sockets import new_context
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import InternalError
+from tandem.runtime.processes.lifetime import end_process
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.vllm_worker.engine_orders import (
     AbortRequests,
@@ -159,6 +160,8 @@ class VllmWorker:
     def _on_tick(self, now: float) -> None:
         if self._failure is not None:
             raise InternalError(f"vLLM's engine has failed: {self._failure}") from self._failure
+        if reason := self._engine.check(now):
+            end_process(f"{reason}: vLLM's engine hangs; the worker ends")
         self._traffic.on_tick(now)
         num_expired = self._scheduler.prefill.num_expired_leases
         self._perform(self._scheduler.on_tick(now))

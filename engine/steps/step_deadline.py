@@ -43,9 +43,9 @@ class StepDeadline:
     def launching(self) -> AbstractContextManager[None]:
         return self._within(LAUNCH_TIMEOUT_S)
 
-    def waiting(self, num_tokens: int) -> AbstractContextManager[None]:
-        """For the device. num_tokens: of the step that it has to end first."""
-        return self._within(DEVICE_TIMEOUT_S + num_tokens * DEVICE_TIMEOUT_S_PER_TOKEN)
+    def waiting(self, num_tokens: int, timeout_s: float = DEVICE_TIMEOUT_S) -> AbstractContextManager[None]:
+        """For the device. num_tokens: of the step that it has to end. timeout_s: beside the time for its tokens."""
+        return self._within(timeout_s + num_tokens * DEVICE_TIMEOUT_S_PER_TOKEN)
 
     @contextmanager
     def _within(self, timeout_s: float) -> Iterator[None]:

@@ -25,6 +25,8 @@ SPLITS = (1, 13, 31)
 PROMPT_LENGTHS = (20, 150)
 """In one chunk, and in three."""
 ARRAY = 'start: %json {"type": "array", "items": {"type": "integer"}, "minItems": 30}'
+SLOW = "start: " + "a? " * 20_000 + '\na: "a"'
+"""Its first mask takes seconds."""
 _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({"temperature": 0.0}, {}),
     "seeded": ({}, {}),
@@ -256,24 +258,21 @@ def aborts(driver: EngineDriver) -> dict[str, dict[str, bool]]:
 
 
 def refusals(driver: EngineDriver) -> dict[str, dict[str, str]]:
-    """Returns how requests end that vLLM refuses, and the one after each."""
+    """Returns how requests end that are refused, or whose grammar is hostile, and one beside each."""
     found = {}
-    cases: list[tuple[str, str, list[int]]] = [
-        ("invalid grammar", "start: ((", []),
-        ("invalid grammar, resumed", "start: ((", [5]),
-        ("tokens against the grammar", ARRAY, [5]),
-    ]
-    for name, grammar, generated in cases:
-        refused = driver.add(prompt(50, 40), generated=generated, sampling=SamplingParams(grammar=grammar))
-        driver.result(refused)
-        good = driver.add(prompt(50, 40))
-        driver.result(good)
-        found[name] = {"refused": driver.endings[refused], "good": driver.endings[good]}
-    refused = driver.add(prompt(51, 40), sampling=SamplingParams(top_p=7.0))
-    driver.result(refused)
-    good = driver.add(prompt(51, 40))
-    driver.result(good)
-    found["top_p"] = {"refused": driver.endings[refused], "good": driver.endings[good]}
+    cases: dict[str, tuple[SamplingParams, list[int]]] = {
+        "invalid grammar": (SamplingParams(grammar="start: (("), []),
+        "invalid grammar, resumed": (SamplingParams(grammar="start: (("), [5]),
+        "tokens against the grammar": (SamplingParams(grammar=ARRAY), [5]),
+        "slow grammar": (SamplingParams(grammar=SLOW), []),
+        "top_p": (SamplingParams(top_p=7.0), []),
+    }
+    for name, (sampling, generated) in cases.items():
+        beside = driver.add(prompt(51, 40))
+        refused = driver.add(prompt(50, 40), generated=generated, sampling=sampling)
+        for each in (refused, beside):
+            driver.result(each)
+        found[name] = {"refused": driver.endings[refused], "beside": driver.endings[beside]}
     return found
 
 

@@ -114,8 +114,10 @@ class EngineDriver:
             self.figures = report.figures
             for output in report.outputs:
                 self.outputs[output.engine_id] += [token.token_id for token in output.tokens]
-                if output.finish_reason or output.error:
-                    self.endings[output.engine_id] = output.error or str(output.finish_reason)
+                if output.error is not None:
+                    self.endings[output.engine_id] = f"{output.error.code}: {output.error}"
+                elif output.finish_reason:
+                    self.endings[output.engine_id] = output.finish_reason
             self._changed.notify_all()
 
     def _on_failed(self, error: BaseException) -> None:

@@ -84,10 +84,11 @@ def test_aborts_in_each_phase_leave_all_blocks_free(found: dict[str, Any]) -> No
         assert all(facts.values()), f"{phase}: {facts}"
 
 
-def test_what_vllm_refuses_ends_one_request_only(found: dict[str, Any]) -> None:
-    refusals = found["refusals"]
-    assert all(each["good"] == "length" for each in refusals.values())
+def test_what_is_refused_ends_one_request_only(found: dict[str, Any]) -> None:
+    refusals = {name: each["refused"] for name, each in found["refusals"].items()}
+    assert {each["beside"] for each in found["refusals"].values()} == {"length"}
     for name in ("invalid grammar", "invalid grammar, resumed"):
-        assert refusals[name]["refused"].startswith("the grammar cannot be served: "), refusals
-    assert refusals["tokens against the grammar"]["refused"].startswith("the grammar does not accept the tokens")
-    assert refusals["top_p"]["refused"].startswith("vLLM has refused the request: top_p must be")
+        assert refusals[name].startswith("invalid_request: the grammar cannot be served: ")
+    assert refusals["tokens against the grammar"].startswith("invalid_request: the grammar cannot be followed: ")
+    assert refusals["slow grammar"].startswith("invalid_request: the grammar is too complex: ")
+    assert refusals["top_p"].startswith("internal_error: vLLM has refused the request: top_p must be")

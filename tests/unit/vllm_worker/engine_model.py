@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
+from tandem.runtime.errors import InvalidRequest
 from tandem.vllm_worker.engine_orders import (
     AbortRequests,
     AddRequest,
@@ -95,7 +96,7 @@ class EngineModel:
     def fail(self, engine_id: str) -> None:
         """Ends a request with an error, e.g. because its grammar is wrong."""
         self._end(engine_id)
-        self._errors.append(EngineOutput(engine_id, [], None, "a wrong grammar"))
+        self._errors.append(EngineOutput(engine_id, [], None, InvalidRequest("a wrong grammar")))
 
     def preempt(self, engine_id: str) -> None:
         request = self.requests[engine_id]

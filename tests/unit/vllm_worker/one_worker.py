@@ -7,6 +7,7 @@ from typing import Any
 from tandem.decode_worker.actions import SendToPeer, SendToProxy
 from tandem.protocol.messages.dispatch import AttemptFailed, TokenBatch
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
+from tandem.runtime.errors import InternalError
 from tandem.vllm_worker.engine_orders import (
     AddRequest,
     AllocatedBlocks,
@@ -40,7 +41,8 @@ def report(
 
 
 def output(engine_id: str, *token_ids: int, reason: FinishReason | None = None, error: str = "") -> EngineOutput:
-    return EngineOutput(engine_id, [SampledToken(token_id) for token_id in token_ids], reason, error)
+    tokens = [SampledToken(token_id) for token_id in token_ids]
+    return EngineOutput(engine_id, tokens, reason, InternalError(error) if error else None)
 
 
 def orders(actions: list[VllmAction]) -> list[AddRequest]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken
-from tandem.protocol.messages.sampling import SamplingParams
-from tandem.runtime.errors import DeadlineExceeded, InvalidRequest
+from tandem.runtime.errors import DeadlineExceeded
 from tandem.vllm_worker.engine_orders import AbortRequests
 from tests.unit.vllm_worker.one_worker import failures, new_tokens, orders, output, report, scheduler, to_proxy
 from tests.unit.vllm_worker.prompts import start
@@ -97,14 +96,6 @@ def test_the_deadline_passes() -> None:
     assert abort == AbortRequests([order.engine_id]) and worker.is_idle
 
 
-def test_an_error_with_a_grammar_is_the_clients() -> None:
-    worker = scheduler()
-    prompt = start(["a"], sampling=SamplingParams(grammar="start: %"))
-    [order] = orders(worker.on_start(0.0, prompt, None, True))
-    [message] = to_proxy(worker.on_report(1.0, report(output(order.engine_id, error="it does not parse"))))
-    assert isinstance(message.error.to_error(), InvalidRequest)
-
-
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = scheduler()
     assert not failures(worker.on_start(0.0, start(["a"], 399), None, True))
@@ -127,3 +118,10 @@ def test_prefixes_of_the_cache_are_told_once() -> None:
     worker.on_report(0.0, report(added=[b"x", b"y", b"x"], evicted=[b"z"]))
     worker.on_report(0.0, report(evicted=[b"y"]))
     assert worker.prefixes.cached == {b"x"}
+
+
+def test_sequences_of_a_prompt_share_its_numbers() -> None:
+    """128 sequences of 300,000 tokens had 128 copies of them."""
+    first, *others = orders(scheduler().on_start(0.0, start(["a", "b", "c"], 350), None, True))
+    assert all(one is other for each in others for one, other in zip(first.token_ids, each.token_ids, strict=True))
+    assert all(first.token_ids is not each.token_ids for each in others)
