@@ -20,7 +20,7 @@ import httpx
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import log_dir, runtime_dir
 from tandem.protocol.messages.membership import Role, SetWorkerRole, StatusReport, WorkerOrdered, WorkerReport
-from tests.support.launchers import Process, start_launcher
+from tests.support.launchers import READ_WHEN_USED, Process, start_launcher
 from tests.support.noise_model import ensure_noise_model
 from tests.support.ports import free_port
 
@@ -46,7 +46,7 @@ class Cluster:
     Serves the noise model as MODEL unless the arguments name a --model. Every prompt goes to a prefill worker unless
     the arguments set --decode-prefill-threshold. Leaving the context asserts that all processes and files are gone.
     The launcher is forked from a process that has imported what it and workers need (`tests.support.launchers`), except
-    with an environment, interpreter or folder of its own.
+    with an interpreter, a folder or variables of its own that imports may read.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Cluster:
         if "--model" not in arguments:
             arguments = ("--model", str(ensure_noise_model()), "--served-model-name", MODEL, *arguments)
         self._start_timeout_s = start_timeout_s
-        self._env = {**os.environ, **env}
+        self._added, self._env = env, {**os.environ, **env}
         self._python, self._cwd = python, cwd
         self.port = free_port()
         shutil.rmtree(log_dir(self.port), ignore_errors=True)  # of an earlier cluster on the same port
@@ -68,13 +68,13 @@ class Cluster:
         admin_port = free_port()
         self.admin_url = f"http://127.0.0.1:{admin_port}"
         self._arguments = ("--admin-port", str(admin_port), *arguments)
-        self._starts_cold = bool(env) or python != sys.executable or cwd is not None
+        self._starts_cold = bool(env.keys() - READ_WHEN_USED) or python != sys.executable or cwd is not None
         self._process: Process | None = None
 
     def __enter__(self) -> Self:
         arguments = ("up", "--port", str(self.port), "--decode-prefill-threshold", "0", *self._arguments)
         if not self._starts_cold:
-            self._process = start_launcher(arguments)
+            self._process = start_launcher(arguments, self._added)
         if self._process is None:
             self._process = subprocess.Popen(
                 tandem(*arguments, python=self._python),

@@ -7,8 +7,9 @@ import atexit
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Protocol
 
 from tandem.deploy.processes.process_configs import process_environment
@@ -18,6 +19,8 @@ from tandem.runtime.processes.forked_process import ForkServer
 
 PRELOAD_TIMEOUT_S = 120.0
 _IGNORED = {"PYTEST_CURRENT_TEST"}
+READ_WHEN_USED = {"TANDEM_KV_CHECKSUMS"}
+"""Variables that no import reads, so that a forked launcher may have others than the process that it comes from."""
 
 
 class Process(Protocol):
@@ -65,8 +68,8 @@ _environment: dict[str, str] = {}
 _network = ""
 
 
-def start_launcher(arguments: Sequence[str]) -> Process | None:
-    """Forks a launcher.
+def start_launcher(arguments: Sequence[str], added: Mapping[str, str] = MappingProxyType({})) -> Process | None:
+    """Forks a launcher. added: further variables of its environment, of READ_WHEN_USED.
 
     Returns None if it must start cold, because the environment or this thread's network is another than at first.
     """
@@ -75,26 +78,27 @@ def start_launcher(arguments: Sequence[str]) -> Process | None:
     now = {name: value for name, value in os.environ.items() if name not in _IGNORED}
     if _server is None:
         _environment, _network = now, network
-        added = {name: value for name, value in process_environment(1).items() if name not in now}
-        _server = ForkServer.spawn("tests.support.preload", {**now, **added}, arguments=[SPACE, *added])
+        threads = {name: value for name, value in process_environment(1).items() if name not in now}
+        _server = ForkServer.spawn("tests.support.preload", {**now, **threads}, arguments=[SPACE, *threads])
         atexit.register(_server.close)
     if (now, network) != (_environment, _network):
         return None
     read_fd, write_fd = os.pipe()
     try:
-        pid = _fork(_server, arguments, write_fd)
+        pid = _fork(_server, arguments, added, write_fd)
     finally:
         os.close(write_fd)
     return _ForkedLauncher(pid, os.fdopen(read_fd))
 
 
-def _fork(server: ForkServer, arguments: Sequence[str], output_fd: int) -> int:
+def _fork(server: ForkServer, arguments: Sequence[str], added: Mapping[str, str], output_fd: int) -> int:
     """On a thread of its own, because the caller's may run a loop."""
     pids: list[int] = []
 
     async def fork() -> None:
         await server.until_ready(PRELOAD_TIMEOUT_S)
-        process = await server.start("launcher", arguments, fds={1: output_fd, 2: output_fd}, cwd=str(Path.cwd()))
+        fds = {1: output_fd, 2: output_fd}
+        process = await server.start("launcher", arguments, fds=fds, environment=added, cwd=str(Path.cwd()))
         os.close(process._pidfd)
         pids.append(process.pid)
 

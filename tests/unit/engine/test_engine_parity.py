@@ -208,14 +208,26 @@ def generate_by_two(
     return generated
 
 
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(2)
+    return [[rng.randrange(320) for _ in range(n)] for n in (1, 2, 7, 8, 9, 31, 64, 100, 150)]
+
+
+@pytest.fixture(scope="module")
+def by_transformers(folder: Path, prompts: list[list[int]]) -> list[Generated]:
+    return reference(folder, prompts, 24)
+
+
 @pytest.mark.parametrize("generate", [generate_in_odd_chunks, generate_by_two])
 def test_greedy_and_logprobs_equal_transformers(
-    folder: Path, generate: Callable[[Path, list[list[int]], int], list[Generated]]
+    folder: Path,
+    prompts: list[list[int]],
+    by_transformers: list[Generated],
+    generate: Callable[[Path, list[list[int]], int], list[Generated]],
 ) -> None:
-    rng = random.Random(2)
-    prompts = [[rng.randrange(320) for _ in range(n)] for n in (1, 2, 7, 8, 9, 31, 64, 100, 150)]
     for (token_ids, logprobs), (expected_ids, expected) in zip(
-        generate(folder, prompts, 24), reference(folder, prompts, 24), strict=True
+        generate(folder, prompts, 24), by_transformers, strict=True
     ):
         assert token_ids == expected_ids
         assert logprobs == pytest.approx(expected, abs=1e-3)
