@@ -232,15 +232,19 @@ class ProxyLinks:
             link.workers, self._is_view_stale = {}, True
         link.version = message.version
         for worker in message.workers:
-            link.workers[worker.epoch] = worker
-            self._is_view_stale |= self._view.get(worker.epoch) != worker
+            known = self._view.get(worker.epoch)
+            if known is None or known != worker:
+                known, self._is_view_stale = worker, True
+            link.workers[known.epoch] = known  # many proxies send equal ones, of which one is kept
         for epoch in message.gone:
             link.workers.pop(epoch, None)
             self._is_view_stale |= not any(epoch in each.workers for each in self._links)
 
     def _update_view(self) -> None:
         self._is_view_stale = False
-        view = {epoch: worker for link in self._links for epoch, worker in link.workers.items()}
+        view: dict[str, WorkerInfo] = {}
+        for link in self._links:
+            view.update(link.workers)
         if any(link.is_settling for link in self._links):
             listed = {worker.worker_id for worker in view.values()}
             view |= {epoch: worker for epoch, worker in self._view.items() if worker.worker_id not in listed}
