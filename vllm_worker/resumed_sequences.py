@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tandem.vllm_worker.named_logprobs import keep_likeliest_tokens
+
 EXTENSION = "tandem.vllm_worker.resumed_sequences.ResumedSequences"
 OUTPUT = "tandem_output"
 """Key of the generated tokens in `SamplingParams.extra_args`."""
@@ -57,6 +59,7 @@ class ResumedSequences:
             return int(add_request(request))
 
         batch.add_request = add
+        keep_likeliest_tokens(self.model_runner)
 
 
 def _generator(seed: int, num_draws: int, vocab_size: int, device: torch.device) -> torch.Generator:

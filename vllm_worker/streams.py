@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.decode_worker.actions import Action, SendToProxy
@@ -14,10 +15,23 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     TokenBatch,
 )
-from tandem.protocol.messages.sampling import FinishReason, SampledToken
+from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.vllm_worker.engine_orders import EngineOutput
+
+
+def with_named_logprobs(token: SampledToken, named: Sequence[int]) -> SampledToken:
+    """Returns the token with its own logprob and those of the named tokens, as Tandem's engine reports them.
+
+    vLLM reports the named tokens only, and fills up to the longest list of a step. Other tokens stay as they are.
+    """
+    if not named or token.logprobs is None:
+        return token
+    given = token.logprobs
+    others = [each for each in given.top[: len(named)] if each[0] != token.token_id]
+    top = [(token.token_id, given.logprob), *others]
+    return SampledToken(token.token_id, TokenLogprobs(given.logprob, given.rank, top))
 
 
 @dataclass(eq=False)

@@ -18,8 +18,16 @@ _MIN_TEMPERATURE = 1e-2
 """vLLM raises lower temperatures to this, with a warning for each."""
 
 
-def check_supported(message: PromptMessage) -> None:
-    """Raises InvalidRequest for what a vLLM worker cannot do, with the way out."""
+def check_supported(message: PromptMessage, has_cpu_adapters: bool) -> None:
+    """Raises InvalidRequest for what a vLLM worker cannot do, with the way out.
+
+    has_cpu_adapters: whether it takes adapters and computes on a CPU.
+    """
+    if has_cpu_adapters and isinstance(message, StartPrefill) and message.num_prompt_logprobs is not None:
+        raise InvalidRequest(  # its engine would end: it takes the adapters of sequences for those of tokens
+            "this worker runs vLLM with adapters on a CPU, where log-probabilities of prompts fail; leave out "
+            "prompt_logprobs, and logprobs with echo, or start the cluster without --lora"
+        )
     if message.media:
         raise InvalidRequest("this worker runs vLLM, which gets no images or videos; use a worker of Tandem's engine")
     if isinstance(message, StartPrefill) and message.pooling is not None:
@@ -51,7 +59,7 @@ def vllm_sampling(
         seed=message.seeds[number] & (2**63 - 1),
         logit_bias=dict(given.logit_bias) or None,
         allowed_token_ids=list(given.allowed_token_ids) or None,
-        logprobs=given.logprobs,
+        logprobs=given.logprobs if not given.logprob_token_ids else None,
         logprob_token_ids=list(given.logprob_token_ids) or None,
         prompt_logprobs=message.num_prompt_logprobs if isinstance(message, StartPrefill) and not number else None,
         structured_outputs=StructuredOutputsParams(grammar=given.grammar) if given.grammar is not None else None,

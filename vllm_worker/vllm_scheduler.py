@@ -28,7 +28,7 @@ from tandem.vllm_worker.engine_orders import (
 )
 from tandem.vllm_worker.incoming_transfers import IncomingTransfers, WaitingPrompt
 from tandem.vllm_worker.outgoing_transfers import OutgoingTransfers
-from tandem.vllm_worker.streams import StepBatches, Stream, Streams
+from tandem.vllm_worker.streams import StepBatches, Stream, Streams, with_named_logprobs
 
 _unpack = lru_cache(maxsize=1)(unpack_token_ids)
 """The sequences of a prompt share its numbers: 32 bytes for each token."""
@@ -171,6 +171,7 @@ class VllmScheduler:
         actions: list[VllmAction] = []
         for number, token in enumerate(output.tokens, 1):
             reason = output.finish_reason if number == len(output.tokens) else None
+            token = with_named_logprobs(token, stream.message.sampling.logprob_token_ids)
             if stream.first_is_due:
                 first = stream.first_token(now, output, token, reason)
                 batches.add_first(stream, first)

@@ -257,6 +257,27 @@ def aborts(driver: EngineDriver) -> dict[str, dict[str, bool]]:
     return found
 
 
+def logprobs(driver: EngineDriver) -> dict[str, dict[str, Any]]:
+    """Returns what is reported for requests with other logprobs, alone and in the same steps: [logprob, rank, top]."""
+    cases = {
+        "none": SamplingParams(temperature=0.0),
+        "three likeliest": SamplingParams(temperature=0.0, logprobs=3),
+        "one named": SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=(9,)),
+        "five named": SamplingParams(temperature=0.0, logprobs=6, logprob_token_ids=(5, 9, 4, 77, 3)),
+    }
+
+    def reported(engine_id: str, params: SamplingParams) -> list[Any]:
+        driver.result(engine_id)
+        num_top = len(params.logprob_token_ids) or params.logprobs
+        return [each and [each.logprob, each.rank, each.top[:num_top]] for each in driver.logprobs[engine_id]]
+
+    tokens = prompt(60, 15)
+    alone = {name: reported(driver.add(tokens, sampling=params), params) for name, params in cases.items()}
+    ids = {name: driver.add(tokens, sampling=params) for name, params in cases.items()}
+    together = {name: reported(ids[name], params) for name, params in cases.items()}
+    return {"alone": alone, "together": together}
+
+
 def refusals(driver: EngineDriver) -> dict[str, dict[str, str]]:
     """Returns how requests end that are refused, or whose grammar is hostile, and one beside each."""
     found = {}
@@ -286,6 +307,7 @@ def main() -> None:
         "prefixes": prefixes(driver),
         "moved": moved(driver),
         "aborts": aborts(driver),
+        "logprobs": logprobs(driver),
         "refusals": refusals(driver),
     }
     driver.engine.stop(10.0)

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions, TokenLogprobs
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.vllm_worker.engine_orders import AddRequest, AllocatedBlocks, EngineFigures, StepReport
@@ -27,6 +27,7 @@ class EngineDriver:
 
     def __init__(self, model: str) -> None:
         self.outputs: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.endings: dict[str, str] = {}
         self.begun: set[str] = set()
         self.allocated: dict[str, AllocatedBlocks] = {}
@@ -79,7 +80,7 @@ class EngineDriver:
         order = AddRequest(
             engine_id, message, 0, prompt + generated, len(generated), stop.max_tokens, receives=receives, ships=ships
         )
-        self.outputs[engine_id] = []
+        self.outputs[engine_id], self.logprobs[engine_id] = [], []
         self.engine.add(order, self.hashes(prompt + generated, cache_salt))
         return engine_id
 
@@ -114,6 +115,7 @@ class EngineDriver:
             self.figures = report.figures
             for output in report.outputs:
                 self.outputs[output.engine_id] += [token.token_id for token in output.tokens]
+                self.logprobs[output.engine_id] += [token.logprobs for token in output.tokens]
                 if output.error is not None:
                     self.endings[output.engine_id] = f"{output.error.code}: {output.error}"
                 elif output.finish_reason:

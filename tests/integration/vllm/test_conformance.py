@@ -84,6 +84,20 @@ def test_aborts_in_each_phase_leave_all_blocks_free(found: dict[str, Any]) -> No
         assert all(facts.values()), f"{phase}: {facts}"
 
 
+def test_named_tokens_do_not_change_the_logprobs_of_others(found: dict[str, Any]) -> None:
+    alone, together = found["logprobs"]["alone"], found["logprobs"]["together"]
+    assert {name: len(each) for name, each in alone.items()} == dict.fromkeys(together, 40)
+    ids = {name: [token_id for token_id, _ in each[0][2]] for name, each in alone.items() if name != "none"}
+    assert (ids["one named"], ids["five named"], len(ids["three likeliest"])) == ([9], [5, 9, 4, 77, 3], 3)
+    for name, tokens in alone.items():
+        for one, other in zip(tokens, together[name], strict=True):
+            assert (one is None) == (other is None) == (name == "none"), name
+            if one is not None:
+                assert other[:2] == pytest.approx(one[:2], abs=1e-4), name
+                assert [each[0] for each in other[2]] == [each[0] for each in one[2]], name
+                assert [each[1] for each in other[2]] == pytest.approx([each[1] for each in one[2]], abs=1e-4), name
+
+
 def test_what_is_refused_ends_one_request_only(found: dict[str, Any]) -> None:
     refusals = {name: each["refused"] for name, each in found["refusals"].items()}
     assert {each["beside"] for each in found["refusals"].values()} == {"length"}

@@ -133,6 +133,9 @@ def test_a_cluster_answers_as_vllm_alone(expected: Any, adapter: Path, connector
         pairs = zip(names, in_order, expected, strict=True)
         wrong = {name: (one, other) for name, one, other in pairs if not is_equal(one, other)}
         assert not wrong
+        body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 1}
+        refused = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300)  # it would end vLLM's engine
+        assert (refused.status_code, "--lora" in refused.text) == (400, True), refused.text
         cluster.wait_for(cluster.all_blocks_free)
         has_moved = any(each.load.num_transferred_bytes for each in cluster.status().workers)
         assert has_moved == bool(connector)
