@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tandem.vllm_worker.named_logprobs import keep_likeliest_tokens
+from tandem.vllm_worker.prompt_logits import allow_prompt_logits
 
 EXTENSION = "tandem.vllm_worker.resumed_sequences.ResumedSequences"
 OUTPUT = "tandem_output"
@@ -60,6 +61,8 @@ class ResumedSequences:
 
         batch.add_request = add
         keep_likeliest_tokens(self.model_runner)
+        if batch.device.type == "cpu":
+            allow_prompt_logits()
 
 
 def _generator(seed: int, num_draws: int, vocab_size: int, device: torch.device) -> torch.Generator:

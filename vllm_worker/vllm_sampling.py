@@ -18,16 +18,8 @@ _MIN_TEMPERATURE = 1e-2
 """vLLM raises lower temperatures to this, with a warning for each."""
 
 
-def check_supported(message: PromptMessage, has_cpu_adapters: bool) -> None:
-    """Raises InvalidRequest for what a vLLM worker cannot do, with the way out.
-
-    has_cpu_adapters: whether it takes adapters and computes on a CPU.
-    """
-    if has_cpu_adapters and isinstance(message, StartPrefill) and message.num_prompt_logprobs is not None:
-        raise InvalidRequest(  # its engine would end: it takes the adapters of sequences for those of tokens
-            "this worker runs vLLM with adapters on a CPU, where log-probabilities of prompts fail; leave out "
-            "prompt_logprobs, and logprobs with echo, or start the cluster without --lora"
-        )
+def check_supported(message: PromptMessage) -> None:
+    """Raises InvalidRequest for what a vLLM worker cannot do, with the way out."""
     if message.media:
         raise InvalidRequest("this worker runs vLLM, which gets no images or videos; use a worker of Tandem's engine")
     if isinstance(message, StartPrefill) and message.pooling is not None:

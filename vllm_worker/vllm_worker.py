@@ -72,7 +72,6 @@ class VllmWorker:
         self._metrics = WorkerMetrics()
         self._failure: BaseException | None = None
         self._hashed: tuple[PromptMessage | None, list[bytes]] = (None, [])
-        self._has_cpu_adapters = bool(config.adapters) and config.engine.device == "cpu"
 
     def stop(self) -> None:
         self._stopping.set()
@@ -130,7 +129,7 @@ class VllmWorker:
         )
         try:
             log.info("ready: %s, %d KV blocks of %d tokens", ENGINE, facts.num_blocks, layout.block_size)
-            if self._has_cpu_adapters:
+            if config.adapters and config.engine.device == "cpu":
                 log.warning(
                     "on CPUs, vLLM 0.32 computes wrong tokens in steps with and without an adapter (docs/vllm.md)"
                 )
@@ -231,7 +230,7 @@ class VllmWorker:
                 self._traffic.on_message(message, self._vocab_size)
 
     def _open(self, message: StartPrefill | PrepareDecode) -> list[VllmAction]:
-        check_supported(message, self._has_cpu_adapters)
+        check_supported(message)
         now = self._loop.time()
         if isinstance(message, PrepareDecode):
             return self._scheduler.on_prepare(now, message)
