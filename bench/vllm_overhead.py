@@ -3,16 +3,18 @@
     python -m bench.vllm_overhead --peers FOLDER --vllm VENV --model FOLDER [--rate 2 --rounds 3]
 
 Both run the same version of vLLM without compilation, with bfloat16, a model length of 4,096 and 2 GiB of KV cache.
-With `--pair`, also a prefill and a decode worker of vLLM behind Tandem and vLLM's own pair over NIXL.
+With `--pair`, also two workers behind Tandem, as prefill and decode and as elastic ones, and vLLM's own pair over NIXL, which
+starves on two cores at times and has no figures then.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 from pathlib import Path
 from statistics import median
 
-from bench.side_by_side import WARM_UP_REQUESTS, load
+from bench.side_by_side import CLIENT_TIMEOUT_S, WARM_UP_REQUESTS, load
 from bench.support.report import Aim, Report, finish, log, new_parser, print_rows
 from bench.support.servers import add_vllm_options, complete, server, tandem, vllm
 
@@ -48,16 +50,19 @@ def one_round(options: argparse.Namespace, number: int) -> dict[str, dict[str, f
         "tandem": tandem(options.model, options.port, *flags, "--workers", "1"),
     }
     if options.pair:
-        commands["vllm_pair"] = vllm(options, "vllm_pd.sh", options.model, options.port)
         commands["tandem_pair"] = tandem(options.model, options.port, *flags)
         commands["tandem_elastic"] = tandem(options.model, options.port, *flags, "--workers", "2")
+        commands["vllm_pair"] = vllm(options, "vllm_pd.sh", options.model, options.port)
     figures = {}
     for name, command in commands.items():
         with server(command, options.port):
             for i in range(WARM_UP_REQUESTS):
                 complete(options.port, [i + 3] * SHAPE[0], 16)
             log(f"round {number}, {name}: {options.num_prompts} requests at {options.rate}/s")
-            figures[name] = load(options, options.rate, options.num_prompts, *SHAPE, number)
+            try:
+                figures[name] = load(options, options.rate, options.num_prompts, *SHAPE, number)
+            except subprocess.TimeoutExpired:
+                log(f"{name} has not answered all requests within {CLIENT_TIMEOUT_S:.0f} s: no figures")
     return figures
 
 
