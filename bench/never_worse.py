@@ -134,12 +134,8 @@ def shift(rng: random.Random, share: float) -> list[Conversation]:
 
 
 CASES = (
-    LoadCase("256/64@1", "llama100m", poisson(20, 1.0, ChatTurn(256, 64))),
     LoadCase("256/64@2", "llama100m", poisson(32, 2.0, ChatTurn(256, 64))),
-    LoadCase("256/64@3", "llama100m", poisson(36, 3.0, ChatTurn(256, 64))),
     LoadCase("256/64@4", "llama100m", poisson(40, 4.0, ChatTurn(256, 64))),
-    LoadCase("256/64@5", "llama100m", poisson(50, 5.0, ChatTurn(256, 64))),
-    LoadCase("256/64~8", "llama100m", closed_loop(8, 6, ChatTurn(256, 64)), num_warm_up=8),
     LoadCase("700/40@1", "llama100m", poisson(24, 1.0, ChatTurn(700, 40))),
     LoadCase("1024/6@1", "llama100m", poisson(24, 1.0, ChatTurn(1024, 6)), max_ttft=1.3),
     LoadCase("chat", "llama100m", poisson(6, 0.25, *[ChatTurn(200, 64)] * 8)),
@@ -147,6 +143,13 @@ CASES = (
     LoadCase("128/128x64", "tiny", at_once(64, ChatTurn(128, 128)), num_warm_up=64, num_repeats=2),
     LoadCase("512/16x32", "tiny", at_once(32, ChatTurn(512, 16)), num_warm_up=32, num_repeats=4),
 )
+SWEEP = (
+    LoadCase("256/64@1", "llama100m", poisson(20, 1.0, ChatTurn(256, 64))),
+    LoadCase("256/64@3", "llama100m", poisson(36, 3.0, ChatTurn(256, 64))),
+    LoadCase("256/64@5", "llama100m", poisson(50, 5.0, ChatTurn(256, 64))),
+    LoadCase("256/64~8", "llama100m", closed_loop(8, 6, ChatTurn(256, 64)), num_warm_up=8),
+)
+"""More rates, for a plot over the load, and a closed loop."""
 
 
 class LoadClient:
@@ -349,8 +352,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rate", type=float, default=1.0, help="multiplies the rates of requests (default 1)")
     options = parser.parse_args()
-    names = chosen(parser, options.cases, [case.name for case in CASES])
-    cases = [case for case in CASES if case.name in names]
+    names = chosen(parser, options.cases, [case.name for case in CASES + SWEEP])
+    cases = [case for case in CASES + SWEEP if case.name in names]
     known = list(SERVERS) if options.vllm is not None else [name for name in SERVERS if name != "vllm"]
     servers = chosen(parser, options.servers, known)
     rounds, share = (1, QUICK_SHARE) if options.quick else (options.rounds, 1.0)

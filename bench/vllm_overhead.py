@@ -3,8 +3,8 @@
     python -m bench.vllm_overhead --peers FOLDER --vllm VENV --model FOLDER [--rate 2 --rounds 3]
 
 Both run the same version of vLLM without compilation, with bfloat16, a model length of 4,096 and 2 GiB of KV cache.
-With `--pair`, also two workers behind Tandem, as prefill and decode and as elastic ones, and vLLM's own pair over NIXL, which
-starves on two cores at times and has no figures then.
+With `--pair`, also two workers behind Tandem, as prefill and decode and as elastic ones, and vLLM's own pair over NIXL,
+which starves on two cores at times and has no figures then.
 """
 
 from __future__ import annotations

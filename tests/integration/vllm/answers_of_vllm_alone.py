@@ -44,7 +44,7 @@ def main() -> None:
         model,
         dtype="float32",
         enforce_eager=True,
-        kv_cache_memory_bytes=100 << 20,
+        kv_cache_memory_bytes=400 << 20,
         max_num_seqs=4,
         max_num_batched_tokens=8192,  # so that no prompt is computed in parts, where seeds end vLLM on CPUs
         enable_lora=True,

@@ -13,11 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.protocol.network_keys import make_keys
 from tests.support.cluster import MODEL, Cluster
 from tests.support.greedy import load_reference
 from tests.support.lora import make_adapter
+from tests.support.noise_model import write_dummy_model
 from tests.support.vllm_clusters import (
     START_TIMEOUT_S,
     cluster_arguments,
@@ -30,6 +33,10 @@ pytestmark = pytest.mark.timeout(900)
 NUM_TOKENS = 24
 NUM_PROMPTS = 50
 ADAPTER = "adapter"
+LARGER: dict[str, Any] = {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "intermediate_size": 2048, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "maximum": 100}, "b": {"enum": ["x", "y"]}},
@@ -71,18 +78,26 @@ def requests() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def adapter(noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_adapter(tmp_path_factory.mktemp("lora"), load_reference(noise_model), ("q_proj", "v_proj"), seed=1)
+@pytest.fixture(scope="module", params=["noise", pytest.param("77 M parameters", marks=pytest.mark.exhaustive)])
+def model(request: pytest.FixtureRequest, noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "noise":
+        return noise_model
+    folder = write_dummy_model(tmp_path_factory.mktemp("larger"), **LARGER)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def expected(noise_model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("lora"), load_reference(model), ("q_proj", "v_proj"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     file = tmp_path_factory.mktemp("requests") / "requests.json"
     file.write_text(json.dumps(requests()))
-    return run_with_vllm(
-        Path(__file__).with_name("answers_of_vllm_alone.py"), str(noise_model), str(adapter), str(file)
-    )
+    return run_with_vllm(Path(__file__).with_name("answers_of_vllm_alone.py"), str(model), str(adapter), str(file))
 
 
 def ask(cluster: Cluster, request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -112,14 +127,17 @@ APART = ("--prefill", "1", "--decode", "1")
 
 
 @pytest.mark.parametrize("connector", ["", "tcp", "nixl"])
-def test_a_cluster_answers_as_vllm_alone(expected: Any, adapter: Path, connector: str, tmp_path: Path) -> None:
+def test_a_cluster_answers_as_vllm_alone(
+    expected: Any, model: Path, adapter: Path, connector: str, tmp_path: Path
+) -> None:
     """One worker, or two between which KV travels encrypted or through NIXL; the tests of faults have mapped memory."""
     layout: tuple[str, ...] = (*APART, "--kv-connector", connector) if connector else ("--workers", "1")
     if connector == "tcp":
         make_keys(tmp_path / "keys")
         layout += ("--network-keys", str(tmp_path / "keys"))
     environment = nixl_environment_of_vllm() if connector == "nixl" else {}
-    arguments = (*cluster_arguments(), *layout, "--kv-cache-gib", "0.1", "--lora", f"{ADAPTER}={adapter}")
+    layout += ("--model", str(model), "--served-model-name", MODEL)
+    arguments = (*cluster_arguments(), *layout, "--kv-cache-gib", "0.4", "--lora", f"{ADAPTER}={adapter}")
     with Cluster(*arguments, start_timeout_s=START_TIMEOUT_S, env=environment) as cluster:
         asked = requests()
         found: dict[int, Any] = {}
