@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Histogram
 
-from tandem.protocol.messages.membership import LatencyBuckets, PredictionFigures, ServingFigures
+from tandem.protocol.messages.serving_figures import LatencyBuckets, PredictionFigures, ServingFigures
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.rejections import CAPACITY_REASONS
 from tandem.telemetry.proxy_metrics import PREDICTED, Predictions, ProxyMetrics

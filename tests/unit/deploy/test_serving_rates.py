@@ -9,17 +9,15 @@ from rich.console import Console
 from tandem.deploy.commands.status import status_tables
 from tandem.deploy.diagnosis.serving_rates import RateSample, rates
 from tandem.protocol.messages.membership import (
-    LatencyBuckets,
     PairStatus,
     PairTraffic,
-    PredictionFigures,
     Role,
-    ServingFigures,
     StatusReport,
     WorkerInfo,
     WorkerLoad,
     WorkerReport,
 )
+from tandem.protocol.messages.serving_figures import LatencyBuckets, PredictionFigures, ServingFigures
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.observe.serving_figures import serving_figures
