@@ -9,7 +9,9 @@ from __future__ import annotations
 from tandem.runtime.errors import TandemError
 
 SETTLE_S = 0.5
-"""A proxy that has not received the worker's draining status yet may dispatch to it for this long."""
+"""Least time from the begin of a drain, and from the last request's end, to the exit. A proxy that has not received the
+draining status yet may dispatch to the worker. And the last tokens have to reach proxies before the news that it has
+left, which comes over another connection: sequences whose tokens come later migrate."""
 
 
 class Retired(TandemError):
@@ -27,6 +29,7 @@ class Drain:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._began_at: float | None = None
+        self._idle_since: float | None = None
         self.for_good = False
 
     @property
@@ -40,8 +43,15 @@ class Drain:
             self._began_at = now
 
     def is_over(self, now: float, is_idle: bool) -> bool:
-        """Returns whether the worker may exit: it is idle, or the time limit has passed."""
+        """Returns whether the worker may exit: it has been idle for SETTLE_S, or the time limit has passed.
+
+        Call it regularly while draining.
+        """
         if self._began_at is None:
             return False
-        waited_s = now - self._began_at
-        return waited_s >= self._limit_s or (is_idle and waited_s >= SETTLE_S)
+        if not is_idle:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        has_settled = self._idle_since is not None and now - self._idle_since >= SETTLE_S
+        return has_settled or now - self._began_at >= self._limit_s

@@ -77,7 +77,7 @@ def joining(faults: Faults, port: int) -> Iterator[subprocess.Popen[str]]:
         yield launcher
     finally:
         launcher.kill()  # if the test that ends it has failed
-        launcher.wait()
+        launcher.communicate()
 
 
 def kv_caches(cluster: Cluster) -> set[str]:

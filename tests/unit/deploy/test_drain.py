@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 from hypothesis import given
@@ -32,9 +33,11 @@ def test_a_drain_ends_when_idle_and_settled_or_at_its_limit(steps: list[tuple[fl
     assert not drain.has_begun and not drain.is_over(now, is_idle=True)
     drain.begin(now)
     drain.begin(now + 5)  # a second time changes nothing
+    idle_since = math.inf
     for waited_s, is_idle in steps:
         now += waited_s
-        expected = now - 100.0 >= limit_s or (is_idle and now - 100.0 >= SETTLE_S)
+        idle_since = min(idle_since, now) if is_idle else math.inf
+        expected = now - 100.0 >= limit_s or now - idle_since >= SETTLE_S
         assert drain.is_over(now, is_idle) == expected
     assert drain.is_over(100.0 + limit_s + 0.001, is_idle=False)
 
