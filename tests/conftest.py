@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import runpy
 import sys
@@ -18,6 +19,10 @@ from tests.progress import ProgressPlugin
 from tests.selection import NEW_EXAMPLES, group_of, select
 from tests.support.cluster import Cluster
 from tests.support.noise_model import ensure_noise_model
+
+# Tests run beside each other: more threads of torch would wait for each other. Workers get their own number from the
+# launcher.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Modules and collected tests live as long as the session. The collector would scan them while they are made, a third of
 # the CPU time of collecting, and again during the tests.

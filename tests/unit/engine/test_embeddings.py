@@ -17,8 +17,6 @@ from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.sampling import Pooling, SamplingParams
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_equal_transformers(pooling: Pooling, tmp_path: Path) -> None:

@@ -51,8 +51,6 @@ from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import ConfigError
 from tests.support.tiny_models import make_tiny_config
 
-torch.set_num_threads(1)
-
 COMMON: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.2,

@@ -32,8 +32,6 @@ from tandem.runtime.logs import LogSettings
 from tandem.worker.follower import start_follower
 from tests.unit.engine.test_engine_parity import COMMON, MODELS
 
-torch.set_num_threads(1)
-
 PROMPT_LENGTHS = (1, 9, 31, 64, 100)
 NUM_NEW_TOKENS = 12
 

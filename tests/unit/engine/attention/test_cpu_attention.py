@@ -20,8 +20,6 @@ from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.sampling.sampler import argmax
 from tandem.protocol.messages.transfer import KVLayout
 
-torch.set_num_threads(1)
-
 LAYER = 1
 SINKS = torch.linspace(-2, 2, 28)
 OPTIONS = {

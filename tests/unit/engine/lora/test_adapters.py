@@ -35,8 +35,6 @@ from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tests.support.lora import make_adapter, merge_adapter
 
-torch.set_num_threads(1)
-
 COMMON: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.2,

@@ -22,8 +22,6 @@ from tandem.runtime.errors import ConfigError
 from tests.support.quantised_checkpoints import Format, awq, gptq, make_checkpoint, packed, w8a8
 from tests.unit.engine.test_engine_parity import COMMON, generate_in_odd_chunks, reference_of
 
-torch.set_num_threads(1)
-
 FORMATS: dict[str, Format] = {
     "gptq": gptq(),
     "gptq act-order, asymmetric": gptq(desc_act=True, sym=False),

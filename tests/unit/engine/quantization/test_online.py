@@ -29,7 +29,6 @@ from tests.support.lora import make_adapter
 from tests.support.quantised_checkpoints import awq, make_checkpoint, packed
 from tests.unit.engine.lora.test_adapters import ALL, COMMON, generate, ref_of
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 BOUNDS = {torch.int8: 0.5 / 127, FP8: 2.0**-4}
 """Error of a rounded value, of the largest of its row for INT8, of itself for FP8."""

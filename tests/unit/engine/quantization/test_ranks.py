@@ -30,7 +30,6 @@ from tests.support.quantised_checkpoints import Format, awq, gptq, make_checkpoi
 from tests.unit.engine.quantization.test_checkpoints import FORMATS, save_with_biases
 from tests.unit.engine.test_engine_parity import COMMON
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 SIZES = COMMON | {"hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32}
 HEAD = "int8 head"
@@ -149,7 +148,6 @@ def logits_of(name: str, folder: Path, num_ranks: int) -> torch.Tensor:
 def run_rank(rank: int, folder: Path, folders: dict[str, Path]) -> None:
     """Computes the logits of each checkpoint as one of two ranks, and saves them."""
     os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
     store = FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     torch.save({name: logits_of(name, each, 2) for name, each in folders.items()}, folder / f"{rank}.pt")

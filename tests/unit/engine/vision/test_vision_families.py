@@ -8,14 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.media_reader import MediaProcessOnLoop
 from tests.support.served_vision_models import Part, generated_by_transformers, parts_of, save_served_model
 from tests.support.vision_model import clip, picture
 from tests.support.vision_pair import VisionPair
 
-torch.set_num_threads(1)
 NUM_NEW = 16
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision")
 

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tandem.runtime.errors import InvalidRequest
 from tests.support.vision_models import MODELS, Generated, Medium, VisionPrompt, make_medium, make_model, reference
 from tests.support.vision_pair import BLOCK_SIZE, VisionPair
 
-torch.set_num_threads(1)
 NUM_NEW = 28
 
 
