@@ -4,9 +4,9 @@
 
 The loads and the models are those of `bench.never_worse`; one prefill and one decode worker, and two elastic ones. Each
 case is played on the real cluster. What was sent, and when, is the trace of the simulated one, whose step times
-(`tandem status --json`) and time between steps (the workers' metrics) are those that the cluster tells after the case: it
-has measured them under this load. Beside it stands what follows from the step times of another load, which the cluster
-gets before the first case: how far a plan for another load may be off.
+(`tandem status --json`) and time between steps (metrics of the workers) are those that the cluster tells after the
+case: it has measured them under this load. Beside it stands what follows from the step times of another load, which the
+cluster gets before the first case: how far a plan for another load may be off.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 from tandem.deploy.autoscale.autoscaler import Autoscaler
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
-from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S, Watchdog
+from tandem.deploy.launch.hang_detector import INTERVAL_S, Watchdog
 from tandem.deploy.launch.loading_bar import fraction_loaded
 from tandem.deploy.launch.proxy_reports import MAX_ASKED, ProxyReports
 from tandem.deploy.launch.start_checks import check_reports, is_complete
@@ -238,6 +238,7 @@ class Launcher:
     def _forget(self, name: str) -> None:
         del self._children[name], self._tasks[name]
         self._workers.remove(name)
+        self._watchdog.on_exit(name)
         self._site.forget(name)
 
     # ---- while the cluster runs
@@ -275,6 +276,7 @@ class Launcher:
             case StatusReport():
                 pids = {name: child.last_pid for name, child in self._children.items()}
                 self._reports.on_report(now, proxy, message, pids)
+                self._watchdog.on_workers(now, [worker.worker_id for worker, _ in self.loads])
                 for name, role in self._workers.on_report(now, (each.worker for each in message.workers)).items():
                     self._site.set_role(name, role)
                 if proxy in self._children:
@@ -284,14 +286,13 @@ class Launcher:
                 self._workers.on_refused(message.worker_id)
 
     async def _watch(self) -> None:
-        """Replaces proxies and the media cache when they no longer respond."""
-        loop = asyncio.get_running_loop()
+        """Replaces processes that no longer respond."""
         while True:
             for name, detail in self._reports.to_ask(self._controls).items():
                 self._controls[name].send(GetStatus(detail))
             await asyncio.sleep(INTERVAL_S)
-            for name in self._watchdog.silent(loop.time()):
-                log.error("%s has not responded for %.0f s: replacing it", name, MAX_SILENCE_S)
+            for name, silence_s in self._watchdog.silent(asyncio.get_running_loop().time()).items():
+                log.error("%s has not responded for %.0f s: replacing it", name, silence_s)
                 self._children[name].replace()
 
     async def _ask_media_cache(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.deploy.launch.cluster_client import LAUNCHER_TIMEOUT_S
-from tandem.deploy.launch.hang_detector import MAX_SILENCE_S
+from tandem.deploy.launch.hang_detector import MAX_SILENCE_S, MAX_WORKER_SILENCE_S
 from tandem.deploy.launch.launcher import DRAIN_GRACE_S
 from tandem.protocol.messages.operations import ScaleCluster
 from tandem.simulator.engine import StepTimes
@@ -150,6 +150,19 @@ def test_a_proxy_that_hangs_is_replaced() -> None:
         assert {name for name, pid in pids(site).items() if before[name] != pid} == {"proxy-0"}
         site.ask()
         assert site.finish(20.0) == ["finished"]
+
+
+def test_a_worker_that_hangs_for_minutes_is_replaced() -> None:
+    with simulated_site() as site:
+        before = pids(site)
+        site.strike("freeze", "decode-0", 100_000.0)
+        site.strike("freeze", "decode-1", MAX_WORKER_SILENCE_S - 30)  # this one resumes
+        site.strike("freeze proxy", "proxy-0", 60.0)
+        site.keep_asking(2.0, MAX_WORKER_SILENCE_S + 60, lambda: pids(site)["decode-0"] != before["decode-0"])
+        site.until(lambda: len(site.epochs()) == 4)
+        assert {name for name, pid in pids(site).items() if before[name] != pid} == {"decode-0", "proxy-0"}
+        site.ask()
+        assert site.finish(20.0)[-1] == "finished"
 
 
 def test_workers_of_a_lost_host_start_on_another_one_with_their_roles() -> None:
