@@ -38,12 +38,18 @@ class WorkerFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of_reports(cls, reports: Sequence[StatusReport]) -> WorkerFigures:
-        """Means of the workers that have measured a figure. Raises ConfigError if none has."""
+        """Means of the workers that have measured a figure, of those whose role it is if there are any: a decode worker
+        computes few and short prompts, and looks slower. Raises ConfigError if no worker has measured one."""
         workers = [worker for report in reports[:1] for worker in report.workers]
         means: dict[str, float] = {}
-        for name in ("prompt_tokens_per_s", "fixed_step_s", "step_s_per_sequence"):
-            measured = [value for worker in workers if (value := getattr(worker.load, name)) > 0]
-            means[name] = sum(measured) / len(measured) if measured else 0.0
+        for name, others in (
+            ("prompt_tokens_per_s", "decode"),
+            ("fixed_step_s", "prefill"),
+            ("step_s_per_sequence", "prefill"),
+        ):
+            measured = [(value, each.worker.role) for each in workers if (value := getattr(each.load, name)) > 0]
+            chosen = [value for value, role in measured if role != others] or [value for value, _ in measured]
+            means[name] = sum(chosen) / len(chosen) if chosen else 0.0
         if not means["prompt_tokens_per_s"] or not means["fixed_step_s"] + means["step_s_per_sequence"]:
             raise ConfigError("the workers have not measured their steps yet: send the cluster some load first")
         num_received = sum(worker.load.num_received_tokens for worker in workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from tandem.deploy.planning.player import Played, Player, TraceRequest, prompt_o
 from tandem.deploy.planning.trace import MAX_REQUESTS, read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
 from tandem.engine.steps.step_times import StepTimes
-from tandem.protocol.messages.membership import PairTraffic, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
+from tandem.protocol.messages.membership import PairTraffic, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.runtime.errors import ConfigError
 from tandem.simulator.scenario import ClusterShape, cluster_config
 
@@ -119,10 +120,10 @@ def test_a_trace_is_limited_in_its_requests_and_its_lines(tmp_path: Path) -> Non
 # ---- figures of a worker
 
 
-def status(*loads: WorkerLoad) -> list[StatusReport]:
+def status(*loads: WorkerLoad, roles: Sequence[Role] = ("any", "any")) -> list[StatusReport]:
     workers = [
-        WorkerReport(WorkerInfo(f"w{n}", f"w{n}/1", "any", "", n), load, [], 0.0, max_model_len=4096, block_size=16)
-        for n, load in enumerate(loads)
+        WorkerReport(WorkerInfo(f"w{n}", f"w{n}/1", role, "", n), load, [], 0.0, max_model_len=4096, block_size=16)
+        for n, (load, role) in enumerate(zip(loads, roles, strict=False))
     ]
     return [StatusReport("p", "m", True, 0, workers)]
 
@@ -135,6 +136,17 @@ def test_figures_come_from_the_status_of_a_cluster(tmp_path: Path) -> None:
     assert read_figures(file) == WorkerFigures(900.0, 0.01, 0.001, 200, 16, 4096, kv_s_per_token=0.0005)
     file.write_bytes(msgspec.json.encode(FIGURES))
     assert read_figures(file) == FIGURES
+
+
+def test_a_figure_is_that_of_the_workers_whose_role_it_is() -> None:
+    prefill = WorkerLoad(num_blocks=9, prompt_tokens_per_s=900.0, fixed_step_s=0.3, step_s_per_sequence=0.2)
+    decode = WorkerLoad(num_blocks=9, prompt_tokens_per_s=100.0, fixed_step_s=0.01, step_s_per_sequence=0.001)
+    both = WorkerFigures.of_reports(status(prefill, decode))
+    apart = WorkerFigures.of_reports(status(prefill, decode, roles=("prefill", "decode")))
+    alone = WorkerFigures.of_reports(status(decode, roles=("decode",)))
+    assert both.prompt_tokens_per_s == 500.0 and both.step_s_per_sequence == 0.1005
+    assert (apart.prompt_tokens_per_s, apart.fixed_step_s, apart.step_s_per_sequence) == (900.0, 0.01, 0.001)
+    assert (alone.prompt_tokens_per_s, alone.fixed_step_s) == (100.0, 0.01)
 
 
 @pytest.mark.parametrize(
