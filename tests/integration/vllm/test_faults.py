@@ -1,4 +1,7 @@
-"""Workers with vLLM's engine are killed and frozen, replaced and moved, under a dozen streams: no token differs."""
+"""Workers with vLLM's engine are killed and frozen, replaced and moved, under a dozen streams: no token differs.
+
+KV travels through mapped memory, and in the exhaustive run through NIXL as between hosts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.faults.leaks import shared_memory
 from tests.faults.streams import Stream
 from tests.integration.vllm.dozen_streams import LIMIT_S, begin, bodies, check, check_answers, expected_tokens
 from tests.support.cluster import Cluster, is_alive, tandem
-from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments
+from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, nixl_environment_of_vllm
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -23,11 +26,13 @@ PAUSE_LIMIT_S = 40.0
 """A frozen worker is noticed after 3.5 s. The rest is for a busy machine, on which another worker starts meanwhile."""
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=["auto", pytest.param("nixl", marks=pytest.mark.exhaustive)])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     size = ("--prefill", "1", "--decode", "2", "--kv-cache-gib", "0.1", "--worker-wait-s", "300")
+    layout = (*size, "--kv-connector", request.param)
+    environment = nixl_environment_of_vllm() if request.param == "nixl" else {}
     before = shared_memory()
-    with Cluster(*cluster_arguments(), *size, start_timeout_s=START_TIMEOUT_S) as running:
+    with Cluster(*cluster_arguments(), *layout, start_timeout_s=START_TIMEOUT_S, env=environment) as running:
         yield running
     assert shared_memory() <= before
 
