@@ -5,7 +5,7 @@
 Half of the workers compute prompts unless `--prefill` gives a number; the others decode. Requests arrive as a Poisson
 process, at each proxy in turn, for `--load` of what the prefill workers can compute. After a third of the time a zone
 fails: every fourth worker is killed at one instant. From half of the time on, workers are drained and restarted one
-after the other in random order, at most ten a second.
+after the other in random order, at most `--restarts-per-s`.
 
 CPU times are those of the thread while it runs the callbacks of a process, by what caused the callback: the message
 that arrived, or else the first that was sent. Encoding is included. They contain the simulator's sockets instead of
@@ -44,7 +44,6 @@ NUM_OUTPUT = 6
 MEAN_PROMPT_S = (
     STEP_TIMES.fixed_s + STEP_TIMES.per_sequence_s + STEP_TIMES.per_prompt_token_s * (MIN_PROMPT + MAX_PROMPT) / 2
 )
-MIN_RESTART_INTERVAL_S = 0.1
 
 
 class Meter:
@@ -129,13 +128,13 @@ def ideal_decisions(cluster: SimulatedCluster) -> Iterator[None]:
 class Faults:
     """A zone that fails after a third of the time, and a rolling restart from half of it on."""
 
-    def __init__(self, player: Player, seconds: float) -> None:
+    def __init__(self, player: Player, seconds: float, max_restarts_per_s: float) -> None:
         self._player, world = player, player.cluster.world
         self.lost_at, self.whole_at = seconds / 3, math.inf
         self._num_pairs_at_start = self._num_pairs()
         world.call_later(self.lost_at, self._lose_a_zone)
         names = random.Random("restarts").sample(list(player.cluster.workers), len(player.cluster.workers))
-        interval_s = max(MIN_RESTART_INTERVAL_S, seconds / 2 / len(names))
+        interval_s = max(1 / max_restarts_per_s, seconds / 2 / len(names))
         self.num_restarts = min(len(names), int(seconds / 2 / interval_s))
         for number, name in enumerate(names[: self.num_restarts]):
             at = seconds / 2 + number * interval_s
@@ -176,7 +175,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         gc.freeze()
         start["rss_mib"] = round(_rss_mib() - rss_before)
         meter.clear()
-        faults, real = None if options.no_faults else Faults(player, options.seconds), time.monotonic()
+        faults, real = (
+            None if options.no_faults else Faults(player, options.seconds, options.restarts_per_s),
+            time.monotonic(),
+        )
         played = player.play()
     figures = {
         "workers": options.workers,
@@ -249,6 +251,7 @@ def main() -> None:
     parser.add_argument("--proxies", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="virtual time under load")
     parser.add_argument("--load", type=float, default=0.5, help="share of what the prefill workers can compute")
+    parser.add_argument("--restarts-per-s", type=float, default=10.0, help="at most")
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--ideal", action="store_true", help="one router that sees all loads at once")
     arguments = parser.parse_args()
