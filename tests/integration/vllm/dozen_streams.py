@@ -21,8 +21,8 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-def bodies(num_tokens: int = NUM_TOKENS) -> list[dict[str, Any]]:
-    """Returns a dozen requests with prompts of 3 to 1,500 tokens."""
+def bodies(num_tokens: int = NUM_TOKENS, number: int = 12) -> list[dict[str, Any]]:
+    """Returns requests with prompts of 3 to 1,500 tokens, the shortest ones first."""
     draw = random.Random(8)
     lengths = [3, 31, 64, 100, 200, 333, 400, 512, 640, 900, 1200, 1500]
     return [
@@ -32,21 +32,21 @@ def bodies(num_tokens: int = NUM_TOKENS) -> list[dict[str, Any]]:
             "max_tokens": num_tokens,
             "ignore_eos": True,
             "return_token_ids": True,
-            **SAMPLING[number % len(SAMPLING)],
+            **SAMPLING[i % len(SAMPLING)],
         }
-        for number, length in enumerate(lengths)
+        for i, length in enumerate(lengths[:number])
     ]
 
 
-def expected_tokens(cluster: Cluster, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+def expected_tokens(cluster: Cluster, num_tokens: int = NUM_TOKENS, number: int = 12) -> list[list[int]]:
     """Returns the tokens of the requests without a fault."""
     with ThreadPoolExecutor(4) as pool:
-        return [tokens for [tokens] in pool.map(lambda body: complete(cluster, body), bodies(num_tokens))]
+        return [tokens for [tokens] in pool.map(lambda body: complete(cluster, body), bodies(num_tokens, number))]
 
 
-def begin(cluster: Cluster, phase: str, num_tokens: int = NUM_TOKENS) -> list[Stream]:
-    """Starts a dozen streams and waits for a phase: that of the prompts, or of the answers ("decode")."""
-    streams = [Stream(cluster, {**body, "cache_salt": str(time.monotonic())}) for body in bodies(num_tokens)]
+def begin(cluster: Cluster, phase: str, num_tokens: int = NUM_TOKENS, number: int = 12) -> list[Stream]:
+    """Starts streams and waits for a phase: that of the prompts, or of the answers ("decode")."""
+    streams = [Stream(cluster, {**body, "cache_salt": str(time.monotonic())}) for body in bodies(num_tokens, number)]
     if phase == "decode":
         cluster.wait_for(lambda: all(len(each.token_ids) > 8 or each.has_ended for each in streams))
     else:

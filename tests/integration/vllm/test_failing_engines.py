@@ -1,4 +1,4 @@
-"""vLLM's engine fails or hangs in a step, and workers drain and join, under a dozen streams: no token differs."""
+"""vLLM's engine fails or hangs in a step, and workers drain and join, under long streams: no token differs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.support.vllm_python import vllm_python
 
 pytestmark = pytest.mark.timeout(600)
 
-NUM_TOKENS = 300
+NUM_STREAMS, NUM_TOKENS = 6, 600
+"""With short prompts, so that all have begun long before the first one ends, also where other programs run."""
 STEP_TIMEOUT_S, CHUNK = 8, 256
 """A step may take 8 s and 10 ms for each of 256 tokens."""
 SIZE = ("--kv-cache-gib", "0.1", "--max-num-batched-tokens", str(CHUNK))
@@ -59,7 +60,7 @@ def cluster(faults: Faults, port: int) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def expected(cluster: Cluster) -> list[list[int]]:
-    return expected_tokens(cluster, NUM_TOKENS)
+    return expected_tokens(cluster, NUM_TOKENS, NUM_STREAMS)
 
 
 def join(port: int, *arguments: str) -> list[str]:
@@ -115,7 +116,7 @@ def test_an_engine_that_fails_or_hangs_costs_no_token(
     worker = cluster.worker(worker_id).worker
     processes = [worker.pid, *descendants(worker.pid)]
     before = cluster.num_migrations()
-    streams = begin(cluster, "decode", NUM_TOKENS)
+    streams = begin(cluster, "decode", NUM_TOKENS, NUM_STREAMS)
     cluster.wait_for(lambda: cluster.worker(worker_id).load.num_running > 0)
     (faults.hang if hangs else faults.fail)(worker.pid)
     check(cluster, streams, expected)
@@ -130,7 +131,7 @@ def drain_under_streams(cluster: Cluster, worker: WorkerInfo, expected: list[lis
     """Sends SIGTERM to a worker that decodes. Returns how many sequences have migrated."""
     processes = [worker.pid, *descendants(worker.pid)]
     before = cluster.num_migrations()
-    streams = begin(cluster, "decode", NUM_TOKENS)
+    streams = begin(cluster, "decode", NUM_TOKENS, NUM_STREAMS)
     cluster.wait_for(lambda: cluster.worker(worker.worker_id).load.num_running > 0)
     os.kill(worker.pid, signal.SIGTERM)
     check(cluster, streams, expected)
