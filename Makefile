@@ -42,7 +42,7 @@ $(VENV)/.developed: $(VENV)/.installed
 serve: setup
 	@$(BIN)/tandem up $(ARGS)
 
-# About ten minutes: all unit and simulation tests, and a representative set of those that start clusters (tests/selection.py).
+# Four to eight minutes: all unit and simulation tests, and a representative set of those that start clusters (tests/selection.py).
 # With ARGS, the tests that it names: make test ARGS=tests/unit
 test: develop
 	$(PYTEST) $(or $(ARGS),-m "not extended")

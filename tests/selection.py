@@ -16,6 +16,8 @@ import pytest
 
 STAGES = ("unit", "simulation", "faults", "integration", "security")
 """In the order in which they run. The last one has small modules, so that all processes end at about the same time."""
+LONG = ("security/test_second_tenant.py", "security/test_largest_values.py")
+"""Modules that begin the last stage for the same reason."""
 RAY = "test_ray"
 """Begins the names of modules that start a Ray cluster, of which this machine runs one at a time."""
 CLUSTER_STAGES = ("integration", "faults")
@@ -72,7 +74,7 @@ def tries_examples(item: pytest.Item) -> bool:
 
 
 def select(items: list[pytest.Item], new_examples: bool) -> None:
-    """Marks the extended and exhaustive tests and sorts all by stage. The order within a stage stays pytest's.
+    """Marks the extended and exhaustive tests and sorts all by stage. Else the order stays pytest's, but for LONG.
 
     With new_examples, the property tests of `make test` are extended tests, too: they have something new to try.
     """
@@ -85,7 +87,7 @@ def select(items: list[pytest.Item], new_examples: bool) -> None:
             item.add_marker("extended")
         if stage_of(item.nodeid) in CLUSTER_STAGES and not is_representative(item.nodeid):
             item.add_marker("extended")
-    items.sort(key=lambda item: STAGES.index(stage_of(item.nodeid)))
+    items.sort(key=lambda item: (STAGES.index(stage_of(item.nodeid)), _module_of(item.nodeid) not in LONG))
 
 
 def group_of(node_id: str) -> str:
