@@ -66,7 +66,7 @@ def _first_violation(mutation: Mutation, seeds: Sequence[int], answers: Any) -> 
     apply(mutation)
     for seed in seeds:
         if violations := run(draw(seed)).violations:
-            answers.put((seed, str(violations[0])))
+            answers.put((seed, str(violations[0]).replace(f"{ROOT}/", "")))
             return
     answers.put((None, ""))
 
