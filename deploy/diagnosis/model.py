@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.deploy.autoscale.queueing import mean_wait_s
 from tandem.deploy.diagnosis.observation import Observation, ObservedWorker
-from tandem.proxy.cluster.worker_load import WorkerUse
+from tandem.proxy.cluster.worker_load import TypicalSpeed, WorkerUse
 
 
 class ClusterModel:
@@ -68,7 +68,7 @@ def _use_of(worker: ObservedWorker, itl_slo_s: float | None) -> WorkerUse:
     load = msgspec.structs.replace(worker.load, waiting_tokens=[], num_decoding=round(worker.mean_sequences))
     if itl_slo_s is not None:
         load = msgspec.structs.replace(load, itl_slo_s=itl_slo_s)
-    use = WorkerUse(load.prompt_tokens_per_s)
+    use = WorkerUse(TypicalSpeed(0.0))
     use.on_report(load)
     return use
 

@@ -70,11 +70,20 @@ class PromptQueue:
 
 
 @dataclass(slots=True)
+class TypicalSpeed:
+    """The speed assumed of workers that have measured none yet: the last that any worker reported.
+
+    It is one object for all of them, so that no worker seems slower only because its report is older.
+    """
+
+    tokens_per_s: float
+
+
+@dataclass(slots=True)
 class WorkerUse:
     """Estimated use of one worker."""
 
-    tokens_per_s: float
-    """Prefill speed of a worker that runs no sequences."""
+    typical: TypicalSpeed
     loaded_tokens_per_s: float = 0.0
     """Speed of loading from tiers below the KV pool; 0 before the first load."""
     prompts: PromptQueue = field(default_factory=PromptQueue)
@@ -86,11 +95,17 @@ class WorkerUse:
     """Free KV blocks, minus those promised to sequences of this proxy that have not reserved theirs yet."""
     prompt_share: float = 0.0
     """Share of the recent reports in which the worker had prompts to compute."""
+    _measured_tokens_per_s: float = 0.0
     _fixed_step_s: float = 0.0
     _step_s_per_sequence: float = 0.0
     _num_blocks: int = 1
     _num_own: int = 0
     _num_promised: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prefill speed while no sequences run."""
+        return self._measured_tokens_per_s or self.typical.tokens_per_s
 
     @property
     def load_cost(self) -> float:
@@ -128,6 +143,8 @@ class WorkerUse:
         self._fixed_step_s, self._step_s_per_sequence = load.fixed_step_s, load.step_s_per_sequence
         self.itl_slo_s = load.itl_slo_s
         self.loaded_tokens_per_s = load.loaded_tokens_per_s
+        self._measured_tokens_per_s = load.prompt_tokens_per_s
+        self.typical.tokens_per_s = self.tokens_per_s
         self._num_blocks = max(1, load.num_blocks)
         self.num_free_blocks = load.num_free_blocks - self._num_promised
 

@@ -23,7 +23,7 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.proxy.cluster.prefix_index import PrefixIndex
-from tandem.proxy.cluster.worker_load import WorkerUse
+from tandem.proxy.cluster.worker_load import TypicalSpeed, WorkerUse
 from tandem.proxy.cluster.worker_record import (
     LostWorker,
     MembershipChange,
@@ -63,7 +63,7 @@ class WorkerTable:
         self.block_size = 1
         self.prefixes = PrefixIndex()  # of the KV pools
         self.tier_prefixes = PrefixIndex()  # of the tiers below them; same bits
-        self._typical_speed = _UNKNOWN_SPEED
+        self._typical_speed = TypicalSpeed(_UNKNOWN_SPEED)
         self._limits: ModelLimits | None = None
         self.num_changes = 0
         """Incremented whenever the workers to choose from may have changed."""
@@ -131,8 +131,6 @@ class WorkerTable:
         self._timers.on_heard(now, message.epoch)
         record.load = message.load
         record.use.on_report(message.load)
-        self._typical_speed = message.load.prompt_tokens_per_s or self._typical_speed
-        record.use.tokens_per_s = message.load.prompt_tokens_per_s or self._typical_speed
         if message.prefixes is not None:
             self.prefixes.apply(message.epoch, message.prefixes)
         if message.tier_prefixes is not None:

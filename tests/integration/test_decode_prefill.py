@@ -47,6 +47,10 @@ def logprobs(choices: list[dict[str, Any]]) -> list[float]:
     return [value for values in found for value in values if value is not None]
 
 
+def num_finished(cluster: Cluster) -> dict[str, int]:
+    return {report.worker.worker_id: report.load.num_finished for report in cluster.status().workers}
+
+
 @pytest.mark.timeout(600)
 def test_decode_prefill_gives_equal_answers_and_survives_the_last_prefill_worker(float32_cluster: Cluster) -> None:
     options = ("--dtype", "float32", "--max-num-batched-tokens", "128")
@@ -56,7 +60,8 @@ def test_decode_prefill_gives_equal_answers_and_survives_the_last_prefill_worker
     with Cluster(*options, "--decode-prefill-threshold", "2000") as cluster:
         # Requests for a single token still go to prefill, which then has nothing to transfer.
         local = [ask(cluster, body) for body in BODIES]
-        cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_finished == 2)
+        cluster.wait_for(lambda: sum(num_finished(cluster).values()) == sum(map(len, local)))
+        assert num_finished(cluster)["prefill-0"] == 2
         assert cluster.worker("decode-0").load.num_transferred_bytes == 0
         for body, here, there in zip(BODIES, local, usual, strict=True):
             assert token_ids(here) == token_ids(there), body

@@ -138,6 +138,18 @@ def test_decode_computes_short_prompts_up_to_a_limit() -> None:
     assert prefill_of(world.router.pick(PromptShape(1, needs_decode=False))) == "prefill-0"
 
 
+def test_a_worker_that_has_measured_nothing_counts_as_fast_as_the_one_measured_last() -> None:
+    world = RouterMachine(1, 1, threshold=16)
+    world.report(world.prefills[0], speed=0.0)
+    world.report(world.decodes[0], speed=8000.0)  # newer than prefill's report
+    assert prefill_of(world.router.pick(PromptShape(20, needs_decode=False))) == "prefill-0"
+    [prefill] = world.table.prefill_workers
+    assert prefill.use.tokens_per_s == 8000
+    world.report(world.prefills[0], speed=500.0)
+    world.report(world.decodes[0], speed=8000.0)
+    assert prefill.use.tokens_per_s == 500
+
+
 def test_a_long_prompt_mostly_cached_on_decode_counts_as_short() -> None:
     world = RouterMachine(1, 2, threshold=16)
     prompt = list(range(200))
