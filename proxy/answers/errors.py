@@ -12,6 +12,7 @@ from starlette.responses import Response
 from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.admission.api_key import InvalidApiKey
 from tandem.proxy.admission.browser_rules import OriginNotAllowed
+from tandem.proxy.answers.json_parts import encode
 from tandem.proxy.answers.request_id import id_header, is_anthropic, request_id_of
 from tandem.proxy.api.answer_bodies import ErrorDetail, ErrorResponse
 from tandem.proxy.api.messages_api.messages_response import MessagesError, MessagesErrorDetail
@@ -199,7 +200,7 @@ def _messages_error(status: int, message: str, request_id: str | None) -> Messag
 def _body_of(request: Request, error: TandemError) -> bytes:
     """Returns the body of an error in the form of the API that the request is for."""
     if is_anthropic(request):
-        return msgspec.json.encode(messages_error(error, request_id_of(request)))
+        return encode(messages_error(error, request_id_of(request)))
     return error_body(error)
 
 
@@ -210,4 +211,4 @@ def _body(status: int, message: str, param: str | None, code: str) -> bytes:
         kind = "authentication_error"
     else:
         kind = "invalid_request_error" if status < 500 else "server_error"
-    return msgspec.json.encode(ErrorResponse(ErrorDetail(message, kind, param, code)))
+    return encode(ErrorResponse(ErrorDetail(message, kind, param, code)))

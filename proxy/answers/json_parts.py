@@ -18,7 +18,20 @@ _MARK = b"\0"
 """Stands for a hole. Encoded JSON does not contain it, because control characters in strings are escaped."""
 _HOLE = msgspec.Raw(_MARK)
 
-encode = msgspec.json.Encoder().encode
+_LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
+"""Characters that end a line for Python's `str.splitlines` and httpx's `iter_lines`, by which clients read streams, and
+that JSON need not escape."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode(value: Any) -> bytes:
+    """Encodes a value as JSON that is one line for every client."""
+    encoded = _encode(value)
+    if not encoded.isascii():
+        for char, escaped in _LINE_ENDS.items():
+            encoded = encoded.replace(char, escaped)
+    return encoded
 
 
 class JsonArray:
