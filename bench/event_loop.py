@@ -1,6 +1,6 @@
 """Latency of /health while a server tokenises 60 prompts of 255,000 tokens at once, beside vLLM in the same run.
 
-    python -m bench.event_loop [--peers FOLDER --vllm VENV] [--quick] [--json FILE]
+    python -m bench.event_loop [--vllm VENV] [--quick] [--json FILE]
 
 Each server runs the noise model with a model length of 32,768, otherwise with default settings. Most prompts exceed
 that length and are refused; the `truncated` ones are tokenised in full and answered. A control server that does nothing
@@ -29,7 +29,7 @@ import msgspec
 from bench.support.latency import Distribution
 from bench.support.poller import Poller, poll_row
 from bench.support.report import Aim, Report, finish, new_parser, print_rows
-from bench.support.servers import MODEL, add_vllm_options, beside_vllm
+from bench.support.servers import MODEL, add_vllm_option, beside_vllm
 from tests.support.noise_model import ensure_noise_model
 
 MAX_MODEL_LEN = 32_768
@@ -61,13 +61,13 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=60)
     parser.add_argument("--num-tokens", type=int, default=255_000, help="tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=6, help="repetitions of each burst; one gives too few polls")
-    add_vllm_options(parser)
+    add_vllm_option(parser)
     options = parser.parse_args()
     if options.quick:
         options.num_prompts, options.num_tokens, options.rounds = 8, 70_000, 1
     with tempfile.TemporaryDirectory() as folder:
         model = stretched_noise_model(Path(folder) / "model")
-        figures = beside_vllm(options, model, partial(measure, options), {"MAX_MODEL_LEN": str(MAX_MODEL_LEN)})
+        figures = beside_vllm(options.vllm, model, partial(measure, options), MAX_MODEL_LEN)
     print_rows(
         [
             {"server": name, "burst": burst, "s": found.duration_s, "path": path, **poll_row(spread)}

@@ -1,6 +1,6 @@
 """Throughput of 400 image prompts, 250 at once, and latency of /health meanwhile, beside vLLM in the same run.
 
-    python -m bench.media_storm [--model FOLDER] [--peers FOLDER --vllm VENV] [--quick] [--json FILE]
+    python -m bench.media_storm [--model FOLDER] [--vllm VENV] [--quick] [--json FILE]
 
 Every server runs with default settings, and every prompt must be served. All images differ. Without --model the servers
 get a tiny Qwen2.5-VL with random weights.
@@ -22,7 +22,7 @@ from bench.support.images import chat_body, jpeg
 from bench.support.latency import Distribution
 from bench.support.poller import Poller, poll_row
 from bench.support.report import Aim, Report, finish, new_parser, print_rows
-from bench.support.servers import add_vllm_options, beside_vllm
+from bench.support.servers import add_vllm_option, beside_vllm
 from tests.support.served_vision_models import save_served_model
 
 NUM_WARM_UP = 8
@@ -48,14 +48,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of a model that takes images")
     parser.add_argument("--num-prompts", type=int, default=400)
     parser.add_argument("--at-once", type=int, default=250)
-    add_vllm_options(parser)
+    add_vllm_option(parser)
     options = parser.parse_args()
     if options.quick:
         options.num_prompts, options.at_once = 40, 25
     bodies = [chat_body("What is this?", jpeg(seed)) for seed in range(options.num_prompts + NUM_WARM_UP)]
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or save_served_model("qwen2_5_vl", Path(folder) / "model")
-        figures = beside_vllm(options, model, partial(measure, bodies, options.at_once), {})
+        figures = beside_vllm(options.vllm, model, partial(measure, bodies, options.at_once))
     print_rows(
         [
             {"server": name, "prompts/s": found.requests_per_s, "statuses": found.statuses, "path": path}

@@ -274,7 +274,7 @@ def run_server(
     port = free_port()
     env: dict[str, str] = {}
     if name == "vllm":
-        command, env = vllm_serve(options.vllm, folder, port, options.dtype)
+        command, env = vllm_serve(options.vllm, folder, port, dtype=options.dtype)
     else:
         command = tandem(folder, port, *SERVERS[name], *TANDEM_FLAGS, "--dtype", options.dtype)
     log(f"round {number + 1}, {folder.name}: starting {name}")

@@ -17,7 +17,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.planning.player import Player
 from tandem.deploy.planning.trace import read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures
-from tandem.protocol.messages.membership import StatusReport
 from tests.support.ports import free_port
 
 LAYOUTS = {"1P1D": ClusterConfig(), "elastic-2": ClusterConfig(prefill=0, decode=0, workers=2)}
@@ -92,21 +90,7 @@ def figures_of(port: int, folder: Path) -> WorkerFigures:
     command = [sys.executable, "-m", "tandem.deploy.cli", "status", "--json", "--port", str(port)]
     file = folder / "status.json"
     file.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=60).stdout)
-    [report] = msgspec.json.decode(file.read_bytes(), type=list[StatusReport])
-    addresses = [worker.worker.metrics_address for worker in report.workers]
-    return msgspec.structs.replace(read_figures(file), step_gap_s=step_gap_s(addresses))
-
-
-def step_gap_s(addresses: list[str]) -> float:
-    """Returns the mean time between two steps, from the metrics of the workers at these addresses."""
-    totals = {"sum": 0.0, "count": 0.0}
-    for address in addresses:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
-            for line in response.read().decode().splitlines():
-                for name in totals:
-                    if line.startswith(f"tandem_worker_step_gap_seconds_{name}"):
-                        totals[name] += float(line.split()[-1])
-    return totals["sum"] / max(1.0, totals["count"])
+    return read_figures(file)
 
 
 def predicted(figures: WorkerFigures, layout: str, trace: Path) -> dict[str, float]:

@@ -1,11 +1,11 @@
 """Tandem, vLLM's prefill/decode pair and one vLLM on the same cores, in turn, under vLLM's own client and seed.
 
-    python -m bench.side_by_side --peers FOLDER --vllm VENV --model FOLDER
-    python -m bench.side_by_side --peers FOLDER --vllm VENV --model FOLDER --burst 64
+    python -m bench.side_by_side --vllm VENV --model FOLDER
+    python -m bench.side_by_side --vllm VENV --model FOLDER --burst 64
 
-The folder of --peers holds vllm_pd.sh and vllm_single.sh (arguments VENV MODEL PORT). All servers use bfloat16, a model
-length of 4,096 and 2 GiB of KV cache; other settings are the defaults. --burst is for a tiny model, where the cost of
-everything except the model shows: it sends all requests at once, 128 tokens in and out, to Tandem and one vLLM.
+All servers use bfloat16, a model length of 4,096 and 2 GiB of KV cache; other settings are the defaults. --burst is for
+a tiny model, where the cost of everything except the model shows: it sends all requests at once, 128 tokens in and out,
+to Tandem and one vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.support.report import Aim, Report, finish, log, new_parser, print_rows
-from bench.support.servers import add_vllm_options, complete, server, tandem, vllm
+from bench.support.servers import add_vllm_option, complete, server, tandem, vllm_pair, vllm_serve
 from tests.support.processes import family_cpu_s
 
 CLIENT_TIMEOUT_S = 240.0
@@ -33,7 +33,7 @@ FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "p99_it
 
 def main() -> None:
     parser = new_parser(__doc__)
-    add_vllm_options(parser, required=True)
+    add_vllm_option(parser, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rates", default="2,4", help="requests per second, comma-separated")
     parser.add_argument("--num-prompts", type=int, default=32)
@@ -44,21 +44,20 @@ def main() -> None:
     if options.quick:
         options.num_prompts = 8
     rates = [float(rate) for rate in options.rates.split(",")]
-    commands = {
-        "vllm_pd": vllm(options, "vllm_pd.sh", options.model, options.port),
-        "vllm_single": vllm(options, "vllm_single.sh", options.model, options.port),
-        "tandem": tandem(
-            options.model, options.port, "--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-gib", "2"
-        ),
+    flags = ["--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-gib", "2"]
+    commands: dict[str, tuple[list[str], dict[str, str]]] = {
+        "vllm_pd": (vllm_pair(options.vllm, options.model, options.port), {}),
+        "vllm_single": vllm_serve(options.vllm, options.model, options.port),
+        "tandem": (tandem(options.model, options.port, *flags), {}),
     }
     figures: dict[str, dict[str, Any]] = {}
     if options.kept is not None and options.kept.exists():
         figures = json.loads(options.kept.read_text())
-    for name, command in commands.items():
+    for name, (command, env) in commands.items():
         if name in figures or (options.burst and name == "vllm_pd"):
             continue
         log(f"{name}: starting")
-        with server(command, options.port) as pid:
+        with server(command, options.port, env) as pid:
             log(f"{name}: warming up")
             for i in range(WARM_UP_REQUESTS):
                 complete(options.port, [i + 3] * 256, 16)

@@ -1,6 +1,6 @@
 """One vLLM worker behind Tandem, and `vllm serve`, on the same cores in turn, under vLLM's own client and seed.
 
-    python -m bench.vllm_overhead --peers FOLDER --vllm VENV --model FOLDER [--rate 2 --rounds 3]
+    python -m bench.vllm_overhead --vllm VENV --model FOLDER [--rate 2 --rounds 3]
 
 Both run the same version of vLLM without compilation, with bfloat16, a model length of 4,096 and 2 GiB of KV cache.
 With `--pair`, also two workers behind Tandem, as prefill and decode and as elastic ones, and vLLM's own pair over NIXL,
@@ -16,7 +16,7 @@ from statistics import median
 
 from bench.side_by_side import CLIENT_TIMEOUT_S, WARM_UP_REQUESTS, load
 from bench.support.report import Aim, Report, finish, log, new_parser, print_rows
-from bench.support.servers import add_vllm_options, complete, server, tandem, vllm
+from bench.support.servers import add_vllm_option, complete, server, tandem, vllm_pair, vllm_serve
 
 SHAPE = (256, 64)
 """Tokens of a prompt and of its answer."""
@@ -24,7 +24,7 @@ SHAPE = (256, 64)
 
 def main() -> None:
     parser = new_parser(__doc__)
-    add_vllm_options(parser, required=True)
+    add_vllm_option(parser, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rate", default="2", help="requests per second")
     parser.add_argument("--rounds", type=int, default=3, help="the servers take turns this many times")
@@ -45,17 +45,17 @@ def one_round(options: argparse.Namespace, number: int) -> dict[str, dict[str, f
         "--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-gib", "2",
         "--engine", "vllm", "--engine-python", str(options.vllm / "bin" / "python"),
     ]  # fmt: skip
-    commands = {
-        "vllm": [*vllm(options, "vllm_single.sh", options.model, options.port), "--enforce-eager"],
-        "tandem": tandem(options.model, options.port, *flags, "--workers", "1"),
+    commands: dict[str, tuple[list[str], dict[str, str]]] = {
+        "vllm": vllm_serve(options.vllm, options.model, options.port, "--enforce-eager"),
+        "tandem": (tandem(options.model, options.port, *flags, "--workers", "1"), {}),
     }
     if options.pair:
-        commands["tandem_pair"] = tandem(options.model, options.port, *flags)
-        commands["tandem_elastic"] = tandem(options.model, options.port, *flags, "--workers", "2")
-        commands["vllm_pair"] = vllm(options, "vllm_pd.sh", options.model, options.port)
+        commands["tandem_pair"] = tandem(options.model, options.port, *flags), {}
+        commands["tandem_elastic"] = tandem(options.model, options.port, *flags, "--workers", "2"), {}
+        commands["vllm_pair"] = vllm_pair(options.vllm, options.model, options.port), {}
     figures = {}
-    for name, command in commands.items():
-        with server(command, options.port):
+    for name, (command, env) in commands.items():
+        with server(command, options.port, env):
             for i in range(WARM_UP_REQUESTS):
                 complete(options.port, [i + 3] * SHAPE[0], 16)
             log(f"round {number}, {name}: {options.num_prompts} requests at {options.rate}/s")

@@ -108,6 +108,8 @@ class StepReport(NamedTuple):
     figures: EngineFigures
     step_s: float = 0.0
     """Duration of the step; 0 if nothing was computed."""
+    gap_s: float | None = None
+    """Time from the end of the step before to the start of this one, if there was work meanwhile and both computed."""
     num_decoding: int = 0
     num_prompt_tokens: int = 0
     added: list[bytes] = []  # noqa: RUF012

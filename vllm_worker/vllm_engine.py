@@ -87,6 +87,7 @@ class VllmEngine:
         self._refused: list[EngineOutput] = []
         self._progress: dict[str, int] = {}  # complete blocks of shipping requests at the last report
         self._num_preempted = 0
+        self._ended_at: float | None = None  # of the last step, if it computed and there was work afterwards
         self._deadline = StepDeadline()
         self._prefixes = PrefixEvents()
         self._loras = Loras()
@@ -197,20 +198,23 @@ class VllmEngine:
             if order is None:
                 return False
             order()
-            is_idle = False
+            if is_idle:
+                is_idle, self._ended_at = False, None
 
     def _step(self) -> None:
         self._add_compiled()
         started_at = time.monotonic()
         outputs, has_computed = self._core.step_fn()
         step_s = time.monotonic() - started_at
+        gap_s = started_at - self._ended_at if has_computed and self._ended_at is not None else None
+        self._ended_at = started_at + step_s if has_computed else None
         self._core.post_step(has_computed)
         outputs = [each for out in (outputs or {}).values() for each in out.outputs]
-        self._post(self._report(outputs, step_s if has_computed else 0.0))
+        self._post(self._report(outputs, step_s if has_computed else 0.0, gap_s))
         if not has_computed and self._orders.empty():
             time.sleep(_POLL_S)
 
-    def _report(self, outputs: list[EngineCoreOutput], step_s: float) -> StepReport:
+    def _report(self, outputs: list[EngineCoreOutput], step_s: float, gap_s: float | None) -> StepReport:
         connector, step = self._connector, self._connector.last_step
         begun, connector.begun = connector.begun, []
         allocated, connector.allocated = connector.allocated, []
@@ -236,6 +240,7 @@ class VllmEngine:
             lost=lost,
             figures=self._figures(),
             step_s=step_s,
+            gap_s=gap_s,
             num_decoding=num_decoding,
             num_prompt_tokens=num_prompt_tokens,
             added=added,

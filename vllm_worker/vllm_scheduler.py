@@ -126,6 +126,8 @@ class VllmScheduler:
         if report.step_s:
             self.step_time_s = report.step_s
             self.step_times.on_step(report.num_decoding, report.num_prompt_tokens, report.step_s)
+        if report.gap_s is not None:
+            self.step_times.on_gap(report.gap_s)
         for block_hash in report.added:
             if block_hash not in self.prefixes.cached:
                 self.prefixes.add(block_hash)

@@ -197,6 +197,7 @@ class VllmWorker:
             num_decoding=scheduler.num_decoding,
             fixed_step_s=times.fixed_s,
             step_s_per_sequence=times.s_per_sequence,
+            step_gap_s=times.gap_s,
             itl_slo_s=times.itl_slo_s,
             num_role_changes=num_role_changes,
             num_received_tokens=scheduler.num_received_tokens,
@@ -213,6 +214,8 @@ class VllmWorker:
     def _on_report(self, report: StepReport) -> None:
         if report.step_s:
             self._metrics.step.observe(report.step_s)
+        if report.gap_s is not None:
+            self._metrics.step_gap.observe(report.gap_s)
         self._perform(self._scheduler.on_report(self._loop.time(), report))
 
     def _on_failed(self, error: BaseException) -> None:

@@ -51,6 +51,7 @@ def load_report(
         num_decoding=decode.num_running + decode.num_waiting,
         fixed_step_s=times.fixed_s,
         step_s_per_sequence=times.s_per_sequence,
+        step_gap_s=times.gap_s,
         itl_slo_s=times.itl_slo_s,
         num_role_changes=num_role_changes,
         num_received_tokens=max(0, decode.reservations.num_prompt_tokens - decode.reservations.num_cached_tokens),

@@ -79,6 +79,7 @@ class StepLoop:
         self._metrics.step.observe(timing.step_s)
         if follows:
             self._metrics.step_gap.observe(timing.gap_s)
+            self._scheduler.step_times.on_gap(timing.gap_s)
         if results is None:
             self._num_in_flight = 0  # the engine does not run a step behind one that has failed
             actions = self._on_failure(error or RuntimeError("unknown"))

@@ -36,24 +36,20 @@ def tandem(model: Path, port: int, *flags: str) -> list[str]:
     ]  # fmt: skip
 
 
-def add_vllm_options(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    parser.add_argument("--peers", type=Path, required=required, help="folder with vllm_single.sh and vllm_pd.sh")
+def add_vllm_option(parser: argparse.ArgumentParser, required: bool = False) -> None:
     parser.add_argument("--vllm", type=Path, required=required, help="virtual environment with vLLM")
 
 
-def vllm(options: argparse.Namespace, script: str, model: Path, port: int) -> list[str]:
-    """Command line of vLLM, started by `script` (VENV MODEL PORT) in the folder of --peers."""
-    return [str(options.peers / script), str(options.vllm), str(model), str(port)]
+def vllm_serve(
+    venv: Path, model: Path, port: int, *flags: str, dtype: str = "bfloat16", max_model_len: int = 4096
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of one vLLM on CPUs with 2 GiB of KV cache.
 
-
-def vllm_serve(venv: Path, model: Path, port: int, dtype: str = "bfloat16") -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of one vLLM on CPUs, with a model length of 4,096 and 2 GiB of KV cache.
-
-    All other settings are vLLM's defaults.
+    Settings that neither `flags` nor the parameters name are vLLM's defaults.
     """
     command = [
         str(venv / "bin" / "vllm"), "serve", str(model), "--port", str(port), "--served-model-name", MODEL,
-        "--dtype", dtype, "--max-model-len", "4096",
+        "--dtype", dtype, "--max-model-len", str(max_model_len), *flags,
     ]  # fmt: skip
     env = {
         "PATH": f"{(venv / 'bin').absolute()}:{os.environ['PATH']}",
@@ -67,13 +63,19 @@ def vllm_serve(venv: Path, model: Path, port: int, dtype: str = "bfloat16") -> t
     return command, env
 
 
+def vllm_pair(venv: Path, model: Path, port: int) -> list[str]:
+    """Command line of vLLM's own prefill/decode pair (`bench.support.vllm_pair`). It may take twice START_TIMEOUT_S."""
+    return [sys.executable, "-m", "bench.support.vllm_pair", str(venv), str(model), str(port)]
+
+
 def beside_vllm(
-    options: argparse.Namespace, model: Path, measure: Callable[[int], Coroutine[Any, Any, F]], env: dict[str, str]
+    venv: Path | None, model: Path, measure: Callable[[int], Coroutine[Any, Any, F]], max_model_len: int = 4096
 ) -> dict[str, F]:
-    """Measures Tandem, and vLLM with `env` if --vllm is given, both on the same port with default settings."""
+    """Measures Tandem, and vLLM unless `venv` is None, both on the same port with default settings."""
     port, figures = free_port(), {}
-    if options.vllm is not None:
-        with server(vllm(options, "vllm_single.sh", model, port), port, env):
+    if venv is not None:
+        command, env = vllm_serve(venv, model, port, max_model_len=max_model_len)
+        with server(command, port, env):
             figures["vllm"] = asyncio.run(measure(port))
     with server(tandem(model, port), port):
         figures["tandem"] = asyncio.run(measure(port))

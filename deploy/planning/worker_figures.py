@@ -46,6 +46,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("prompt_tokens_per_s", "decode"),
             ("fixed_step_s", "prefill"),
             ("step_s_per_sequence", "prefill"),
+            ("step_gap_s", "prefill"),
         ):
             measured = [(value, each.worker.role) for each in workers if (value := getattr(each.load, name)) > 0]
             chosen = [value for value, role in measured if role != others] or [value for value, _ in measured]

@@ -15,7 +15,7 @@ DEFAULT_MIN_LIMIT_S = 0.02
 _MIN_CHUNK_TOKENS = 16
 """Prompts advance by this much in each step, even if running sequences then exceed the limit."""
 _REMEMBERED = 0.998
-"""Weight that earlier decode steps keep at each new one (half-life 346 steps)."""
+"""Weight that earlier decode steps and gaps keep at each new one (half-life 346 steps)."""
 _MIN_SPREAD = 0.05
 """Relative spread of batch sizes below which the slope of the step time is not measured anew."""
 _PROMPTS_SHARE = 0.5
@@ -37,6 +37,7 @@ class StepTimes:
         self._slo_s = slo_s
         self._speed = PromptSpeed()
         self._sums = [0.0] * 5  # of 1, n, s, n * n and n * s over decode steps (n sequences, s seconds)
+        self._gaps = [0.0] * 2  # of 1 and s over gaps of s seconds
         self.fixed_s = self.s_per_sequence = 0.0
 
     def on_step(self, num_sequences: int, num_prompt_tokens: int, step_s: float) -> None:
@@ -59,6 +60,16 @@ class StepTimes:
             self.s_per_sequence = mean_s / mean_n
         self.s_per_sequence = min(self.s_per_sequence, mean_s / mean_n)
         self.fixed_s = max(0.0, mean_s - self.s_per_sequence * mean_n)  # the difference may round to below 0
+
+    def on_gap(self, gap_s: float) -> None:
+        """Records the time between the end of a step and the start of the next, for which there was work already."""
+        self._gaps = [_REMEMBERED * total + term for total, term in zip(self._gaps, (1, gap_s), strict=True)]
+
+    @property
+    def gap_s(self) -> float:
+        """Mean of recent gaps between steps; 0 before the first."""
+        weight, total_s = self._gaps
+        return total_s / weight if weight else 0.0
 
     def decode_s(self, num_sequences: int) -> float:
         """Returns the expected duration of a step of so many sequences without prompt tokens."""

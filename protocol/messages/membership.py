@@ -118,6 +118,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Duration of a step without prompt tokens and without its share per sequence; 0 before the first step."""
     step_s_per_sequence: float = 0.0
     """Duration that each sequence adds to such a step; 0 before the first."""
+    step_gap_s: float = 0.0
+    """Recent mean time from the end of a step to the start of the next while work waits; 0 before the first."""
     itl_slo_s: float = 0.0
     """Limit on a step with prompt tokens beside sequences, see `engine.steps.step_times`; 0 before the first."""
     num_role_changes: int = 0

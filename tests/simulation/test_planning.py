@@ -130,10 +130,14 @@ def status(*loads: WorkerLoad, roles: Sequence[Role] = ("any", "any")) -> list[S
 
 def test_figures_come_from_the_status_of_a_cluster(tmp_path: Path) -> None:
     computes = WorkerLoad(num_blocks=300, prompt_tokens_per_s=900.0, traffic=[PairTraffic("w1", 1 << 20, 3, 0.5)])
-    decodes = WorkerLoad(num_blocks=200, fixed_step_s=0.01, step_s_per_sequence=0.001, num_received_tokens=1000)
+    decodes = WorkerLoad(
+        num_blocks=200, fixed_step_s=0.01, step_s_per_sequence=0.001, step_gap_s=0.002, num_received_tokens=1000
+    )
     file = tmp_path / "status.json"
     file.write_bytes(msgspec.json.encode(status(computes, decodes)))
-    assert read_figures(file) == WorkerFigures(900.0, 0.01, 0.001, 200, 16, 4096, kv_s_per_token=0.0005)
+    assert read_figures(file) == WorkerFigures(
+        900.0, 0.01, 0.001, 200, 16, 4096, kv_s_per_token=0.0005, step_gap_s=0.002
+    )
     file.write_bytes(msgspec.json.encode(FIGURES))
     assert read_figures(file) == FIGURES
 

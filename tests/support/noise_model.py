@@ -69,7 +69,7 @@ def make_noise_model(folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
-    end_id = _write_tokenizer(folder)
+    end_id = write_tokenizer(folder, VOCAB_SIZE, _sample_text(), MAX_MODEL_LEN)
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -132,26 +132,26 @@ def _weight_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (VOCAB_SIZE, hidden)
 
 
-def _write_tokenizer(folder: Path) -> int:
-    """Writes a byte-level BPE with a chat template. Returns the id of the end-of-turn token."""
+def write_tokenizer(folder: Path, vocab_size: int, texts: Iterator[str], model_max_length: int) -> int:
+    """Writes a byte-level BPE trained on `texts`, and a chat template. Returns the id of the end-of-turn token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_sample_text(), trainer)
+    bpe.train_from_iterator(texts, trainer)
     bpe.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|end|>",
         "pad_token": "<|end|>",
-        "model_max_length": MAX_MODEL_LEN,
+        "model_max_length": model_max_length,
         "chat_template": CHAT_TEMPLATE,
     }
     _write_json(folder / "tokenizer_config.json", settings)

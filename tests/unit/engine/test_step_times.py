@@ -93,3 +93,15 @@ def test_measured_coefficients_are_never_negative(steps: list[tuple[int, float]]
     for num_sequences, step_s in [*steps, *((3, 0.1), (7, 0.7), (1, 0.1))]:
         times.on_step(num_sequences, 0, step_s)
         assert times.fixed_s >= 0 and times.s_per_sequence >= 0 and times.itl_slo_s >= 0
+
+
+def test_gaps_are_averaged_and_newer_ones_weigh_more() -> None:
+    times = StepTimes()
+    assert times.gap_s == 0.0
+    for _ in range(1000):
+        times.on_gap(0.002)
+    assert times.gap_s == pytest.approx(0.002)
+    for _ in range(1000):
+        times.on_gap(0.010)
+    assert 0.008 < times.gap_s < 0.010
+    assert times.decode_s(3) == 0.0, "gaps are no part of a step"

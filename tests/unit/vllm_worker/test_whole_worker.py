@@ -125,3 +125,11 @@ def test_sequences_of_a_prompt_share_its_numbers() -> None:
     first, *others = orders(scheduler().on_start(0.0, start(["a", "b", "c"], 350), None, True))
     assert all(one is other for each in others for one, other in zip(first.token_ids, each.token_ids, strict=True))
     assert all(first.token_ids is not each.token_ids for each in others)
+
+
+def test_gaps_between_steps_are_reported_where_there_were_any() -> None:
+    worker = scheduler()
+    worker.on_report(1.0, report(step_s=0.5))
+    assert worker.step_times.gap_s == 0.0
+    worker.on_report(2.0, report(step_s=0.5, gap_s=0.25))
+    assert worker.step_times.gap_s == 0.25

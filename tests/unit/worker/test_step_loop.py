@@ -292,6 +292,7 @@ def test_the_device_always_has_the_next_step() -> None:
     assert all(events.index(("launched", n + 1)) < events.index(("ended", n)) for n in range(1, 29))
     assert gaps(worker) == (29, pytest.approx(0.001)), "only step 1 waits for the host"
     assert worker.loop.step_time_s == pytest.approx(STEP_S), "the time of one step, not of two"
+    assert worker.scheduler.step_times.gap_s == pytest.approx(0.001 / 29, rel=0.1)
 
 
 def test_without_overlap_each_step_waits_for_the_one_before() -> None:
