@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup develop serve test test-all test-extended test-exhaustive soak lint lint-types lint-style lint-collects check docs audit bench coverage release gpu-check gpu-wheels format lock clean
+.PHONY: setup develop serve test test-all test-extended test-exhaustive soak lint lint-types lint-style lint-collects check docs links audit bench coverage release gpu-check gpu-wheels format lock clean
 
 # What serving needs: 6.0 GB on disk, 5.2 of them PyTorch with Triton and the CUDA libraries that PyTorch's wheels bring.
 setup: $(VENV)/.installed
@@ -42,7 +42,7 @@ $(VENV)/.developed: $(VENV)/.installed
 serve: setup
 	@$(BIN)/tandem up $(ARGS)
 
-# Four to eight minutes: all unit and simulation tests, and a representative set of those that start clusters (tests/selection.py).
+# Four to six minutes on two idle cores: all unit and simulation tests, and a representative set of those that start clusters (tests/selection.py).
 # With ARGS, the tests that it names: make test ARGS=tests/unit
 test: develop
 	$(PYTEST) $(or $(ARGS),-m "not extended")
@@ -82,6 +82,10 @@ check: lint
 # The site of docs/ in build/docs. A warning fails it: a broken link or anchor, a page that the navigation lacks.
 docs: develop
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
+
+# Follows the links of docs/ to other hosts; needs a network. Results are in build/links/output.txt.
+links: develop
+	$(BIN)/python -m sphinx -b linkcheck --keep-going --quiet -d build/doctrees docs build/links
 
 # Checks requirements.lock for known vulnerabilities; needs a network.
 audit: develop

@@ -25,6 +25,7 @@ def commands(workflow: str) -> list[str]:
 def test_workflows_run_what_is_there() -> None:
     assert commands("ci") == [".ci/run"]
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
+    assert commands("links") == ["make links"] and "links" in TARGETS
     assert commands("release")[0] == "make release" and "release" in TARGETS
 
 
