@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tandem.engine.vision.embedding_cache import EmbeddingCache
-from tandem.engine.vision.media_tensors import open_tensors
+from tandem.engine.vision.media_tensors import numbered, open_tensors
 from tandem.engine.vision.prompt_media import PromptMedia
 from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
@@ -115,7 +115,7 @@ class MediaIntake:
                 self._vision.check(item, each)
                 num_frames.append(self._vision.num_frames(item.kind, each))
             except InvalidRequest as error:
-                raise _numbered(number, error) from error
+                raise numbered(number, error) from error
         media.set_tensors(tensors, num_frames)
 
     async def _prepare(
@@ -169,22 +169,17 @@ class MediaIntake:
             self._remote.close()
 
 
-def _numbered(number: int, error: InvalidRequest) -> InvalidRequest:
-    """Adds the item's number, so that the client knows which of several items is wrong."""
-    return InvalidRequest(f"media item {number}: {error}")
-
-
 async def _fetch_item(
     number: int, media: PromptMedia, remote: RemoteMedia, endpoint: str, names: Collection[str]
 ) -> dict[str, torch.Tensor]:
     try:
         return await remote.fetch(endpoint, media.items[number], names, media.on_release)
     except InvalidRequest as error:
-        raise _numbered(number, error) from error
+        raise numbered(number, error) from error
 
 
 def _open(number: int, item: MediaItem) -> dict[str, torch.Tensor]:
     try:
         return open_tensors(item)
     except InvalidRequest as error:
-        raise _numbered(number, error) from error
+        raise numbered(number, error) from error

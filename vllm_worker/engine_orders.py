@@ -10,6 +10,7 @@ from tandem.decode_worker.actions import Action
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.runtime.errors import TandemError
+from tandem.vllm_worker.request_media import RequestMedia
 
 
 class AddRequest(msgspec.Struct, frozen=True):
@@ -28,6 +29,7 @@ class AddRequest(msgspec.Struct, frozen=True):
     """Its KV comes from another worker."""
     ships: bool = False
     """Its blocks must be kept until EndShipping."""
+    media: RequestMedia | None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True):
@@ -84,6 +86,17 @@ class EngineOutput(NamedTuple):
     """Packed, with the first token."""
 
 
+class EngineFacts(NamedTuple):
+    """What does not change while the engine runs."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    quantization: str
+    max_item_tokens: int
+    """Of an image or video."""
+
+
 class EngineFigures(NamedTuple):
     """State of the engine after a step. Counts of blocks leave out the one that vLLM uses for padding."""
 
@@ -112,6 +125,7 @@ class StepReport(NamedTuple):
     """Time from the end of the step before to the start of this one, if there was work meanwhile and both computed."""
     num_decoding: int = 0
     num_prompt_tokens: int = 0
+    num_media_encoded: int = 0
     added: list[bytes] = []  # noqa: RUF012
     """Prefix hashes that the cache has gained."""
     evicted: list[bytes] = []  # noqa: RUF012

@@ -86,7 +86,10 @@ class PrefixEvents:
         found = []
         for number, theirs in enumerate(event.block_hashes):
             ours = self._name_of(theirs)
-            if ours is None and parent is not None:
+            is_text = event.extra_keys is None or not any(
+                isinstance(key, tuple) for key in event.extra_keys[number] or ()
+            )
+            if ours is None and parent is not None and is_text:
                 tokens = event.token_ids[number * size : (number + 1) * size]
                 ours = BlockHasher(size, "").next_hash(parent, tokens, number)
             if ours is not None:

@@ -19,6 +19,7 @@ from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenL
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.vllm_worker.engine_orders import EngineOutput
+from tandem.vllm_worker.request_media import RequestMedia
 
 
 def with_named_logprobs(token: SampledToken, named: Sequence[int]) -> SampledToken:
@@ -57,6 +58,7 @@ class Stream:
     """When its prompt was complete, here or by the arrival of its KV."""
     num_kv_bytes: int = 0
     has_begun_decode: bool = False
+    media: RequestMedia | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -106,11 +108,15 @@ class Streams:
 
     def add(self, stream: Stream) -> None:
         self._by_engine_id[stream.engine_id] = self._by_key[stream.key] = stream
+        if stream.media is not None:
+            stream.media.num_streams += 1
 
     def remove(self, stream: Stream) -> None:
         """Forgets a stream after its last message, if it is still there."""
         if self._by_key.pop(stream.key, None) is not None:
             del self._by_engine_id[stream.engine_id]
+            if stream.media is not None:
+                stream.media.drop()
 
     def of_engine(self, engine_id: str) -> Stream | None:
         return self._by_engine_id.get(engine_id)

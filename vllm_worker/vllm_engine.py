@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import vllm.envs as vllm_envs
@@ -37,6 +37,7 @@ from tandem.runtime.threads import show_thread_name
 from tandem.vllm_worker.engine_orders import (
     AddRequest,
     ComputedBlocks,
+    EngineFacts,
     EngineFigures,
     EngineOutput,
     StepReport,
@@ -53,15 +54,6 @@ log = logging.getLogger(__name__)
 _MAX_REASON_CHARACTERS = 400
 _POLL_S = 0.002
 """Pause while requests wait for a grammar or for KV, and nothing computes."""
-
-
-class EngineFacts(NamedTuple):
-    """What does not change while the engine runs."""
-
-    max_model_len: int
-    vocab_size: int
-    num_blocks: int
-    quantization: str
 
 
 class VllmEngine:
@@ -147,6 +139,7 @@ class VllmEngine:
             config.model_config.get_vocab_size(),
             self._figures().num_blocks,
             config.model_config.quantization or "",
+            min(self._scheduler.max_num_encoder_input_tokens, self._scheduler.encoder_cache_manager.cache_size),
         )
 
     @property
@@ -223,13 +216,14 @@ class VllmEngine:
         if step is not None and step.preempted_req_ids:
             self._num_preempted += len(step.preempted_req_ids)
             lost = [each for each in step.preempted_req_ids if self._progress.pop(each, None) is not None]
-        num_decoding = num_prompt_tokens = 0
+        num_decoding = num_prompt_tokens = num_media_encoded = 0
         if step is not None and step_s:
             new = {request.req_id for request in step.scheduled_new_reqs}
             for engine_id, num_tokens in step.num_scheduled_tokens.items():
                 is_prompt = engine_id in new or num_tokens > 1
                 num_prompt_tokens += num_tokens if is_prompt else 0
                 num_decoding += not is_prompt
+            num_media_encoded = sum(map(len, step.scheduled_encoder_inputs.values()))
         added, evicted = self._prefixes.take(self._events)
         refused, self._refused = self._refused, []
         return StepReport(
@@ -243,6 +237,7 @@ class VllmEngine:
             gap_s=gap_s,
             num_decoding=num_decoding,
             num_prompt_tokens=num_prompt_tokens,
+            num_media_encoded=num_media_encoded,
             added=added,
             evicted=evicted,
         )
@@ -313,7 +308,9 @@ class VllmEngine:
             self._begin(added)
 
     def _new_request(self, order: AddRequest) -> Request:
-        message = order.message
+        message, media = order.message, order.media
+        if media is not None and media.error is not None:
+            raise media.error
         num_prompt = len(order.token_ids) - order.num_generated
         prompt, generated = order.token_ids[:num_prompt], order.token_ids[num_prompt:]
         kv_params = {name: True for name, wanted in ((RECEIVES, order.receives), (SHIPS, order.ships)) if wanted}
@@ -321,7 +318,7 @@ class VllmEngine:
             EngineCoreRequest(
                 request_id=order.engine_id,
                 prompt_token_ids=prompt,
-                mm_features=None,
+                mm_features=list(media.features) if media is not None else None,
                 sampling_params=vllm_sampling(message, order.number, generated, order.max_tokens, kv_params),
                 pooling_params=None,
                 arrival_time=time.time(),

@@ -56,6 +56,8 @@ def engine_arguments(config: VllmEngineConfig, takes_adapters: bool) -> EngineAr
         scheduling_policy="priority",
         generation_config="vllm",  # the proxy applies the model's own defaults
         worker_extension_cls=EXTENSION,
+        mm_processor_cache_gb=0.0,  # of images that the proxy processes
+        mm_device_do_normalize=False,  # the proxy does
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="TandemConnector",

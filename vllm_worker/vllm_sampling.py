@@ -20,8 +20,6 @@ _MIN_TEMPERATURE = 1e-2
 
 def check_supported(message: PromptMessage) -> None:
     """Raises InvalidRequest for what a vLLM worker cannot do, with the way out."""
-    if message.media:
-        raise InvalidRequest("this worker runs vLLM, which gets no images or videos; use a worker of Tandem's engine")
     if isinstance(message, StartPrefill) and message.pooling is not None:
         raise InvalidRequest("this worker runs vLLM, which makes no embeddings here; use a worker of Tandem's engine")
     if message.sampling.thinking is not None:

@@ -28,6 +28,7 @@ from tandem.vllm_worker.engine_orders import (
 )
 from tandem.vllm_worker.incoming_transfers import IncomingTransfers, WaitingPrompt
 from tandem.vllm_worker.outgoing_transfers import OutgoingTransfers
+from tandem.vllm_worker.request_media import RequestMedia
 from tandem.vllm_worker.streams import StepBatches, Stream, Streams, with_named_logprobs
 
 _unpack = lru_cache(maxsize=1)(unpack_token_ids)
@@ -50,7 +51,7 @@ class VllmScheduler:
         self.figures = EngineFigures(num_blocks=num_blocks, num_free_blocks=num_blocks)
         self.step_time_s = 0.0
         self.num_finished = self.num_shipped = 0
-        self.num_prompt_tokens = self.num_cached_tokens = self.num_received_tokens = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_received_tokens = self.num_media_encoded = 0
 
     # ---- figures (see worker.presence.WorkerRequests)
 
@@ -82,13 +83,20 @@ class VllmScheduler:
 
     # ---- events from the proxy
 
-    def on_start(self, now: float, message: StartPrefill, pair_id: str | None, decodes_here: bool) -> list[VllmAction]:
+    def on_start(
+        self,
+        now: float,
+        message: StartPrefill,
+        pair_id: str | None,
+        decodes_here: bool,
+        media: RequestMedia | None = None,
+    ) -> list[VllmAction]:
         """pair_id: through which the prompt is shipped; None if it is not."""
         if (error := self._why_refused(message)) is not None:
             return self._refuse(message, error)
         actions: list[VllmAction] = []
         for number, _ in enumerate(message.attempt_ids):
-            stream = self._new_stream(now, message, number, first_is_due=True, goes_on=decodes_here)
+            stream = self._new_stream(now, message, number, media, first_is_due=True, goes_on=decodes_here)
             ships = pair_id is not None and number == 0
             if ships:
                 self.prefill.add(message, pair_id or "", stream.engine_id)
@@ -96,12 +104,12 @@ class VllmScheduler:
             actions.append(self._order(stream, limit, ships=ships))
         return actions
 
-    def on_prepare(self, now: float, message: PrepareDecode) -> list[VllmAction]:
+    def on_prepare(self, now: float, message: PrepareDecode, media: RequestMedia | None = None) -> list[VllmAction]:
         error = self._why_refused(message) or self.decode.why_refused(message)
         if error is not None:
             return self._refuse(message, error)
         for number, _ in enumerate(message.attempt_ids):
-            self._new_stream(now, message, number, first_is_due=False, goes_on=True)
+            self._new_stream(now, message, number, media, first_is_due=False, goes_on=True)
         return self.decode.on_prepare(message)
 
     def on_abort(self, proxy_id: str, attempt_id: str) -> list[VllmAction]:
@@ -128,6 +136,7 @@ class VllmScheduler:
             self.step_times.on_step(report.num_decoding, report.num_prompt_tokens, report.step_s)
         if report.gap_s is not None:
             self.step_times.on_gap(report.gap_s)
+        self.num_media_encoded += report.num_media_encoded
         for block_hash in report.added:
             if block_hash not in self.prefixes.cached:
                 self.prefixes.add(block_hash)
@@ -231,7 +240,14 @@ class VllmScheduler:
         ]
 
     def _new_stream(
-        self, now: float, message: PromptMessage, number: int, *, first_is_due: bool, goes_on: bool
+        self,
+        now: float,
+        message: PromptMessage,
+        number: int,
+        media: RequestMedia | None,
+        *,
+        first_is_due: bool,
+        goes_on: bool,
     ) -> Stream:
         self._num_added += 1
         stream = Stream(
@@ -243,6 +259,7 @@ class VllmScheduler:
             message.num_generated,
             first_is_due,
             goes_on,
+            media=media,
         )
         self._streams.add(stream)
         return stream
@@ -262,7 +279,15 @@ class VllmScheduler:
         token_ids = _unpack(message.token_ids) + more
         num_generated = message.num_generated + len(more)
         return AddRequest(
-            stream.engine_id, message, stream.number, token_ids, num_generated, max_tokens, receives, ships
+            stream.engine_id,
+            message,
+            stream.number,
+            token_ids,
+            num_generated,
+            max_tokens,
+            receives,
+            ships,
+            stream.media,
         )
 
     def _add_receiver(self, prompt: WaitingPrompt) -> list[VllmAction]:

@@ -16,6 +16,7 @@ import msgspec
 from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.kv_transfer.connector import DataNetwork, KVConnector
 from tandem.kv_transfer.handshake import offered_connectors
+from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import (
     AbortAllAttempts,
@@ -46,6 +47,7 @@ from tandem.vllm_worker.kv_memory import block_rows
 from tandem.vllm_worker.vllm_engine import VllmEngine
 from tandem.vllm_worker.vllm_host import ENGINE, VllmHost, VllmPools, engine_arguments, kv_layout
 from tandem.vllm_worker.vllm_lora import lora_modules
+from tandem.vllm_worker.vllm_media import VllmMedia
 from tandem.vllm_worker.vllm_sampling import check_supported
 from tandem.vllm_worker.vllm_scheduler import VllmScheduler
 from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig
@@ -124,6 +126,8 @@ class VllmWorker:
             quantization=facts.quantization,
             engine=ENGINE,
         )
+        remote = RemoteMedia(network, config.max_fetched_media_bytes)
+        self._media = VllmMedia(engine.vllm_config, facts.max_item_tokens, remote, self._add)
         self._presence = Presence(
             config, register, scheduler, self._traffic, self._perform, self._report, engine.clear_cache
         )
@@ -136,6 +140,7 @@ class VllmWorker:
             await self._presence.serve(network, self._stopping, self._on_tick)
         finally:
             self._metrics.close()
+            self._media.close()
             self._traffic.close()
             self._router.close()
             network.destroy()
@@ -203,6 +208,8 @@ class VllmWorker:
             num_received_tokens=scheduler.num_received_tokens,
             num_received=scheduler.decode.num_received,
             num_shipped=scheduler.num_shipped,
+            num_media_encoded=scheduler.num_media_encoded,
+            num_media_fetched_bytes=self._media.num_fetched_bytes,
         )
 
     # ---- events
@@ -234,11 +241,15 @@ class VllmWorker:
 
     def _open(self, message: StartPrefill | PrepareDecode) -> list[VllmAction]:
         check_supported(message)
-        now = self._loop.time()
-        if isinstance(message, PrepareDecode):
-            return self._scheduler.on_prepare(now, message)
-        pair_id, decodes_here = self._traffic.destination(message)
-        return self._scheduler.on_start(now, message, pair_id, decodes_here)
+        now, media = self._loop.time(), self._media.open(message)
+        try:
+            if isinstance(message, PrepareDecode):
+                return self._scheduler.on_prepare(now, message, media)
+            pair_id, decodes_here = self._traffic.destination(message)
+            return self._scheduler.on_start(now, message, pair_id, decodes_here, media)
+        finally:
+            if media is not None:
+                media.release_if_unused()
 
     # ---- actions
 
@@ -255,8 +266,9 @@ class VllmWorker:
                 case Receive():
                     self._traffic.receive(action)
                 case AddRequest():
-                    engine.add(action, self._hashes(action.message))
+                    self._media.add(action)
                 case AbortRequests():
+                    self._media.forget(action.engine_ids)
                     engine.abort(action.engine_ids)
                 case KVArrived():
                     engine.on_received(action.engine_id, action.first_token_id)
@@ -265,11 +277,14 @@ class VllmWorker:
                 case EndShipping():
                     engine.end_shipping(action.engine_id)
 
+    def _add(self, order: AddRequest) -> None:
+        self._engine.add(order, self._hashes(order.message))
+
     def _hashes(self, message: PromptMessage) -> list[bytes]:
         """Returns the hashes of a prompt's full blocks. The sequences that share it are added one after another."""
         if message is not self._hashed[0]:
             layout = self._host.pools.layout
-            hasher = BlockHasher(layout.block_size, layout.model_id, message.cache_salt, (), message.adapter)
+            hasher = BlockHasher(layout.block_size, layout.model_id, message.cache_salt, message.media, message.adapter)
             self._hashed = message, hasher.prompt_hashes(message.token_ids)
         return self._hashed[1]
 

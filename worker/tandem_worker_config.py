@@ -13,6 +13,4 @@ class TandemWorkerConfig(WorkerConfig, frozen=True, forbid_unknown_fields=True, 
     engine: EngineConfig
     embedding_cache_bytes: int = 256 << 20
     """Size of the embeddings that are kept for later prompts with the same image."""
-    max_fetched_media_bytes: int = 1 << 30
-    """Limit on processed media from other hosts, for all prompts together."""
     tiers: TiersConfig = TiersConfig()

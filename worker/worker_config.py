@@ -37,6 +37,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time that a prompt's blocks are kept for a decode worker that does not renew its lease."""
     media_cache_endpoint: str = ""
     """Media cache of this host; empty if the model takes text only."""
+    max_fetched_media_bytes: int = 1 << 30
+    """Limit on processed media from other hosts, for all prompts together."""
     role_file: str = ""
     """File that keeps a role that was set later across restarts; empty for none."""
     itl_slo_ms: int = 0

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tandem.protocol.messages.media import DIGEST_BYTES, MediaItem, MediaTensor, check_segment
@@ -45,6 +46,35 @@ def view_tensor(tensor: MediaTensor, memory: mmap.mmap, offset: int) -> torch.Te
         return torch.empty(tensor.shape, dtype=dtype)
     count = tensor.num_bytes // dtype.itemsize
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tensor.shape)
+
+
+def check_grid(item: MediaItem, tensors: Mapping[str, torch.Tensor], merge_size: int) -> None:
+    """Checks an item of a model with grids (Qwen-VL). merge_size: edge of the square of patches that become one token.
+
+    Raises InvalidRequest if the item's grid is missing, or does not fit its placeholders.
+    """
+    import torch
+
+    name = f"{item.kind}_grid_thw"
+    grid = tensors.get(name)
+    if grid is None or grid.shape != (1, 3) or grid.dtype != torch.int64 or int(grid.min()) < 1:
+        raise InvalidRequest(f"an item of this model must have one {name}, [1, 3] of positive int64")
+    num_tokens = int(grid.prod()) // merge_size**2
+    if num_tokens != item.num_tokens:
+        raise misfit(item, num_tokens)
+
+
+def misfit(item: MediaItem, num_tokens: int) -> InvalidRequest:
+    """num_tokens: that the model makes of the item."""
+    return InvalidRequest(
+        f"this {item.kind} has {item.num_tokens} placeholder tokens in the prompt, "
+        f"but the model encodes it to {num_tokens}"
+    )
+
+
+def numbered(number: int, error: InvalidRequest) -> InvalidRequest:
+    """Adds the item's number, so that the client knows which of several items is wrong."""
+    return InvalidRequest(f"media item {number}: {error}")
 
 
 def _map(item: MediaItem) -> mmap.mmap:

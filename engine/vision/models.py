@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from tandem.engine.vision.media_tensors import check_grid, misfit, numbered
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.protocol.messages.media import MediaItem
 from tandem.runtime.errors import InvalidRequest, first_line
@@ -81,15 +82,8 @@ class VisionTower:
         unknown = [tensor.name for tensor in item.tensors if tensor.name not in known]
         if unknown:
             raise InvalidRequest(f"this model does not accept {unknown[0]}; the item is from another model's processor")
-        grid_name = f"{item.kind}_grid_thw"
-        if grid_name not in known:
-            return
-        grid = tensors.get(grid_name)
-        if grid is None or grid.shape != (1, 3) or grid.dtype != torch.int64 or int(grid.min()) < 1:
-            raise InvalidRequest(f"an item of this model must have one {grid_name}, [1, 3] of positive int64")
-        num_tokens = int(grid.prod()) // self.config.spatial_merge_size**2
-        if num_tokens != item.num_tokens:
-            raise _misfit(item, num_tokens)
+        if f"{item.kind}_grid_thw" in known:
+            check_grid(item, tensors, self.config.spatial_merge_size)
 
     def needed(self, item: MediaItem, is_encoded: bool) -> list[str]:
         """Returns the names of the tensors needed to compute a prompt; no pixels if the item is already encoded."""
@@ -118,7 +112,7 @@ class VisionTower:
             ) from error
         layers = [_flat(features.pooler_output), *map(_flat, getattr(features, "deepstack_features", None) or [])]
         if len(layers[0]) != unit.num_tokens:
-            raise _misfit(item, len(layers[0]), unit.number)
+            raise numbered(unit.number, misfit(item, len(layers[0])))
         embedding = torch.stack(layers).to(self._dtype)
         if unit.num_tokens == item.num_tokens:
             media.partial[unit.number] = embedding
@@ -173,14 +167,6 @@ def flatten_patch_embedding(tower: nn.Module | None) -> None:
     projection = getattr(embedding, "proj", None)
     if embedding is not None and isinstance(projection, nn.Conv3d) and projection.stride == projection.kernel_size:
         embedding.proj = PatchProjection(projection)
-
-
-def _misfit(item: MediaItem, num_tokens: int, number: int | None = None) -> InvalidRequest:
-    which = "" if number is None else f"media item {number}: "
-    return InvalidRequest(
-        f"{which}this {item.kind} has {item.num_tokens} placeholder tokens in the prompt, "
-        f"but the model encodes it to {num_tokens}"
-    )
 
 
 def _arguments(function: Any) -> set[str]:

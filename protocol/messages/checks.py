@@ -65,13 +65,13 @@ def check_request(message: PromptMessage, vocab_size: int, max_model_len: int) -
     _require(int(ids.min()) >= 0 and int(ids.max()) < vocab_size, kind, "token_ids", "not in the vocabulary")
     _require(abs(message.priority) < 2**31, kind, "priority", "out of range")
     _check_sampling(kind, message.sampling, vocab_size)
+    is_endpoint = _ENDPOINT.fullmatch(message.media_cache) is not None
+    _require(not message.media_cache or is_endpoint, kind, "media_cache", "cannot be connected to")
     if message.adapter is not None:
         _check_names(kind, (message.adapter.digest, message.adapter.folder))
     if isinstance(message, StartPrefill):
         is_alone = message.pooling is None or (message.decode_epoch is None and len(message.attempt_ids) == 1)
         _require(is_alone, kind, "pooling", "together with tokens")
-        is_endpoint = _ENDPOINT.fullmatch(message.media_cache) is not None
-        _require(not message.media_cache or is_endpoint, kind, "media_cache", "cannot be connected to")
         is_complete = (message.decode_worker_id is None) == (message.decode_epoch is None)
         _require(is_complete, kind, "decode_worker_id", "id without epoch, or epoch without id")
         num_top = message.num_prompt_logprobs or 0

@@ -43,6 +43,8 @@ class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     """A lower one is served sooner."""
     media: tuple[MediaItem, ...] = ()
     """Images and videos, see `protocol.messages.media`."""
+    media_cache: str = ""
+    """tcp endpoint of the media cache that holds the media; empty if the worker can map their segments."""
     adapter: AdapterRef | None = None
     """LoRA adapter to compute with; None for the base model."""
 
@@ -62,8 +64,6 @@ class StartPrefill(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=T
     """Epoch of that worker."""
     num_prompt_logprobs: int | None = None
     """Number of top tokens to report for each prompt token but the first; None reports none."""
-    media_cache: str = ""
-    """tcp endpoint of the media cache that holds the media; empty if the worker can map their segments."""
     pooling: Pooling | None = None
     """Embedding of the prompt to return instead of tokens; then nothing is decoded."""
 

@@ -14,7 +14,7 @@ import msgspec
 
 from tandem.protocol.messages.serving_figures import ServingFigures
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0

@@ -45,7 +45,12 @@ def prompt_messages(
     }
     prepare = None
     if decode is not None and route.is_shipped:
-        prepare = PrepareDecode(**shared, prefill_worker_id=prefill.worker_id, prefill_epoch=prefill.epoch)
+        prepare = PrepareDecode(
+            **shared,
+            prefill_worker_id=prefill.worker_id,
+            prefill_epoch=prefill.epoch,
+            media_cache=media_cache if prompt.media and is_elsewhere(decode.host_id) else "",
+        )
     start = StartPrefill(
         **shared,
         decode_worker_id=decode.worker_id if decode is not None else None,

@@ -33,15 +33,21 @@ VISION_START, IMAGE, VIDEO = 310, 311, 312  # tokens
 _NUM_WORDS = 300
 
 _TEXT: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 320, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2, "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
-_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START}
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_START + 3,
+}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}}
+_INTERLEAVED = {"rope_parameters": _MROPE["rope_parameters"] | {"mrope_interleaved": True}}
 _GRID = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "initializer_range": 0.2}
 _QWEN3_VISION = _GRID | {
-    "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 128,
     "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64,
 }  # fmt: skip
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
@@ -50,7 +56,7 @@ MODELS: dict[str, Any] = {
     "qwen2_vl": lambda: Qwen2VLForConditionalGeneration(
         Qwen2VLConfig(
             text_config=_TEXT | _MROPE,
-            vision_config=_GRID | {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64},
+            vision_config=_GRID | {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 128},
             **_TOKENS,
         )
     ),
@@ -59,17 +65,19 @@ MODELS: dict[str, Any] = {
             text_config=_TEXT | _MROPE,
             vision_config=_GRID
             | {
-                "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+                "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 128,
                 "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2,
             },
             **_TOKENS,
         )
     ),
     "qwen3_vl": lambda: Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(text_config=_TEXT | _MROPE | {"head_dim": 16}, vision_config=_QWEN3_VISION, **_TOKENS)
+        Qwen3VLConfig(text_config=_TEXT | _INTERLEAVED | {"head_dim": 32}, vision_config=_QWEN3_VISION, **_TOKENS)
     ),
     "qwen3_vl_moe": lambda: Qwen3VLMoeForConditionalGeneration(
-        Qwen3VLMoeConfig(text_config=_TEXT | _MROPE | _MOE | {"head_dim": 16}, vision_config=_QWEN3_VISION, **_TOKENS)
+        Qwen3VLMoeConfig(
+            text_config=_TEXT | _INTERLEAVED | _MOE | {"head_dim": 32}, vision_config=_QWEN3_VISION, **_TOKENS
+        )
     ),
     "llava_onevision": lambda: LlavaOnevisionForConditionalGeneration(
         LlavaOnevisionConfig(

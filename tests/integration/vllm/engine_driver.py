@@ -62,7 +62,7 @@ class EngineDriver:
         """Adds a request. Without a stop, it ends after 40 tokens."""
         generated, stop = generated or [], stop or StopConditions(max_tokens=40)
         sampling = sampling or SamplingParams(temperature=0.0)
-        engine_id = str(next(self._numbers))
+        engine_id = self.new_id()
         message = StartPrefill(
             proxy_id="p",
             attempt_ids=[engine_id],
@@ -80,8 +80,12 @@ class EngineDriver:
         order = AddRequest(
             engine_id, message, 0, prompt + generated, len(generated), stop.max_tokens, receives=receives, ships=ships
         )
-        self.outputs[engine_id], self.logprobs[engine_id] = [], []
         self.engine.add(order, self.hashes(prompt + generated, cache_salt))
+        return engine_id
+
+    def new_id(self) -> str:
+        engine_id = str(next(self._numbers))
+        self.outputs[engine_id], self.logprobs[engine_id] = [], []
         return engine_id
 
     def run(self, prompt: list[int], **details: object) -> list[int]:

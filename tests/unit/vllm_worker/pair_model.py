@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,7 @@ from tandem.protocol.messages.transfer import (
 )
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed
 from tandem.vllm_worker.engine_orders import EngineOrder, KVArrived, StepReport, VllmAction
+from tandem.vllm_worker.request_media import RequestMedia
 from tandem.vllm_worker.vllm_scheduler import VllmScheduler
 from tests.unit.vllm_worker.engine_model import BLOCK_SIZE, EngineModel, nth_token
 from tests.unit.vllm_worker.prompts import prepare, start
@@ -79,6 +82,8 @@ class PairModel:
         self.receives: list[Receive] = []
         self.contents: dict[int, tuple[str, int]] = {}
         """What decode's blocks hold: transfer and number of the block."""
+        self.media: list[tuple[VllmScheduler, list[int]]] = []
+        """Of each prompt: its scheduler, and the open sequences at each release."""
         self.broken_transfers: set[str] = set()
         """Those whose blocks were taken from the request by a preemption."""
 
@@ -222,9 +227,12 @@ class PairModel:
                 if self.pair_closed and not decodes_here:
                     error = ErrorInfo.of(KVTransferFailed("the pair is not ready"))
                     return [SendToProxy("proxy", AttemptFailed(each, error)) for each in message.attempt_ids]
-                return scheduler.on_start(self.now, message, None if decodes_here else self.pair_id, decodes_here)
+                pair_id = None if decodes_here else self.pair_id
+                with self._media(scheduler) as media:
+                    return scheduler.on_start(self.now, message, pair_id, decodes_here, media)
             case PrepareDecode():
-                return scheduler.on_prepare(self.now, message)
+                with self._media(scheduler) as media:
+                    return scheduler.on_prepare(self.now, message, media)
             case AbortAttempt():
                 return scheduler.on_abort(message.proxy_id, message.attempt_id)
             case AbortAllAttempts():
@@ -357,8 +365,21 @@ class PairModel:
             and all(each.scheduler.is_idle for each in workers)
         )
 
+    @contextmanager
+    def _media(self, scheduler: VllmScheduler) -> Iterator[RequestMedia]:
+        """Media of one prompt in one worker."""
+        media = RequestMedia()
+        releases: list[int] = []
+        media.on_release(lambda: releases.append(media.num_streams))
+        self.media.append((scheduler, releases))
+        yield media
+        assert not releases or not media.num_streams
+        media.release_if_unused()
+
     def check_over(self) -> None:
         self.check_tokens()
+        alive = (self.prefill.scheduler, self.decode.scheduler)
+        assert all(releases == [0] for scheduler, releases in self.media if scheduler in alive)
         for worker in (self.prefill, self.decode):
             assert len(worker.engine.free) == NUM_BLOCKS
         for attempt in self.attempts.values():
