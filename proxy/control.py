@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from pathlib import Path
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.checks import check_register
-from tandem.protocol.messages.dispatch import AbortAllAttempts
+from tandem.protocol.messages.dispatch import AbortAllAttempts, Ping, Pong, ToProxy
 from tandem.protocol.messages.membership import (
     ChangeRole,
     ClearCache,
@@ -160,6 +159,16 @@ class Control:
     def _check(self) -> None:
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
         self._apply(self._table.check(self._loop.time()))
+        for worker, is_first in self._table.to_reconnect(self._loop.time()):
+            if is_first:
+                log.warning(
+                    "%s reports to this proxy, but does not answer it at %s, so this proxy sends it no requests; check "
+                    "that this is an address of its host (--cluster-host) and that no firewall is in between",
+                    worker.worker_id,
+                    worker.endpoint,
+                )
+            self._connections.close(worker, is_gone=True)
+            self._connect(worker)
         self._notify_changes()
 
     def _notify_changes(self) -> None:
@@ -180,11 +189,7 @@ class Control:
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
             self._state.metrics.on_joined(worker.worker_id)
-            try:
-                self._connect(worker)
-            except Exception as error:  # ZeroMQ's error, or a tcp endpoint without keys
-                log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
-                self._apply(self._table.on_exited(worker.worker_id, worker.pid, has_crashed=False))
+            self._connect(worker)
 
     def _announce_soon(self) -> None:
         """Announces at once, unless the last announcement was just now: prefill workers pair with a new decode worker
@@ -222,11 +227,30 @@ class Control:
         }
 
     def _connect(self, worker: WorkerInfo) -> None:
-        dispatcher = self._state.dispatcher
-        on_broken = partial(dispatcher.on_worker_lost, reason="a connection to it broke")
-        self._connections.open(worker, dispatcher.on_message, on_broken)
+        try:
+            self._connections.open(worker, self._on_worker_message, self._on_broken)
+        except Exception as error:  # ZeroMQ's error, or a tcp endpoint without keys
+            log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
+            self._apply(self._table.on_exited(worker.worker_id, worker.pid, has_crashed=False))
+            return
         # Prompts for an earlier process at this address may have reached this one before it registered.
         self._connections.send(worker, AbortAllAttempts(self._proxy_id))
+        self._ping(worker)
+
+    def _ping(self, worker: WorkerInfo) -> None:
+        self._connections.send(worker, Ping(self._table.on_ping(self._loop.time(), worker.epoch)))
+
+    def _on_worker_message(self, worker: WorkerInfo, message: ToProxy) -> None:
+        if isinstance(message, Pong):
+            self._table.on_pong(worker.epoch, message)
+            self._notify_changes()
+        else:
+            self._state.dispatcher.on_message(worker, message)
+
+    def _on_broken(self, worker: WorkerInfo) -> None:
+        self._ping(worker)
+        self._state.dispatcher.on_worker_lost(worker, "a connection to it broke")
+        self._notify_changes()
 
     def close(self) -> None:
         self._timer.cancel()

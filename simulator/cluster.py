@@ -249,8 +249,8 @@ class SimulatedCluster(Machine):
             return f"holds attempts {list(proxy.dispatcher._running)}"
         if (problem := proxy.table.why_not_ready()) is not None:
             return f"is not ready: {problem}"
-        if (trouble := proxy.table.pair_trouble()) is not None:
-            return f"has lost a pair: {trouble}"
+        if (trouble := proxy.table.trouble()) is not None:
+            return f"has lost a pair or a connection: {trouble}"
         known = {worker.worker_id: worker.epoch for worker in proxy.table.workers()}
         if proxy.network.num_dealers != len(known):
             return f"has {proxy.network.num_dealers} connections to {len(known)} workers"

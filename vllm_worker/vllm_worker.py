@@ -21,6 +21,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import (
     AbortAllAttempts,
     AbortAttempt,
+    Ping,
     PrepareDecode,
     PromptMessage,
     StartPrefill,
@@ -101,8 +102,8 @@ class VllmWorker:
         network.refusals.on_refused = self._metrics.on_refused
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
         self._router = network.router(config.endpoint, codec, self._on_message)
-        self._answers = ProxyAnswers(self._router, self._metrics)
         info = new_worker_info(config, self._router.endpoint, host.pids, host.host_id, self._metrics)
+        self._answers = ProxyAnswers(self._router, info.epoch, self._metrics)
         self._traffic: KVTraffic[VllmAction] = KVTraffic(
             config,
             info,
@@ -236,6 +237,8 @@ class VllmWorker:
                 self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))
             case AbortAllAttempts():
                 self._perform(self._scheduler.on_proxy_lost(message.proxy_id))
+            case Ping():
+                self._answers.answer(identity, message)
             case _:
                 self._traffic.on_message(message, self._vocab_size)
 

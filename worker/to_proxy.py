@@ -11,6 +11,8 @@ from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
     FirstToken,
+    Ping,
+    Pong,
     PrepareDecode,
     StartPrefill,
     TokenBatch,
@@ -26,10 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class ProxyAnswers:
-    """Sends answers through the worker's router, and counts them."""
+    """Sends answers through the worker's router, and counts them. epoch: of the worker."""
 
-    def __init__(self, router: MessageRouter, metrics: WorkerMetrics) -> None:
+    def __init__(self, router: MessageRouter, epoch: str, metrics: WorkerMetrics) -> None:
         self._router = router
+        self._epoch = epoch
         self._metrics = metrics
 
     def send(self, proxy_id: str, message: ToProxy) -> None:
@@ -41,6 +44,10 @@ class ProxyAnswers:
                 self._metrics.queue.observe(message.queue_s)
                 self._metrics.prefill.observe(message.prefill_s)
         send_to_proxy(self._router, proxy_id, message)
+
+    def answer(self, identity: bytes, ping: Ping) -> None:
+        """Shows the proxy that this worker hears it, and that it is heard. identity: of the proxy's connection."""
+        self._router.send(identity, Pong(self._epoch, ping.number))
 
     def take(
         self,

@@ -28,6 +28,7 @@ from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import (
     AbortAllAttempts,
     AbortAttempt,
+    Ping,
     PrepareDecode,
     StartPrefill,
     ToWorker,
@@ -112,8 +113,8 @@ class Worker:
         )
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
         self._router = network.router(config.endpoint, codec, self._on_message)
-        self._answers = ProxyAnswers(self._router, self._metrics)
         info = new_worker_info(config, self._router.endpoint, host.pids, host.host_id, self._metrics)
+        self._answers = ProxyAnswers(self._router, info.epoch, self._metrics)
         self._traffic = KVTraffic(
             config,
             info,
@@ -187,6 +188,8 @@ class Worker:
                 self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))
             case AbortAllAttempts():
                 self._perform(self._scheduler.on_proxy_lost(message.proxy_id))
+            case Ping():
+                self._answers.answer(identity, message)
             case _:
                 self._traffic.on_message(message, self._host.loaded.vocab_size)
 

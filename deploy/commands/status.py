@@ -107,10 +107,11 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
     pairs = plain_table(["prefill", "decode", "state", "connector"], ["sent\nMB", "MB/s\nmoving"])
     pairs.add_column("reason")
     tier_lines: list[str] = []
+    unanswered = {each.worker.epoch for report in reports for each in report.workers if each.unanswered_s is not None}
     for worker in sorted(first.workers, key=lambda w: (_ROLE_ORDER.index(w.worker.role), w.worker.worker_id)):
         load = worker.load
         workers.add_row(
-            worker.worker.worker_id + (" [yellow]draining[/]" if worker.draining else ""),
+            worker.worker.worker_id + _state(worker, worker.worker.epoch in unanswered),
             worker.worker.role + (f" ({load.num_role_changes})" if load.num_role_changes else ""),
             str(worker.worker.pid),
             str(load.num_running),
@@ -147,6 +148,13 @@ def tier_sizes_gib(tier: TierFigures, num_ranks: int) -> tuple[str, str]:
     workers share another tier."""
     unit = (1 << 30) / (num_ranks if tier.name == "host" else 1)
     return f"{tier.num_bytes / unit:.2f}", f"{tier.max_bytes / unit:.2f}" if tier.max_bytes else ""
+
+
+def _state(report: WorkerReport, is_unanswered: bool) -> str:
+    """Why the worker gets no new requests, at least from one proxy."""
+    if report.draining:
+        return " [yellow]draining[/]"
+    return " [red]no answer[/]" if is_unanswered else ""
 
 
 def _tier_line(report: WorkerReport) -> str:

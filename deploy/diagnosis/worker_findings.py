@@ -26,8 +26,19 @@ def worker_findings(observation: Observation) -> Iterator[Finding]:
         if worker.report.draining:
             yield Finding("draining", f"{worker.name} drains: it finishes what it has and gets no new requests.")
         yield from _of_blocks(worker)
+    yield from _unreachable(observation)
     yield from _slow(observation)
     yield from _lost(observation)
+
+
+def _unreachable(observation: Observation) -> Iterator[Finding]:
+    for proxy in observation.samples[-1].reports:
+        for worker in proxy.workers:
+            if (worker.unanswered_s or 0.0) >= SILENT_S:
+                info = worker.worker
+                text = f"{info.worker_id} reports to {proxy.proxy_id}, but does not answer it at {info.endpoint}, so it"
+                way_out = "Check that this is an address of its host (--cluster-host) and that no firewall is between."
+                yield Finding("unreachable worker", f"{text} gets no requests from there. {way_out}")
 
 
 def _of_blocks(worker: ObservedWorker) -> Iterator[Finding]:

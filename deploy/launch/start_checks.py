@@ -32,13 +32,20 @@ def check_reports(config: ClusterConfig, reports: Sequence[StatusReport], ours: 
 
 
 def is_complete(report: StatusReport | None, ours: Set[tuple[str, int]], num_pairs: int) -> bool:
-    """Whether a proxy knows all our workers and has as many ready pairs as are needed.
+    """Whether a proxy knows all our workers, has had their answers, and has as many ready pairs as are needed.
 
     ours: names and process ids, since a worker of another host may have the same name.
     """
     if report is None or report.num_ready_pairs < num_pairs:
         return False
-    return ours <= {(worker.worker.worker_id, worker.worker.pid) for worker in report.workers}
+    answering = [worker for worker in report.workers if worker.unanswered_s is None]
+    return ours <= {(worker.worker.worker_id, worker.worker.pid) for worker in answering}
+
+
+def unanswered_text(report: StatusReport) -> str:
+    """Returns which workers do not answer the proxy, for progress; empty if all do."""
+    late = [f"{each.worker.worker_id} at {each.worker.endpoint}" for each in report.workers if each.unanswered_s]
+    return f", {report.proxy_id} has no answer from {', '.join(late)}" if late else ""
 
 
 def _engine(worker: WorkerReport) -> str:

@@ -91,6 +91,25 @@ class AbortAllAttempts(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fie
     proxy_id: str
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to worker, when it has connected or the connection has broken. The worker gets no prompts before its Pong.
+
+    A worker whose reports reach a proxy need not be reached by it: its address may be wrong, or a firewall open in one
+    direction.
+    """
+
+    number: int
+    """Grows with each ping to a worker, so that the proxy knows an answer from before the connection broke."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Worker to proxy: the answer to a Ping."""
+
+    epoch: str
+    """Of the worker that answers: another one may listen at the address."""
+    number: int
+
+
 class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Worker to proxy: the prompt is computed. Terminal if `finish_reason` is set."""
 
@@ -157,5 +176,6 @@ class AttemptFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     error: ErrorInfo
 
 
-ToWorker = StartPrefill | PrepareDecode | AbortAttempt | AbortAllAttempts
-ToProxy = FirstToken | DecodeReserved | TokenBatch | AttemptPreempted | AttemptFailed
+ToWorker = StartPrefill | PrepareDecode | AbortAttempt | AbortAllAttempts | Ping
+AttemptEvent = FirstToken | DecodeReserved | TokenBatch | AttemptPreempted | AttemptFailed
+ToProxy = AttemptEvent | Pong

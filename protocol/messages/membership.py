@@ -326,6 +326,9 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """See RegisterWorker."""
     engine: str = ""
     """See RegisterWorker."""
+    unanswered_s: float | None = None
+    """Time for which it has not answered the proxy's Ping at its endpoint, so that it gets no prompts; None if it has.
+    """
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -60,6 +60,14 @@ class WorkerRecord:
     """Loop time until which a report of another role is older than the order to take this one."""
     drain_ordered_until: float = 0.0
     """Loop time until which a report that it does not drain is older than the order to drain."""
+    last_ping: int = 0
+    """Number of the last Ping that was sent to it."""
+    last_pong: int = 0
+    """Number of the last Ping that it has answered."""
+    unanswered_since: float = 0.0
+    """Loop time of the first Ping that it has not answered."""
+    reconnect_at: float = 0.0
+    """Loop time at which to connect to it again if it has not answered by then."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -69,13 +77,22 @@ class WorkerRecord:
         return msgspec.structs.replace(self.worker, role=self.role)
 
     @property
+    def answers(self) -> bool:
+        """Whether it has answered the last Ping."""
+        return self.last_pong == self.last_ping
+
+    @property
+    def takes_work(self) -> bool:
+        return self.answers and not self.draining
+
+    @property
     def takes_decodes(self) -> bool:
-        return self.role in DECODE_ROLES and not self.draining
+        return self.role in DECODE_ROLES and self.takes_work
 
     @property
     def num_ready_pairs(self) -> int:
         """Pairs that may be used now: with workers that take decodes, and only from one that takes prompts."""
-        if self.role not in PREFILL_ROLES or self.draining:
+        if self.role not in PREFILL_ROLES or not self.takes_work:
             return 0
         return len(self.decode_peers) - (self.role in DECODE_ROLES)
 

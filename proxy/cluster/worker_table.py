@@ -4,12 +4,15 @@ A worker joins when it registers. It is lost when it falls silent, when it leave
 process exited, or when the same worker_id registers from the same endpoint under a new epoch, which means that it was
 restarted. The same worker_id from another endpoint is refused while the first one lives. Epochs are unique, so they
 are the key everywhere.
+
+A worker gets no prompts while it has not answered the proxy's last Ping, although it reports.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from tandem.protocol.messages.dispatch import Pong
 from tandem.protocol.messages.membership import (
     DECODE_ROLES,
     PREFILL_ROLES,
@@ -43,6 +46,9 @@ _UNKNOWN_SPEED = 5000.0
 """Prompt tokens per second assumed for a worker while no worker has measured its speed."""
 _ORDER_S = 1.0
 """Time after which a worker whose reports do not show an order, to change its role or to leave, has not received it."""
+PONG_TIMEOUT_S = 5.0
+"""Time after which a worker that has not answered a Ping is connected to again. Longer than a stall of this proxy after
+which all workers are lost anyway."""
 _GIVEN_UP_S = PROXY_SILENCE_S - 1.0
 """Stall after which workers may have given up this proxy's requests: their limit minus the age of the last message."""
 
@@ -150,6 +156,35 @@ class WorkerTable:
             self._on_worker(record)
             self._rebuild()
         return True
+
+    def on_ping(self, now: float, epoch: str) -> int:
+        """The worker must answer before it gets prompts (again). Returns the number of the ping."""
+        record = self._by_epoch[epoch]
+        had_answered = record.answers
+        record.last_ping += 1
+        if had_answered:
+            record.unanswered_since, record.reconnect_at = now, now + PONG_TIMEOUT_S
+            self._on_worker(record)
+            self._rebuild_lists()
+        return record.last_ping
+
+    def on_pong(self, epoch: str, message: Pong) -> None:
+        """epoch: of the worker to which the connection leads. Ignores the answer of another worker, and answers to
+        earlier pings, which may have been sent before the connection broke."""
+        record = self._by_epoch.get(epoch)
+        if record is not None and not record.answers and message == Pong(epoch, record.last_ping):
+            record.last_pong = message.number
+            self._on_worker(record)
+            self._rebuild_lists()
+
+    def to_reconnect(self, now: float) -> list[tuple[WorkerInfo, bool]]:
+        """Returns the workers that have not answered for PONG_TIMEOUT_S, since their first ping or the last call that
+        returned them. The second value says whether it is the first such call."""
+        late = [each for each in self._by_epoch.values() if not each.answers and now >= each.reconnect_at]
+        found = [(each.info, each.reconnect_at <= each.unanswered_since + PONG_TIMEOUT_S) for each in late]
+        for each in late:
+            each.reconnect_at = now + PONG_TIMEOUT_S
+        return found
 
     def on_left(self, epoch: str) -> MembershipChange:
         """The worker announced that it leaves."""
@@ -273,8 +308,12 @@ class WorkerTable:
             return None
         return "no prefill worker is connected to a decode worker yet"
 
-    def pair_trouble(self) -> str | None:
-        """Returns why a pair of workers is not connected, for operators: it names workers and their addresses."""
+    def trouble(self) -> str | None:
+        """Returns which worker does not answer, or else why a pair of workers is not connected. For operators: it names
+        workers and their addresses."""
+        for record in self._by_epoch.values():
+            if not record.answers:
+                return f"{record.worker.worker_id} does not answer at {record.worker.endpoint}"
         for record in self.prefill_workers:
             for pair in record.pairs.all():
                 if pair.state != "ready":
@@ -296,6 +335,7 @@ class WorkerTable:
                 record.limits.block_size,
                 record.quantization,
                 record.engine,
+                None if record.answers else now - record.unanswered_since,
             )
             for record in self._by_epoch.values()
         ]
@@ -314,12 +354,16 @@ class WorkerTable:
         self.tier_prefixes.leave(epoch)
 
     def _rebuild(self) -> None:
-        """Rebuilds the router's lists. Changes are rare, so the work is done here and not for each request."""
+        """Call when the workers, or their roles, have changed."""
         self._limits = self._common_limits()
-        self.num_changes += 1
         self.num_list_changes += 1
+        self._rebuild_lists()
+
+    def _rebuild_lists(self) -> None:
+        """Rebuilds the router's lists. Changes are rare, so the work is done here and not for each request."""
+        self.num_changes += 1
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
-        available = [record for record in records if not record.draining]
+        available = [record for record in records if record.takes_work]
         self.decode_workers = [record for record in available if record.role in DECODE_ROLES]
         self.decode_only_workers = [record for record in self.decode_workers if record.role == "decode"]
         self.prefill_workers = [record for record in available if record.role in PREFILL_ROLES]
@@ -328,7 +372,7 @@ class WorkerTable:
             self.block_size = records[0].limits.block_size
 
     def _on_worker(self, record: WorkerRecord) -> None:
-        """Updates the decode peers of all workers when this one has joined, changed or gone. `_rebuild` must follow."""
+        """Updates the decode peers of all workers when this one has joined, changed or gone. A rebuild must follow."""
         for each in self._by_epoch.values():
             self._update_peer(each, record.worker.epoch)
 

@@ -32,12 +32,12 @@ from tandem.protocol.codec import MessageTooLarge
 from tandem.protocol.messages.dispatch import (
     AbortAllAttempts,
     AbortAttempt,
+    AttemptEvent,
     AttemptFailed,
     AttemptPreempted,
     DecodeReserved,
     FirstToken,
     TokenBatch,
-    ToProxy,
 )
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.plausible import plausible_count, plausible_figure
@@ -335,7 +335,7 @@ class Dispatcher:
 
     # ---- called by the connections to the workers
 
-    def on_message(self, worker: WorkerInfo, message: ToProxy) -> None:
+    def on_message(self, worker: WorkerInfo, message: AttemptEvent) -> None:
         """Passes a message to its attempt. A message about an attempt that is over is ignored."""
         now = self.clock()
         if isinstance(message, TokenBatch):

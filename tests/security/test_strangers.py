@@ -30,7 +30,7 @@ def test_the_reason_for_not_being_ready_names_no_address() -> None:
     table.on_status(0.0, WorkerStatus("prefill-0", "p", "prefill", WorkerLoad(), PairChanges(0, [pair])))
     reason = table.why_not_ready()
     assert reason is not None and "10.0.0" not in reason and "decode-0" not in reason
-    assert "10.0.0.2 has another layout" in str(table.pair_trouble()), "operators see it"
+    assert "10.0.0.2 has another layout" in str(table.trouble()), "operators see it"
 
 
 def request_with(name: bytes, value: bytes, address: str = "1.2.3.4") -> Request:

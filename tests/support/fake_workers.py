@@ -28,6 +28,8 @@ from tandem.protocol.messages.dispatch import (
     DecodeReserved,
     FirstToken,
     NewToken,
+    Ping,
+    Pong,
     PrepareDecode,
     StartPrefill,
     TokenBatch,
@@ -108,7 +110,7 @@ class FakeWorkers:
                 context,
                 info.endpoint,
                 Codec(ToWorker),
-                self._on_decode if info.role == "decode" else partial(self._on_prefill, name),
+                partial(self._on_message, name),
             )
             for name, info in infos.items()
         }
@@ -159,7 +161,15 @@ class FakeWorkers:
     def _info(self, name: str, role: Role) -> WorkerInfo:
         return WorkerInfo(name, f"{name}/{os.urandom(4).hex()}", role, f"ipc://{self._folder}/{name}", os.getpid())
 
-    def _on_prefill(self, name: str, _identity: bytes, message: Any) -> None:
+    def _on_message(self, name: str, identity: bytes, message: Any) -> None:
+        if isinstance(message, Ping):
+            self._routers[name].send(identity, Pong(self._infos[name].epoch, message.number))
+        elif self._roles[name] == "decode":
+            self._on_decode(message)
+        else:
+            self._on_prefill(name, message)
+
+    def _on_prefill(self, name: str, message: Any) -> None:
         match message:
             case StartPrefill():
                 for attempt_id in message.attempt_ids:
@@ -170,7 +180,7 @@ class FakeWorkers:
             case AbortAttempt():
                 self.aborted["prefill"].add(message.attempt_id)
 
-    def _on_decode(self, _identity: bytes, message: Any) -> None:
+    def _on_decode(self, message: Any) -> None:
         match message:
             case PrepareDecode():
                 for attempt_id in message.attempt_ids:

@@ -124,7 +124,7 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
 
     async def cluster(request: Request) -> Response:
         reason = table.why_not_ready()
-        if reason is not None and (trouble := table.pair_trouble()) is not None:
+        if reason is not None and (trouble := table.trouble()) is not None:
             reason += f": {trouble}"
         workers = table.report(asyncio.get_running_loop().time())
         return json_answer(request, ClusterState(config.served_model_name, reason is None, reason or "", workers))

@@ -46,7 +46,7 @@ def new_worker(grammars: Any, sent: list[tuple[bytes, Any]] | None = None) -> An
     )
     worker._scheduler = WorkerScheduler(BlockManager(8, 4), "m", 16, 4, lease_s=10.0)
     worker._steps = SimpleNamespace(start=lambda: None)
-    worker._answers = ProxyAnswers(router, worker._metrics)
+    worker._answers = ProxyAnswers(router, "epoch", worker._metrics)
     return worker
 
 

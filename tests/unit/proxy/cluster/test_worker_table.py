@@ -216,7 +216,7 @@ def test_readiness_names_what_is_missing() -> None:
     table.on_register(0.0, register(decode))
     assert "is connected" in str(table.why_not_ready())
     table.on_status(0.0, status(prefill, decode, state="refused"))
-    assert "prefill-0 to decode-0 is refused" in str(table.pair_trouble())
+    assert "prefill-0 to decode-0 is refused" in str(table.trouble())
     assert "decode-0" not in str(table.why_not_ready()), "strangers see this"
     table.on_status(0.0, status(prefill, decode))
     assert table.why_not_ready() is None
