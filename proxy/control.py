@@ -177,6 +177,7 @@ class Control:
             self._announce_soon()
         if self._num_changes_seen != self._table.num_changes:
             self._num_changes_seen = self._table.num_changes
+            self._state.metrics.unanswered.set(self._table.num_unanswered)
             self._state.readiness.on_cluster_changed()
             self._state.dispatcher.on_cluster_changed()
 

@@ -84,6 +84,7 @@ class ProxyMetrics:
             self.placements.labels(placement)
         self.predictions = Predictions(self.registry)
         self.workers = self._gauge("tandem_workers", "Workers that are registered, by role.", "livemax", "role")
+        self.unanswered = self._gauge("tandem_unanswered_workers", "Workers that do not answer a proxy.", "livemax")
         self.worker_role = self._gauge(
             "tandem_worker_role", "1 for the current role of each worker, else 0.", "livemax", "worker", "role"
         )

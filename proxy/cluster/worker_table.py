@@ -73,6 +73,8 @@ class WorkerTable:
         self._limits: ModelLimits | None = None
         self.num_changes = 0
         """Incremented whenever the workers to choose from may have changed."""
+        self.num_unanswered = 0
+        """Workers that get no prompts because they have not answered the last Ping."""
         self.num_list_changes = 0
         """Incremented whenever the workers or their roles may have changed."""
 
@@ -362,6 +364,7 @@ class WorkerTable:
     def _rebuild_lists(self) -> None:
         """Rebuilds the router's lists. Changes are rare, so the work is done here and not for each request."""
         self.num_changes += 1
+        self.num_unanswered = sum(not record.answers for record in self._by_epoch.values())
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
         available = [record for record in records if record.takes_work]
         self.decode_workers = [record for record in available if record.role in DECODE_ROLES]

@@ -138,6 +138,31 @@ def test_worker_rejoins_after_its_host_was_cut_off(site: Site) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_a_worker_that_proxies_cannot_reach_gets_no_requests(site: Site, tmp_path: Path) -> None:
+    """It gives an address that leads nowhere on the proxy's host. Its reports arrive, and it has pairs."""
+    name = f"prefill-0-{os.getpid()}-unreached"
+
+    def unreached() -> WorkerReport | None:
+        return next((each for each in site.cluster.status().workers if each.worker.worker_id == name), None)
+
+    def has_pairs() -> bool:
+        report = unreached()
+        return report is not None and sum(pair.state == "ready" for pair in report.pairs) == 2
+
+    join = ("--join", f"tcp://{site.network.address(PROXY)}:{CONTROL_PORT}", "--cluster-host", "127.0.0.1")
+    flags = (*MODEL_FLAGS, *join, "--name", f"{os.getpid()}-unreached", *site.keys, *SMALL, *PATHS)
+    command = site.network.command(PREFILL_B, tandem("worker", "prefill", *flags))
+    with started(command, tmp_path / "log"), site.load.running():
+        site.cluster.wait_for(has_pairs, TIMEOUT_S)
+        site.load.serve(16)
+        report = unreached()
+        assert report is not None and report.unanswered_s is not None
+        assert report.num_ready_pairs == 0 and report.load.num_prompt_tokens == 0
+        site.cluster.wait_for(lambda: "has no answer from" in (tmp_path / "log").read_text(), TIMEOUT_S)
+    site.cluster.wait_for(lambda: unreached() is None, TIMEOUT_S)
+
+
+@pytest.mark.timeout(400)
 def test_pair_is_lost_while_its_data_path_is_cut(site: Site) -> None:
     """The pair is used again when the link is back. All workers and the other pairs stay."""
     epochs = {report.worker.epoch for report in site.cluster.status().workers}

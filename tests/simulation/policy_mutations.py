@@ -205,6 +205,12 @@ PURE = (
         "for epoch in gone if False",
     ),
     Mutation(
+        "workers get prompts before they have answered",
+        "proxy/cluster/worker_record.py",
+        "return self.answers and not self.draining",
+        "return not self.draining",
+    ),
+    Mutation(
         "a worker that has joined or changed is no decode peer",
         TABLE,
         "            self._update_peer(each, record.worker.epoch)",

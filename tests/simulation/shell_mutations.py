@@ -148,6 +148,13 @@ SHELL = (
         "on_broken=lambda: on_broken(worker)",
         "on_broken=None",
     ),
+    Mutation(
+        "a worker gets prompts although its connection has broken",
+        CONTROL,
+        "        self._ping(worker)\n        self._state",
+        "        self._state",
+    ),
+    Mutation("a worker does not answer", WORKER, "self._answers.answer(identity, message)", "pass"),
 )
 
 LAUNCH = (

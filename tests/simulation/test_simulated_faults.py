@@ -14,7 +14,6 @@ from typing import get_args
 
 import pytest
 
-from tandem.decode_worker.decode_scheduler import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.membership import Role, SetWorkerRole
 from tandem.protocol.messages.transfer import ReserveKV
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
@@ -236,22 +235,6 @@ def test_a_worker_rejoins_after_it_was_cut_off(name: str) -> None:
         assert set(site.finish()) == {"finished"}
         assert site.cluster.workers[name].pids == pids
         assert site.epochs() == before
-
-
-def test_prompts_whose_decode_worker_hears_no_proxy_are_tried_with_another() -> None:
-    """The worker still reports, so it is not lost, and reserves blocks for prompts that do not reach it."""
-    with simulated_site() as site:
-        epochs = site.epochs()
-        for proxy in ("proxy-0", "proxy-1"):
-            site.cut_one_way(proxy, "decode-0")
-        site.pass_time(1.0)
-        for number in range(8):
-            site.ask(proxy=number % 2)
-        site.until(site.has_ended, 3 * UNCLAIMED_TIMEOUT_S)  # some reserve only after others were given up
-        assert site.num_migrated() > 0
-        site.heal()
-        assert site.finish() == ["finished"] * 8
-        assert site.epochs() == epochs
 
 
 def test_only_the_pair_is_lost_whose_workers_are_cut_off_from_each_other() -> None:

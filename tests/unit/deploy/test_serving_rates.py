@@ -110,6 +110,18 @@ def test_the_tables_fit_80_columns(is_recent: bool) -> None:
     assert ("50.0 output tokens/s" in shown) is is_recent
 
 
+def test_the_table_of_workers_shows_which_does_not_answer_a_proxy() -> None:
+    here = report("a", figures(1, 0, 10))
+    first, *others = here.workers
+    there = msgspec.structs.replace(here, workers=[msgspec.structs.replace(first, unanswered_s=9.0), *others])
+    console = Console(width=80, record=True, force_terminal=False)
+    with console.capture() as captured:
+        console.print(status_tables(RateSample(1.0, [here, there]), None, 0))
+    shown = captured.get()
+    assert shown.count("no answer") == 1 and f"{first.worker.worker_id} no answer" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_the_table_of_workers_shows_current_roles_and_flips() -> None:
     roles: list[tuple[Role, int]] = [("decode", 13), ("any", 0)]
     elastic = [

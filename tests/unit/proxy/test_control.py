@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.codec import Codec
+from tandem.protocol.messages.dispatch import AbortAllAttempts, Ping, Pong
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     ClusterView,
@@ -24,12 +26,14 @@ from tandem.protocol.messages.membership import (
     StatusDetail,
     StatusReport,
     ToProxyControl,
+    WorkerInfo,
     WorkerLeft,
     WorkerLoad,
     WorkerStatus,
 )
 from tandem.protocol.refusals import Refusals
 from tandem.proxy.cluster.router import PromptShape
+from tandem.proxy.cluster.worker_table import PONG_TIMEOUT_S
 from tandem.proxy.control import Control
 from tandem.proxy.proxy_config import ProxyConfig
 from tests.support.clocked_loop import ClockedLoop
@@ -57,6 +61,27 @@ class FakeSocket:
         pass
 
 
+class FakeConnections:
+    """Keeps what is sent to each worker on its last connection, and the callbacks of that connection."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, list[msgspec.Struct]] = {}
+        self.callbacks: dict[str, tuple[Any, Any]] = {}
+        self.num_opened = 0
+
+    def open(self, worker: WorkerInfo, on_message: Any, on_broken: Any) -> None:
+        self.num_opened += 1
+        self.sent[worker.epoch] = []
+        self.callbacks[worker.epoch] = on_message, on_broken
+
+    def send(self, worker: WorkerInfo, message: msgspec.Struct) -> bool:
+        self.sent.setdefault(worker.epoch, []).append(message)
+        return True
+
+    def close(self, worker: WorkerInfo, *, is_gone: bool = False) -> None:
+        self.sent.pop(worker.epoch, None)
+
+
 class Proxy:
     """The control socket of a proxy that knows one prefill and one decode worker."""
 
@@ -72,8 +97,10 @@ class Proxy:
             text=SimpleNamespace(sampling_defaults=SimpleNamespace(known=dict)),
         )
         network: Any = SimpleNamespace(refusals=Refusals(self.refused.append), router=FakeSocket)
-        connections: Any = SimpleNamespace(open=lambda *_: None, send=lambda *_: True, close=lambda *_, **__: None)
-        self.control = Control(network, ProxyConfig("proxy-0", "", "m", "m"), "proxy", state, connections)
+        self.connections = FakeConnections()
+        self.control = Control(
+            network, ProxyConfig("proxy-0", "", "m", "m"), "proxy", state, cast(Any, self.connections)
+        )
         self.socket: Any = self.control._socket
 
     def receive(self, message: msgspec.Struct, identity: bytes = b"worker") -> FromProxyControl | None:
@@ -210,6 +237,64 @@ def test_workers_learn_of_changes_alone_and_each_announcement_costs_the_same_in_
         proxy.receive(SetWorkerRole("decode-2", "any"), b"operator")
         elastic = msgspec.structs.replace(second.worker, role="any")
         assert ClusterView("proxy", True, 5, 4, [elastic]) in proxy.socket.sent
+        proxy.control.close()
+
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def test_a_worker_gets_prompts_once_it_has_answered_and_again_after_its_connection_broke() -> None:
+    async def run() -> None:
+        proxy = Proxy()
+        table, metrics = proxy.cluster.worker_table, proxy.cluster.metrics
+        info = register("decode-1").worker
+        proxy.receive(register("decode-1"))
+        on_message, on_broken = proxy.connections.callbacks[info.epoch]
+        assert proxy.connections.sent[info.epoch] == [AbortAllAttempts("proxy"), Ping(1)]
+
+        def takes_prompts() -> bool:
+            found = info in [record.worker for record in table.decode_workers]
+            assert metrics.unanswered._value.get() == (not found)
+            return found
+
+        assert not takes_prompts()
+        on_message(info, Pong(info.epoch, 1))
+        assert takes_prompts()
+        on_broken(info)
+        assert not takes_prompts()
+        on_message(info, Pong(info.epoch, 1))
+        assert not takes_prompts(), "it was sent before the connection broke"
+        assert Ping(2) in proxy.connections.sent[info.epoch]
+        on_message(info, Pong(info.epoch, 2))
+        assert takes_prompts()
+        proxy.control.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_does_not_answer_is_connected_to_again_and_the_log_says_why_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = ClockedLoop()
+
+    async def run() -> None:
+        proxy = Proxy()
+        table = proxy.cluster.worker_table
+        info = register("decode-1").worker
+        proxy.receive(register("decode-1"))
+        for _ in range(int(2.5 * PONG_TIMEOUT_S / 0.25)):
+            loop.now += 0.25
+            for worker in (PREFILL, DECODE, info):
+                proxy.receive(WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad()))
+            proxy.control._check()
+        [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert "decode-1 reports to this proxy, but does not answer it at ipc:///run/decode-1" in line
+        assert proxy.connections.num_opened == 3
+        assert proxy.connections.sent[info.epoch] == [AbortAllAttempts("proxy"), Ping(3)], "nothing piles up"
+        proxy.connections.callbacks[info.epoch][0](info, Pong(info.epoch, 3))
+        assert info in [record.worker for record in table.decode_workers]
         proxy.control.close()
 
     try:

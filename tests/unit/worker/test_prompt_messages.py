@@ -11,7 +11,7 @@ import pytest
 
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_cache.block_manager import BlockManager
-from tandem.protocol.messages.dispatch import AbortAllAttempts, AttemptFailed, PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import AbortAllAttempts, AttemptFailed, Ping, Pong, PrepareDecode, StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
@@ -61,6 +61,17 @@ def test_all_attempts_of_one_proxy_end_together() -> None:
         assert worker._scheduler.num_waiting == 1 and not worker._scheduler.is_idle
         worker._on_message(b"", AbortAllAttempts("q"))
         assert worker._scheduler.is_idle
+        worker._metrics.close()
+
+    asyncio.run(run())
+
+
+def test_a_ping_is_answered_on_its_connection_with_the_epoch() -> None:
+    async def run() -> None:
+        sent: list[tuple[bytes, Any]] = []
+        worker = new_worker(SimpleNamespace(), sent)
+        worker._on_message(b"p:0", Ping(7))
+        assert sent == [(b"p:0", Pong("epoch", 7))]
         worker._metrics.close()
 
     asyncio.run(run())

@@ -95,6 +95,12 @@ def test_a_worker_that_is_silent_or_drains(silence_s: float, draining: bool, kin
     assert kinds(decode(silence_s=silence_s, draining=draining)) == ([kind] if kind else [])
 
 
+@pytest.mark.parametrize(("unanswered_s", "kind"), [(None, None), (0.1, None), (1.5, "unreachable worker")])
+def test_a_worker_that_does_not_answer_a_proxy(unanswered_s: float | None, kind: str | None) -> None:
+    cluster = decode(unanswered_s=unanswered_s)
+    assert kinds(cluster) == ([kind] if kind else [])
+
+
 @pytest.mark.parametrize(
     ("name", "now", "is_slow"),
     [

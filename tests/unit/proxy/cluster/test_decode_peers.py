@@ -6,6 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.protocol.messages.dispatch import Pong
 from tandem.protocol.messages.membership import (
     DECODE_ROLES,
     PREFILL_ROLES,
@@ -33,6 +34,8 @@ EVENTS = st.one_of(
     st.tuples(st.just("ordered to change"), WORKERS, ROLES),
     st.tuples(st.just("pair"), WORKERS, st.tuples(WORKERS, st.sampled_from(["opening", "ready", "gone"]))),
     st.tuples(st.just("silence"), WORKERS, st.none()),
+    st.tuples(st.just("ping"), WORKERS, st.none()),
+    st.tuples(st.just("pong"), WORKERS, st.sampled_from(["last", "last", "before", "of another"])),
 )
 
 
@@ -43,6 +46,8 @@ def test_decode_peers_are_those_that_a_look_at_everything_would_find(events: lis
     pairs: dict[int, dict[str, PairStatus]] = {number: {} for number in range(NUM_WORKERS)}
     roles: dict[int, Role] = dict.fromkeys(range(NUM_WORKERS), "any")
     draining = dict.fromkeys(range(NUM_WORKERS), False)
+    pings = dict.fromkeys(range(NUM_WORKERS), 0)
+    unanswered: set[str] = set()
 
     def info(number: int) -> WorkerInfo:
         return WorkerInfo(f"w{number}", f"{number}/{epochs[number]}", roles[number], f"ipc://{number}", 1)
@@ -85,11 +90,26 @@ def test_decode_peers_are_those_that_a_look_at_everything_would_find(events: lis
             case "silence", _:
                 now += 2.0
                 table.check(now)
-        check(table)
+            case "ping", _ if info(number).epoch in {each.epoch for each in table.workers()}:
+                pings[number] = table.on_ping(now, info(number).epoch)
+                unanswered.add(info(number).epoch)
+            case "pong", str():
+                epoch, last = info(number).epoch, pings[number]
+                answer = {"last": Pong(epoch, last), "before": Pong(epoch, last - 1), "of another": Pong("x", last)}
+                table.on_pong(epoch, answer[value])
+                if value == "last":
+                    unanswered.discard(epoch)
+        unanswered &= {each.epoch for each in table.workers()}
+        check(table, unanswered)
 
 
-def check(table: WorkerTable) -> None:
+def check(table: WorkerTable, unanswered: set[str]) -> None:
     prefills = table.prefill_workers
+    reports = table.report(1000.0)
+    assert {each.worker.epoch for each in reports if each.unanswered_s is not None} == unanswered
+    assert table.num_unanswered == len(unanswered)
+    takes_work = {each.worker.epoch for each in reports if not each.draining} - unanswered
+    assert {each.worker.epoch for each in prefills + table.decode_workers} == takes_work
     decodes = {record.worker.epoch: record for record in table.decode_workers}
     assert all(record.role in PREFILL_ROLES and not record.draining for record in prefills)
     assert all(record.role in DECODE_ROLES and not record.draining for record in decodes.values())
