@@ -151,16 +151,13 @@ class Invariants:
                 yield "a worker that has left is known", f"{proxy.name}: {info.epoch}", SOON_S
             elif since:
                 yield "a silent worker is known", f"{proxy.name}: {info.epoch} since {since}", WORKER_SILENCE_S + SOON_S
+        gets_prompts = proxy.table.prefill_workers + proxy.table.decode_workers
         for record in proxy.table._by_epoch.values():
-            worker = self._cluster.process(record.worker.pid)
-            if record.answers and not self._cluster.switch.can_connect(proxy.name, worker.loop.name):
-                yield (
-                    "prompts are sent to a worker that is out of reach",
-                    f"{proxy.name}: {record.worker.epoch}",
-                    SOON_S,
-                )
-            elif not record.answers and not worker.has_left and self._is_calm(proxy.loop, worker.loop):
-                yield "a worker that is in reach gets no prompts", f"{proxy.name}: {record.worker.epoch}", SOON_S
+            worker, details = self._cluster.process(record.worker.pid), f"{proxy.name}: {record.worker.epoch}"
+            if record in gets_prompts and not self._cluster.switch.can_connect(proxy.name, worker.loop.name):
+                yield "a worker that is out of reach gets prompts", details, SOON_S
+            elif record not in gets_prompts and not record.draining and self._is_calm(proxy.loop, worker.loop):
+                yield "a worker that is in reach gets no prompts", details, SOON_S
         if now - proxy.loop.running_since > SOON_S and any(now > each.until + 1 for each in proxy.dispatcher._waiting):
             yield "a prompt waits for a worker for too long", proxy.name, 0
 

@@ -21,7 +21,7 @@ from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.hang_detector import INTERVAL_S, Watchdog
 from tandem.deploy.launch.loading_bar import fraction_loaded
 from tandem.deploy.launch.proxy_reports import MAX_ASKED, ProxyReports
-from tandem.deploy.launch.start_checks import check_reports, is_complete, unanswered_text
+from tandem.deploy.launch.start_checks import check_reports, is_complete
 from tandem.deploy.launch.start_stages import StartStages
 from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_names, num_pairs, start_role
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
@@ -349,7 +349,7 @@ class Launcher:
         check_reports(config, [last], self._children)
         roles = [worker.worker.role for worker in last.workers]
         shown = [f"{roles.count(role)}/{count} {role}" for role, count in self.counts.items() if count]
-        show(f"{', '.join(shown)}, {last.num_ready_pairs}/{self._num_pairs} pairs{unanswered_text(last)}")
+        show(f"{', '.join(shown)}, {last.num_ready_pairs}/{self._num_pairs} pairs")
         return not incomplete and (bool(config.join) or await self._all_proxies_answer())
 
     def _incomplete_proxies(self) -> list[str]:

@@ -8,13 +8,24 @@ from tandem.deploy.cluster_config import ClusterConfig
 from tandem.protocol.messages.membership import StatusReport, WorkerReport
 from tandem.runtime.errors import ConfigError
 
+UNREACHED_S = 30.0
+"""Time without an answer to a proxy after which a new worker counts as out of its reach."""
+
 
 def check_reports(config: ClusterConfig, reports: Sequence[StatusReport], ours: Container[str]) -> None:
     """ours: names of this launcher's workers.
 
-    Raises ConfigError for a cluster with another engine that is joined without --engine, and for workers that cannot be
-    paired with others of their engine.
+    Raises ConfigError for a cluster with another engine that is joined without --engine, for workers that cannot be
+    paired with others of their engine, and for those that a proxy does not reach.
     """
+    for report in reports:
+        for worker in report.workers:
+            if worker.worker.worker_id in ours and (worker.unanswered_s or 0.0) >= UNREACHED_S:
+                raise ConfigError(
+                    f"{report.proxy_id} gets the reports of {worker.worker.worker_id}, but no answer from it at "
+                    f"{worker.worker.endpoint}; give an address at which other hosts reach this one as --cluster-host, "
+                    "and let the firewall accept connections from proxies"
+                )
     workers = [worker for report in reports for worker in report.workers]
     others = [worker for worker in workers if _engine(worker) not in ("", config.engine)]
     if config.join and not config.engine_is_given and others:
@@ -40,12 +51,6 @@ def is_complete(report: StatusReport | None, ours: Set[tuple[str, int]], num_pai
         return False
     answering = [worker for worker in report.workers if worker.unanswered_s is None]
     return ours <= {(worker.worker.worker_id, worker.worker.pid) for worker in answering}
-
-
-def unanswered_text(report: StatusReport) -> str:
-    """Returns which workers do not answer the proxy, for progress; empty if all do."""
-    late = [f"{each.worker.worker_id} at {each.worker.endpoint}" for each in report.workers if each.unanswered_s]
-    return f", {report.proxy_id} has no answer from {', '.join(late)}" if late else ""
 
 
 def _engine(worker: WorkerReport) -> str:

@@ -138,28 +138,32 @@ def test_worker_rejoins_after_its_host_was_cut_off(site: Site) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_worker_that_proxies_cannot_reach_gets_no_requests(site: Site, tmp_path: Path) -> None:
+def test_a_worker_that_proxies_cannot_reach_gets_no_requests(site: Site) -> None:
     """It gives an address that leads nowhere on the proxy's host. Its reports arrive, and it has pairs."""
-    name = f"prefill-0-{os.getpid()}-unreached"
-
-    def unreached() -> WorkerReport | None:
-        return next((each for each in site.cluster.status().workers if each.worker.worker_id == name), None)
-
-    def has_pairs() -> bool:
-        report = unreached()
-        return report is not None and sum(pair.state == "ready" for pair in report.pairs) == 2
-
+    name = f"{os.getpid()}-unreached"
     join = ("--join", f"tcp://{site.network.address(PROXY)}:{CONTROL_PORT}", "--cluster-host", "127.0.0.1")
-    flags = (*MODEL_FLAGS, *join, "--name", f"{os.getpid()}-unreached", *site.keys, *SMALL, *PATHS)
-    command = site.network.command(PREFILL_B, tandem("worker", "prefill", *flags))
-    with started(command, tmp_path / "log"), site.load.running():
-        site.cluster.wait_for(has_pairs, TIMEOUT_S)
-        site.load.serve(16)
-        report = unreached()
-        assert report is not None and report.unanswered_s is not None
-        assert report.num_ready_pairs == 0 and report.load.num_prompt_tokens == 0
-        site.cluster.wait_for(lambda: "has no answer from" in (tmp_path / "log").read_text(), TIMEOUT_S)
-    site.cluster.wait_for(lambda: unreached() is None, TIMEOUT_S)
+    command = tandem("worker", "prefill", *MODEL_FLAGS, *join, "--name", name, *site.keys, *SMALL, *PATHS)
+    seen: list[WorkerReport] = []
+    with site.load.running():
+        process = subprocess.Popen(
+            site.network.command(PREFILL_B, command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+        def has_ended() -> bool:
+            workers = site.cluster.status().workers
+            seen.extend(each for each in workers if each.worker.worker_id == f"prefill-0-{name}")
+            return process.poll() is not None
+
+        try:
+            site.cluster.wait_for(has_ended, 2 * TIMEOUT_S)
+        finally:
+            process.terminate()
+            output, _ = process.communicate(timeout=60)
+        site.load.serve(4)
+    assert process.returncode == 2 and "no answer from it at tcp://127.0.0.1:" in output, output
+    assert any(sum(pair.state == "ready" for pair in each.pairs) == 2 for each in seen)
+    for each in seen:
+        assert each.unanswered_s is not None and not each.num_ready_pairs and not each.load.num_prompt_tokens
 
 
 @pytest.mark.timeout(400)

@@ -244,6 +244,12 @@ SICK = [
         config=DECODES,
         act=lambda cluster: slow_down(cluster, "decode-1", 3),
     ),
+    SickCluster(
+        "a firewall that is open in one direction",
+        "unreachable worker",
+        config=DECODES,
+        act=lambda cluster: cluster.switch.cut("proxy-0", "decode-1"),
+    ),
     SickCluster("a frozen worker", "silent worker", config=DECODES, later=later(OBSERVED_S - 2, freeze, "decode-1")),
     SickCluster(
         "a worker that crashes again and again",

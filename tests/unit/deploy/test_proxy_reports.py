@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.deploy.launch.proxy_reports import MAX_AGE_S, ProxyReports
-from tandem.deploy.launch.start_checks import is_complete, unanswered_text
+from tandem.deploy.launch.start_checks import is_complete
 from tandem.protocol.messages.membership import StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.protocol.messages.serving_figures import LatencyBuckets, ServingFigures
 
@@ -68,9 +68,6 @@ def test_a_proxy_is_not_complete_while_one_of_our_workers_does_not_answer_it() -
     late = msgspec.structs.replace(here, unanswered_s=0.0)
     assert not is_complete(report(late), {("prefill-0", 1)}, 0)
     assert is_complete(report(here, msgspec.structs.replace(far, unanswered_s=9.0)), {("prefill-0", 1)}, 0)
-    shown = unanswered_text(report(msgspec.structs.replace(here, unanswered_s=9.0)))
-    assert f"has no answer from prefill-0 at {here.worker.endpoint}" in shown
-    assert unanswered_text(report(here)) == ""
 
 
 def test_refusals_are_summed_over_the_last_report_of_each_proxy() -> None:

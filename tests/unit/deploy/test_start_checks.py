@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.deploy.cluster_config import load_config
-from tandem.deploy.launch.start_checks import check_reports
+from tandem.deploy.launch.start_checks import UNREACHED_S, check_reports
 from tandem.protocol.messages.membership import PairStatus, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.runtime.errors import ConfigError
 
@@ -38,6 +38,23 @@ def test_a_refused_pair_of_one_engine_ends_the_start(settings: dict[str, object]
     with pytest.raises(ConfigError, match="decode-0 refused to pair with a prefill worker: engine differs"):
         check_reports(config, [report(decode_0=engine, ours=engine)], ["ours"])
     check_reports(config, [report(decode_0=engine)], ["ours"])  # the pair of another host's worker
+
+
+def test_a_worker_of_ours_that_a_proxy_does_not_reach_ends_the_start() -> None:
+    info = WorkerInfo("ours", "e", "any", "tcp://127.0.0.1:4000", 1)
+
+    def reported(unanswered_s: float | None) -> list[StatusReport]:
+        worker = WorkerReport(info, WorkerLoad(), [], 0.0, unanswered_s=unanswered_s)
+        return [report(), StatusReport("proxy-1", "m", True, 0, [worker])]
+
+    config = load_config(None, JOIN)
+    for unanswered_s in (None, 0.0, UNREACHED_S - 0.1):
+        check_reports(config, reported(unanswered_s), ["ours"])
+    check_reports(config, reported(UNREACHED_S), ["another host's"])
+    with pytest.raises(
+        ConfigError, match=r"proxy-1 .* no answer from it at tcp://127\.0\.0\.1:4000; give .*--cluster-host"
+    ):
+        check_reports(config, reported(UNREACHED_S), ["ours"])
 
 
 def test_vllm_workers_of_several_ranks_serve_without_pairs() -> None:
