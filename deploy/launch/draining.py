@@ -73,7 +73,8 @@ async def _restart_one(cluster: Questions, old: LaunchedProcess, timeout_s: floa
             return all(report.proxy_id != old_proxy for report in reports)
         if old_epoch is None:  # neither a proxy nor a worker, so no report mentions it
             return True
-        if any(each.unanswered_s is not None for report in reports for each in report.workers):
+        now_here = [each for report in reports for each in report.workers if each.worker.worker_id == name]
+        if any(each.unanswered_s is not None for each in now_here):
             return False
         return _epochs(reports).get(name, old_epoch) != old_epoch
 
