@@ -20,7 +20,7 @@ from tandem.decode_worker.reservations import Reservations
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import ComputedPrompt, DecodePrompt, DecodeSequence, num_blocks_needed
 from tandem.decode_worker.sequence_table import SequenceTable
-from tandem.decode_worker.transfer import IncomingTransfer, Transfers
+from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S, IncomingTransfer, Transfers
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter
@@ -30,9 +30,6 @@ from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import PrepareDecode, PromptMessage
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
 from tandem.runtime.errors import DeadlineExceeded, InternalError, KVTransferFailed, Overloaded, TandemError, WorkerLost
-
-UNCLAIMED_TIMEOUT_S = 10.0
-"""How long a reservation waits for its PrepareDecode, which travels on another connection."""
 
 _OTHER_ADAPTER = "prefill computes the prompt with another LoRA adapter than decode was told"
 _ENDED = "the decode worker no longer has the request"

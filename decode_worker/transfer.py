@@ -19,6 +19,8 @@ from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.transfer import ShipKV
 from tandem.runtime.errors import KVTransferFailed
 
+UNCLAIMED_TIMEOUT_S = 10.0
+"""How long a reservation waits for its PrepareDecode, which travels on another connection."""
 _NUM_REMEMBERED_TRANSFERS = 10_000
 
 

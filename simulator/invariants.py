@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tandem.decode_worker.decode_scheduler import UNCLAIMED_TIMEOUT_S
+from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.membership import PROXY_SILENCE_S
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher

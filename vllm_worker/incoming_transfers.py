@@ -14,15 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy
-from tandem.decode_worker.transfer import IncomingTransfer, Transfers
+from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S, IncomingTransfer, Transfers
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import DecodeReserved, PrepareDecode
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, Overloaded, TandemError, WorkerLost
 from tandem.vllm_worker.engine_orders import AbortRequests, AllocatedBlocks, EndReceiving, VllmAction
 
-UNCLAIMED_TIMEOUT_S = 30.0
-"""Time that a reservation waits for the proxy's request."""
 _ENDED = "the request has ended on the decode worker"
 
 
@@ -60,6 +58,12 @@ class IncomingTransfers:
 
     def __len__(self) -> int:
         return len(self._transfers)
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks of transfers that were given up, to which the peer may still write."""
+        given_up = (each for each in self._transfers.values() if each.transfer_id not in self._prompts)
+        return sum(len(each.own_block_ids) for each in given_up)
 
     @property
     def is_blocked(self) -> bool:

@@ -8,6 +8,7 @@ in order. All of vLLM that is not documented for others is used in this package 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import textwrap
@@ -82,7 +83,6 @@ class VllmEngine:
         self._ended_at: float | None = None  # of the last step, if it computed and there was work afterwards
         self._deadline = StepDeadline()
         self._prefixes = PrefixEvents()
-        self._loras = Loras()
 
     def start(self) -> Future[None]:
         """Loads the model. The result is there when the engine can take requests; ConfigError if vLLM refuses."""
@@ -136,7 +136,7 @@ class VllmEngine:
         config = self.vllm_config
         return EngineFacts(
             config.model_config.max_model_len,
-            config.model_config.get_vocab_size(),
+            self._vocab_size,
             self._figures().num_blocks,
             config.model_config.quantization or "",
             min(self._scheduler.max_num_encoder_input_tokens, self._scheduler.encoder_cache_manager.cache_size),
@@ -173,7 +173,9 @@ class VllmEngine:
         self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._core.collective_rpc("keep_generated_tokens")
         self._scheduler: Any = self._core.scheduler
-        grammars = VllmGrammars(self._arguments.model, vllm_config.model_config.get_vocab_size())
+        self._loras = Loras(self._core)
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        grammars = VllmGrammars(self._arguments.model, self._vocab_size)
         self._grammars = self._core.structured_output_manager = self._scheduler.structured_output_manager = grammars
         self._events = self._scheduler.kv_event_publisher = CollectedEvents()
         self._block_size = vllm_config.cache_config.block_size
@@ -319,10 +321,14 @@ class VllmEngine:
                 request_id=order.engine_id,
                 prompt_token_ids=prompt,
                 mm_features=list(media.features) if media is not None else None,
-                sampling_params=vllm_sampling(message, order.number, generated, order.max_tokens, kv_params),
+                sampling_params=vllm_sampling(
+                    message, order.number, generated, order.max_tokens, self._vocab_size, kv_params
+                ),
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=self._loras.request(message.adapter),
+                lora_request=self._loras.request(
+                    message.adapter, itertools.chain(self._scheduler.requests.values(), self._waiting.values())
+                ),
                 cache_salt=message.cache_salt or None,
                 data_parallel_rank=None,
                 priority=message.priority,

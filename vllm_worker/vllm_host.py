@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -22,6 +23,7 @@ from tandem.runtime.errors import ConfigError, KVTransferFailed
 from tandem.runtime.host import host_id
 from tandem.runtime.processes.exits import WatchExit, watch_exit
 from tandem.vllm_worker.resumed_sequences import EXTENSION
+from tandem.vllm_worker.vllm_lora import MAX_LOADED_ADAPTERS
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig
 
 ENGINE = f"vllm {VLLM_VERSION}"
@@ -30,13 +32,15 @@ _CPU_BLOCK_SIZE = 32
 """vLLM's attention on the CPU takes multiples of 32."""
 
 
-def engine_arguments(config: VllmEngineConfig, takes_adapters: bool) -> EngineArgs:
-    """Returns vLLM's settings. What is not here is as vLLM has it."""
+def engine_arguments(config: VllmEngineConfig, max_lora_rank: int) -> EngineArgs:
+    """Returns vLLM's settings. What is not here is as vLLM has it. max_lora_rank: 0 without adapters."""
     from vllm.config import KVTransferConfig
     from vllm.config.kv_events import KVEventsConfig
 
     on_cpu = config.device == "cpu"
-    more = {"enforce_eager": True, "async_scheduling": False} if on_cpu else {}
+    more: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False} if on_cpu else {}
+    if max_lora_rank:
+        more |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_cpu_loras": MAX_LOADED_ADAPTERS}
     return EngineArgs(
         model=config.model,
         dtype=config.dtype,
@@ -52,7 +56,6 @@ def engine_arguments(config: VllmEngineConfig, takes_adapters: bool) -> EngineAr
         tensor_parallel_size=config.tensor_parallel_size,
         distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
         enable_prefix_caching=config.enable_prefix_caching,
-        enable_lora=takes_adapters,
         scheduling_policy="priority",
         generation_config="vllm",  # the proxy applies the model's own defaults
         worker_extension_cls=EXTENSION,
@@ -90,7 +93,8 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, kv_caches: Sequ
         head_dim=model.get_head_size(),
         block_size=size,
         tensor_parallel_size=parallel.tensor_parallel_size,
-        engine=ENGINE,
+        # How vLLM orders layers, blocks, heads and tokens in memory depends on the attention backend and on settings.
+        engine=f"{ENGINE} {vllm_config.cache_config.get_resolved_kv_cache_layout().name}",
     )
 
 

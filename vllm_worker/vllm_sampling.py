@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -30,14 +30,35 @@ def check_supported(message: PromptMessage) -> None:
 
 
 def vllm_sampling(
-    message: PromptMessage, number: int, generated: list[int], max_tokens: int, kv_params: dict[str, Any]
+    message: PromptMessage,
+    number: int,
+    generated: list[int],
+    max_tokens: int,
+    vocab_size: int,
+    kv_params: dict[str, Any],
 ) -> VllmSampling:
-    """Returns the parameters of one sequence.
+    """Returns the parameters of one sequence. Tokens beyond the vocabulary are left out: they would end the engine.
 
     number: of the sequence among those that share the prompt. generated: tokens of earlier attempts. max_tokens: also
-    counts these.
+    counts these. Raises InvalidRequest if no token may be sampled.
     """
-    given, stop = message.sampling, message.stop
+    given = message.sampling
+
+    def known(token_ids: Iterable[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id < vocab_size]
+
+    def limited(num_top: int | None) -> int | None:
+        return None if num_top is None else min(num_top, vocab_size)
+
+    allowed, named, stop_token_ids = map(
+        known, (given.allowed_token_ids, given.logprob_token_ids, sorted(message.stop.stop_token_ids))
+    )
+    num_prompt_logprobs = None
+    # Not after generated tokens: vLLM's engine ends if a chunk ends between the prompt and those.
+    if isinstance(message, StartPrefill) and not number and not generated:
+        num_prompt_logprobs = limited(message.num_prompt_logprobs)
+    if given.allowed_token_ids and not allowed:
+        raise InvalidRequest(f"allowed_token_ids has no token id below {vocab_size}")
     params = VllmSampling(
         temperature=max(given.temperature, _MIN_TEMPERATURE) if given.temperature else 0.0,
         top_p=given.top_p,
@@ -47,15 +68,15 @@ def vllm_sampling(
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
         seed=message.seeds[number] & (2**63 - 1),
-        logit_bias=dict(given.logit_bias) or None,
-        allowed_token_ids=list(given.allowed_token_ids) or None,
-        logprobs=given.logprobs if not given.logprob_token_ids else None,
-        logprob_token_ids=list(given.logprob_token_ids) or None,
-        prompt_logprobs=message.num_prompt_logprobs if isinstance(message, StartPrefill) and not number else None,
+        logit_bias={token_id: bias for token_id, bias in given.logit_bias if token_id < vocab_size} or None,
+        allowed_token_ids=allowed or None,
+        logprobs=limited(given.logprobs) if not named else None,
+        logprob_token_ids=named or None,
+        prompt_logprobs=num_prompt_logprobs,
         structured_outputs=StructuredOutputsParams(grammar=given.grammar) if given.grammar is not None else None,
         max_tokens=max_tokens,
-        min_tokens=min(stop.min_tokens, max_tokens),
-        stop_token_ids=sorted(stop.stop_token_ids),
+        min_tokens=min(message.stop.min_tokens, max_tokens),
+        stop_token_ids=stop_token_ids,
         ignore_eos=True,  # the proxy has put the model's end tokens among the stop tokens
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -63,8 +84,8 @@ def vllm_sampling(
         skip_clone=True,
     )
     # What vLLM's input processor would do with a tokeniser, which runs in the proxy here.
-    params._bad_words_token_ids = [list(word) for word in given.bad_words] or None
-    params._all_stop_token_ids = set(stop.stop_token_ids)
+    params._bad_words_token_ids = [list(word) for word in given.bad_words if max(word) < vocab_size] or None
+    params._all_stop_token_ids = set(stop_token_ids)
     return params
 
 

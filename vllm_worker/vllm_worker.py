@@ -33,6 +33,7 @@ from tandem.protocol.prefix_hash import BlockHasher
 from tandem.protocol.sockets import new_context
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import InternalError
+from tandem.runtime.files.lora_files import MAX_RANK
 from tandem.runtime.processes.lifetime import end_process
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.vllm_worker.engine_orders import (
@@ -47,7 +48,7 @@ from tandem.vllm_worker.engine_orders import (
 from tandem.vllm_worker.kv_memory import block_rows
 from tandem.vllm_worker.vllm_engine import VllmEngine
 from tandem.vllm_worker.vllm_host import ENGINE, VllmHost, VllmPools, engine_arguments, kv_layout
-from tandem.vllm_worker.vllm_lora import lora_modules
+from tandem.vllm_worker.vllm_lora import lora_modules, max_lora_rank
 from tandem.vllm_worker.vllm_media import VllmMedia
 from tandem.vllm_worker.vllm_sampling import check_supported
 from tandem.vllm_worker.vllm_scheduler import VllmScheduler
@@ -86,8 +87,10 @@ class VllmWorker:
     async def run(self) -> None:
         config = self._config
         connectors = self._offered()
+        modules = lora_modules(config.engine) if config.adapters else {}
+        max_rank = max_lora_rank(config.adapters, modules)
         engine = self._engine = VllmEngine(
-            engine_arguments(config.engine, bool(config.adapters)),
+            engine_arguments(config.engine, max_rank),
             lambda report: self._post(self._on_report, report),
             lambda error: self._post(self._on_failed, error),
         )
@@ -123,7 +126,8 @@ class VllmWorker:
             vocab_size=facts.vocab_size,
             model_id=layout.model_id,
             block_size=layout.block_size,
-            lora_modules=lora_modules(config.engine) if config.adapters else {},
+            lora_modules=modules,
+            max_lora_rank=max_rank or MAX_RANK,
             quantization=facts.quantization,
             engine=ENGINE,
         )
@@ -189,6 +193,7 @@ class VllmWorker:
             num_blocks=figures.num_blocks,
             num_free_blocks=figures.num_free_blocks,
             num_cached_blocks=figures.num_cached_blocks,
+            num_quarantined_blocks=scheduler.decode.num_quarantined_blocks,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_preempted=figures.num_preempted,

@@ -18,7 +18,7 @@ from safetensors.torch import load
 from tandem.engine.lora.adapter import Adapter, AdapterWeights
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.runtime.errors import first_line
-from tandem.runtime.files.lora_files import AdapterFiles, InvalidAdapter, Shape, read_adapter, tensor_names
+from tandem.runtime.files.lora_files import AdapterFiles, InvalidAdapter, Shape, read_unchanged_adapter, tensor_names
 from tandem.runtime.threads import show_thread_name
 
 log = logging.getLogger(__name__)
@@ -79,12 +79,7 @@ def load_adapter(
     ref: AdapterRef, modules: Mapping[str, Shape], dtype: torch.dtype, device: torch.device
 ) -> AdapterWeights:
     """Raises InvalidAdapter if it cannot be read, has changed, or does not fit the model."""
-    files = read_adapter(Path(ref.folder))
-    if files.digest != ref.digest:
-        raise InvalidAdapter(
-            f"The files in {ref.folder} differ from those of the adapter that the request names; unload it and load it "
-            "again."
-        )
+    files = read_unchanged_adapter(Path(ref.folder), ref.digest)
     files.check_fits(modules)
     return _weights(files, dtype, device)
 

@@ -91,6 +91,7 @@ def _check_sampling(kind: str, sampling: SamplingParams, vocab_size: int) -> Non
     _require(0 <= num_top <= max(vocab_size, _MAX_FEW_LOGPROBS), kind, "logprobs", "out of range")
     _require(len(sampling.logprob_token_ids) <= _MAX_FEW_LOGPROBS, kind, "logprob_token_ids", "too many")
     biased = (token_id for token_id, _ in sampling.logit_bias)
+    _require(all(sampling.bad_words), kind, "bad_words", "one is empty")
     banned = (token_id for word in sampling.bad_words for token_id in word)
     named = (*biased, *sampling.allowed_token_ids, *banned, *sampling.logprob_token_ids)
     _require(all(0 <= token_id < 2**31 for token_id in named), kind, "sampling", "a token id is out of range")
@@ -143,8 +144,9 @@ def check_register(message: RegisterWorker) -> None:
     _require(len(worker.host_id) <= MAX_NAME_CHARACTERS, "RegisterWorker", "host_id", "too long")
     _require(len(message.engine) <= MAX_NAME_CHARACTERS, "RegisterWorker", "engine", "too long")
     _require(_ENDPOINT.fullmatch(worker.endpoint) is not None, "RegisterWorker", "endpoint", "cannot be connected to")
-    sizes = (worker.pid, worker.num_ranks, message.max_model_len, message.vocab_size, message.block_size)
+    sizes = [worker.pid, worker.num_ranks, message.max_model_len, message.vocab_size, message.block_size]
     _require(len(message.lora_modules) <= MAX_LORA_MODULES, "RegisterWorker", "lora_modules", "too many")
+    sizes.append(message.max_lora_rank)
     _require(all(0 < size < 2**31 for size in sizes), "RegisterWorker", "a size", "not positive")
 
 

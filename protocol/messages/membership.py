@@ -13,8 +13,9 @@ from typing import Literal
 import msgspec
 
 from tandem.protocol.messages.serving_figures import ServingFigures
+from tandem.runtime.files.lora_files import MAX_RANK
 
-PROTOCOL_VERSION = 28
+PROTOCOL_VERSION = 29
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -187,6 +188,8 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     """Input of the worker's prefix hashes."""
     lora_modules: dict[str, tuple[int, int]] = {}
     """(inputs, outputs) of the linear layers that LoRA adapters may change, by name; empty without support."""
+    max_lora_rank: int = MAX_RANK
+    """Largest rank of adapters that it takes."""
     quantization: str = ""
     """Quantisation of the weights, for people; empty for none."""
     engine: str = ""

@@ -25,7 +25,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int
     tensor_parallel_size: int = 1
     engine: str = ""
-    """What defines the layout beside the other fields: "tandem", or the name and version of another engine."""
+    """What defines the layout beside the other fields: "tandem", or the name and version of another engine, and how it
+    arranges a block."""
 
     @property
     def total_kv_heads(self) -> int:

@@ -15,6 +15,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.proxy.cluster.known_pairs import KnownPairs
 from tandem.proxy.cluster.worker_load import WorkerUse
+from tandem.runtime.files.lora_files import MAX_RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class WorkerRecord:
     """Workers that decode prompts which this one computes, by epoch: those of its ready pairs, and itself in role any.
     """
     lora_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """See RegisterWorker."""
+    max_lora_rank: int = MAX_RANK
     """See RegisterWorker."""
     quantization: str = ""
     """See RegisterWorker."""

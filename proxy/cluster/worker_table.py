@@ -34,6 +34,7 @@ from tandem.proxy.cluster.worker_record import (
     WorkerRecord,
 )
 from tandem.runtime.errors import Overloaded, ProtocolError
+from tandem.runtime.files.lora_files import MAX_RANK
 from tandem.runtime.silence import SilenceTimers
 
 CHECK_INTERVAL_S = 0.25
@@ -116,6 +117,7 @@ class WorkerTable:
             bit,
             use,
             lora_modules=message.lora_modules,
+            max_lora_rank=message.max_lora_rank,
             quantization=message.quantization,
             engine=message.engine,
         )
@@ -295,6 +297,10 @@ class WorkerTable:
             raise Overloaded("no worker is ready")
         first, *others = (record.lora_modules for record in records)
         return {name: shape for name, shape in first.items() if all(other.get(name) == shape for other in others)}
+
+    def max_lora_rank(self) -> int:
+        """Returns the largest rank of LoRA adapters that every worker takes."""
+        return min((record.max_lora_rank for record in self._by_epoch.values()), default=MAX_RANK)
 
     def why_not_ready(self) -> str | None:
         """Returns what is missing to serve requests, or None. Strangers may read it: it names no worker."""

@@ -90,6 +90,15 @@ class AdapterFiles:
                     "lora_path",
                 )
 
+    def check_rank(self, max_rank: int) -> None:
+        """Raises InvalidAdapter for a rank that the workers have no room for."""
+        if self.rank > max_rank:
+            raise InvalidAdapter(
+                f"The adapter's rank is {self.rank}, but these workers take {max_rank} at most; start the cluster with "
+                "an adapter of this rank in --lora.",
+                "lora_path",
+            )
+
 
 def tensor_names(module: str) -> tuple[str, str]:
     """Returns the names of a layer's matrices A and B in the file."""
@@ -118,6 +127,17 @@ def read_adapter(folder: Path) -> AdapterFiles:
     modules = _read_modules(folder / WEIGHTS_FILE, weights, rank)
     digest = sha256(sha256(config_bytes).digest() + sha256(weights).digest()).hexdigest()
     return AdapterFiles(digest, rank, scaling, modules, weights)
+
+
+def read_unchanged_adapter(folder: Path, digest: str) -> AdapterFiles:
+    """Raises InvalidAdapter if the files cannot be read, or have another digest now."""
+    files = read_adapter(folder)
+    if files.digest != digest:
+        raise InvalidAdapter(
+            f"The files in {folder} differ from those of the adapter that the request names; unload it and load it "
+            "again."
+        )
+    return files
 
 
 def _read(file: Path, max_bytes: int) -> bytes:

@@ -148,6 +148,7 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
         files = await adapter_files.run(partial(read_adapter, folder))
         await state.readiness.limits()
         modules = table.lora_modules()
+        files.check_rank(table.max_lora_rank())
         load = partial(state.adapters.load, asked.lora_name, files, folder, modules, replace=asked.load_inplace)
         await adapter_files.run(load)
         log.info("loaded the LoRA adapter %s from %s", asked.lora_name, folder)

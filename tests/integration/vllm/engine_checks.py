@@ -5,6 +5,7 @@ Runs in vLLM's interpreter; `test_conformance.py` says what must be in the file.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import json
 import os
@@ -15,10 +16,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import msgspec
 from engine_driver import BLOCK_SIZE, EngineDriver  # type: ignore[import-not-found]
 
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.vllm_worker.kv_memory import block_rows
+from tandem.vllm_worker.vllm_host import kv_layout
 
 NUM_TOKENS = 40
 SPLITS = (1, 13, 31)
@@ -96,6 +99,17 @@ def memory(driver: EngineDriver) -> dict[str, Any]:
         "is_same": is_same,
         "is_written": bool(rows.any()),
     }
+
+
+def layouts(driver: EngineDriver) -> list[dict[str, Any]]:
+    """Returns what pairs compare, as it is, and as it would be with another arrangement of a block."""
+    engine, found = driver.engine, []
+    for name in (engine.vllm_config.cache_config.kv_cache_layout, "LBNHC"):
+        config = copy.copy(engine.vllm_config)
+        config.cache_config = copy.copy(config.cache_config)
+        config.cache_config.kv_cache_layout = name
+        found.append(msgspec.to_builtins(kv_layout(driver.config, config, engine.kv_caches)))
+    return found
 
 
 def prefixes(driver: EngineDriver) -> dict[str, Any]:
@@ -304,6 +318,7 @@ def main() -> None:
         "block_size": BLOCK_SIZE,
         "resumed": resumed(driver),
         "memory": memory(driver),
+        "layouts": layouts(driver),
         "prefixes": prefixes(driver),
         "moved": moved(driver),
         "aborts": aborts(driver),

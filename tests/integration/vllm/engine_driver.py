@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions, TokenLogprobs
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.vllm_worker.engine_orders import AddRequest, AllocatedBlocks, EngineFigures, StepReport
 from tandem.vllm_worker.vllm_engine import VllmEngine
@@ -37,7 +37,7 @@ class EngineDriver:
         self.figures = EngineFigures()
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        config = VllmEngineConfig(
+        self.config = VllmEngineConfig(
             model=model,
             dtype="float32",
             kv_cache_bytes=8 << 20,
@@ -45,7 +45,7 @@ class EngineDriver:
             max_num_batched_tokens=64,
             max_num_seqs=4,
         )
-        self.engine = VllmEngine(engine_arguments(config, False), self._on_report, self._on_failed)
+        self.engine = VllmEngine(engine_arguments(self.config, 0), self._on_report, self._on_failed)
         self.engine.start().result()
 
     def add(
@@ -77,10 +77,16 @@ class EngineDriver:
             decode_worker_id=None,
             decode_epoch=None,
         )
-        order = AddRequest(
-            engine_id, message, 0, prompt + generated, len(generated), stop.max_tokens, receives=receives, ships=ships
-        )
-        self.engine.add(order, self.hashes(prompt + generated, cache_salt))
+        self.add_message(message, receives, ships)
+        return engine_id
+
+    def add_message(self, message: StartPrefill, receives: bool = False, ships: bool = False) -> str:
+        """Adds a request of one sequence. Returns its attempt's id, by which the engine knows it."""
+        [engine_id], token_ids = message.attempt_ids, unpack_token_ids(message.token_ids)
+        num_generated, max_tokens = message.num_generated, message.stop.max_tokens
+        order = AddRequest(engine_id, message, 0, token_ids, num_generated, max_tokens, receives=receives, ships=ships)
+        self.outputs[engine_id], self.logprobs[engine_id] = [], []
+        self.engine.add(order, self.hashes(token_ids, message.cache_salt))
         return engine_id
 
     def new_id(self) -> str:

@@ -9,8 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tandem.kv_transfer.handshake import agree
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.membership import PROTOCOL_VERSION
+from tandem.protocol.messages.transfer import KVLayout, OpenPair
+from tandem.runtime.errors import KVLayoutMismatch
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 from tests.support.vllm_clusters import run_with_vllm
 
@@ -66,6 +72,17 @@ def test_blocks_are_rows_of_a_file_that_peers_can_map(found: dict[str, Any]) -> 
     assert memory["shape"] == [memory["num_blocks"] + 1, LAYERS, block_bytes], "one block is for padding"
     assert memory["is_written"]
     assert memory["is_same"]
+
+
+def test_workers_that_arrange_blocks_differently_do_not_pair(found: dict[str, Any]) -> None:
+    ours, theirs = (msgspec.convert(each, KVLayout) for each in found["layouts"])
+    assert (ours.num_kv_heads, ours.head_dim) == (KV_HEADS, HEAD_DIM)
+    offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", [1], "d", "pair", theirs, "here", "cpu", ["ipc"])
+    connectors = {"ipc": load_connector("ipc")}
+    reason = f"prefill has vllm {VLLM_VERSION} LBNHC, decode has vllm {VLLM_VERSION} LBHNC"
+    with pytest.raises(KVLayoutMismatch, match=f"KV layout differs in engine: {reason}"):
+        agree(offer, ours, "here", "cpu", connectors)
+    assert agree(msgspec.structs.replace(offer, layout=ours), ours, "here", "cpu", connectors) == "ipc"
 
 
 def test_the_prefix_cache_is_named_as_proxies_name_it(found: dict[str, Any]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tandem.decode_worker.actions import Action, SendToPeer
-from tandem.decode_worker.decode_scheduler import UNCLAIMED_TIMEOUT_S, DecodeScheduler
+from tandem.decode_worker.decode_scheduler import DecodeScheduler
+from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import PrepareDecode

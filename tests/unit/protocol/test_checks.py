@@ -90,6 +90,7 @@ replace = msgspec.structs.replace
         {"sampling": SamplingParams(logit_bias=((-1, 1.0),))},
         {"sampling": SamplingParams(logit_bias=((1, math.inf),))},
         {"sampling": SamplingParams(bad_words=((-1,),))},
+        {"sampling": SamplingParams(bad_words=((1,), ()))},
         {"sampling": SamplingParams(logprobs=1000)},
     ],
     ids=str,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.decode_worker.actions import Receive
+from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.dispatch import DecodeReserved, PrepareDecode
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
@@ -19,7 +20,6 @@ from tandem.vllm_worker.engine_orders import (
     KVArrived,
     VllmAction,
 )
-from tandem.vllm_worker.incoming_transfers import UNCLAIMED_TIMEOUT_S
 from tandem.vllm_worker.vllm_scheduler import VllmScheduler
 from tests.unit.vllm_worker.one_worker import (
     failures,
@@ -151,10 +151,12 @@ def test_an_abort_before_the_engine_has_allocated() -> None:
 def test_blocks_are_kept_until_the_peer_has_stopped(stopped_by: str) -> None:
     worker, order = reserved("a")
     ship(worker, num_blocks=2)
+    assert worker.decode.num_quarantined_blocks == 0, "they belong to a request"
     actions = worker.on_abort("proxy", "a")
     assert refused(actions) and AbortRequests([order.engine_id]) in actions
     assert worker.decode.wanted_transfers("pair") == [], "its lease ends"
     assert worker.decode.on_received("t", None) == [] and not worker.is_idle
+    assert worker.decode.num_quarantined_blocks == 3
     match stopped_by:
         case "close":
             actions = worker.decode.on_close_transfer("t")
@@ -165,6 +167,7 @@ def test_blocks_are_kept_until_the_peer_has_stopped(stopped_by: str) -> None:
             ship(worker, 1, 2, 1)
             actions = worker.decode.on_received("t", None)
     assert actions == [EndReceiving(order.engine_id)] and worker.is_idle
+    assert worker.decode.num_quarantined_blocks == 0
     assert worker.decode.on_close_transfer("t") == []
 
 

@@ -94,6 +94,9 @@ def test_an_adapter_must_fit_the_model(tmp_path: Path) -> None:
         files.check_fits({"k_proj": (12, 6)})
     with pytest.raises(InvalidAdapter, match="do not support"):
         files.check_fits({})
+    files.check_rank(4)
+    with pytest.raises(InvalidAdapter, match="rank is 4, but these workers take 1 at most"):
+        files.check_rank(1)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
