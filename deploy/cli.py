@@ -177,7 +177,8 @@ def _parser(show_all: bool = False) -> CommandParser:
     which = simulation.add_mutually_exclusive_group()
     which.add_argument("--seed", type=int, metavar="N", help="run one seed, which decides everything")
     which.add_argument("--seeds", default="", metavar="A-B", help="run these seeds (default: all, until --time-s)")
-    simulation.add_argument("--time-s", type=float, default=60.0, metavar="X", help="begin no seed later (default: 60)")
+    time_help = "begin no seed later than after so many seconds (default: 60)"
+    simulation.add_argument("--time-s", "--time", type=seconds, default=60.0, metavar="X", help=time_help)
     simulation.add_argument("--log", type=Path, metavar="FILE", help="write what happened in the last run")
     trace_help = (
         "play these requests: the log of a proxy with --log-format json, JSON lines with timestamp, input_length and "
@@ -344,15 +345,27 @@ def _scale(arguments: argparse.Namespace) -> None:
     asyncio.run(scale(ClusterClient(arguments.port), arguments.counts, arguments.timeout_s))
 
 
+def seconds(text: str) -> float:
+    """Reads a time such as 60 or 60s."""
+    return float(text.removesuffix("s"))
+
+
 def _simulate(arguments: argparse.Namespace) -> int:
     from tandem.deploy.commands.simulate import simulate
 
+    for name in ("log", "json", "plot"):
+        if (file := getattr(arguments, name)) is not None and not file.parent.is_dir():
+            raise ConfigError(f"--{name} {file}: there is no folder {file.parent}")
     if arguments.trace is not None:
         from tandem.deploy.commands.simulate_trace import simulate_trace
 
         config = load_config(arguments.config, _overrides(arguments))
         simulate_trace(config, arguments.trace, arguments.step_times, arguments.json, arguments.plot)
         return 0
+    of_trace = {**_overrides(arguments), **{name: getattr(arguments, name) for name in ("step_times", "json", "plot")}}
+    for name, value in of_trace.items():
+        if value is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --trace: without it, seeds decide the cluster")
     limit_s = math.inf if arguments.seeds else arguments.time_s
     return simulate(arguments.seed, arguments.seeds, limit_s, arguments.log)
 

@@ -18,7 +18,7 @@ from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.engine import answer
-from tandem.simulator.processes import SimulatedProxy
+from tandem.simulator.processes import Note, SimulatedProxy
 from tandem.simulator.scenario import MODEL, NO_TIMEOUT_S, Request
 from tandem.telemetry.request_log import RequestRecord
 
@@ -35,7 +35,7 @@ class Clients:
     kill; a request that several of them computed may be taken for the cause (`proxy.dispatch.crashes`).
     """
 
-    def __init__(self, report: Callable[[str, str], None], note: Callable[[str], None], num_kills: int = 0) -> None:
+    def __init__(self, report: Callable[[str, str], None], note: Note, num_kills: int = 0) -> None:
         self._expected = EXPECTED_ERRORS | ({"request_crashes_workers"} if num_kills >= MAX_DEATHS else set())
         self.outcomes: dict[int, str] = {}
         self._of_proxies: defaultdict[str, set[int]] = defaultdict(set)  # requests by proxy
@@ -110,4 +110,4 @@ class Clients:
         if request.number in self.outcomes:
             self._report("two ends", f"request {request.number}: {self.outcomes[request.number]}, then {outcome}")
         self.outcomes[request.number] = outcome
-        self._note(f"request {request.number}: {outcome}")
+        self._note("request %d: %s", request.number, outcome)

@@ -19,8 +19,8 @@ from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import Wires
-from tandem.simulator.network import SimulatedNetwork, Switch
-from tandem.simulator.processes import Machine, OnDelta, SimulatedProcess, SimulatedProxy, SimulatedWorker
+from tandem.simulator.network import OnMessage, SimulatedNetwork, Switch
+from tandem.simulator.processes import Machine, Note, OnDelta, SimulatedProcess, SimulatedProxy, SimulatedWorker
 from tandem.simulator.scenario import ClusterShape, Fault
 from tandem.simulator.site import SimulatedLauncher, endpoint_of
 from tandem.simulator.timeline import ProcessLoop, Timeline
@@ -108,13 +108,14 @@ class SimulatedCluster(Machine):
         timeline: Timeline,
         rng: random.Random,
         report: Callable[[str, str], None],
-        note: Callable[[str], None],
+        note: Note,
         on_proxy_end: Callable[[str], None] = lambda proxy_id: None,
         on_delta: OnDelta = lambda sequence, attempt, delta: None,
+        on_message: OnMessage = lambda *_: None,
     ) -> None:
         self.has_faults, self.is_restored = True, False
         world = timeline.new_loop("world")
-        switch = Switch(timeline, shape.max_queued, shape.max_latency_s)
+        switch = Switch(timeline, shape.max_queued, shape.max_latency_s, on_message)
         wires = Wires(
             block_s=lambda: rng.uniform(0.5, 1.5) * shape.block_s,
             breaks=lambda: self.has_faults and rng.random() < shape.failure_share,

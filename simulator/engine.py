@@ -69,19 +69,26 @@ class StepTimes:
 
 
 class SimulatedEngine:
-    """Implements `engine.engine.Engine`. on_corrupt: called with what is wrong in a sequence.
+    """Implements `engine.engine.Engine`. on_corrupt: called with what is wrong in a sequence, and its block.
 
     pools: of the ranks, which hold the same, because a slot stands for the heads of its rank.
     """
 
     def __init__(
-        self, loop: ProcessLoop, pools: list[Pool], times: StepTimes, overlaps: bool, on_corrupt: Callable[[str], None]
+        self,
+        loop: ProcessLoop,
+        pools: list[Pool],
+        times: StepTimes,
+        overlaps: bool,
+        on_corrupt: Callable[[str, int], None],
+        note: Callable[..., None],
     ) -> None:
         self.overlaps = overlaps
         self._loop = loop
         self._pools = pools
         self.times = times
         self._on_corrupt = on_corrupt
+        self._note = note
         self._steps: deque[tuple[Batch | None, OnDone]] = deque()
         self._is_running = self._has_ended = False
         self._samples: list[SampledToken] = []  # of the step before
@@ -126,10 +133,12 @@ class SimulatedEngine:
         self._loop.call_soon(on_done, outputs, None, StepTiming(self._step_s, 0.0))
 
     def _run(self, item: BatchItem) -> ItemOutput:
-        state = self._read(item)
-        for position, token_id in enumerate(self._tokens_of(item), item.start):
+        state, token_ids, size = self._read(item), self._tokens_of(item), self._pools[0].block_size
+        written = item.block_table[item.start // size : -(-(item.start + len(token_ids)) // size)]
+        self._note("%s: a step writes blocks %s", self._loop.name, tuple(written))
+        for position, token_id in enumerate(token_ids, item.start):
             following = _after(state, token_id)
-            block, slot = divmod(position, self._pools[0].block_size)
+            block, slot = divmod(position, size)
             for pool in self._pools:
                 pool.blocks[item.block_table[block]][slot] = state, following
             state = following
@@ -154,7 +163,7 @@ class SimulatedEngine:
         return state
 
     def _corrupt(self, item: BatchItem, block: int) -> int:
-        self._on_corrupt(f"block {block} of {item.start} tokens in {list(item.block_table)}")
+        self._on_corrupt(f"block {block} of {item.start} tokens in {list(item.block_table)}", block)
         return 0
 
     def check(self, now: float) -> None:

@@ -22,13 +22,24 @@ from tandem.simulator.timeline import ProcessLoop, Timeline
 
 M = TypeVar("M")
 RECONNECT_S = 0.05
+OnMessage = Callable[[str, str, Any], None]
 
 
 class Switch:
-    """Joins the networks of all processes. max_queued: messages on one connection that have not been read."""
+    """Joins the networks of all processes. max_queued: messages on one connection that have not been read.
 
-    def __init__(self, timeline: Timeline, max_queued: int, max_latency_s: float = 0.002) -> None:
+    on_message: called with sender, receiver and message when a process gets one.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        max_queued: int,
+        max_latency_s: float = 0.002,
+        on_message: OnMessage = lambda *_: None,
+    ) -> None:
         self.timeline = timeline
+        self.on_message = on_message
         self._max_latency_s = max_latency_s
         self.max_queued = max_queued
         self.routers: dict[str, _Router] = {}
@@ -153,7 +164,7 @@ class Connection:
         if to_router:
             self.router.receive(self, encoded)
         else:
-            self.dealer.receive(encoded)
+            self.dealer.receive(self, encoded)
 
     def end_after_delivery(self) -> None:
         """Ends the connection once the router has got what was sent to it."""
@@ -184,11 +195,13 @@ class _Socket:
         """Also of a killed process, whose coroutines still run their `finally` blocks when they are collected."""
         return self.is_closed or self.loop.is_dead
 
-    def _handle(self, handle: Callable[[Any], None], encoded: bytes) -> None:
+    def _handle(self, sender: _Socket, handle: Callable[[Any], None], encoded: bytes) -> None:
         if self._is_over:
             return
         try:
-            handle(self._codec.decode(encoded))
+            message = self._codec.decode(encoded)
+            self._switch.on_message(sender.loop.name, self.loop.name, message)
+            handle(message)
         except ProtocolError as error:
             reason: Any = "not_possible" if isinstance(error, InvalidMessage) else "not_a_message"
             self._refusals.count(reason, error.message)
@@ -223,7 +236,8 @@ class _Router(_Socket):
             del self._peers[connection.dealer.identity]
 
     def receive(self, connection: Connection, encoded: bytes) -> None:
-        self._handle(lambda message: self._on_message(connection.dealer.identity, message), encoded)
+        dealer = connection.dealer
+        self._handle(dealer, lambda message: self._on_message(dealer.identity, message), encoded)
 
     def send(self, identity: bytes, message: msgspec.Struct | bytes) -> bool:
         encoded, connection = self._codec.encode(message), self._peers.get(identity)
@@ -282,8 +296,8 @@ class _Dealer(_Socket):
         self._unsent.append(encoded)
         return True
 
-    def receive(self, encoded: bytes) -> None:
-        self._handle(self._on_message, encoded)
+    def receive(self, connection: Connection, encoded: bytes) -> None:
+        self._handle(connection.router, self._on_message, encoded)
 
     def on_ended(self, connection: Connection) -> None:
         if self._connection is connection:

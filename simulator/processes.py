@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -58,6 +58,7 @@ PROXY_POLL_S = 0.05
 
 
 OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
+Note = Callable[..., None]
 
 
 @dataclass(eq=False)
@@ -71,8 +72,8 @@ class Machine:
     shape: ClusterShape
     wires: Wires
     report: Callable[[str, str], None]
-    note: Callable[[str], None]
-    """Takes a line of the log."""
+    note: Note
+    """Takes a line of the log, see `EventLog.note`."""
     on_delta: OnDelta
     """Called when a proxy takes tokens of an attempt."""
     on_proxy_end: Callable[[str], None]
@@ -195,6 +196,37 @@ class SimulatedProcess:
                 loop.call_later(self._machine.switch.latency_s(), on_exit)
 
 
+class NotedBlocks(BlockManager):
+    """Notes which blocks of a worker begin and end to be held. The engine and the paths note who writes them."""
+
+    def __init__(self, name: str, shape: ClusterShape, note: Note) -> None:
+        super().__init__(shape.num_blocks, shape.block_size)
+        self._name, self._note = name, note
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        block_ids = super().allocate(num_blocks)
+        self._note("%s: blocks %s are allocated", self._name, tuple(block_ids))
+        return block_ids
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        super().share(self._noted("shared", block_ids))
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        super().release(self._noted("released", block_ids))
+
+    def quarantine(self, block_ids: Iterable[int]) -> None:
+        super().quarantine(self._noted("in quarantine", block_ids))
+
+    def end_quarantine(self, block_ids: Iterable[int]) -> None:
+        super().end_quarantine(self._noted("in quarantine no more", block_ids))
+
+    def _noted(self, what: str, block_ids: Iterable[int]) -> tuple[int, ...]:
+        noted = tuple(block_ids)
+        if noted:
+            self._note("%s: blocks %s are %s", self._name, noted, what)
+        return noted
+
+
 class SimulatedWorker(SimulatedProcess):
     """One worker: the process that talks, and those of its other ranks."""
 
@@ -227,11 +259,11 @@ class SimulatedWorker(SimulatedProcess):
         nothing: Any = SimpleNamespace(get=lambda *_: None, close=lambda: None)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
-        self.engine = new_engine(self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt)
+        self.engine = new_engine(self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note)
         self.pools = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
         engine, pools = self.engine, cast(Any, self.pools)
         return EngineHost(
-            ranks, loaded, BlockManager(shape.num_blocks, shape.block_size), 1024, engine, pools, connectors,
+            ranks, loaded, NotedBlocks(self.name, shape, machine.note), 1024, engine, pools, connectors,
             nothing, nothing, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit), f"host {self.host}",
         )  # fmt: skip
 
@@ -243,7 +275,7 @@ class SimulatedWorker(SimulatedProcess):
         stored = {name: machine.stored.setdefault(key, {}) for name, key in keys.items()}
         return SimulatedTiers(
             self.loop, pools, stored, rng, lambda: 10 ** rng.uniform(-4, 1 if rng.random() < 0.02 else -2),
-            machine.wires.breaks,
+            machine.wires.breaks, machine.note,
         )  # fmt: skip
 
     @property
@@ -255,8 +287,15 @@ class SimulatedWorker(SimulatedProcess):
     def epoch(self) -> str | None:
         return self.presence.info.epoch if self.presence is not None else None
 
-    def _on_corrupt(self, where: str) -> None:
-        self._machine.report("corrupt KV", f"{self.name}: {where}")
+    def _on_corrupt(self, where: str, block_id: int) -> None:
+        self._machine.report("corrupt KV", f"{self.name}: {where}, held by {self._holders(block_id)}")
+
+    def _holders(self, block_id: int) -> list[str]:
+        """Returns the attempts and transfers that hold a block."""
+        prefill, decode = self.worker._scheduler.prefill, self.worker._scheduler.decode
+        holders = [key[1] for key, each in decode.sequences.by_attempt.items() if block_id in each.block_table]
+        holders += [each.transfer_id for each in decode._transfers.values() if block_id in each.written_block_ids]
+        return holders + [key[1] for key, each in prefill.prompts.by_attempt.items() if block_id in each.block_table]
 
     def load(self) -> WorkerLoad:
         """Returns the load now, which its next report may have."""
@@ -264,9 +303,11 @@ class SimulatedWorker(SimulatedProcess):
 
     def _check_write(self, block_id: int) -> None:
         """Reports a block that no transfer expects, as it may belong to another request by now."""
+        self._machine.note("%s: a path writes block %d", self.name, block_id)
         transfers = self.worker._scheduler.decode._transfers.values()
         if not self.loop.is_dead and not any(block_id in transfer.own_block_ids for transfer in transfers):
-            self._machine.report("a block is written that no transfer expects", f"{self.name}: block {block_id}")
+            details = f"{self.name}: block {block_id}, held by {self._holders(block_id)}"
+            self._machine.report("a block is written that no transfer expects", details)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
+from tandem.simulator.event_log import EventLog
 from tandem.simulator.invariants import Invariants
 from tandem.simulator.scenario import START_S, Request, Scenario
 from tandem.simulator.timeline import Timeline
@@ -48,10 +49,10 @@ class Violation:
 
 @dataclass
 class Result:
-    """What came of a run. log: what happened, a line each."""
+    """What came of a run."""
 
+    log: EventLog
     violations: list[Violation] = field(default_factory=list)
-    log: list[str] = field(default_factory=list)
     num_events: int = 0
     virtual_s: float = 0.0
     outcomes: dict[str, int] = field(default_factory=dict)
@@ -109,18 +110,20 @@ def run(scenario: Scenario) -> Result:
 class _Run:
     def __init__(self, scenario: Scenario, rng: random.Random) -> None:
         self._scenario = scenario
-        self._result = Result()
         self._timeline = Timeline(rng, lambda name, error: self.report("an error", f"{name}: {_described(error)}"))
+        self._log = EventLog(lambda: self._timeline.now)
+        self._result = Result(self._log)
         num_kills = sum(fault.kind in ("kill", "fail starts") for fault in scenario.faults)
-        self._clients = Clients(self.report, self._note, num_kills)
+        self._clients = Clients(self.report, self._log.note, num_kills)
         self._cluster = SimulatedCluster(
             scenario.cluster,
             self._timeline,
             rng,
             self.report,
-            self._note,
+            self._log.note,
             self._clients.on_proxy_end,
             lambda *taken: self._invariants.check_delta(*taken),
+            self._log.on_message,
         )
         self._invariants = Invariants(self._cluster, self._timeline, self.report)
         for request in scenario.requests:
@@ -138,7 +141,7 @@ class _Run:
         self._expect("a request does not end", self._unfinished, recovered_at)
         self._expect("the cluster does not recover", self._cluster.not_whole, recovered_at + 60)
         shape = self._scenario.cluster
-        if not self._scenario.faults and not shape.failure_share and not shape.corrupt_share:
+        if not self._is_broken() and not self._scenario.faults and not shape.failure_share and not shape.corrupt_share:
             self._check_undisturbed()
         result = self._result
         result.num_events, result.virtual_s = self._timeline.num_events, self._timeline.now
@@ -149,7 +152,7 @@ class _Run:
         return result
 
     def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
-        self._note(f"lost {worker_id} ({epoch}): {reason}")
+        self._log.note("a proxy lost %s (%s): %s", worker_id, epoch, reason)
         self._invariants.on_lost(worker_id, epoch, reason)
 
     def _send(self, request: Request) -> None:
@@ -190,11 +193,8 @@ class _Run:
                 self.report("attempts were lost without a fault", f"{proxy.name}: {num}")
 
     def report(self, rule: str, details: str) -> None:
-        self._note(f"VIOLATION: {rule}: {details}")
+        self._log.note("VIOLATION: %s: %s", rule, details)
         self._result.violations.append(Violation(self._timeline.now, rule, details))
-
-    def _note(self, line: str) -> None:
-        self._result.log.append(f"{self._timeline.now:.6f} {line}")
 
 
 def _described(error: BaseException) -> str:

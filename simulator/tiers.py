@@ -31,6 +31,7 @@ class SimulatedTiers:
         rng: random.Random,
         job_s: Callable[[], float],
         fails: Callable[[], bool],
+        note: Callable[..., None],
     ) -> None:
         self.names = list(stored)
         self._loop = loop
@@ -39,6 +40,7 @@ class SimulatedTiers:
         self._rng = rng
         self.job_s = job_s
         self.fails = fails
+        self._note = note
         self._known: dict[str, set[bytes]] = {name: set() for name in stored}
         self._met: set[bytes] = set()  # blocks of the store that this worker has stored or found
         self._jobs: dict[str, deque[tuple[Callable[[int], bool], int, OnAnswer]]] = {name: deque() for name in stored}
@@ -60,6 +62,7 @@ class SimulatedTiers:
 
         def load_block(number: int) -> bool:
             found = stored.get(hashes[number])
+            self._note("%s: tier %s loads block %d", self._loop.name, name, block_ids[number])
             for pool, block in zip(self._pools, found or (), strict=False):
                 pool.blocks[block_ids[number]] = list(block)
             return found is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.whole_file import write_whole
 
-MAX_STORY_LINES = 60
+MAX_STORY_LINES = 200
 
 
 def seeds_of(seed: int | None, seeds: str) -> Iterator[int]:
@@ -45,7 +45,7 @@ def simulate(seed: int | None, seeds: str, limit_s: float, log: Path | None) -> 
         num_runs, num_events, virtual_s = num_runs + 1, num_events + result.num_events, virtual_s + result.virtual_s
         outcomes.update(result.outcomes)
         if log is not None:
-            write_whole(log, "\n".join(result.log) + "\n")
+            write_whole(log, "\n".join(result.log.lines()) + "\n")
         if result.violations:
             print(f"seed {number}: {result.violations[0]}")
             smaller, result = shrink(scenario, result)
@@ -55,7 +55,10 @@ def simulate(seed: int | None, seeds: str, limit_s: float, log: Path | None) -> 
                 f"{len(smaller.requests)} of {len(scenario.requests)} requests, "
                 f"{len(smaller.faults)} of {len(scenario.faults)} faults"
             )
-            print("\n".join(result.log[-MAX_STORY_LINES:]))
+            story = result.log.story(result.violations[0].details, smaller.requests)
+            if left_out := len(story[:-MAX_STORY_LINES]):
+                print(f"{left_out} lines are left out; --log FILE writes all of the first run")
+            print("\n".join(story[-MAX_STORY_LINES:]))
             return 1
     took_s = time.monotonic() - began_at
     print(

@@ -134,7 +134,7 @@ class Player:
         rng = random.Random(f"plan {seed}")
         with hidden_logs(), seeded_ids(rng):
             self._timeline = Timeline(rng, self._on_error)
-            self.cluster = SimulatedCluster(shape, self._timeline, rng, self._on_report, lambda line: None)
+            self.cluster = SimulatedCluster(shape, self._timeline, rng, self._on_report, lambda *_: None)
             self._rng = rng
             for second in range(1, START_S + int(shape.boot_s)):
                 self._timeline.run(lambda: False, second)

@@ -65,7 +65,12 @@ def _first_violation(mutation: Mutation, seeds: Sequence[int], answers: Any) -> 
     """Runs in a process of its own. Puts the first seed that shows the fault, and the rule that it breaks."""
     apply(mutation)
     for seed in seeds:
-        if violations := run(draw(seed)).violations:
+        try:
+            violations = run(draw(seed)).violations
+        except BaseException as error:  # else `find` would wait for nothing
+            answers.put(error)
+            raise
+        if violations:
             answers.put((seed, str(violations[0]).replace(f"{ROOT}/", "")))
             return
     answers.put((None, ""))
@@ -78,10 +83,12 @@ def find(mutation: Mutation, seeds: Sequence[int], timeout_s: float = 1800.0) ->
     process = context.Process(target=_first_violation, args=(mutation, seeds, answers))
     process.start()
     try:
-        found: tuple[int | None, str] = answers.get(timeout=timeout_s)
+        found: tuple[int | None, str] | BaseException = answers.get(timeout=timeout_s)
     finally:
         process.kill()
         process.join()
+    if isinstance(found, BaseException):
+        raise found
     return found
 
 

@@ -18,6 +18,7 @@ from tandem.protocol.messages.membership import FromProxyControl, WorkerReport
 from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.network import SimulatedNetwork
+from tandem.simulator.processes import Note
 from tandem.simulator.run import LogHandler, hidden_logs, seeded_ids
 from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape, Fault, FaultKind, Request, cluster_config
 from tandem.simulator.timeline import Timeline
@@ -34,7 +35,7 @@ END_LIMIT_S = 160.0
 class LeavingClients(Clients):
     """Clients that can be told to disconnect."""
 
-    def __init__(self, report: Callable[[str, str], None], note: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str, str], None], note: Note) -> None:
         super().__init__(report, note)
         self.tasks: dict[int, asyncio.Task[Any]] = {}
 
@@ -65,8 +66,8 @@ class DrivenCluster:
     def report(self, rule: str, details: str) -> None:
         self.violations.append(f"{self.timeline.now:.4f} s: {rule}: {details}")
 
-    def _note(self, line: str) -> None:
-        self.log.append(f"{self.timeline.now:.4f} {line}")
+    def _note(self, line: str, *args: Any) -> None:
+        self.log.append(f"{self.timeline.now:.4f} {line % args if args else line}")
 
     # ---- time
 

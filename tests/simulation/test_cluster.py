@@ -16,8 +16,13 @@ import pytest
 import tandem.simulator.clients
 from tandem.deploy.commands.simulate import simulate
 from tandem.protocol.codec import Codec
+from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.membership import GetStatus, ToProxyControl
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import CloseTransfer
 from tandem.simulator.engine import answer
+from tandem.simulator.event_log import EventLog
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.run import run
 from tandem.simulator.scenario import draw
@@ -52,7 +57,7 @@ from tandem.simulator.run import run
 from tandem.simulator.scenario import draw
 for seed in range(3, 6):
     result = run(draw(seed))
-    print(result.num_events, hashlib.sha256(repr(result.log).encode()).hexdigest())
+    print(result.num_events, hashlib.sha256(chr(10).join(result.log.lines()).encode()).hexdigest())
 """
     outputs = {
         subprocess.run(
@@ -64,7 +69,7 @@ for seed in range(3, 6):
     here = ""
     for seed in range(3, 6):
         result = run(draw(seed))
-        here += f"{result.num_events} {hashlib.sha256(repr(result.log).encode()).hexdigest()}\n"
+        here += f"{result.num_events} {hashlib.sha256(chr(10).join(result.log.lines()).encode()).hexdigest()}\n"
     assert outputs == {here}
 
 
@@ -81,7 +86,37 @@ def test_a_violation_is_told_and_made_smaller(
     printed = capsys.readouterr().out
     assert printed.startswith("seed 1: ") and ": wrong tokens: request " in printed
     assert f" 1 of {len(scenario.requests)} requests, 0 of {len(scenario.faults)} faults" in printed
+    assert "starts as" in printed and "StartPrefill(" in printed and "FirstToken(" in printed
     assert "VIOLATION: wrong tokens" in printed and "VIOLATION" in (tmp_path / "log").read_text()
+
+
+def test_the_story_of_a_violation_is_that_of_its_requests_and_its_block() -> None:
+    requests = draw(3).requests[:2]
+    sampling, stop = SamplingParams(), StopConditions(max_tokens=9)
+    log = EventLog(lambda: 1.0)
+    log.note("worker-0 starts as 1000")
+    for number, request in enumerate(requests):
+        prompt = pack_token_ids([*request.prompt, 5])
+        log.on_message(
+            "proxy-0", "worker-0",
+            StartPrefill(
+                "proxy-0", [f"a-{number}"], f"t-{number}", prompt, sampling, [0], stop, 1.0, num_generated=1,
+                decode_worker_id=None, decode_epoch=None,
+            ),
+        )  # fmt: skip
+        log.on_message("worker-0", "worker-1", CloseTransfer(f"t-{number}"))
+        log.note("request %d: %s", request.number, "finished")
+    log.note("%s: blocks %s are allocated", "worker-0", (1, 12))
+    log.note("%s: blocks %s are allocated", "worker-1", (2,))
+    about = {number: log.story(f"request {request.number}: late", requests) for number, request in enumerate(requests)}
+    assert [len(lines) for lines in about.values()] == [4, 4]
+    assert about[1][1:3] == [
+        "1.000000 proxy-0 > worker-0: StartPrefill(proxy_id=proxy-0, attempt_ids=['a-1'], transfer_id=t-1)",
+        "1.000000 worker-0 > worker-1: CloseTransfer(transfer_id=t-1)",
+    ]
+    assert log.story("worker-0: a-1, for 2.5 s", requests) == about[1]
+    assert log.story("worker-0: block 12", requests)[1:] == ["1.000000 worker-0: blocks (1, 12) are allocated"]
+    assert len(log.story("worker-0: block 2", requests)) == 1
 
 
 def test_each_mutation_changes_the_product() -> None:
