@@ -23,6 +23,7 @@ from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tests.support.noise_model import write_dummy_model
 from tests.support.vllm_clusters import run_with_vllm
+from tests.support.vllm_python import vllm_python
 from tools.demo_model.tokenizer import VOCAB_SIZE
 
 pytestmark = pytest.mark.timeout(600)
@@ -89,6 +90,7 @@ def requests(draw: st.DrawFn, vocab_size: int) -> StartPrefill:
 @pytest.fixture(scope="module", params=[VOCAB_SIZE, SMALL_VOCABULARY])
 def vocab_size(request: pytest.FixtureRequest) -> int:
     assert isinstance(request.param, int)
+    vllm_python()  # without it, skips before requests are drawn
     return request.param
 
 

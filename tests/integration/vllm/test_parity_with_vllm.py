@@ -39,7 +39,7 @@ LARGER: dict[str, Any] = {
 }  # fmt: skip
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"type": "integer", "maximum": 100}, "b": {"enum": ["x", "y"]}},
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 100}, "b": {"enum": ["x", "y"]}},
     "required": ["a", "b"],
     "additionalProperties": False,
 }
@@ -155,6 +155,12 @@ def test_a_cluster_answers_as_vllm_alone(
         one, three = (cluster.complete(n=n, seed=1, temperature=1, **body)["choices"][0] for n in (1, 3))
         assert len(one["prompt_logprobs"]) == 5
         assert three["prompt_logprobs"] == one["prompt_logprobs"], "beside other sequences, with adapters on a CPU"
+        # Not compared with vLLM alone, which allows other white space.
+        body = {"prompt": [5, 6, 7], "max_tokens": 200, "temperature": 1, "seed": 14, "ignore_eos": False}
+        answer = cluster.complete(structured_outputs={"json": SCHEMA}, **body)
+        compact = "".join(answer["choices"][0]["text"].split())  # its end may be missing after much white space
+        wanted = [f'{{"a":{number},"b":"{letter}"}}' for number in range(101) for letter in "xy"]
+        assert len(compact) > 5 and any(each.startswith(compact) for each in wanted), compact
         cluster.wait_for(cluster.all_blocks_free)
         has_moved = any(each.load.num_transferred_bytes for each in cluster.status().workers)
         assert has_moved == bool(connector)
