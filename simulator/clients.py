@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -38,6 +38,7 @@ class Clients:
     def __init__(self, report: Callable[[str, str], None], note: Note, num_kills: int = 0) -> None:
         self._expected = EXPECTED_ERRORS | ({"request_crashes_workers"} if num_kills >= MAX_DEATHS else set())
         self.outcomes: dict[int, str] = {}
+        self._served: defaultdict[str, Counter[str]] = defaultdict(Counter)  # what proxies should count
         self._of_proxies: defaultdict[str, set[int]] = defaultdict(set)  # requests by proxy
         self._report = report
         self._note = note
@@ -68,15 +69,19 @@ class Clients:
             timeout=request.timeout_s,
         )
         record = RequestRecord(f"request {request.number}", MODEL, arrived_at=proxy.loop.time())
-        outcome = "finished"
+        outcome, served = "finished", Counter[str]()
         try:
             await proxy.readiness.limits()
+            served = self._served[proxy.proxy_id]
+            served["requests"] += 1
             generation = Generation(proxy.services, wanted, record, f"client {request.number % 3}")
             async with aclosing(generation.deltas()) as deltas:
-                if not await self._read(request, deltas):
+                if not await self._read(served, request, deltas):
                     outcome = "client left"
+            served["left" if outcome == "client left" else "finished"] += 1
         except TandemError as error:
             outcome = error.code
+            served[outcome] += 1
             if outcome == "overloaded" and not proxy.table.workers():  # none has come
                 outcome = "no_worker_ready"
             is_expected = outcome in self._expected or (outcome == "request_aborted" and not proxy.accepts)
@@ -85,7 +90,30 @@ class Clients:
         proxy.num_open -= 1
         self._end(request, outcome)
 
-    async def _read(self, request: Request, deltas: AsyncGenerator[TextDelta, None]) -> bool:
+    def miscounted(self, proxy: SimulatedProxy) -> str | None:
+        """Returns what the metrics of a proxy without open requests count otherwise than its clients.
+
+        A request that its client leaves with its last token counts as finished or as left.
+        """
+        served, counted = self._served[proxy.proxy_id], Counter[str]()
+        for sample in next(iter(proxy.metrics.requests.collect())).samples:
+            if sample.name.endswith("_total"):
+                outcome = sample.labels["outcome"]
+                counted["finished" if outcome in ("stop", "length") else outcome] += int(sample.value)
+        codes = (counted | served).keys() - {"requests", "finished", "left", "aborted", "tokens"}
+        wrong = [
+            f"{code}: {counted[code]}, not {served[code]}" for code in sorted(codes) if counted[code] != served[code]
+        ]
+        if not served["finished"] <= counted["finished"] <= served["finished"] + served["left"]:
+            wrong.append(f"finished: {counted['finished']}, not {served['finished']} and some of {served['left']}")
+        if counted.total() != served["requests"]:
+            wrong.append(f"requests: {counted.total()}, not {served['requests']}")
+        tokens = int(proxy.metrics.generation_tokens._value.get())
+        if tokens < served["tokens"] or (tokens > served["tokens"] and served["finished"] == served["requests"]):
+            wrong.append(f"tokens: {tokens}, not {served['tokens']}")
+        return "; ".join(wrong) or None
+
+    async def _read(self, served: Counter[str], request: Request, deltas: AsyncGenerator[TextDelta, None]) -> bool:
         """Checks what comes. Returns whether the client has stayed to the end."""
         wanted = answer(request.prompt, request.max_tokens)
         tokens: list[list[int]] = [[] for _ in range(request.num_sequences)]
@@ -94,6 +122,7 @@ class Clients:
             await asyncio.sleep(request.read_s)
             got = tokens[delta.index]
             got += [token.token_id for token in delta.tokens]
+            served["tokens"] += len(delta.tokens)
             texts[delta.index] += delta.text
             if got != wanted[: len(got)]:
                 self._report("wrong tokens", f"request {request.number}: {got} instead of {wanted[: len(got)]}")

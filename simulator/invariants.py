@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S
+from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S
 from tandem.protocol.messages.membership import PROXY_SILENCE_S
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
@@ -88,6 +89,12 @@ class Invariants:
         for proxy in self._cluster.proxies.values():
             if proxy.loop.stopped_at is None and hasattr(proxy, "control"):
                 yield from self._of_proxy(proxy)
+            elif proxy.loop.is_frozen and self._is_watched(proxy):
+                yield (
+                    "a frozen proxy is not replaced",
+                    f"{proxy.name} since {proxy.loop.stopped_at}",
+                    MAX_SILENCE_S + SOON_S,
+                )
 
     def _of_worker(self, worker: SimulatedWorker) -> Iterator[tuple[str, str, float]]:
         now, name = self._timeline.now, worker.name
@@ -160,6 +167,14 @@ class Invariants:
                 yield "a worker that is in reach gets no prompts", details, SOON_S
         if now - proxy.loop.running_since > SOON_S and any(now > each.until + 1 for each in proxy.dispatcher._waiting):
             yield "a prompt waits for a worker for too long", proxy.name, 0
+
+    def _is_watched(self, proxy: SimulatedProxy) -> bool:
+        """Whether the launcher reaches a frozen proxy that has answered it before, and was not frozen since itself."""
+        launcher, frozen_at = self._cluster.launcher, proxy.loop.stopped_at
+        if frozen_at is None or launcher.loop.stopped_at is not None or launcher.loop.running_since > frozen_at:
+            return False
+        has_answered = frozen_at - proxy.loop.running_since > 2 * INTERVAL_S
+        return launcher.is_ready and has_answered and self._cluster.switch.can_connect(launcher.name, proxy.name)
 
     def _silent_since(self, silent: ProcessLoop, worker: ProcessLoop, proxy: ProcessLoop) -> float | None:
         """Returns since when one of a worker and a proxy gets no heartbeats of the other one."""

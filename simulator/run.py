@@ -2,7 +2,8 @@
 
 The rules: each request ends once, with the only right tokens or an error that its client may expect. No engine reads
 a block with other content than its sequence's. No callback and no task of the product raises. Once the faults are over,
-all requests end, all workers are known to all proxies and ready, and nothing is held for a request that has ended.
+all requests end, all workers are known to all proxies and ready, nothing is held for a request that has ended, and
+proxies' metrics count what their clients saw.
 """
 
 from __future__ import annotations
@@ -140,6 +141,9 @@ class _Run:
         recovered_at += RESTART_ALL_S * any(fault.kind == "restart all" for fault in self._scenario.faults)
         self._expect("a request does not end", self._unfinished, recovered_at)
         self._expect("the cluster does not recover", self._cluster.not_whole, recovered_at + 60)
+        for proxy in self._cluster.proxies.values() if not self._is_broken() else ():
+            if (problem := self._clients.miscounted(proxy)) is not None:
+                self.report("metrics count otherwise than clients", f"{proxy.name}: {problem}")
         shape = self._scenario.cluster
         if not self._is_broken() and not self._scenario.faults and not shape.failure_share and not shape.corrupt_share:
             self._check_undisturbed()

@@ -18,6 +18,7 @@ TRAFFIC, OUTGOING, INCOMING = "worker/kv_traffic.py", "worker/pairs/outgoing.py"
 OUTGOING_TABLE, INCOMING_TABLE = "worker/pairs/outgoing_table.py", "worker/pairs/incoming_table.py"
 REGISTRATION, PRESENCE, WORKER = "worker/proxy_links.py", "worker/presence.py", "worker/worker.py"
 CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py", "proxy/dispatch/attempt.py"
+GENERATION = "proxy/dispatch/generation.py"
 DECODE, TRANSFER, PREFILL = (
     "decode_worker/decode_scheduler.py",
     "decode_worker/transfer.py",

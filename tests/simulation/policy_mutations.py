@@ -6,6 +6,7 @@ from tests.simulation.mutation import (
     ATTEMPT,
     DECODE,
     DISPATCHER,
+    GENERATION,
     INCOMING,
     INCOMING_TABLE,
     KNOWN_PAIRS,
@@ -19,6 +20,7 @@ from tests.simulation.mutation import (
 )
 
 PURE = (
+    Mutation("an ended request is not counted", GENERATION, "services.metrics.requests.labels(outcome).inc()", "pass"),
     Mutation("an ended attempt is not aborted", DISPATCHER, "for worker in attempt.busy_workers:", "for worker in ():"),
     Mutation(
         "an ended sequence still counts on its worker", DISPATCHER, "self._router.sequence_ended(attempt.route)", "pass"
