@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tandem.deploy.processes.supervisor import EXIT_LOST
-from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
@@ -41,6 +40,7 @@ from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
 from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
+from tandem.simulator.noted_blocks import NotedBlocks
 from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.tiers import SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
@@ -194,37 +194,6 @@ class SimulatedProcess:
         for loop, pid, on_exit in self.watches:
             if pid == self.pids[rank]:
                 loop.call_later(self._machine.switch.latency_s(), on_exit)
-
-
-class NotedBlocks(BlockManager):
-    """Notes which blocks of a worker begin and end to be held. The engine and the paths note who writes them."""
-
-    def __init__(self, name: str, shape: ClusterShape, note: Note) -> None:
-        super().__init__(shape.num_blocks, shape.block_size)
-        self._name, self._note = name, note
-
-    def allocate(self, num_blocks: int) -> list[int]:
-        block_ids = super().allocate(num_blocks)
-        self._note("%s: blocks %s are allocated", self._name, tuple(block_ids))
-        return block_ids
-
-    def share(self, block_ids: Iterable[int]) -> None:
-        super().share(self._noted("shared", block_ids))
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        super().release(self._noted("released", block_ids))
-
-    def quarantine(self, block_ids: Iterable[int]) -> None:
-        super().quarantine(self._noted("in quarantine", block_ids))
-
-    def end_quarantine(self, block_ids: Iterable[int]) -> None:
-        super().end_quarantine(self._noted("in quarantine no more", block_ids))
-
-    def _noted(self, what: str, block_ids: Iterable[int]) -> tuple[int, ...]:
-        noted = tuple(block_ids)
-        if noted:
-            self._note("%s: blocks %s are %s", self._name, noted, what)
-        return noted
 
 
 class SimulatedWorker(SimulatedProcess):

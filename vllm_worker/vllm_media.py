@@ -8,7 +8,6 @@ refused here, because vLLM's engine ends when it finds that embeddings and place
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -28,8 +27,6 @@ from tandem.runtime.errors import InternalError, InvalidRequest, TandemError, fi
 from tandem.runtime.tasks import start_job
 from tandem.vllm_worker.engine_orders import AddRequest
 from tandem.vllm_worker.request_media import RequestMedia
-
-log = logging.getLogger(__name__)
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types whose media vLLM's workers take. Their grids tell how many placeholders an item must have."""

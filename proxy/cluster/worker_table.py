@@ -312,13 +312,10 @@ class WorkerTable:
             return "no prefill worker is ready"
         if not self.decode_workers:
             return "no decode worker is ready"
-        if self.paired_prefill_workers:
-            return None
-        return "no prefill worker is connected to a decode worker yet"
+        return None if self.paired_prefill_workers else "no prefill worker is connected to a decode worker yet"
 
     def trouble(self) -> str | None:
-        """Returns which worker does not answer, or else why a pair of workers is not connected. For operators: it names
-        workers and their addresses."""
+        """Returns which worker does not answer, or why a pair is not connected. It has addresses, for operators."""
         for record in self._by_epoch.values():
             if not record.answers:
                 return f"{record.worker.worker_id} does not answer at {record.worker.endpoint}"
