@@ -1,4 +1,4 @@
-"""A plugin of vLLM whose Llama fails in a step, or hangs, when a test says so.
+"""A plugin of vLLM whose Llama is slow, fails in a step, or hangs, when a test says so.
 
 `Faults` makes the interpreter that has it. Each step of a worker looks for a file with the worker's process id as its
 name.
@@ -32,6 +32,10 @@ class Faults:
         self.python.write_text(f'#!/bin/sh\nPYTHONPATH="{plugin}:$PYTHONPATH" exec {vllm_python} "$@"\n')
         self.python.chmod(0o755)
 
+    def slow(self, pid: int) -> None:
+        """Lets each further step of a worker take at least 20 ms, so that its streams last long on any machine."""
+        (self._folder / str(pid)).write_text("slow")
+
     def fail(self, pid: int) -> None:
         """Lets the next step of a worker raise."""
         (self._folder / str(pid)).write_text("fail")
@@ -50,6 +54,8 @@ def register() -> None:
     def faulty(self: Any, *arguments: Any, **named: Any) -> Any:
         file = folder / str(os.getpid())
         fault = file.read_text() if file.exists() else ""
+        if fault == "slow":
+            time.sleep(0.02)
         if fault == "fail":
             raise RuntimeError("the model is broken")
         while fault == "hang":

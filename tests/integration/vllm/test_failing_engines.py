@@ -117,6 +117,7 @@ def test_an_engine_that_fails_or_hangs_costs_no_token(
     processes = [worker.pid, *descendants(worker.pid)]
     before = cluster.num_migrations()
     streams = begin(cluster, "decode", NUM_TOKENS, NUM_STREAMS)
+    faults.slow(worker.pid)
     cluster.wait_for(lambda: cluster.worker(worker_id).load.num_running > 0)
     (faults.hang if hangs else faults.fail)(worker.pid)
     check(cluster, streams, expected)
@@ -127,11 +128,15 @@ def test_an_engine_that_fails_or_hangs_costs_no_token(
     assert not [each for each in processes if is_alive(each)]
 
 
-def drain_under_streams(cluster: Cluster, worker: WorkerInfo, expected: list[list[int]]) -> float:
-    """Sends SIGTERM to a worker that decodes. Returns how many sequences have migrated."""
+def drain_under_streams(
+    cluster: Cluster, worker: WorkerInfo, expected: list[list[int]], slow: Faults | None = None
+) -> float:
+    """Sends SIGTERM to a worker that decodes. slow: of a worker that shall not finish. Returns the migrations."""
     processes = [worker.pid, *descendants(worker.pid)]
     before = cluster.num_migrations()
     streams = begin(cluster, "decode", NUM_TOKENS, NUM_STREAMS)
+    if slow:
+        slow.slow(worker.pid)
     cluster.wait_for(lambda: cluster.worker(worker.worker_id).load.num_running > 0)
     os.kill(worker.pid, signal.SIGTERM)
     check(cluster, streams, expected)
@@ -151,10 +156,10 @@ def test_sigterm_lets_streams_finish(
 
 
 def test_a_worker_of_a_second_launcher_serves_and_drains(
-    cluster: Cluster, expected: list[list[int]], joining: subprocess.Popen[str]
+    cluster: Cluster, faults: Faults, expected: list[list[int]], joining: subprocess.Popen[str]
 ) -> None:
     worker = cluster.worker(JOINED).worker
-    assert drain_under_streams(cluster, worker, expected) > 0
+    assert drain_under_streams(cluster, worker, expected, slow=faults) > 0
     cluster.wait_for(lambda: bool(set(children_of(joining.pid)) - {worker.pid}))
     joining.send_signal(signal.SIGTERM)
     output, _ = joining.communicate(timeout=60)
