@@ -124,8 +124,11 @@ def _check_versions(python: Path) -> None:
 
 
 def vllm_environment(on_gpus: bool) -> dict[str, str]:
-    """Environment variables of a process with vLLM's engine, besides those of all processes."""
-    environment = {
+    """Environment variables of a process with vLLM's engine, besides those of all processes.
+
+    The launcher's own ones that begin with VLLM_ are among them, because Ray starts workers without its environment.
+    """
+    environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")} | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the worker's own process, and ends with it
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

@@ -21,7 +21,7 @@ RAN: list[Placement] = ["same", "same", "two", "deflected"]
 
 
 def cluster() -> bytes:
-    """The last worker was elastic when it opened its pairs, which stay open in role decode."""
+    """The last worker was elastic when it opened its pairs, which stay open in role decode. It does not answer."""
     reports = []
     for worker_id, role in ROLES.items():
         peers = [peer for peer, other in ROLES.items() if peer != worker_id and other != "prefill"]
@@ -31,6 +31,7 @@ def cluster() -> bytes:
                 WorkerLoad(num_blocks=8, num_free_blocks=2, num_role_changes=2 * (worker_id == "worker-1")),
                 [PairStatus(peer, f"{peer}/1", "ready", "ipc") for peer in peers],
                 0.1,
+                unanswered_s=6.0 if worker_id == "worker-1" else None,
             )
         )
     return msgspec.json.encode(ClusterState("m", True, "", reports))
@@ -80,6 +81,9 @@ def test_the_page_shows_roles_placements_and_predictions() -> None:
         assert [(row[0], row[3], row[4]) for row in rows] == [
             ("prefill-0", "prefill", "0"), ("worker-0", "any", "0"), ("worker-1", "decode", "2"),
         ]  # fmt: skip
+        reported = page.locator("#workers tbody tr td:last-child").all_inner_texts()
+        assert reported == ["0.1 s ago", "0.1 s ago", "0.1 s ago, no answer"]
+        assert page.locator("#workers tbody .dot.bad").count() == 1
         # prefill-0 ships to both others, worker-0 to worker-1. One dashed line joins both sides of worker-0.
         assert page.locator("#topology line").count() == 4
         assert page.locator("#topology line[stroke-dasharray]").count() == 1

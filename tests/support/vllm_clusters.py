@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def complete(cluster: Cluster, body: dict[str, Any]) -> list[list[int]]:
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+
+def kv_caches(cluster: Cluster) -> set[str]:
+    """Returns the KV caches that the workers have mapped, their own and each other's, by inode."""
+    mapped: set[str] = set()
+    for each in cluster.status().workers:
+        with suppress(FileNotFoundError):  # it has ended
+            lines = Path(f"/proc/{each.worker.pid}/maps").read_text().splitlines()
+            mapped |= {line.split()[4] for line in lines if "/memfd:tandem-kv" in line}
+    return mapped
 
 
 def nixl_environment_of_vllm() -> dict[str, str]:

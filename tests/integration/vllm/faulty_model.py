@@ -1,7 +1,7 @@
-"""A plugin of vLLM whose Llama is slow, fails in a step, or hangs, when a test says so.
+"""A plugin of vLLM whose Llama is slow, fails in a step, or holds one, when a test says so.
 
 `Faults` makes the interpreter that has it. Each step of a worker looks for a file with the worker's process id as its
-name.
+name. While a step is held, only the engine's thread waits: the worker reports, answers, sends and receives.
 """
 
 from __future__ import annotations
@@ -34,15 +34,27 @@ class Faults:
 
     def slow(self, pid: int) -> None:
         """Lets each further step of a worker take at least 20 ms, so that its streams last long on any machine."""
-        (self._folder / str(pid)).write_text("slow")
+        self._order(pid, "slow")
 
     def fail(self, pid: int) -> None:
         """Lets the next step of a worker raise."""
-        (self._folder / str(pid)).write_text("fail")
+        self._order(pid, "fail")
 
-    def hang(self, pid: int) -> None:
-        """Lets the next step of a worker never end."""
-        (self._folder / str(pid)).write_text("hang")
+    def hold(self, pid: int, position: int = 0) -> None:
+        """Holds the first step of a worker with a token at this position of its sequence, or later, until `release`."""
+        self._order(pid, f"hold {position}")
+
+    def is_held(self, pid: int) -> bool:
+        return _mark(self._folder, pid).exists()
+
+    def release(self, pid: int) -> None:
+        """Ends `slow` and `hold`."""
+        (self._folder / str(pid)).unlink(missing_ok=True)
+
+    def _order(self, pid: int, text: str) -> None:
+        """Replaces the file at once, so that no worker reads a part of it."""
+        (new := self._folder / f"{pid}-is-new").write_text(text)
+        new.replace(self._folder / str(pid))
 
 
 def register() -> None:
@@ -51,15 +63,35 @@ def register() -> None:
 
     forward, folder = LlamaForCausalLM.forward, Path(os.environ[_FOLDER])
 
-    def faulty(self: Any, *arguments: Any, **named: Any) -> Any:
-        file = folder / str(os.getpid())
-        fault = file.read_text() if file.exists() else ""
-        if fault == "slow":
-            time.sleep(0.02)
-        if fault == "fail":
-            raise RuntimeError("the model is broken")
-        while fault == "hang":
-            time.sleep(1.0)
-        return forward(self, *arguments, **named)
+    def order() -> list[str]:
+        try:
+            return (folder / str(os.getpid())).read_text().split()
+        except FileNotFoundError:
+            return []
+
+    def holds(positions: Any) -> bool:
+        match order():
+            case ["hold", position]:
+                return bool((positions >= int(position)).any())
+        return False
+
+    def faulty(self: Any, input_ids: Any, positions: Any, *arguments: Any, **named: Any) -> Any:
+        match order():
+            case ["slow"]:
+                time.sleep(0.02)
+            case ["fail"]:
+                raise RuntimeError("the model is broken")
+            case ["hold", _] if holds(positions):
+                mark = _mark(folder, os.getpid())
+                mark.touch()
+                while holds(positions):
+                    time.sleep(0.01)
+                mark.unlink()
+        return forward(self, input_ids, positions, *arguments, **named)
 
     LlamaForCausalLM.forward = faulty
+
+
+def _mark(folder: Path, pid: int) -> Path:
+    """The file that exists while a step is held."""
+    return folder / f"{pid}-is-held"

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +18,7 @@ from tests.integration.vllm.faulty_model import Faults
 from tests.support.cluster import Cluster, children_of, is_alive, tandem
 from tests.support.noise_model import ensure_noise_model
 from tests.support.ports import free_port
-from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments
+from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, kv_caches
 from tests.support.vllm_python import vllm_python
 
 pytestmark = pytest.mark.timeout(600)
@@ -81,16 +79,6 @@ def joining(faults: Faults, port: int) -> Iterator[subprocess.Popen[str]]:
         launcher.communicate()
 
 
-def kv_caches(cluster: Cluster) -> set[str]:
-    """Returns the KV caches that the workers have mapped, their own and each other's, by inode."""
-    mapped: set[str] = set()
-    for each in cluster.status().workers:
-        with suppress(FileNotFoundError):  # it has ended
-            lines = Path(f"/proc/{each.worker.pid}/maps").read_text().splitlines()
-            mapped |= {line.split()[4] for line in lines if "/memfd:tandem-kv" in line}
-    return mapped
-
-
 def is_whole(cluster: Cluster, workers: set[str]) -> bool:
     """Whether these workers are there, each with pairs to all others, and no KV cache of another one is kept."""
     present = {each.worker.worker_id for each in cluster.status().workers}
@@ -119,7 +107,7 @@ def test_an_engine_that_fails_or_hangs_costs_no_token(
     streams = begin(cluster, "decode", NUM_TOKENS, NUM_STREAMS)
     faults.slow(worker.pid)
     cluster.wait_for(lambda: cluster.worker(worker_id).load.num_running > 0)
-    (faults.hang if hangs else faults.fail)(worker.pid)
+    (faults.hold if hangs else faults.fail)(worker.pid)
     check(cluster, streams, expected)
     assert cluster.num_migrations() > before
     assert reason in log_of(cluster, worker_id)

@@ -10,29 +10,36 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 
+from tandem.protocol.messages.membership import WorkerInfo
 from tests.faults.leaks import shared_memory
-from tests.faults.streams import Stream
+from tests.faults.streams import Stream, descendants
 from tests.integration.vllm.dozen_streams import LIMIT_S, begin, bodies, check, check_answers, expected_tokens
+from tests.integration.vllm.faulty_model import Faults
+from tests.integration.vllm.held_phases import CHUNK, NUMBERS, PHASES, RESUMED_CHUNK, HeldPhases
 from tests.support.cluster import Cluster, is_alive, tandem
-from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, nixl_environment_of_vllm
+from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, kv_caches, nixl_environment_of_vllm
+from tests.support.vllm_python import vllm_python
 
 pytestmark = pytest.mark.timeout(900)
 
-PAUSE_LIMIT_S = 40.0
-"""A frozen worker is noticed after 3.5 s. The rest is for a busy machine, on which another worker starts meanwhile."""
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    return Faults(tmp_path_factory.mktemp("faults"), vllm_python())
 
 
 @pytest.fixture(scope="module", params=["auto", pytest.param("nixl", marks=pytest.mark.exhaustive)])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Cluster]:
     size = ("--prefill", "1", "--decode", "2", "--kv-cache-gib", "0.1", "--worker-wait-s", "300")
-    layout = (*size, "--kv-connector", request.param)
-    environment = nixl_environment_of_vllm() if request.param == "nixl" else {}
+    layout = (*size, "--max-num-batched-tokens", str(CHUNK), "--kv-connector", request.param)
+    environment = {**faults.environment, **(nixl_environment_of_vllm() if request.param == "nixl" else {})}
+    arguments = (*cluster_arguments(str(faults.python)), *layout)
     before = shared_memory()
-    with Cluster(*cluster_arguments(), *layout, start_timeout_s=START_TIMEOUT_S, env=environment) as running:
+    with Cluster(*arguments, start_timeout_s=START_TIMEOUT_S, env=environment) as running:
         yield running
     assert shared_memory() <= before
 
@@ -42,44 +49,102 @@ def expected(cluster: Cluster) -> list[list[int]]:
     return expected_tokens(cluster)
 
 
+@pytest.fixture(scope="module")
+def phases(cluster: Cluster, faults: Faults) -> HeldPhases:
+    return HeldPhases(cluster, faults)
+
+
 def is_whole(cluster: Cluster) -> bool:
+    """Whether all workers are there with their pairs, and no KV cache is kept of one that has ended."""
     present = {report.worker.worker_id for report in cluster.status().workers}
-    return present == {"prefill-0", "decode-0", "decode-1"} and len(cluster.ready_pairs()) >= 2
+    has_all = present == {"prefill-0", "decode-0", "decode-1"} and len(cluster.ready_pairs()) >= 2
+    return has_all and len(kv_caches(cluster)) == 3
 
 
-@pytest.mark.parametrize("phase", ["prompt", "decode"])
-@pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
-def test_killed_workers_cost_no_token(cluster: Cluster, expected: list[list[int]], worker_id: str, phase: str) -> None:
-    worker = cluster.worker(worker_id).worker
-    streams = begin(cluster, phase)
-    struck_at = time.monotonic()
+def check_held(cluster: Cluster, streams: list[Stream], expected: list[list[int]]) -> None:
+    check(cluster, streams, [expected[number] for number in NUMBERS])
+
+
+def kill(cluster: Cluster, worker: WorkerInfo) -> list[int]:
+    """Returns the processes that must be gone."""
+    processes = [worker.pid, *descendants(worker.pid)]
     os.kill(worker.pid, signal.SIGKILL)
-    check(cluster, streams, expected)
-    if worker_id == "decode-0":  # another worker decodes, so that nothing waits for the successor
-        assert max(each.longest_pause_s(struck_at, time.monotonic()) for each in streams) < PAUSE_LIMIT_S
-    assert not is_alive(worker.pid)
+    return processes
+
+
+def check_replaced(cluster: Cluster, *gone: tuple[WorkerInfo, list[int]]) -> None:
     cluster.wait_for(lambda: is_whole(cluster), START_TIMEOUT_S)
-    assert cluster.worker(worker_id).worker.epoch != worker.epoch
+    for worker, processes in gone:
+        assert cluster.worker(worker.worker_id).worker.epoch != worker.epoch
+        assert not [each for each in processes if is_alive(each)]
 
 
-@pytest.mark.parametrize("worker_id", ["decode-1", "prefill-0"])
-def test_frozen_workers_cost_no_token(cluster: Cluster, expected: list[list[int]], worker_id: str) -> None:
-    """The worker wakes up after it was given up, and serves again; its blocks are free then."""
-    worker = cluster.worker(worker_id).worker
-    streams = begin(cluster, "prompt" if worker_id == "prefill-0" else "decode")
-    struck_at = time.monotonic()
+@contextmanager
+def frozen(cluster: Cluster, worker: WorkerInfo) -> Iterator[None]:
+    """Begins when the worker has been given up. It wakes up at the end, and serves again."""
     os.kill(worker.pid, signal.SIGSTOP)
     try:
-        cluster.wait_for(lambda: worker_id not in {each.worker.worker_id for each in cluster.status().workers})
-        if worker_id == "decode-1":
-            deadline = time.monotonic() + LIMIT_S
-            assert all(each.wait(max(1.0, deadline - time.monotonic())) for each in streams)
-            assert max(each.longest_pause_s(struck_at, time.monotonic()) for each in streams) < PAUSE_LIMIT_S
+        cluster.wait_for(lambda: worker.worker_id not in {each.worker.worker_id for each in cluster.status().workers})
+        yield
     finally:
         os.kill(worker.pid, signal.SIGCONT)
-    cluster.wait_for(lambda: is_whole(cluster))
-    check(cluster, streams, expected)
-    assert cluster.worker(worker_id).worker.epoch == worker.epoch
+    cluster.wait_for(lambda: is_whole(cluster), START_TIMEOUT_S)
+    assert cluster.worker(worker.worker_id).worker.epoch == worker.epoch
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_killed_workers_cost_no_token(
+    cluster: Cluster, phases: HeldPhases, expected: list[list[int]], side: str, phase: str
+) -> None:
+    with phases.held(phase) as held:
+        worker = held.prefill if side == "prefill" else held.decode
+        processes = kill(cluster, worker)
+        phases.release()
+        check_held(cluster, held.streams, expected)
+    check_replaced(cluster, (worker, processes))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_frozen_workers_cost_no_token(
+    cluster: Cluster, phases: HeldPhases, expected: list[list[int]], side: str, phase: str
+) -> None:
+    """All streams end while the worker is frozen. It wakes up in the step in which it was held; its blocks are free."""
+    with phases.held(phase) as held:
+        worker = held.prefill if side == "prefill" else held.decode
+        with frozen(cluster, worker):
+            phases.release()
+            if side == "prefill":
+                assert not cluster.give_role(held.other.worker_id, "any")
+            check_answers(held.streams, [expected[number] for number in NUMBERS])
+    if side == "prefill":
+        assert not cluster.give_role(held.other.worker_id, "decode")
+    cluster.wait_for(cluster.all_blocks_free)
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(("side", "phase"), [("prefill", "shipping"), ("decode", "shipping"), ("decode", "shipped")])
+def test_a_second_fault_while_sequences_resume_costs_no_token(
+    cluster: Cluster, phases: HeldPhases, expected: list[list[int]], side: str, phase: str, fault: str
+) -> None:
+    """The first one kills the worker that decodes. phase: of the sequence that resumes, when the second one strikes."""
+    with phases.held("decoding") as held:
+        if phase == "shipping":
+            phases.hold(held.prefill, RESUMED_CHUNK)
+        first = kill(cluster, held.decode)
+        phases.wait_until_held(held.prefill if phase == "shipping" else held.other)
+        worker = held.prefill if side == "prefill" else held.other
+        if fault == "SIGKILL":
+            second = kill(cluster, worker)
+            phases.release()
+            check_held(cluster, held.streams, expected)
+            check_replaced(cluster, (held.decode, first), (worker, second))
+            return
+        with frozen(cluster, worker):
+            phases.release()
+        check_held(cluster, held.streams, expected)
+        check_replaced(cluster, (held.decode, first))
 
 
 def test_a_worker_that_is_killed_while_frozen_is_replaced(cluster: Cluster, expected: list[list[int]]) -> None:
