@@ -17,7 +17,13 @@ import pytest
 
 import tandem.runtime
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.deploy.processes.engine_python import INCOMPLETE, REQUIREMENTS, default_folder, find_engine_python
+from tandem.deploy.processes.engine_python import (
+    INCOMPLETE,
+    REQUIREMENTS,
+    default_folder,
+    find_engine_python,
+    vllm_environment,
+)
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
@@ -204,3 +210,12 @@ def test_the_tokens_of_a_step_follow_from_the_context_unless_given(tmp_path: Pat
         site.close()
         config = msgspec.json.decode((folder / "decode-0.json").read_bytes(), type=VllmWorkerConfig)
         assert (config.engine.max_num_batched_tokens, config.engine.max_num_seqs) == (expected, 64)
+
+
+def test_variables_of_vllm_reach_workers_that_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "250")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    environment = vllm_environment(on_gpus=False)
+    assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "250"
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "workers need it so"
+    assert "PATH" not in environment
