@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tandem.protocol.messages.membership import WorkerInfo, WorkerReport
+from tandem.protocol.messages.membership import WorkerInfo
 from tests.faults.streams import Stream
 from tests.integration.vllm.dozen_streams import bodies
 from tests.integration.vllm.faulty_model import Faults
@@ -56,36 +56,35 @@ class HeldPhases:
     @contextmanager
     def held(self, phase: str) -> Iterator[Held]:
         """Asserts that the phase was reached. Its end releases what is still held."""
-        cluster, faults = self._cluster, self._faults
-        [prefill] = self.infos("prefill")
-        decodes = self.infos("decode")
+        [prefill], decodes = self._workers("prefill"), self._workers("decode")
         self._pids = [each.pid for each in (prefill, *decodes)]
+        num_bytes = self._cluster.worker(prefill.worker_id).load.num_transferred_bytes
         try:
-            if phase in ("computing", "shipping"):
-                faults.hold(prefill.pid, _SHIPPING if phase == "shipping" else 0)
-            else:
-                for each in decodes:
-                    faults.hold(each.pid, self.first_decoded(phase))
-            num_bytes = cluster.worker("prefill-0").load.num_transferred_bytes
+            match phase:
+                case "computing":
+                    self.hold(prefill, 0)
+                case "shipping":
+                    self.hold(prefill, _SHIPPING)
+                case "shipped":
+                    self._hold_all(decodes, _PROMPT)
+                case "decoding":
+                    self._hold_all(decodes, _PROMPT + NUM_DECODED - 1)
             streams, decode = self._begin()
-            is_held = prefill.pid if phase in ("computing", "shipping") else decode.pid
-            cluster.wait_for(lambda: faults.is_held(is_held))
+            [other] = [each for each in decodes if each != decode]
             if phase in ("computing", "shipping"):
-                cluster.wait_for(lambda: self._waits(num_bytes if phase == "shipping" else None))
+                self.wait_until_held(prefill)
+                self._cluster.wait_for(lambda: self._all_are_with(prefill))
+                if phase == "shipping":
+                    self._cluster.wait_for(lambda: self._has_shipped(prefill, num_bytes))
                 assert not any(each.token_ids for each in streams)
             else:
                 num_tokens = 1 if phase == "shipped" else NUM_DECODED
-                cluster.wait_for(lambda: len(streams[0].token_ids) >= num_tokens)
+                self.wait_until_held(decode)
+                self._cluster.wait_for(lambda: len(streams[0].token_ids) >= num_tokens)
                 assert len(streams[0].token_ids) == num_tokens
-            [other] = [each for each in decodes if each != decode]
             yield Held(streams, prefill, decode, other)
         finally:
             self.release()
-
-    @staticmethod
-    def first_decoded(phase: str) -> int:
-        """Position of the token with which decode is held."""
-        return _PROMPT if phase == "shipped" else _PROMPT + NUM_DECODED - 1
 
     def release(self) -> None:
         for pid in self._pids:
@@ -97,7 +96,11 @@ class HeldPhases:
     def wait_until_held(self, worker: WorkerInfo) -> None:
         self._cluster.wait_for(lambda: self._faults.is_held(worker.pid))
 
-    def infos(self, role: str) -> list[WorkerInfo]:
+    def _hold_all(self, workers: list[WorkerInfo], position: int) -> None:
+        for each in workers:
+            self.hold(each, position)
+
+    def _workers(self, role: str) -> list[WorkerInfo]:
         return [each.worker for each in self._cluster.status().workers if each.worker.role == role]
 
     def _begin(self) -> tuple[list[Stream], WorkerInfo]:
@@ -114,8 +117,10 @@ class HeldPhases:
         events = answer.json()["events"] if answer.status_code == 200 else []
         return [each for each in events if each["event"] == "dispatched"]
 
-    def _waits(self, num_bytes: float | None) -> bool:
-        """Whether all streams are with prefill, and KV was shipped since it had shipped so many bytes."""
-        report: WorkerReport = self._cluster.worker("prefill-0")
-        has_shipped = num_bytes is None or report.load.num_transferred_bytes > num_bytes
-        return has_shipped and report.load.num_waiting + report.load.num_running >= len(NUMBERS)
+    def _all_are_with(self, prefill: WorkerInfo) -> bool:
+        load = self._cluster.worker(prefill.worker_id).load
+        return load.num_waiting + load.num_running >= len(NUMBERS)
+
+    def _has_shipped(self, prefill: WorkerInfo, num_bytes: float) -> bool:
+        """Whether more was shipped than that."""
+        return self._cluster.worker(prefill.worker_id).load.num_transferred_bytes > num_bytes

@@ -12,7 +12,7 @@ import pytest
 from tandem.deploy.processes.runtime_dir import log_dir
 from tandem.protocol.messages.membership import WorkerInfo
 from tests.faults.leaks import shared_memory
-from tests.faults.streams import descendants
+from tests.faults.streams import Stream, descendants
 from tests.integration.vllm.dozen_streams import begin, check, expected_tokens
 from tests.integration.vllm.faulty_model import Faults
 from tests.support.cluster import Cluster, children_of, is_alive, tandem
@@ -90,6 +90,20 @@ def log_of(cluster: Cluster, worker_id: str) -> str:
     return (log_dir(cluster.port) / f"{worker_id}.log").read_text()
 
 
+def begin_on(cluster: Cluster, worker_id: str) -> list[Stream]:
+    """Begins streams that this worker decodes, wherever the router would place them: the others are for prompts then.
+
+    They take all requests again when all streams have begun.
+    """
+    others = [each.worker.worker_id for each in cluster.status().workers if each.worker.worker_id != worker_id]
+    for each in others:
+        assert not cluster.give_role(each, "prefill")
+    streams = begin(cluster, "decode", NUM_TOKENS, NUM_STREAMS)
+    for each in others:
+        assert not cluster.give_role(each, "any")
+    return streams
+
+
 @pytest.mark.parametrize(
     ("worker_id", "hangs", "reason"),
     [
@@ -104,9 +118,8 @@ def test_an_engine_that_fails_or_hangs_costs_no_token(
     worker = cluster.worker(worker_id).worker
     processes = [worker.pid, *descendants(worker.pid)]
     before = cluster.num_migrations()
-    streams = begin(cluster, "decode", NUM_TOKENS, NUM_STREAMS)
     faults.slow(worker.pid)
-    cluster.wait_for(lambda: cluster.worker(worker_id).load.num_running > 0)
+    streams = begin_on(cluster, worker_id)
     (faults.hold if hangs else faults.fail)(worker.pid)
     check(cluster, streams, expected)
     assert cluster.num_migrations() > before
@@ -122,10 +135,9 @@ def drain_under_streams(
     """Sends SIGTERM to a worker that decodes. slow: of a worker that shall not finish. Returns the migrations."""
     processes = [worker.pid, *descendants(worker.pid)]
     before = cluster.num_migrations()
-    streams = begin(cluster, "decode", NUM_TOKENS, NUM_STREAMS)
     if slow:
         slow.slow(worker.pid)
-    cluster.wait_for(lambda: cluster.worker(worker.worker_id).load.num_running > 0)
+    streams = begin_on(cluster, worker.worker_id)
     os.kill(worker.pid, signal.SIGTERM)
     check(cluster, streams, expected)
     cluster.wait_for(lambda: not any(map(is_alive, processes)))

@@ -17,7 +17,7 @@ import pytest
 from tandem.protocol.messages.membership import WorkerInfo
 from tests.faults.leaks import shared_memory
 from tests.faults.streams import Stream, descendants
-from tests.integration.vllm.dozen_streams import LIMIT_S, begin, bodies, check, check_answers, expected_tokens
+from tests.integration.vllm.dozen_streams import LIMIT_S, begin, check, check_answers, expected_tokens
 from tests.integration.vllm.faulty_model import Faults
 from tests.integration.vllm.held_phases import CHUNK, NUMBERS, PHASES, RESUMED_CHUNK, HeldPhases
 from tests.support.cluster import Cluster, is_alive, tandem
@@ -175,16 +175,18 @@ def test_a_worker_that_is_killed_while_frozen_is_replaced(cluster: Cluster, expe
     cluster.wait_for(lambda: is_whole(cluster), START_TIMEOUT_S)
 
 
-def test_abandoned_requests_leave_nothing(cluster: Cluster, expected: list[list[int]]) -> None:
-    """In all phases: waiting, computed, shipped, received and decoded prompts."""
-    for delay_s in (0.0, 0.05, 0.2, 0.5, 1.0):
-        streams = [Stream(cluster, {**body, "cache_salt": str(time.monotonic())}) for body in bodies()]
-        time.sleep(delay_s)
-        for each in streams:
+@pytest.mark.parametrize("phase", PHASES)
+def test_abandoned_requests_leave_nothing(
+    cluster: Cluster, phases: HeldPhases, expected: list[list[int]], phase: str
+) -> None:
+    """The proxy ends them while a worker is held, which hears of it from its next step on."""
+    with phases.held(phase) as held:
+        for each in held.streams:
             with suppress(OSError):  # it has ended
                 each.abandon()
-        assert all(each.wait(LIMIT_S) for each in streams)
-        cluster.wait_for(cluster.all_blocks_free)
+        cluster.wait_for(lambda: cluster.status().num_requests == 0)
+    assert all(each.wait(LIMIT_S) for each in held.streams)
+    cluster.wait_for(cluster.all_blocks_free)
     check(cluster, begin(cluster, "prompt"), expected)
 
 
