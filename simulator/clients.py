@@ -10,6 +10,7 @@ from contextlib import aclosing
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
+from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.dispatch.crashes import MAX_DEATHS
 from tandem.proxy.dispatch.generation import Generation
@@ -24,19 +25,37 @@ from tandem.telemetry.request_log import RequestRecord
 
 LATE_ERRORS = {"deadline_exceeded", "ttft_slo_unreachable"}
 """Codes that a client with a deadline may get."""
-EXPECTED_ERRORS = {"no_worker_ready", *LATE_ERRORS}
-"""Codes that a client may get. A lost worker alone costs no request."""
+
+
+def expected_errors(num_kills: int, limits: AdmissionSettings) -> set[str]:
+    """Returns the codes that clients may get. A lost worker alone costs no request.
+
+    num_kills: workers that faults kill; a request that several of them computed may be taken for the cause
+    (`proxy.dispatch.crashes`).
+    """
+    is_tight = limits.ttft_slo_ms or limits.max_waiting_requests < AdmissionSettings().max_waiting_requests
+    codes = {"no_worker_ready", *LATE_ERRORS}
+    codes |= {"overloaded"} if is_tight else set()
+    codes |= {"too_many_requests"} if limits.max_requests_per_client else set()
+    return codes | ({"request_crashes_workers"} if num_kills >= MAX_DEATHS else set())
 
 
 class Clients:
     """All clients of one run. outcomes: what each request came to, by its number.
 
-    report(rule, details): called when a rule is broken. note: gets a line of the log. num_kills: workers that faults
-    kill; a request that several of them computed may be taken for the cause (`proxy.dispatch.crashes`).
+    report(rule, details): called when a rule is broken. note: gets a line of the log. num_kills, limits: see
+    `expected_errors`.
     """
 
-    def __init__(self, report: Callable[[str, str], None], note: Note, num_kills: int = 0) -> None:
-        self._expected = EXPECTED_ERRORS | ({"request_crashes_workers"} if num_kills >= MAX_DEATHS else set())
+    def __init__(
+        self,
+        report: Callable[[str, str], None],
+        note: Note,
+        num_kills: int = 0,
+        limits: AdmissionSettings = AdmissionSettings(),  # noqa: B008  # frozen
+    ) -> None:
+        self._expected = expected_errors(num_kills, limits)
+        self._has_slo = limits.ttft_slo_ms > 0
         self.outcomes: dict[int, str] = {}
         self._served: defaultdict[str, Counter[str]] = defaultdict(Counter)  # what proxies should count
         self._of_proxies: defaultdict[str, set[int]] = defaultdict(set)  # requests by proxy
@@ -56,10 +75,13 @@ class Clients:
 
     async def _serve(self, request: Request, proxy: SimulatedProxy) -> None:
         """Does what an HTTP route does: reads all deltas of a request, and closes the generator."""
-        token_ids = pack_token_ids(list(request.prompt))
-        hashes = pack_short_hashes(BlockHasher(proxy.block_size, MODEL).prompt_hashes(token_ids))
+        prompts: list[Prompt] = []
+        for prompt in request.prompts:
+            token_ids = pack_token_ids(list(prompt))
+            hashes = pack_short_hashes(BlockHasher(proxy.block_size, MODEL).prompt_hashes(token_ids))
+            prompts.append(Prompt(token_ids, len(prompt), prefix_hashes=hashes))
         wanted = GenerationRequest(
-            prompt=RenderedPrompts([Prompt(token_ids, len(request.prompt), prefix_hashes=hashes)]),
+            prompt=RenderedPrompts(prompts),
             max_tokens=request.max_tokens,
             max_tokens_param="max_tokens",
             base_sampling=SamplingParams(temperature=0.0),
@@ -85,7 +107,8 @@ class Clients:
             if outcome == "overloaded" and not proxy.table.workers():  # none has come
                 outcome = "no_worker_ready"
             is_expected = outcome in self._expected or (outcome == "request_aborted" and not proxy.accepts)
-            if not is_expected or (outcome in LATE_ERRORS and request.timeout_s == NO_TIMEOUT_S):
+            is_patient = request.timeout_s == NO_TIMEOUT_S and not self._has_slo
+            if not is_expected or (outcome in LATE_ERRORS and is_patient):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
         proxy.num_open -= 1
         self._end(request, outcome)
@@ -115,12 +138,14 @@ class Clients:
 
     async def _read(self, served: Counter[str], request: Request, deltas: AsyncGenerator[TextDelta, None]) -> bool:
         """Checks what comes. Returns whether the client has stayed to the end."""
-        wanted = answer(request.prompt, request.max_tokens)
-        tokens: list[list[int]] = [[] for _ in range(request.num_sequences)]
-        texts = [""] * request.num_sequences
+        answers = [
+            answer(prompt, request.max_tokens) for prompt in request.prompts for _ in range(request.num_sequences)
+        ]
+        tokens: list[list[int]] = [[] for _ in answers]
+        texts = [""] * len(answers)
         async for delta in deltas:
             await asyncio.sleep(request.read_s)
-            got = tokens[delta.index]
+            got, wanted = tokens[delta.index], answers[delta.index]
             got += [token.token_id for token in delta.tokens]
             served["tokens"] += len(delta.tokens)
             texts[delta.index] += delta.text

@@ -166,13 +166,17 @@ class SimulatedCluster(Machine):
                 self._lose_host(worker.host, fault.duration_s)
             case "break connections":
                 self.switch.break_connections(lambda one, two: worker.name in (one, two))
-            case "partition":
+            case "slow" | "slow proxy":
+                for loop in struck.loops:
+                    loop.slowness = 2.0 + fault.other
+                    self.world.call_later(fault.duration_s, setattr, loop, "slowness", 1.0)
+            case "partition" | "silent partition":
                 peer = proxy.name if fault.other % 2 else other.name
                 self._cut(fault, (worker.name, peer), (peer, worker.name))
-            case "one-way partition":
+            case "one-way partition" | "one-way silent partition":
                 ends = (worker.name, proxy.name if fault.other % 2 else other.name)
                 self._cut(fault, ends if fault.other % 4 < 2 else ends[::-1])
-            case "isolate":
+            case "isolate" | "isolate silently":
                 ends_of = [(worker.name, each) for each in self.proxies]
                 self._cut(fault, *ends_of, *(ends[::-1] for ends in ends_of))
             case "partition launcher":
@@ -197,9 +201,10 @@ class SimulatedCluster(Machine):
                     worker.vanish()
 
     def _cut(self, fault: Fault, *cuts: tuple[str, str]) -> None:
+        switch, is_silent = self.switch, "silent" in fault.kind
         for ends in cuts:
-            self.switch.cut(*ends)
-            self.world.call_later(fault.duration_s, self.switch.heal, *ends)
+            (switch.silence if is_silent else switch.cut)(*ends)
+            self.world.call_later(fault.duration_s, switch.end_silence if is_silent else switch.heal, *ends)
 
     def process(self, pid: int) -> SimulatedWorker:
         worker = self.processes[pid]

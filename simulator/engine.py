@@ -106,7 +106,7 @@ class SimulatedEngine:
         batch = self._steps[0][0]
         assert batch is not None
         self._is_running = True
-        step_s = self.times.of(batch)
+        step_s = self.times.of(batch) * self._loop.slowness
         self._loop.call_later(self.times.gap_s + step_s, self._end, step_s)
 
     def _end(self, step_s: float) -> None:

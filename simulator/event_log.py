@@ -46,14 +46,14 @@ class EventLog:
         numbers = {
             int(each) for found in re.findall(r"requests? \[?([\d, ]+)", details) for each in re.findall(r"\d+", found)
         }
-        prompts = {request.prompt for request in requests if request.number in numbers}
+        prompts = {prompt for request in requests if request.number in numbers for prompt in request.prompts}
         sent = [
             args[2] for _, text, args in self._entries if not text and isinstance(args[2], StartPrefill | PrepareDecode)
         ]
         words = set(re.findall(r"[\w-]+", details))
         prompts |= {_prompt(each) for each in sent if words & {each.transfer_id, *each.attempt_ids}}
         ids = {id_ for each in sent if _prompt(each) in prompts for id_ in (each.transfer_id, *each.attempt_ids)}
-        ids |= {f"request {request.number}" for request in requests if request.prompt in prompts}
+        ids |= {f"request {request.number}" for request in requests if prompts & set(request.prompts)}
         wanted = [re.escape(each) for each in sorted(ids)]
         wanted += [rf"{name}\b.*block.*\b{block}" for name, block in re.findall(r"([\w-]+): block (\d+)", details)]
         is_wanted = re.compile(rf"(?<![\w-])(?:{'|'.join(wanted)})(?![\w-])" if wanted else "$^").search

@@ -13,6 +13,7 @@ from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.simulator.cluster import SimulatedCluster
+from tandem.simulator.connection import SILENT_S
 from tandem.simulator.processes import SimulatedProxy, SimulatedWorker
 from tandem.simulator.timeline import ProcessLoop, Timeline
 
@@ -162,7 +163,8 @@ class Invariants:
         for record in proxy.table._by_epoch.values():
             worker, details = self._cluster.process(record.worker.pid), f"{proxy.name}: {record.worker.epoch}"
             if record in gets_prompts and not self._cluster.switch.can_connect(proxy.name, worker.loop.name):
-                yield "a worker that is out of reach gets prompts", details, SOON_S
+                unheard_s = SILENT_S[1] * self._cluster.switch.is_silent(proxy.name, worker.loop.name)
+                yield "a worker that is out of reach gets prompts", details, unheard_s + SOON_S
             elif record not in gets_prompts and not record.draining and self._is_calm(proxy.loop, worker.loop):
                 yield "a worker that is in reach gets no prompts", details, SOON_S
         if now - proxy.loop.running_since > SOON_S and any(now > each.until + 1 for each in proxy.dispatcher._waiting):
@@ -180,7 +182,9 @@ class Invariants:
         """Returns since when one of a worker and a proxy gets no heartbeats of the other one."""
         if not self._cluster.switch.can_connect(worker.name, proxy.name):
             return self._changed_at(worker, proxy)
-        return silent.stopped_at
+        if silent.stopped_at is None:
+            return None
+        return max(silent.stopped_at, self._changed_at(worker, proxy))  # what a silent network has kept came then
 
     def _is_calm(self, *loops: ProcessLoop) -> bool:
         """Whether two processes run and reach each other, and have done so for a while."""

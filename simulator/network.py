@@ -1,15 +1,18 @@
-"""The network in simulated time: connections that delay, fill up and break, but neither lose nor reorder.
+"""The network in simulated time: connections that delay, fill up, fall silent and break, but neither lose nor reorder.
 
 `SimulatedNetwork` implements `protocol.messaging.Network` as `protocol.sockets` does: a dealer connects again and
 again, and queues what it sends until then; a router knows its peers by their identities; messages in flight on a
 connection that breaks are lost; a full queue refuses messages. Messages are encoded and decoded as on the wire.
+
+A silent network keeps what one process sends to another. An end of a connection that has heard nothing for a while
+closes it; the other end learns of that only if it can be reached (`protocol.network`, heartbeats).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +21,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.network_keys import Part
 from tandem.protocol.refusals import Refusals
 from tandem.runtime.errors import InvalidMessage, ProtocolError
+from tandem.simulator.connection import Connection
 from tandem.simulator.timeline import ProcessLoop, Timeline
 
 M = TypeVar("M")
@@ -42,9 +46,11 @@ class Switch:
         self.on_message = on_message
         self._max_latency_s = max_latency_s
         self.max_queued = max_queued
-        self.routers: dict[str, _Router] = {}
+        self.routers: dict[str, Router] = {}
         self.connections: dict[Connection, None] = {}  # in the order of their beginning
         self._cuts: list[tuple[str, str]] = []  # processes that cannot connect to the other
+        self._silent: Counter[tuple[str, str]] = Counter()  # processes that the other one does not hear
+        self._silent_since: dict[tuple[str, str], float] = {}
         self._changed_at: dict[tuple[str, str], float] = {}  # last time at which they broke or healed
         self.numbers = itertools.count()
 
@@ -52,7 +58,14 @@ class Switch:
         return self.timeline.rng.uniform(0.00002, self._max_latency_s)
 
     def can_connect(self, dealer: str, router: str) -> bool:
-        return (dealer, router) not in self._cuts
+        return (dealer, router) not in self._cuts and not self.is_silent(dealer, router)
+
+    def is_silent(self, one: str, two: str) -> bool:
+        """Whether what one of two processes sends to the other is kept."""
+        return not self._silent_since.keys().isdisjoint([(one, two), (two, one)])
+
+    def silent_since(self, sender: str, receiver: str) -> float | None:
+        return self._silent_since.get((sender, receiver))
 
     def changed_at(self, dealer: str, router: str) -> float:
         """Returns when connections between two processes last broke, or became possible again."""
@@ -77,6 +90,33 @@ class Switch:
         self._cuts.remove((dealer, router))
         self._changed_at[dealer, router] = self.timeline.now
 
+    def silence(self, sender: str, receiver: str) -> None:
+        """Keeps what one process sends to another, until `end_silence`. They do not connect then."""
+        self._silent[sender, receiver] += 1
+        if self._silent[sender, receiver] == 1:
+            self._silent_since[sender, receiver] = self.timeline.now
+            self.on_change(sender, receiver)
+            for connection, to_router in self._between(sender, receiver):
+                connection.await_heartbeat(to_router)
+
+    def end_silence(self, sender: str, receiver: str) -> None:
+        self._silent[sender, receiver] -= 1
+        if not self._silent[sender, receiver]:
+            del self._silent_since[sender, receiver]
+            self.on_change(sender, receiver)
+            for connection, _ in self._between(sender, receiver):
+                connection.on_heard()
+
+    def on_change(self, one: str, two: str) -> None:
+        self._changed_at[one, two] = self._changed_at[two, one] = self.timeline.now
+
+    def _between(self, sender: str, receiver: str) -> Iterator[tuple[Connection, bool]]:
+        """Yields the connections of two processes, and whether the sender's messages go to the router."""
+        for connection in list(self.connections):
+            ends = connection.dealer.loop.name, connection.router.loop.name
+            if ends in ((sender, receiver), (receiver, sender)):
+                yield connection, ends == (sender, receiver)
+
     def on_killed(self, name: str) -> None:
         """The kernel closes the sockets of a process that has ended. What it has sent may still arrive."""
         for endpoint in [endpoint for endpoint, router in self.routers.items() if router.loop.name == name]:
@@ -85,27 +125,27 @@ class Switch:
         for connection in list(self.connections):
             dealer = connection.dealer
             if connection.router.loop.is_dead:
-                connection.end()
+                connection.close(at_router=True)
             elif dealer.loop.is_dead and not dealer.is_closed:  # else it ends after what was sent on it
                 if self.timeline.rng.random() < 0.5:
-                    connection.end()
+                    connection.close(at_router=False)
                 else:
                     connection.end_after_delivery()
 
 
 class SimulatedNetwork:
-    """The network of one process. `names` of its sockets are those of the process's loop."""
+    """The network of one process."""
 
     def __init__(self, switch: Switch, loop: ProcessLoop) -> None:
         self.switch = switch
         self.loop = loop
-        self._sockets: list[_Router | _Dealer] = []
+        self._sockets: list[Router | Dealer] = []
         self.refusals = Refusals(clock=loop.time)
 
     def router(
         self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None], tcp_endpoint: str = ""
-    ) -> _Router:
-        socket = _Router(self, endpoint, codec, on_message)
+    ) -> Router:
+        socket = Router(self, endpoint, codec, on_message)
         self._sockets.append(socket)
         return socket
 
@@ -117,68 +157,19 @@ class SimulatedNetwork:
         identity: bytes | None = None,
         peer: Part = "worker",
         on_broken: Callable[[], None] | None = None,
-    ) -> _Dealer:
-        socket = _Dealer(self, endpoint, codec, on_message, identity, on_broken)
+    ) -> Dealer:
+        socket = Dealer(self, endpoint, codec, on_message, identity, on_broken)
         self._sockets.append(socket)
         return socket
 
     @property
     def num_dealers(self) -> int:
         """Dealers that are not closed."""
-        return sum(isinstance(socket, _Dealer) and not socket.is_closed for socket in self._sockets)
+        return sum(isinstance(socket, Dealer) and not socket.is_closed for socket in self._sockets)
 
     def destroy(self, linger: int | None = None) -> None:
         for socket in self._sockets:
             socket.close()
-
-
-class Connection:
-    """One connection: two directions, each of which keeps the order."""
-
-    def __init__(self, switch: Switch, dealer: _Dealer, router: _Router) -> None:
-        self.dealer, self.router = dealer, router
-        self.is_open = True
-        self._switch = switch
-        self._num_queued = {True: 0, False: 0}
-        self._last_at = {True: 0.0, False: 0.0}
-        switch.connections[self] = None
-
-    def has_room(self, *, to_router: bool) -> bool:
-        return self._num_queued[to_router] < self._switch.max_queued
-
-    def send(self, encoded: bytes, *, to_router: bool) -> bool:
-        if not self.has_room(to_router=to_router):
-            return False
-        timeline = self._switch.timeline
-        at = max(timeline.now + self._switch.latency_s(), self._last_at[to_router])
-        self._last_at[to_router] = at
-        self._num_queued[to_router] += 1
-        loop = self.router.loop if to_router else self.dealer.loop
-        loop.call_at(at, self.deliver, encoded, to_router)
-        return True
-
-    def deliver(self, encoded: bytes, to_router: bool) -> None:
-        self._num_queued[to_router] -= 1
-        if not self.is_open:
-            return
-        if to_router:
-            self.router.receive(self, encoded)
-        else:
-            self.dealer.receive(self, encoded)
-
-    def end_after_delivery(self) -> None:
-        """Ends the connection once the router has got what was sent to it."""
-        at = max(self._switch.timeline.now + self._switch.latency_s(), self._last_at[True])
-        self.router.loop.call_at(at, self.end)
-
-    def end(self) -> None:
-        """Breaks the connection. Both ends learn of it after what was sent before, as far as they live."""
-        if not self.is_open:
-            return
-        self.is_open = False
-        del self._switch.connections[self]
-        self.router.on_ended(self)
-        self.dealer.on_ended(self)
 
 
 class _Socket:
@@ -207,7 +198,7 @@ class _Socket:
             self._refusals.count(reason, error.message)
 
 
-class _Router(_Socket):
+class Router(_Socket):
     """See `protocol.sockets.RouterSocket`."""
 
     def __init__(
@@ -229,7 +220,7 @@ class _Router(_Socket):
         identity = connection.dealer.identity
         before, self._peers[identity] = self._peers.get(identity), connection
         if before is not None:  # a restarted peer takes over its identity
-            before.end()
+            before.close(at_router=True)
 
     def on_ended(self, connection: Connection) -> None:
         if self._peers.get(connection.dealer.identity) is connection:
@@ -249,10 +240,10 @@ class _Router(_Socket):
             if self._switch.routers.get(self.endpoint) is self:
                 del self._switch.routers[self.endpoint]
             for connection in list(self._peers.values()):
-                connection.end()
+                connection.close(at_router=True)
 
 
-class _Dealer(_Socket):
+class Dealer(_Socket):
     """See `protocol.sockets.DealerSocket`."""
 
     def __init__(
@@ -320,6 +311,6 @@ class _Dealer(_Socket):
         if discard:
             self._unsent.clear()
             if connection is not None:
-                connection.end()
+                connection.close(at_router=False)
         elif connection is not None:
             connection.end_after_delivery()

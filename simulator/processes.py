@@ -20,8 +20,9 @@ from tandem.deploy.processes.supervisor import EXIT_LOST
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
-from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.admission import MAX_INPUTS, Admission
 from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S, WorkerTable
@@ -37,6 +38,7 @@ from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import RequestAborted
 from tandem.runtime.processes.process import EXIT_FAILED, exit_code_of, serve
 from tandem.runtime.tasks import start
+from tandem.simulator.connection import SILENT_S
 from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
 from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
@@ -52,8 +54,6 @@ from tandem.worker.worker import Worker
 
 FOLLOWER_EXIT_S = 0.3
 """Time in which the ranks of a worker end after the first one, at most."""
-SILENT_S = 2.0, 6.0
-"""Time in which the ends of connections to a host that has vanished notice it (`protocol.network`)."""
 PROXY_POLL_S = 0.05
 
 
@@ -340,18 +340,20 @@ class SimulatedProxy(SimulatedProcess):
             clock=self.loop.time,
         )
         text, token_text = model_text()
+        slo_s = config.admission.ttft_slo_s
+        queue_delay = QueueDelayController(self.loop.time, slo_s) if slo_s is not None else None
         self.services = GenerationServices(
             text=text,
             token_text=token_text,
             readers=SimpleNamespace(),  # type: ignore[arg-type]  # prompts are tokens
             worker_table=self.table,
-            admission=Admission(config.admission, self.loop.time),
+            admission=Admission(config.admission, self.loop.time, queue_delay, MAX_INPUTS),
             answer_budget=AnswerBudget(),
             dispatcher=self.dispatcher,
             metrics=metrics,
             requests=RequestLog(),
             request_timeout_s=routing.request_timeout_s,
-            ttft_slo_s=None,
+            ttft_slo_s=slo_s,
         )
         self.readiness = WorkerReadiness(self.table, config.admission.max_waiting_requests, routing.worker_wait_s)
         state: Any = SimpleNamespace(

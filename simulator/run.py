@@ -115,7 +115,7 @@ class _Run:
         self._log = EventLog(lambda: self._timeline.now)
         self._result = Result(self._log)
         num_kills = sum(fault.kind in ("kill", "fail starts") for fault in scenario.faults)
-        self._clients = Clients(self.report, self._log.note, num_kills)
+        self._clients = Clients(self.report, self._log.note, num_kills, scenario.cluster.config.admission)
         self._cluster = SimulatedCluster(
             scenario.cluster,
             self._timeline,

@@ -16,12 +16,16 @@ Command = Literal["leave", "leave proxy", "restart all", "drain for good", "chan
 """What operators do."""
 FaultKind = Literal[
     "kill", "freeze", "break connections", "partition", "one-way partition", "isolate", "kill proxy", "freeze proxy",
-    "partition launcher", "kill launcher", "freeze launcher", "fail starts", "lose host",
+    "partition launcher", "kill launcher", "freeze launcher", "fail starts", "lose host", "slow", "slow proxy",
+    "silent partition", "one-way silent partition", "isolate silently",
 ] | Command  # fmt: skip
-"""A one-way partition: one process can no longer connect to the other. Isolated: cut off from all proxies."""
+"""A one-way partition: one process can no longer connect to the other. Isolated: cut off from all proxies. Silent: what
+is sent is kept until the end of the fault, or until the connection breaks. Slow: everything takes many times longer."""
 COMMANDS: tuple[Command, ...] = get_args(Command)
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(get_args(FaultKind)[0]) + COMMANDS
 MODEL = "simulated"
+MAX_SEQUENCES = 12
+"""Of one request: prompts times sequences."""
 NO_TIMEOUT_S = 600.0
 """Longer than any run."""
 START_S, LOAD_S = 2.0, 15.0
@@ -30,7 +34,7 @@ START_S, LOAD_S = 2.0, 15.0
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a client. stops_after: tokens after which the client goes away, or None."""
+    """One request of a client. stops_after: tokens of one answer after which the client goes away, or None."""
 
     number: int
     at: float
@@ -38,11 +42,18 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     num_sequences: int
+    """For each prompt."""
     priority: int
     timeout_s: float
     stops_after: int | None
     read_s: float = 0.0
     """Seconds that the client takes to read what has come."""
+    more_prompts: tuple[tuple[int, ...], ...] = ()
+    """Of a request with several prompts."""
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        return (self.prompt, *self.more_prompts)
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,8 @@ class Scenario:
     @property
     def shipping_s(self) -> float:
         """Time to ship the blocks of all prompts one after the other, as with one worker of each role."""
-        num_blocks = sum(1 + len(request.prompt) // self.cluster.block_size for request in self.requests)
+        prompts = [prompt for request in self.requests for prompt in request.prompts]
+        num_blocks = sum(1 + len(prompt) // self.cluster.block_size for prompt in prompts)
         return 2 * num_blocks * self.cluster.block_s
 
 
@@ -140,8 +152,13 @@ def draw(seed: int) -> Scenario:
             autoscale=rng.random() < 0.25,
             autoscale_ttft_ms=rng.choice([50, 500]),
             autoscale_max_workers=8,
+            max_num_batched_tokens=rng.choice([64, 64, 64, 16, 256]),
+            max_num_seqs=rng.choice([8, 8, 8, 2, 32]),
+            max_waiting_requests=rng.choice([0, 0, 0, 12]),
+            max_requests_per_client=rng.choice([0, 0, 0, MAX_SEQUENCES]),
+            ttft_slo_ms=rng.choice([0, 0, 0, 500]),
         ),
-        num_blocks=rng.choice([26, 40, 100, 400]),
+        num_blocks=rng.choice([14, 26, 40, 100, 400]),
         max_queued=rng.choice([3_000, 10_000]),  # more than a worker sends to a silent proxy before it is lost
         lease_s=rng.choice([0.5, 2.0, 10.0]),
         block_s=rng.choice([0.0001, 0.002, 0.02, 0.1, 0.3]),
@@ -177,18 +194,21 @@ def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Re
                 at = rng.uniform(earlier.at, end)
             case 3:
                 prompt = _tokens(rng, cluster.block_size) + chat
+        at_most = limit - max_tokens
+        more = rng.choices([*chats, prompt], k=rng.choice([0] * 8 + [1, 2]))
         requests.append(
             Request(
                 number,
                 at=at,
                 proxy=rng.randrange(cluster.config.proxies),
-                prompt=prompt[: limit - max_tokens],
+                prompt=prompt[:at_most],
                 max_tokens=max_tokens,
                 num_sequences=rng.choice([1, 1, 1, 2, 4]),
                 priority=rng.choice([0, 0, 0, 1, -1]),
                 timeout_s=rng.choice([*[NO_TIMEOUT_S] * 3, rng.uniform(0.1, 10.0)]),
                 stops_after=rng.randint(0, 10) if rng.random() < 0.2 else None,
                 read_s=rng.choice([0.0, 0.0, 0.05]),
+                more_prompts=tuple(each[:at_most] for each in more),
             )
         )
     return tuple(sorted(requests, key=lambda each: each.at))

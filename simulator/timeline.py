@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -16,6 +17,8 @@ from typing import Any
 from tandem.runtime.tasks import jobs
 
 _MIN_TASKS = 100
+_SLICE_S = 0.01
+"""Time between two turns of a process that is slowed, times its slowness."""
 
 
 class _Handle:
@@ -102,6 +105,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.ended_at: float | None = None
         self.is_frozen = False
         self.is_dead = False
+        self.slowness = 1.0
+        """More for a process that gets that part of its CPU time: messages and timers wait for its next turn."""
         self._is_queued = False
         self._tasks: list[asyncio.Task[Any]] = []  # kept: what is collected runs its `finally` blocks
         self._max_tasks = _MIN_TASKS  # then those that are done are left out
@@ -195,6 +200,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Handle:
+        if self.slowness > 1.0:
+            slice_s = self.slowness * _SLICE_S
+            when = max(when, math.ceil(when / slice_s) * slice_s)
         handle = _Handle(callback, args, context, when)
         if not self.is_dead:
             self._timeline.add_timer(self, handle)

@@ -17,10 +17,11 @@ import tandem.simulator.clients
 from tandem.deploy.commands.simulate import simulate
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.membership import GetStatus, ToProxyControl
+from tandem.protocol.messages.membership import DrainWorker, GetStatus, ToProxyControl
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer
+from tandem.simulator.connection import SILENT_S
 from tandem.simulator.engine import answer
 from tandem.simulator.event_log import EventLog
 from tandem.simulator.network import SimulatedNetwork, Switch
@@ -143,8 +144,11 @@ class World:
     def __init__(self, max_queued: int = 10) -> None:
         self.errors: list[str] = []
         self.timeline = Timeline(random.Random(0), lambda name, error: self.errors.append(f"{name}: {error!r}"))
-        self.switch = Switch(self.timeline, max_queued)
+        self.switch = Switch(
+            self.timeline, max_queued, on_message=lambda *sent: self.kinds.append(type(sent[2]).__name__)
+        )
         self.received: list[tuple[bytes, str]] = []
+        self.kinds: list[str] = []
         self.broken: list[float] = []
         self.server, self.client = self.timeline.new_loop("server"), self.timeline.new_loop("client")
 
@@ -248,6 +252,71 @@ def test_processes_that_are_cut_off_do_not_connect() -> None:
     world.switch.heal("client", "server")
     world.pass_time(1)
     assert len(world.received) == 1
+
+
+def test_a_silent_network_delivers_later() -> None:
+    world = World()
+    router, dealer = world.bind(), world.connect()
+    world.pass_time(1)
+    world.switch.silence("client", "server")
+    assert dealer.send(GetStatus()) and dealer.send(DrainWorker("w"))
+    world.pass_time(3)
+    assert world.received == [] and not world.switch.can_connect("server", "client")
+    world.switch.end_silence("client", "server")
+    assert dealer.send(GetStatus())
+    world.pass_time(1)
+    assert world.kinds == ["GetStatus", "DrainWorker", "GetStatus"]
+    world.pass_time(10)
+    assert world.broken == [] and router.send(b"me", GetStatus())
+
+
+def test_the_end_that_hears_nothing_closes_the_connection() -> None:
+    """And tells the other one, which still hears it."""
+    world = World()
+    router, dealer = world.bind(), world.connect()
+    world.pass_time(1)
+    world.switch.silence("client", "server")
+    dealer.send(GetStatus())
+    world.pass_time(10)
+    assert not router.send(b"me", GetStatus()) and [
+        SILENT_S[0] < at - 1 < SILENT_S[1] + 0.1 for at in world.broken
+    ] == [True]
+    world.switch.end_silence("client", "server")
+    world.pass_time(1)
+    assert world.received == [] and router.send(b"me", GetStatus()), "connected again, without what was lost"
+
+
+def test_each_end_notices_alone_that_a_network_is_silent_in_both_directions() -> None:
+    """The server, which is frozen meanwhile, holds the old connection until it hears of its end."""
+    world = World()
+    router, dealer = world.bind(), world.connect()
+    world.pass_time(1)
+    for ends in (("client", "server"), ("server", "client")):
+        world.switch.silence(*ends)
+    world.server.freeze()
+    world.pass_time(10)
+    assert len(world.broken) == 1 and dealer.send(GetStatus())
+    assert router.send(b"me", GetStatus()), "half open"
+    for ends in (("client", "server"), ("server", "client")):
+        world.switch.end_silence(*ends)
+    world.server.wake()
+    world.pass_time(1)
+    assert world.kinds == ["GetStatus"] and len(world.broken) == 1 and router.send(b"me", GetStatus())
+
+
+def test_a_process_that_is_slow_gets_its_messages_late_and_in_order() -> None:
+    world = World()
+    world.bind()
+    dealer = world.connect()
+    world.pass_time(1.005)
+    world.server.slowness = 20.0
+    dealer.send(DrainWorker("w"))
+    world.pass_time(0.15)
+    assert world.received == []
+    world.server.slowness = 1.0
+    dealer.send(GetStatus())
+    world.pass_time(1)
+    assert world.kinds == ["DrainWorker", "GetStatus"]
 
 
 def test_a_closing_dealer_delivers_and_is_forgotten() -> None:
