@@ -120,6 +120,7 @@ class SimulatedCluster(Machine):
             block_s=lambda: rng.uniform(0.5, 1.5) * shape.block_s,
             breaks=lambda: self.has_faults and rng.random() < shape.failure_share,
             corrupts=lambda: self.has_faults and rng.random() < shape.corrupt_share,
+            reach=switch.can_connect,
         )
         super().__init__(timeline, world, switch, shape, wires, report, note, on_delta, on_proxy_end)
         self.operator = Operator(switch, timeline.new_loop("operator"), shape.config.proxies, note)

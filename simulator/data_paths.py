@@ -1,7 +1,7 @@
 """Pools of workers that reach each other, and data paths between them that are slow, break, and write late.
 
 A one-sided path is as mapped memory: the sender's thread writes block by block, also after the receiver has given up.
-A two-sided one is as a connection: blocks flow while both ends run and both have asked for them.
+A two-sided one is as a connection: blocks flow while both ends run, reach each other, and have both asked for them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tandem.runtime.errors import KVTransferFailed
 from tandem.simulator.engine import Pool
 from tandem.simulator.timeline import ProcessLoop
 
+RESEND_S = 0.05
 TRANSFER_TIMEOUT_S = 5.0
 """A two-sided path whose other end takes no part for so long breaks, as those of `kv_transfer.connectors` do."""
 
@@ -45,6 +46,8 @@ class Wires:
     """Returns whether a path breaks now."""
     corrupts: Callable[[], bool]
     """Returns whether the block that is written now changes on its way."""
+    reach: Callable[[str, str], bool] = lambda one, two: True
+    """Returns whether two processes reach each other over the network."""
     pools: dict[int, Pool] = field(default_factory=dict)
     """By process id; they outlive their process while others map them."""
     paths: dict[str, _Connection] = field(default_factory=dict)
@@ -216,8 +219,14 @@ class _Connection:
         if not self._is_busy and any(end.jobs and end.jobs[0] is job for end in (self.sender, self.receiver)):
             self.fail("the peer takes no part")
 
-    def _send(self, number: int) -> None:
-        self.receiver.call(0.0, self._arrive, number)
+    def _send(self, number: int, unheard_s: float = 0.0) -> None:
+        ends = [loop.name.split(" ")[0] for loop in self.loops if loop is not None]  # without the rank
+        if self._wires.reach(ends[0], ends[1]):
+            self.receiver.call(0.0, self._arrive, number)
+        elif unheard_s < TRANSFER_TIMEOUT_S:
+            self.sender.call(RESEND_S, self._send, number, unheard_s + RESEND_S)
+        else:
+            self.fail("the peer cannot be reached")
 
     def _arrive(self, number: int) -> None:
         if self._error is not None:

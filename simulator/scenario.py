@@ -14,15 +14,21 @@ from tandem.simulator.engine import StepTimes, answer
 
 Command = Literal["leave", "leave proxy", "restart all", "drain for good", "change role", "scale"]
 """What operators do."""
-FaultKind = Literal[
-    "kill", "freeze", "break connections", "partition", "one-way partition", "isolate", "kill proxy", "freeze proxy",
-    "partition launcher", "kill launcher", "freeze launcher", "fail starts", "lose host", "slow", "slow proxy",
-    "silent partition", "one-way silent partition", "isolate silently",
-] | Command  # fmt: skip
-"""A one-way partition: one process can no longer connect to the other. Isolated: cut off from all proxies. Silent: what
-is sent is kept until the end of the fault, or until the connection breaks. Slow: everything takes many times longer."""
+Delay = Literal[
+    "freeze", "freeze proxy", "slow", "slow proxy", "silent partition", "one-way silent partition", "isolate silently",
+]  # fmt: skip
+"""What only takes time at first. Silent: what is sent is kept until the end of the fault, or until the connection
+breaks. Slow: everything takes many times longer."""
+Loss = Literal[
+    "kill", "break connections", "partition", "one-way partition", "isolate", "kill proxy", "partition launcher",
+    "kill launcher", "freeze launcher", "fail starts", "lose host",
+]  # fmt: skip
+"""A one-way partition: one process can no longer connect to the other. Isolated: cut off from all proxies."""
+FaultKind = Command | Delay | Loss
+LOSSES: tuple[Loss, ...] = get_args(Loss)
+DELAYS: tuple[Delay, ...] = get_args(Delay)
 COMMANDS: tuple[Command, ...] = get_args(Command)
-FAULT_KINDS: tuple[FaultKind, ...] = get_args(get_args(FaultKind)[0]) + COMMANDS
+FAULT_KINDS: tuple[FaultKind, ...] = LOSSES + DELAYS + COMMANDS
 MODEL = "simulated"
 MAX_SEQUENCES = 12
 """Of one request: prompts times sequences."""
@@ -216,7 +222,7 @@ def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Re
 
 def _faults(rng: random.Random, end: float) -> tuple[Fault, ...]:
     """Some follow the one before closely, or strike the same process."""
-    kinds = rng.sample(rng.choice([COMMANDS, FAULT_KINDS, FAULT_KINDS]), rng.choice([1, 2, len(COMMANDS)]))
+    kinds = rng.sample(rng.choice([COMMANDS, DELAYS, LOSSES, FAULT_KINDS]), rng.choice([1, 2, len(COMMANDS)]))
     faults: list[Fault] = []
     for _ in range(rng.choice([0, 1, 3, 8])):
         last = faults[-1] if faults and rng.random() < 0.4 else None
