@@ -52,17 +52,21 @@ class Connection:
 
     def _arrive(self, to_router: bool) -> None:
         self._num_arrived[to_router] += 1
-        self._deliver(to_router)
+        self._advance(to_router)
 
-    def _deliver(self, to_router: bool) -> None:
+    def _advance(self, to_router: bool) -> None:
         """Delivers what has come to an end, unless the network is silent."""
         while self._num_arrived[to_router] and self._silent_since(to_router) is None:
             self._num_arrived[to_router] -= 1
             encoded = self._queues[to_router].popleft()
             if encoded is None:
                 self.close(at_router=not to_router)
-            elif self._is_open[to_router]:
-                (self.router if to_router else self.dealer).receive(self, encoded)
+            else:
+                self.deliver(encoded, to_router)
+
+    def deliver(self, encoded: bytes, to_router: bool) -> None:
+        if self._is_open[to_router]:
+            (self.router if to_router else self.dealer).receive(self, encoded)
 
     def await_heartbeat(self, to_router: bool) -> None:
         """Closes the end at which nothing arrives, if that lasts."""
@@ -78,7 +82,7 @@ class Connection:
     def on_heard(self) -> None:
         """One direction is silent no more. An end whose other end has closed learns of it behind what was kept."""
         for to_router in (True, False):
-            self._loop(to_router).call_soon(self._deliver, to_router)
+            self._loop(to_router).call_soon(self._advance, to_router)
             if not self._is_open[not to_router]:
                 self._loop(to_router).call_soon(self._tell, not to_router)
 
