@@ -10,6 +10,9 @@ import msgspec
 
 INVALID_ARGUMENTS = "INVALID_JSON"
 """Name under which arguments that are no JSON object are shown where only an object is possible."""
+_MAX_LEVELS = 200
+"""Arguments with more nested values are shown as text: templates write values by recursion, and how far Python lets
+them depends on its version. From 3.12 on it reads JSON of more levels than templates can write."""
 
 
 def template_arguments(given: Any) -> dict[str, Any] | str:
@@ -17,7 +20,7 @@ def template_arguments(given: Any) -> dict[str, Any] | str:
 
     given: a JSON value, or a string that contains one. An answer that ends within a call has incomplete arguments, and
     models write other mistakes. The client sends them back with every further message, so none of them is refused.
-    Blank arguments and null are an empty object.
+    Blank arguments and null are an empty object. Those with more than _MAX_LEVELS are text.
     """
     text = given if isinstance(given, str) else ""
     if isinstance(given, str):
@@ -27,10 +30,21 @@ def template_arguments(given: Any) -> dict[str, Any] | str:
             return text
     if given is None:
         return {}
-    if not isinstance(given, dict):
+    if not isinstance(given, dict) or _is_deep(given):
         return text or msgspec.json.encode(given).decode()
     invalid = given.get(INVALID_ARGUMENTS)
     return invalid if len(given) == 1 and isinstance(invalid, str) else given  # as the Messages API shows text
+
+
+def _is_deep(value: Any) -> bool:
+    """Returns whether a JSON value has more than _MAX_LEVELS. Takes time in proportion to its size."""
+    level = [value]
+    for _ in range(_MAX_LEVELS):
+        children = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        level = [child for child in children if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def with_other_arguments(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -211,7 +211,8 @@ def test_stored_responses_are_not_read_on_the_loop(kind: Any, body: bytes, expec
         assert msgspec.json.decode(body, type=ResponseRequest).previous_response_id == "r"
 
 
-NESTED = '{"items": ' * 5000 + "{}" + "}" * 5000
+NESTED = '{"items": ' * 200_000 + "{}" + "}" * 200_000
+"""Deeper than any version of Python reads."""
 NESTED_CALL = (
     b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": %s}}]}]}'
     % NESTED.encode()

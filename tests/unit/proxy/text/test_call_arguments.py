@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem.proxy.answers.messages import BlockWriter, joined_blocks
@@ -49,7 +50,8 @@ TEMPLATES = {
     "keys": "{% for name in call.arguments %}{{ name }}={{ call.arguments[name] | tojson }}{% endfor %}",
 }
 CUT_OFF = '{"city": "São \\"Pa'
-OTHERS = ["[]", '"x"', "7", "true", "[1, 2", '{"a": NaN}', "{}{}", '{"items": ' * 5000 + "{}" + "}" * 5000]
+OTHERS = ["[]", '"x"', "7", "true", "[1, 2", '{"a": NaN}', "{}{}"]
+DEEP = ['{"items": ' * levels + "{}" + "}" * levels for levels in (200, 900, 5000)]
 BLANK = [None, "", " \n", "null"]
 
 
@@ -70,7 +72,7 @@ def rendered(model_text: ModelText, template: str, arguments: Any) -> str:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("text", [CUT_OFF, *OTHERS])
+@pytest.mark.parametrize("text", [CUT_OFF, *OTHERS, *DEEP])
 def test_every_template_shows_the_text(name: str, text: str, model_text: ModelText) -> None:
     shown = rendered(model_text, TEMPLATES[name], text)
     assert text in shown or json.dumps(text, ensure_ascii=False) in shown
@@ -82,6 +84,12 @@ def test_arguments_that_are_an_object_are_a_mapping(name: str, model_text: Model
     given = [arguments, json.dumps(arguments)]
     assert [template_arguments(each) for each in given] == [arguments, arguments]
     assert "São" in rendered(model_text, TEMPLATES[name], json.dumps(arguments))
+
+
+def test_an_object_of_many_levels_is_shown_as_text() -> None:
+    given = json.loads(DEEP[0])
+    assert template_arguments(given) == msgspec.json.encode(given).decode()
+    assert template_arguments(given["items"]) == given["items"], "199 levels and the innermost object"
 
 
 def test_nothing_is_an_empty_object() -> None:
@@ -118,7 +126,7 @@ def item_of(kind: str, arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["chat", "message", "response"])
-@pytest.mark.parametrize("arguments", [CUT_OFF, *OTHERS, *BLANK, '{"a": 1}'])
+@pytest.mark.parametrize("arguments", [CUT_OFF, *OTHERS, DEEP[-1], *BLANK, '{"a": 1}'])
 def test_all_apis_take_any_arguments(kind: str, arguments: Any) -> None:
     assert given_arguments(kind, item_of(kind, arguments)) == template_arguments(arguments)
 
