@@ -192,11 +192,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sizes = {"prefill": self.prefill_tensor_parallel_size, "decode": self.decode_tensor_parallel_size, "any": 0}
         return sizes[role] or self.tensor_parallel_size
 
-    @property
-    def moves_kv(self) -> bool:
-        """Whether workers ship KV to each other. vLLM workers of several ranks do not."""
-        return self.engine != "vllm" or self.tensor_parallel_size == 1
-
     def host_bytes(self, role: Role) -> int:
         """Host memory for KV blocks, per rank of a worker that starts in `role`."""
         return self.tiers.host_bytes(self.num_ranks(role))
@@ -327,7 +322,7 @@ def _bad_value(
 def _check_engine(config: ClusterConfig, given: Mapping[str, Any]) -> None:
     """Checks the settings that were given against the engine."""
     if config.engine == "vllm":
-        check_settings_of_vllm(given, config.counts)
+        check_settings_of_vllm(given)
     elif config.engine_python:
         raise ConfigError("engine_python: only workers with another engine have one; give --engine vllm with it")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.protocol.messages.membership import Role
 from tandem.runtime.errors import ConfigError
 
 _NO_TIERS = "vLLM's KV cache has no tiers below it"
@@ -24,16 +23,8 @@ VALUES_WITH_VLLM: dict[str, tuple[tuple[object, ...], str]] = {
 """Values with --engine vllm and why there are no others, by setting."""
 
 
-def check_settings_of_vllm(given: Mapping[str, Any], counts: Mapping[Role, int]) -> None:
-    """Checks the settings that the operator has given. counts: workers by role.
-
-    Raises ConfigError, in one line that names the setting.
-    """
+def check_settings_of_vllm(given: Mapping[str, Any]) -> None:
+    """Checks the settings that the operator has given. Raises ConfigError, in one line that names the setting."""
     for key, (values, reason) in VALUES_WITH_VLLM.items():
         if key in given and given[key] not in values:
             raise ConfigError(f"{key}: {given[key]} cannot be used with --engine vllm: {reason}")
-    if given.get("tensor_parallel_size", 1) > 1 and counts["prefill"] + counts["decode"] > 0:
-        raise ConfigError(
-            "tensor_parallel_size: KV moves between vLLM workers of one rank only; use --workers N without --prefill "
-            "and --decode"
-        )

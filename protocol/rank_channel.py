@@ -1,14 +1,18 @@
 """Typed messages between the processes of one tensor parallel worker, over a socket pair.
 
-A socket pair has no name that could be left behind, and the exit of either process ends the other's wait at once.
+A socket pair has no name that could be left behind, and the exit of either process ends the other's wait at once. A
+process that inherits no socket is reached at an address of Linux's abstract namespace, which ends with that process.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
 import struct
 import threading
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Generic, TypeVar
 
 import msgspec
@@ -25,8 +29,38 @@ def open_channel() -> tuple[Connection, Connection]:
     """Returns two connected ends. Children inherit only the ends that are passed to them."""
     ends = socket.socketpair()
     for end in ends:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+        _limit_sends(end)
     return Connection(ends[0].detach()), Connection(ends[1].detach())
+
+
+def listen(key: bytes) -> Listener:
+    """Opens an address of this host, of type bytes, for one process that knows the key (`accept`, `connect`)."""
+    return Listener(f"\0tandem-{secrets.token_hex(16)}", "AF_UNIX", authkey=key)
+
+
+def accept(listener: Listener) -> Connection:
+    """Blocks until a process that knows the key has connected; others are refused. Closes the address then."""
+    with listener:
+        while True:
+            try:
+                return _with_limit(listener.accept())
+            except (AuthenticationError, EOFError, ConnectionError):
+                continue
+
+
+def connect(address: bytes, key: bytes) -> Connection:
+    """Connects to a process that listens. Raises OSError and AuthenticationError."""
+    return _with_limit(Client(address, "AF_UNIX", key))
+
+
+def _with_limit(connection: Connection) -> Connection:
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        _limit_sends(end)
+    return connection
+
+
+def _limit_sends(end: socket.socket) -> None:
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
 
 
 class RankChannel(Generic[M]):

@@ -4,8 +4,6 @@ A sequence that comes from another worker has generated tokens. vLLM's first mod
 tokens of a new request as its prompt: penalties, minimum lengths, bad words and seeds would start again. Here they go
 on: the tokens become output, and the request's generator takes as many draws as were made for them. The second model
 runner does this by itself: it is given the tokens, and its random numbers follow from seed and position.
-
-`EXTENSION` names the class for `ParallelConfig.worker_extension_cls`, so that every rank has it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import torch
 from tandem.vllm_worker.named_logprobs import keep_likeliest_tokens
 from tandem.vllm_worker.prompt_logits import allow_prompt_logits
 
-EXTENSION = "tandem.vllm_worker.resumed_sequences.ResumedSequences"
 OUTPUT = "tandem_output"
 """Key of the generated tokens in `SamplingParams.extra_args`."""
 

@@ -1,7 +1,8 @@
 """What vLLM's scheduler and model runner ask of Tandem about KV that comes from other workers, or goes to them.
 
-vLLM finds the class by its name in `KVTransferConfig`, and makes two objects of it: one for the scheduler, one for the
-model runner. Both only record: data moves on other threads, between steps (`vllm_worker.vllm_engine`).
+vLLM finds the class by its name in `KVTransferConfig`, and makes an object of it for the scheduler, and one for the
+model runner of each rank. They only record: data moves on other threads, between steps (`vllm_worker.vllm_engine`).
+What the scheduler's object is told goes with the next step to all ranks, whose objects report it to vLLM's scheduler.
 
 A request whose KV comes from another worker has `RECEIVES` in its `kv_transfer_params`. The scheduler allocates its
 blocks, which is the reservation, and lets it wait until `finished_receiving` names it. A request that is aborted
@@ -12,6 +13,7 @@ blocks after its end until `finished_sending` names it.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +36,12 @@ if TYPE_CHECKING:
 RECEIVES, SHIPS = "tandem_receives", "tandem_ships"
 
 
-class NothingToPass(KVConnectorMetadata):
-    """The scheduler has nothing to tell the model runner."""
+@dataclass
+class EndedTransfers(KVConnectorMetadata):
+    """Requests whose blocks nothing writes any more, and those whose blocks nothing reads any more."""
+
+    received: set[str]
+    sent: set[str]
 
 
 class TandemConnector(KVConnectorBase_V1):
@@ -52,9 +58,9 @@ class TandemConnector(KVConnectorBase_V1):
         self._receiving: set[str] = set()  # have their blocks
         self._shipping: set[str] = set()  # must keep their blocks at their end
         self._kept: set[str] = set()  # have ended and keep their blocks
-        # The model runner's object:
         self.finished_receiving: set[str] = set()
         self.finished_sending: set[str] = set()
+        # The model runner's object:
         self.kv_caches: dict[str, torch.Tensor] = {}
 
     # ---- the scheduler's object
@@ -82,7 +88,9 @@ class TandemConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.last_step = scheduler_output
-        return NothingToPass()
+        ended = EndedTransfers(self.finished_receiving, self.finished_sending)
+        self.finished_receiving, self.finished_sending = set(), set()
+        return ended
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         engine_id = request.request_id
@@ -92,12 +100,12 @@ class TandemConnector(KVConnectorBase_V1):
         self._kept.add(engine_id)
         return True, None
 
-    def end_shipping(self, engine_id: str) -> bool:
-        """Returns whether the request has ended and keeps its blocks, so that `finished_sending` must name it."""
+    def end_shipping(self, engine_id: str) -> None:
+        """Lets vLLM have the blocks of a request when it ends, or now if it has ended."""
         self._shipping.discard(engine_id)
-        is_kept = engine_id in self._kept
-        self._kept.discard(engine_id)
-        return is_kept
+        if engine_id in self._kept:
+            self._kept.discard(engine_id)
+            self.finished_sending.add(engine_id)
 
     # ---- the model runner's object
 
@@ -108,9 +116,9 @@ class TandemConnector(KVConnectorBase_V1):
         self.kv_caches = kv_caches
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        sent, received = self.finished_sending, self.finished_receiving
-        self.finished_sending, self.finished_receiving = set(), set()
-        return sent, received
+        ended = self._get_connector_metadata()
+        assert isinstance(ended, EndedTransfers)
+        return ended.sent, ended.received
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass

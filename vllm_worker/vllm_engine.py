@@ -19,11 +19,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import torch
 import vllm.envs as vllm_envs
 from pydantic import ValidationError
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -48,6 +46,7 @@ from tandem.vllm_worker.resumed_sequences import OUTPUT
 from tandem.vllm_worker.tandem_connector import RECEIVES, SHIPS, TandemConnector
 from tandem.vllm_worker.vllm_grammars import VllmGrammars
 from tandem.vllm_worker.vllm_lora import Loras
+from tandem.vllm_worker.vllm_ranks import AskRanks, RankKV
 from tandem.vllm_worker.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
 
 log = logging.getLogger(__name__)
@@ -60,17 +59,19 @@ _POLL_S = 0.002
 class VllmEngine:
     """Runs the engine core. Call its methods on the event loop.
 
-    post: called on the engine's thread with each report. on_failed: called there once, with the error that has ended
-    the engine.
+    open_kv: called on the engine's thread when the model is loaded; opens the KV of all ranks. post: called there with
+    each report. on_failed: called there once, with the error that has ended the engine.
     """
 
     def __init__(
         self,
         arguments: EngineArgs,
+        open_kv: Callable[[VllmConfig, AskRanks], RankKV],
         post: Callable[[StepReport], None],
         on_failed: Callable[[BaseException], None],
     ) -> None:
         self._arguments = arguments
+        self._open_kv = open_kv
         self._post = post
         self._on_failed = on_failed
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -143,9 +144,8 @@ class VllmEngine:
         )
 
     @property
-    def kv_caches(self) -> list[torch.Tensor]:
-        """One for each layer, in order."""
-        return list(self._runner_side.kv_caches.values())
+    def kv(self) -> RankKV:
+        return self._kv
 
     # ---- on the engine's thread
 
@@ -172,6 +172,7 @@ class VllmEngine:
         vllm_config = self._arguments.create_engine_config()
         self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._core.collective_rpc("keep_generated_tokens")
+        self._kv = self._open_kv(vllm_config, self._core.collective_rpc)
         self._scheduler: Any = self._core.scheduler
         self._loras = Loras(self._core)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
@@ -180,7 +181,6 @@ class VllmEngine:
         self._events = self._scheduler.kv_event_publisher = CollectedEvents()
         self._block_size = vllm_config.cache_config.block_size
         self._connector: TandemConnector = self._scheduler.connector
-        self._runner_side: TandemConnector = get_kv_transfer_group()
 
     def _carry_out(self) -> bool:
         """Carries out orders, and waits for one while there is nothing to do. Returns False at the end."""
@@ -372,16 +372,15 @@ class VllmEngine:
         if not request.is_finished():
             request.append_output_token_ids(first_token_id)
             request.sampling_params.extra_args[OUTPUT].append(first_token_id)
-        self._runner_side.finished_receiving.add(engine_id)
+        self._connector.finished_receiving.add(engine_id)
 
     def _end_receiving(self, engine_id: str) -> None:
         if engine_id in self._scheduler.requests:
-            self._runner_side.finished_receiving.add(engine_id)
+            self._connector.finished_receiving.add(engine_id)
 
     def _end_shipping(self, engine_id: str) -> None:
         self._progress.pop(engine_id, None)
-        if self._connector.end_shipping(engine_id):
-            self._runner_side.finished_sending.add(engine_id)
+        self._connector.end_shipping(engine_id)
 
     def _clear_cache(self) -> None:
         if not self._core.reset_prefix_cache():

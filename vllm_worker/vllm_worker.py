@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
+from vllm.config import VllmConfig
 
 from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy, Ship
-from tandem.kv_transfer.connector import DataNetwork, KVConnector
+from tandem.kv_transfer.connector import KVConnector
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.protocol.codec import Codec
@@ -31,7 +34,6 @@ from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker
 from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.protocol.sockets import new_context
-from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import InternalError
 from tandem.runtime.files.lora_files import MAX_RANK
 from tandem.runtime.processes.lifetime import end_process
@@ -45,11 +47,11 @@ from tandem.vllm_worker.engine_orders import (
     StepReport,
     VllmAction,
 )
-from tandem.vllm_worker.kv_memory import block_rows
 from tandem.vllm_worker.vllm_engine import VllmEngine
-from tandem.vllm_worker.vllm_host import ENGINE, VllmHost, VllmPools, engine_arguments, kv_layout
+from tandem.vllm_worker.vllm_host import ENGINE, VllmHost, engine_arguments, kv_layout
 from tandem.vllm_worker.vllm_lora import lora_modules, max_lora_rank
 from tandem.vllm_worker.vllm_media import VllmMedia
+from tandem.vllm_worker.vllm_ranks import AskRanks, RankKV, open_ranks
 from tandem.vllm_worker.vllm_sampling import check_supported
 from tandem.vllm_worker.vllm_scheduler import VllmScheduler
 from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig
@@ -91,21 +93,26 @@ class VllmWorker:
         max_rank = max_lora_rank(config.adapters, modules)
         engine = self._engine = VllmEngine(
             engine_arguments(config.engine, max_rank),
+            self._open_kv,
             lambda report: self._post(self._on_report, report),
             lambda error: self._post(self._on_failed, error),
         )
         await asyncio.wrap_future(engine.start())
-        host = self._host = self._new_host(connectors)
-        layout, facts = host.pools.layout, engine.facts
+        pids, block_bytes, pools = engine.kv
+        host = self._host = VllmHost(pools, pids, block_bytes, connectors, config.engine.device)
+        for pid in pids:
+            if pid != os.getpid():
+                host.watch_exit(pid, partial(self._on_failed, InternalError(f"its rank {pid} has ended")))
+        layout, facts = pools.layout, engine.facts
         self._vocab_size, self._max_model_len = facts.vocab_size, facts.max_model_len
         scheduler = self._scheduler = VllmScheduler(
-            facts.num_blocks, layout.block_size, host.block_bytes, config.kv_lease_s, config.itl_slo_ms / 1000
+            facts.num_blocks, layout.block_size, block_bytes, config.kv_lease_s, config.itl_slo_ms / 1000
         )
         network = new_context("worker", config.network)
         network.refusals.on_refused = self._metrics.on_refused
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
         self._router = network.router(config.endpoint, codec, self._on_message)
-        info = new_worker_info(config, self._router.endpoint, host.pids, host.host_id, self._metrics)
+        info = new_worker_info(config, self._router.endpoint, os.getpid(), len(pids), host.host_id, self._metrics)
         self._answers = ProxyAnswers(self._router, info.epoch, self._metrics)
         self._traffic: KVTraffic[VllmAction] = KVTraffic(
             config,
@@ -156,16 +163,12 @@ class VllmWorker:
         config = self._config
         has_keys = config.network.keys_of("worker") is not None
         offered = offered_connectors(config.kv_connector, config.engine.device, has_keys)
-        moves_kv = config.engine.tensor_parallel_size == 1  # of other ranks, this process has no blocks
-        return {name: each for name, each in offered.items() if name in _CONNECTORS and moves_kv}
+        return {name: each for name, each in offered.items() if name in _CONNECTORS}
 
-    def _new_host(self, connectors: dict[str, KVConnector]) -> VllmHost:
-        config, engine = self._config, self._engine
-        rows = block_rows(engine.kv_caches)
-        keys = config.network.keys_of("worker")
-        network = DataNetwork(config.host, tls_contexts(keys) if keys is not None else None)
-        layout = kv_layout(config.engine, engine.vllm_config, engine.kv_caches)
-        return VllmHost(VllmPools(layout, rows, network), connectors, config.engine.device)
+    def _open_kv(self, vllm_config: VllmConfig, ask: AskRanks) -> RankKV:
+        config = self._config
+        make_layout = partial(kv_layout, config.engine, vllm_config)
+        return open_ranks(ask, make_layout, config.host, config.network.keys_of("worker"))
 
     def _on_tick(self, now: float) -> None:
         if self._failure is not None:

@@ -49,7 +49,7 @@ class KVHost(Protocol):
 
     @property
     def pids(self) -> list[int]:
-        """Processes that write to the pools of peers, rank 0 first."""
+        """Processes of all ranks, in order, which write to the pools of peers."""
 
     @property
     def pools(self) -> KVPools: ...

@@ -37,19 +37,19 @@ TICK_S = 0.1
 
 
 def new_worker_info(
-    config: WorkerConfig, endpoint: str, pids: list[int], host_id: str, metrics: WorkerMetrics
+    config: WorkerConfig, endpoint: str, pid: int, num_ranks: int, host_id: str, metrics: WorkerMetrics
 ) -> WorkerInfo:
     """Returns this worker's identity under a new epoch. Raises ConfigError if the /metrics address is not available.
 
-    pids: processes of all ranks, rank 0 first.
+    pid: the process that the launcher has started.
     """
     return WorkerInfo(
         worker_id=config.worker_id,
         epoch=secrets.token_hex(8),
         role=_role(config),
         endpoint=endpoint,
-        pid=pids[0],
-        num_ranks=len(pids),
+        pid=pid,
+        num_ranks=num_ranks,
         metrics_address=metrics.serve(config.metrics_host) if config.metrics_host else "",
         host_id=host_id,
     )

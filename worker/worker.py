@@ -113,7 +113,8 @@ class Worker:
         )
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
         self._router = network.router(config.endpoint, codec, self._on_message)
-        info = new_worker_info(config, self._router.endpoint, host.pids, host.host_id, self._metrics)
+        pids = host.pids
+        info = new_worker_info(config, self._router.endpoint, pids[0], len(pids), host.host_id, self._metrics)
         self._answers = ProxyAnswers(self._router, info.epoch, self._metrics)
         self._traffic = KVTraffic(
             config,

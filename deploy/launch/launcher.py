@@ -360,7 +360,7 @@ class Launcher:
 
     @property
     def _num_pairs(self) -> int:
-        return num_pairs(self.counts) if self._config.moves_kv else 0
+        return num_pairs(self.counts)
 
     async def _all_proxies_answer(self) -> bool:
         """Returns whether the HTTP port of every known host accepts a connection."""

@@ -33,8 +33,6 @@ def check_reports(config: ClusterConfig, reports: Sequence[StatusReport], ours: 
             f"engine: {others[0].worker.worker_id} of this cluster runs {others[0].engine}, not {config.engine}; give "
             f"--engine {_engine(others[0])}, or --engine {config.engine} to have both, between which no KV moves"
         )
-    if not config.moves_kv:
-        return
     unlike = {worker.worker.epoch for worker in others}
     pairs = [pair for worker in workers if worker.worker.worker_id in ours for pair in worker.pairs]
     refused = next((pair for pair in pairs if pair.state == "refused" and pair.decode_epoch not in unlike), None)

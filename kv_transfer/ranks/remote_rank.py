@@ -1,4 +1,4 @@
-"""Rank 0's end of a follower's KV transfers: sends orders and collects their results."""
+"""A worker's end of a follower's KV transfers: sends orders and collects their results."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone
 from tandem.kv_transfer.ranks.orders import Order, OrderDone, PoolReady
 from tandem.kv_transfer.ranks.rank_pool import OnAddresses
 from tandem.protocol.codec import Codec
+from tandem.protocol.network_keys import NetworkKeys
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
 from tandem.runtime.threads import show_thread_name
@@ -33,12 +34,17 @@ class RemoteRank:
         self._sending = ThreadPoolExecutor(1, "rank-orders", show_thread_name)  # a frozen follower reads nothing
         self._gone = False
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Blocks until the follower has allocated its pool. Raises InternalError."""
+    def wait_until_ready(self, timeout_s: float, keys: NetworkKeys | None = None) -> None:
+        """Blocks until the follower has allocated its pool. Raises InternalError.
+
+        keys: of the cluster, by which the follower protects its paths.
+        """
         message = self._channel.receive() if self._channel.has_message(timeout_s) else None
         if not isinstance(message, PoolReady):
             raise InternalError(f"a rank did not come up within {timeout_s:.0f} s")
         threading.Thread(target=self._listen, name="remote-rank", daemon=True).start()
+        if keys is not None:
+            self.order("use_keys", keys)
 
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
         self.order("open_sender", connector, pair_id, addresses, on_done=on_ready)

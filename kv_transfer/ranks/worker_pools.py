@@ -12,41 +12,19 @@ from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
 from tandem.kv_transfer.tiers.tier import TiersConfig
+from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.network_keys import NetworkKeys
 from tandem.runtime.errors import KVTransferFailed
 
 READY_TIMEOUT_S = 60.0
 
 
-class WorkerPools:
-    """The pools and tiers of a worker, as rank 0 uses them.
+class FanOutPools:
+    """The pools of several ranks as one. ranks: in order."""
 
-    own: rank 0's pool. followers: connections to the other ranks, in order of rank. keys: sent to the
-    followers, which protect their paths by them. tiers: below the pool of each rank.
-    """
-
-    def __init__(
-        self,
-        own: RankPool,
-        followers: Sequence[Connection] = (),
-        keys: NetworkKeys | None = None,
-        tiers: TiersConfig | None = None,
-    ) -> None:
-        self._keys = keys
-        self._tiers_config = tiers or TiersConfig()
-        self._followers = [RemoteRank(connection) for connection in followers]
-        self._ranks: list[RankPool | RemoteRank] = [own, *self._followers]
-        self.tiers = WorkerTiers(own.tiers(self._tiers_config), self._followers)
-        self.layout = own.layout
-
-    def wait_until_ready(self) -> None:
-        """Blocks until every follower has allocated its pool. Raises InternalError on time-out."""
-        for follower in self._followers:
-            follower.wait_until_ready(READY_TIMEOUT_S)
-            if self._keys is not None:
-                follower.order("use_keys", self._keys)
-            if self.tiers.names:
-                follower.order("use_tiers", self._tiers_config)
+    def __init__(self, layout: KVLayout, ranks: Sequence[RankPool | RemoteRank]) -> None:
+        self.layout = layout
+        self._ranks = ranks
 
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
         """Opens all paths to a decode worker. addresses: see `PairAccepted`. Raises KVTransferFailed."""
@@ -75,3 +53,31 @@ class WorkerPools:
 
         for rank, done in zip(self._ranks, gather(len(self._ranks), merge), strict=True):
             rank.checksums(block_ids, done)
+
+
+class WorkerPools(FanOutPools):
+    """The pools and tiers of a worker, as rank 0 uses them.
+
+    own: rank 0's pool. followers: connections to the other ranks, in order of rank. keys: sent to the
+    followers, which protect their paths by them. tiers: below the pool of each rank.
+    """
+
+    def __init__(
+        self,
+        own: RankPool,
+        followers: Sequence[Connection] = (),
+        keys: NetworkKeys | None = None,
+        tiers: TiersConfig | None = None,
+    ) -> None:
+        self._keys = keys
+        self._tiers_config = tiers or TiersConfig()
+        self._followers = [RemoteRank(connection) for connection in followers]
+        super().__init__(own.layout, [own, *self._followers])
+        self.tiers = WorkerTiers(own.tiers(self._tiers_config), self._followers)
+
+    def wait_until_ready(self) -> None:
+        """Blocks until every follower has allocated its pool. Raises InternalError on time-out."""
+        for follower in self._followers:
+            follower.wait_until_ready(READY_TIMEOUT_S, self._keys)
+            if self.tiers.names:
+                follower.order("use_tiers", self._tiers_config)

@@ -20,7 +20,6 @@ import msgspec
 from engine_driver import BLOCK_SIZE, EngineDriver  # type: ignore[import-not-found]
 
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
-from tandem.vllm_worker.kv_memory import block_rows
 from tandem.vllm_worker.vllm_host import kv_layout
 
 NUM_TOKENS = 40
@@ -81,9 +80,8 @@ def resumed(driver: EngineDriver) -> list[dict[str, Any]]:
 def memory(driver: EngineDriver) -> dict[str, Any]:
     """Compares the file that peers map with the tensor of all blocks."""
     driver.run(prompt(1, 200))
-    caches = driver.engine.kv_caches
-    rows = block_rows(caches)
-    mapped = Path(caches[0].untyped_storage().filename).read_bytes()
+    rows = driver.rows
+    mapped = Path(rows.untyped_storage().filename).read_bytes()
     [*_, num_layers, _] = rows.shape
     is_same = all(
         mapped[place : place + rows.shape[2]] == rows[block, layer].numpy().tobytes()
@@ -91,7 +89,7 @@ def memory(driver: EngineDriver) -> dict[str, Any]:
         for layer in range(num_layers)
         for place in [rows.storage_offset() + block * rows.stride(0) + layer * rows.stride(1)]
     )
-    target = str(Path(caches[0].untyped_storage().filename).readlink())
+    target = str(Path(rows.untyped_storage().filename).readlink())
     return {
         "file": target,
         "shape": list(rows.shape),
@@ -108,7 +106,7 @@ def layouts(driver: EngineDriver) -> list[dict[str, Any]]:
         config = copy.copy(engine.vllm_config)
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.kv_cache_layout = name
-        found.append(msgspec.to_builtins(kv_layout(driver.config, config, engine.kv_caches)))
+        found.append(msgspec.to_builtins(kv_layout(driver.config, config, driver.rank_facts)))
     return found
 
 
@@ -152,7 +150,7 @@ def moved(driver: EngineDriver) -> dict[str, Any]:
 
     Without generated tokens, and with so many that they need a block more than the prompt.
     """
-    rows = block_rows(driver.engine.kv_caches)
+    rows = driver.rows
     found: dict[str, Any] = {}
     for name, (sampling, stop) in CASES.items():
         tokens = prompt(99, 150)

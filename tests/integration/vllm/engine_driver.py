@@ -8,14 +8,20 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 
+import torch
+from vllm.config import VllmConfig
+
+from tandem.kv_transfer.connector import DataNetwork
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions, TokenLogprobs
 from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.vllm_worker.engine_orders import AddRequest, AllocatedBlocks, EngineFigures, StepReport
 from tandem.vllm_worker.vllm_engine import VllmEngine
-from tandem.vllm_worker.vllm_host import engine_arguments
+from tandem.vllm_worker.vllm_host import engine_arguments, kv_layout
+from tandem.vllm_worker.vllm_ranks import AskRanks, RankKV, open_ranks
 from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig
 
 LIMIT_S = 60.0
@@ -45,7 +51,7 @@ class EngineDriver:
             max_num_batched_tokens=64,
             max_num_seqs=4,
         )
-        self.engine = VllmEngine(engine_arguments(self.config, 0), self._on_report, self._on_failed)
+        self.engine = VllmEngine(engine_arguments(self.config, 0), self._open_kv, self._on_report, self._on_failed)
         self.engine.start().result()
 
     def add(
@@ -114,6 +120,13 @@ class EngineDriver:
     @staticmethod
     def hashes(token_ids: list[int], cache_salt: str = "") -> list[bytes]:
         return BlockHasher(BLOCK_SIZE, "model", cache_salt).prompt_hashes(pack_token_ids(token_ids))
+
+    def _open_kv(self, vllm_config: VllmConfig, ask: AskRanks) -> RankKV:
+        [self.rank_facts] = ask("kv_facts")
+        kv = open_ranks(ask, partial(kv_layout, self.config, vllm_config), "127.0.0.1", None)
+        [pool] = ask("kv_pool", None, (kv.pools.layout, DataNetwork("127.0.0.1")))
+        self.rows: torch.Tensor = pool.blocks
+        return kv
 
     def _on_report(self, report: StepReport) -> None:
         with self._changed:

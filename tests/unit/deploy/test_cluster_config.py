@@ -86,7 +86,6 @@ def test_prompts_of_the_demo_model_are_handed_over_unless_a_threshold_is_given(
         ('engine = "vllm"\nquantization = "int8"', "quantization: int8 .* --engine vllm: vLLM quantises to fp8"),
         ('engine = "vllm"\nkv_connector = "gloo"', "kv_connector: gloo .* --engine vllm: .* ipc, tcp or nixl"),
         ('engine = "vllm"\nworkers = 1\ndecode_tensor_parallel_size = 2', "decode_tensor_parallel_size: 2"),
-        ('engine = "vllm"\ntensor_parallel_size = 2', "tensor_parallel_size: .* one rank only; use --workers N"),
     ],
 )
 def test_config_errors_name_the_mistake(tmp_path: Path, content: str, words: str) -> None:

@@ -55,12 +55,3 @@ def test_a_worker_of_ours_that_a_proxy_does_not_reach_ends_the_start() -> None:
         ConfigError, match=r"proxy-1 .* no answer from it at tcp://127\.0\.0\.1:4000; give .*--cluster-host"
     ):
         check_reports(config, reported(UNREACHED_S), ["ours"])
-
-
-def test_vllm_workers_of_several_ranks_serve_without_pairs() -> None:
-    reports = [report(decode_0="vllm 0.32.0", ours="vllm 0.32.0")]
-    alone = load_config(None, {"engine": "vllm", "workers": 2})
-    with pytest.raises(ConfigError, match="decode-0 refused to pair"):
-        check_reports(alone, reports, ["ours"])
-    several = load_config(None, {"engine": "vllm", "workers": 2, "tensor_parallel_size": 2})
-    check_reports(several, reports, ["ours"])

@@ -1,0 +1,176 @@
+"""The KV of vLLM's ranks: in the worker's process if there is one rank, else in a process for each.
+
+A worker asks its ranks by vLLM's `collective_rpc`, which calls a method of `KVRank` in each of them. Ranks in processes
+of their own then serve their transfers on a channel, as followers of Tandem's own engine do
+(`kv_transfer.ranks.transfer_server`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from tandem.kv_transfer.checksums import OnChecksums
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer
+from tandem.kv_transfer.ranks.rank_pool import OnAddresses, RankPool
+from tandem.kv_transfer.ranks.remote_rank import RemoteRank
+from tandem.kv_transfer.ranks.transfer_server import TransferServer
+from tandem.kv_transfer.ranks.worker_pools import READY_TIMEOUT_S, FanOutPools
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.transfer import KVLayout
+from tandem.protocol.network_keys import NetworkKeys
+from tandem.protocol.rank_channel import accept, connect, listen
+from tandem.protocol.tls_identity import tls_contexts
+from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.processes.lifetime import die_with_parent
+from tandem.vllm_worker.kv_memory import block_rows
+
+
+class RankFacts(NamedTuple):
+    """What one rank says of its KV."""
+
+    pid: int
+    dtype: str
+    """As torch names it."""
+    num_layers: int
+    block_bytes: int
+
+
+class RankKV(NamedTuple):
+    """The KV of all ranks of a worker."""
+
+    pids: list[int]
+    block_bytes: int
+    """Size of one block, summed over all ranks."""
+    pools: FanOutPools
+
+
+class AskRanks(Protocol):
+    """Calls a method of `KVRank` in all ranks, and returns their answers in order."""
+
+    def __call__(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class VllmRankPool(RankPool):
+    """The pool of one rank. blocks: rows of bytes, as `kv_memory.block_rows` returns them.
+
+    Both workers of a pair have equally many ranks (`vllm_host.kv_layout`), and rank i sends whole blocks to rank i.
+    """
+
+    def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
+        if [len(each) for each in addresses] != [1] * self.layout.tensor_parallel_size:
+            raise KVTransferFailed(f"the peer has no path for each of {self.layout.tensor_parallel_size} ranks")
+        num_layers, row_bytes = self.blocks.shape[1:]
+        by_layer = self.blocks.stride(1) > self.blocks.stride(0)
+
+        def view(pool: torch.Tensor) -> torch.Tensor:
+            if by_layer:
+                return pool.view(num_layers, -1, row_bytes).transpose(0, 1)
+            return pool.view(-1, num_layers, row_bytes)
+
+        peer = Peer(self._path_id(pair_id), addresses[self.rank][0], view)
+        return load_connector(connector).open_sender(peer, self.blocks, self.network, on_ready)
+
+    def open_receiver(self, connector: str, pair_id: str, num_senders: int, on_addresses: OnAddresses) -> KVReceiver:
+        if num_senders != self.layout.tensor_parallel_size:
+            raise KVTransferFailed(f"the peer has {num_senders} ranks, not {self.layout.tensor_parallel_size}")
+
+        def on_address(address: bytes | KVTransferFailed) -> None:
+            on_addresses(address if isinstance(address, KVTransferFailed) else [address])
+
+        path_id = self._path_id(pair_id)
+        return load_connector(connector).open_receiver(path_id, self.blocks, self.network, on_address)
+
+    def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
+        """Hashes this rank's part of each block, with the rank as seed: ranks that share a head have equal parts."""
+        rows, ids = self.blocks, list(block_ids)
+        self.checksum_thread.submit(
+            lambda: [xxh3_64_intdigest(rows[each].contiguous().cpu().numpy().data, self.rank) for each in ids],
+            on_checksums,
+        )
+
+    def _path_id(self, pair_id: str) -> str:
+        return f"{pair_id}/{self.rank}"
+
+
+class KVRank:
+    """Mixed into vLLM's worker class, of which every rank has an object."""
+
+    rank: int
+
+    def kv_facts(self) -> RankFacts:
+        rows, first = self._kv_rows(), self._kv_caches()[0]
+        return RankFacts(os.getpid(), str(first.dtype).removeprefix("torch."), rows.shape[1], rows[0].numel())
+
+    def kv_pool(self, layout: KVLayout, network: DataNetwork) -> VllmRankPool:
+        return VllmRankPool(self.rank, layout, self._kv_rows(), network)
+
+    def serve_kv_pool(self, layout: KVLayout, host: str, key: bytes) -> bytes:
+        """Serves the transfers of a rank that has a process of its own. Returns the address for its channel.
+
+        host: own address for data. key: lets the worker in.
+        """
+        _unname_shared_memory()
+        # The end of the worker ends a rank also if it is stopped, or spins in a collective operation without its peer.
+        die_with_parent(signal.SIGKILL)
+        signal.set_wakeup_fd(-1)  # a forked rank has the worker's: its loop would take the rank's signals for its own
+        listener, pool = listen(key), self.kv_pool(layout, DataNetwork(host))
+        threading.Thread(target=_serve, args=(listener, pool), name="transfers", daemon=True).start()
+        address: bytes = listener.address
+        return address
+
+    def _kv_caches(self) -> list[torch.Tensor]:
+        """One for each layer, in order."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return list(get_kv_transfer_group().kv_caches.values())
+
+    def _kv_rows(self) -> torch.Tensor:
+        return block_rows(self._kv_caches())
+
+
+def _unname_shared_memory() -> None:
+    """Removes the names under which the ranks share memory for collective operations on CPUs, and have mapped it.
+
+    vLLM removes them at the end of a rank, but not when the rank is killed.
+    """
+    if name := os.environ.get("VLLM_DIST_IDENT"):
+        for file in Path("/dev/shm").glob(f"{name}-*-cpushm_*"):  # noqa: S108
+            file.unlink(missing_ok=True)  # all ranks do this at once
+
+
+def _serve(listener: Listener, pool: VllmRankPool) -> None:
+    TransferServer(accept(listener), pool).start()
+
+
+def open_ranks(
+    ask: AskRanks, make_layout: Callable[[RankFacts], KVLayout], host: str, keys: NetworkKeys | None
+) -> RankKV:
+    """Opens the pools of all ranks. Blocks until they are there. Raises InternalError on time-out.
+
+    make_layout: called with the facts of a rank. host: own address for data.
+    """
+    facts: list[RankFacts] = ask("kv_facts", READY_TIMEOUT_S)
+    layout = make_layout(facts[0])
+    ranks: Sequence[RankPool | RemoteRank]
+    if len(facts) == 1:
+        network = DataNetwork(host, tls_contexts(keys) if keys is not None else None)
+        ranks = ask("kv_pool", READY_TIMEOUT_S, (layout, network))
+    else:
+        key = secrets.token_bytes(32)
+        addresses = ask("serve_kv_pool", READY_TIMEOUT_S, (layout, host, key))
+        ranks = remote = [RemoteRank(connect(address, key)) for address in addresses]
+        for rank in remote:
+            rank.wait_until_ready(READY_TIMEOUT_S, keys)
+    return RankKV([each.pid for each in facts], sum(each.block_bytes for each in facts), FanOutPools(layout, ranks))

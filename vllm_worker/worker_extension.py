@@ -1,0 +1,13 @@
+"""What Tandem adds to vLLM's worker class, of which every rank has an object."""
+
+from __future__ import annotations
+
+from tandem.vllm_worker.resumed_sequences import ResumedSequences
+from tandem.vllm_worker.vllm_ranks import KVRank
+
+EXTENSION = "tandem.vllm_worker.worker_extension.WorkerExtension"
+"""For `ParallelConfig.worker_extension_cls`."""
+
+
+class WorkerExtension(ResumedSequences, KVRank):
+    """vLLM mixes it in. Its methods are called by `collective_rpc`."""
