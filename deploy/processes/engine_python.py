@@ -56,7 +56,10 @@ class EnginePython:
     path: Path
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Environment variables with which it imports Tandem's packages. folder: gets a link to them."""
+        """Environment variables with which it imports Tandem's packages.
+
+        folder: private folder of the cluster; gets a link to the packages, and vLLM's sockets between ranks.
+        """
         packages = folder / "packages"
         packages.mkdir(exist_ok=True)
         link = packages / "tandem"
@@ -66,6 +69,7 @@ class EnginePython:
             "PYTHONPATH": str(packages),
             "PYTHONSAFEPATH": "1",  # the working folder may have names of packages that vLLM imports
             "PATH": f"{self.path.parent}:{os.environ.get('PATH', os.defpath)}",  # compilers that vLLM's kernels call
+            "VLLM_RPC_BASE_PATH": str(folder),
         }
 
 

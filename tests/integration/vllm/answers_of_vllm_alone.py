@@ -1,7 +1,8 @@
-"""Answers requests with vLLM and nothing of Tandem: `python answers_of_vllm_alone.py MODEL ADAPTER REQUESTS FILE`.
+"""Answers requests with vLLM and nothing of Tandem: `answers_of_vllm_alone.py MODEL RANKS ADAPTER REQUESTS FILE`.
 
-REQUESTS: JSON file with a list of {"prompt": ids, "sampling": fields, "uses_adapter": bool}. The answer has
-the choices of each: {"token_ids", "logprobs" of the sampled tokens or null}.
+RANKS: tensor parallel size. ADAPTER: folder, or empty. REQUESTS: JSON file with a list of {"prompt": ids, "sampling":
+fields, "uses_adapter": bool}. The answer has the choices of each: {"token_ids", "logprobs" of the sampled tokens or
+null}.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def choices(output: Any) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    model, adapter, requests_file, answer_file = sys.argv[1:]
+    model, num_ranks, adapter, requests_file, answer_file = sys.argv[1:]
     requests = json.loads(Path(requests_file).read_text())
     llm = LLM(
         model,
@@ -47,14 +48,17 @@ def main() -> None:
         kv_cache_memory_bytes=400 << 20,
         max_num_seqs=4,
         max_num_batched_tokens=8192,  # so that no prompt is computed in parts, where seeds end vLLM on CPUs
-        enable_lora=True,
+        enable_lora=bool(adapter),
+        tensor_parallel_size=int(num_ranks),
         generation_config="vllm",
         structured_outputs_config={"backend": "guidance"},
     )
-    lora = LoRARequest("adapter", 1, adapter)
+    lora = LoRARequest("adapter", 1, adapter) if adapter else None
     answers: dict[int, Any] = {}
     for uses_adapter in (False, True):  # apart: in a mixed batch, vLLM 0.32 computes wrong tokens on CPUs
         numbers = [number for number, each in enumerate(requests) if each["uses_adapter"] == uses_adapter]
+        if not numbers:
+            continue
         outputs = llm.generate(
             [{"prompt_token_ids": requests[number]["prompt"]} for number in numbers],
             [sampling(requests[number]["sampling"]) for number in numbers],
@@ -64,7 +68,9 @@ def main() -> None:
         answers |= {number: choices(output) for number, output in zip(numbers, outputs, strict=True)}
     answer = [answers[number] for number in range(len(requests))]
     Path(answer_file).write_text(json.dumps(answer))
-    os._exit(0)  # vLLM's own end takes seconds
+    if num_ranks == "1":
+        os._exit(0)  # vLLM's own end takes seconds
+    llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

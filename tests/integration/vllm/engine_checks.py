@@ -100,10 +100,13 @@ def memory(driver: EngineDriver) -> dict[str, Any]:
 
 
 def layouts(driver: EngineDriver) -> list[dict[str, Any]]:
-    """Returns what pairs compare, as it is, and as it would be with another arrangement of a block."""
+    """Returns what pairs compare: as it is, with another arrangement of a block, and with two ranks."""
     engine, found = driver.engine, []
-    for name in (engine.vllm_config.cache_config.kv_cache_layout, "LBNHC"):
+    own = engine.vllm_config.cache_config.kv_cache_layout
+    for name, num_ranks in ((own, 1), ("LBNHC", 1), (own, 2)):
         config = copy.copy(engine.vllm_config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.tensor_parallel_size = num_ranks
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.kv_cache_layout = name
         found.append(msgspec.to_builtins(kv_layout(driver.config, config, driver.rank_facts)))

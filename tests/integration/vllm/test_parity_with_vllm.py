@@ -97,7 +97,8 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     file = tmp_path_factory.mktemp("requests") / "requests.json"
     file.write_text(json.dumps(requests()))
-    return run_with_vllm(Path(__file__).with_name("answers_of_vllm_alone.py"), str(model), str(adapter), str(file))
+    program = Path(__file__).with_name("answers_of_vllm_alone.py")
+    return run_with_vllm(program, str(model), "1", str(adapter), str(file))
 
 
 def ask(cluster: Cluster, request: dict[str, Any]) -> list[dict[str, Any]]:
