@@ -141,9 +141,9 @@ class KVRank:
 
 
 def _unname_shared_memory() -> None:
-    """Removes the names under which the ranks share memory for collective operations on CPUs, and have mapped it.
+    """Removes the names of the memory that ranks share for collective operations on CPUs: vLLM leaves them behind.
 
-    vLLM removes them at the end of a rank, but not when the rank is killed.
+    All ranks have mapped the memory when they answer calls.
     """
     if name := os.environ.get("VLLM_DIST_IDENT"):
         for file in Path("/dev/shm").glob(f"{name}-*-cpushm_*"):  # noqa: S108

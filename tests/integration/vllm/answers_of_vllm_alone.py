@@ -38,6 +38,12 @@ def choices(output: Any) -> list[dict[str, Any]]:
     ]
 
 
+def remove_shared_memory(worker: Any) -> None:
+    """Removes the names of what the ranks have mapped: vLLM leaves them behind on CPUs."""
+    for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
+        file.unlink(missing_ok=True)
+
+
 def main() -> None:
     model, num_ranks, adapter, requests_file, answer_file = sys.argv[1:]
     requests = json.loads(Path(requests_file).read_text())
@@ -68,9 +74,9 @@ def main() -> None:
         answers |= {number: choices(output) for number, output in zip(numbers, outputs, strict=True)}
     answer = [answers[number] for number in range(len(requests))]
     Path(answer_file).write_text(json.dumps(answer))
-    if num_ranks == "1":
-        os._exit(0)  # vLLM's own end takes seconds
-    llm.llm_engine.engine_core.shutdown()
+    if num_ranks != "1":
+        llm.collective_rpc(remove_shared_memory)
+    os._exit(0)  # vLLM's own end takes seconds
 
 
 if __name__ == "__main__":
