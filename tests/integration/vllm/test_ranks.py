@@ -35,7 +35,7 @@ NUM_RANKS = 2
 )
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     size = ("--prefill", "1", "--decode", "1", "--tensor-parallel-size", str(NUM_RANKS), "--kv-cache-gib", "0.1")
-    layout = (*size, "--kv-connector", request.param, "--worker-wait-s", "300")
+    layout: tuple[str, ...] = (*size, "--kv-connector", request.param, "--worker-wait-s", "300")
     if request.param == "tcp":
         folder = tmp_path_factory.mktemp("keys") / "keys"
         make_keys(folder)
