@@ -83,7 +83,7 @@ class RaySite(Site):
             cluster.engine_settings.device == "auto" and num_gpus > 0
         )
         self._cluster = with_device_defaults(cluster, self.on_gpus)
-        self._ranks_per_gpu = ranks_per_ray_gpu(cluster, num_gpus)
+        self._ranks_per_gpu = ranks_per_ray_gpu(cluster, num_gpus if self.on_gpus else 0)
         if self._ranks_per_gpu > 1:
             log.warning(
                 "the Ray cluster has %d GPUs: up to %d workers share each, and new nodes do not change that",

@@ -88,4 +88,5 @@ def test_workers_with_vllm_serve_and_are_replaced(monkeypatch: pytest.MonkeyPatc
                 launcher.kill()
                 print(output)
         assert launcher.returncode == 0, output
+        assert "GPU" not in output, "the node has one, which --device cpu leaves alone"
         Cluster.wait_for(lambda: not any(map(is_alive, pids)), 30)
