@@ -28,14 +28,14 @@ pytestmark = pytest.mark.timeout(900)
 NUM_TOKENS, NUMBER = 60, 6
 """Of each answer, and of the streams."""
 NUM_RANKS = 2
+SIZE = ("--prefill", "1", "--decode", "1", "--tensor-parallel-size", str(NUM_RANKS), "--kv-cache-gib", "0.1")
 
 
 @pytest.fixture(
     scope="module", params=["ipc", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("tcp", "nixl"))]
 )
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    size = ("--prefill", "1", "--decode", "1", "--tensor-parallel-size", str(NUM_RANKS), "--kv-cache-gib", "0.1")
-    layout: tuple[str, ...] = (*size, "--kv-connector", request.param, "--worker-wait-s", "300")
+    layout: tuple[str, ...] = (*SIZE, "--kv-connector", request.param, "--worker-wait-s", "300")
     if request.param == "tcp":
         folder = tmp_path_factory.mktemp("keys") / "keys"
         make_keys(folder)
@@ -74,9 +74,30 @@ def ranks_of(pid: int) -> list[int]:
     return [found[name] for name in sorted(found)]
 
 
+def begin_all(cluster: Cluster, number: int) -> list[Stream]:
+    """Starts streams and waits for none."""
+    salted = [{**body, "cache_salt": str(time.monotonic())} for body in bodies(NUM_TOKENS, number)]
+    return [Stream(cluster, body) for body in salted]
+
+
 def is_whole(cluster: Cluster) -> bool:
     present = {report.worker.worker_id for report in cluster.status().workers}
     return present == {"prefill-0", "decode-0"} and len(cluster.ready_pairs()) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_frozen_rank_costs_no_token(expected: list[list[int]]) -> None:
+    """Its worker ends by the limit that vLLM has for a step. Then no process can write to decode's blocks any more."""
+    environment = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "40"}  # the first step of a rank takes seconds
+    layout = (*cluster_arguments(), *SIZE, "--worker-wait-s", "300")
+    with Cluster(*layout, start_timeout_s=START_TIMEOUT_S, env=environment) as cluster:
+        worker = cluster.worker("prefill-0").worker
+        ranks = ranks_of(worker.pid)
+        os.kill(ranks[1], signal.SIGSTOP)
+        check_answers(begin_all(cluster, NUMBER), expected)
+        assert not [pid for pid in (worker.pid, *ranks) if is_alive(pid)]
+        cluster.wait_for(lambda: is_whole(cluster), START_TIMEOUT_S)
+        cluster.wait_for(cluster.all_blocks_free)
 
 
 def test_answers_are_those_of_vllm_alone(
@@ -92,8 +113,7 @@ def test_answers_are_those_of_vllm_alone(
 
 def test_abandoned_requests_leave_nothing(cluster: Cluster, expected: list[list[int]]) -> None:
     for delay_s in (0.0, 0.2):
-        salted = [{**body, "cache_salt": str(time.monotonic())} for body in bodies(NUM_TOKENS, 10)]
-        streams = [Stream(cluster, body) for body in salted]
+        streams = begin_all(cluster, 10)
         time.sleep(delay_s)
         for each in streams:
             with suppress(OSError):  # it has ended
