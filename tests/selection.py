@@ -38,6 +38,7 @@ EXHAUSTIVE = (
     "integration/test_overlap.py",
     "integration/test_ray_gpus.py",
     "integration/test_ray_host_memory.py",
+    "integration/test_ray_vllm.py",
     "integration/test_scale.py",
     "faults/test_device_errors.py",
     "faults/test_gpu_check.py",
