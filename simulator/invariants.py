@@ -14,6 +14,7 @@ from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.connection import SILENT_S
+from tandem.simulator.noted_blocks import NotedBlocks
 from tandem.simulator.processes import SimulatedProxy, SimulatedWorker
 from tandem.simulator.timeline import ProcessLoop, Timeline
 
@@ -58,7 +59,10 @@ class Invariants:
             self._report("a running worker is taken for one that has exited", f"{worker_id} ({epoch}): {reason}")
 
     def check_delta(self, sequence: DispatchedSequence, attempt: Attempt, delta: TokenDelta) -> None:
-        """A stream begins once decode has blocks, and its full blocks are cached at its end if there is room."""
+        """A stream begins once decode has blocks, and its full blocks are cached at its end if none was ever evicted.
+
+        An evicted one may have been the equal of a block that this sequence still held.
+        """
         if attempt.route.is_shipped and attempt.times.reserved_at is None and not attempt.is_over:
             self._report("a stream began before decode had blocks", attempt.attempt_id)
         info = attempt.route.decode
@@ -67,8 +71,8 @@ class Invariants:
         blocks = worker.worker._scheduler.blocks
         stored = sequence.prompt.token_ids + pack_token_ids(sequence.generated[:-1])
         hashes = BlockHasher(self._cluster.shape.block_size, "simulated").prompt_hashes(stored)
-        has_room = blocks.num_blocks >= 100 and blocks.num_free - blocks.num_cached > blocks.num_blocks // 2
-        if has_room and len(blocks.match(hashes)) < len(hashes):
+        assert isinstance(blocks, NotedBlocks)
+        if not blocks.has_evicted and len(blocks.match(hashes)) < len(hashes):
             self._report("a finished sequence is not cached", f"{worker.name}: {attempt.attempt_id}")
 
     def _check(self) -> None:

@@ -9,11 +9,15 @@ from tandem.simulator.scenario import ClusterShape
 
 
 class NotedBlocks(BlockManager):
-    """Notes which blocks of a worker begin and end to be held. The engine and the paths note who writes them."""
+    """Notes which blocks of a worker begin and end to be held. The engine and the paths note who writes them.
+
+    has_evicted: whether a cached block was ever given to another sequence.
+    """
 
     def __init__(self, name: str, shape: ClusterShape, note: Callable[..., None]) -> None:
         super().__init__(shape.num_blocks, shape.block_size)
         self._name, self._note = name, note
+        self.has_evicted = False
 
     def allocate(self, num_blocks: int) -> list[int]:
         block_ids = super().allocate(num_blocks)
@@ -31,6 +35,10 @@ class NotedBlocks(BlockManager):
 
     def end_quarantine(self, block_ids: Iterable[int]) -> None:
         super().end_quarantine(self._noted("in quarantine no more", block_ids))
+
+    def _evict(self) -> int:
+        self.has_evicted = True
+        return super()._evict()
 
     def _noted(self, what: str, block_ids: Iterable[int]) -> tuple[int, ...]:
         noted = tuple(block_ids)
