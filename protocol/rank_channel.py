@@ -6,13 +6,11 @@ process that inherits no socket is reached at an address of Linux's abstract nam
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import struct
 import threading
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
 import msgspec
@@ -33,30 +31,48 @@ def open_channel() -> tuple[Connection, Connection]:
     return Connection(ends[0].detach()), Connection(ends[1].detach())
 
 
-def listen(key: bytes) -> Listener:
-    """Opens an address of this host, of type bytes, for one process that knows the key (`accept`, `connect`)."""
-    return Listener(f"\0tandem-{secrets.token_hex(16)}", "AF_UNIX", authkey=key)
+def listen() -> socket.socket:
+    """Opens an address of this host, which one process may connect to (`accept`, `connect`)."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0tandem-{secrets.token_hex(16)}")
+    listener.listen()
+    return listener
 
 
-def accept(listener: Listener) -> Connection:
-    """Blocks until a process that knows the key has connected; others are refused. Closes the address then."""
+def accept(listener: socket.socket, pid: int) -> Connection:
+    """Blocks until process `pid` has connected; others are turned away. Closes the address then."""
     with listener:
         while True:
-            try:
-                return _with_limit(listener.accept())
-            except (AuthenticationError, EOFError, ConnectionError):
-                continue
+            end, _ = listener.accept()
+            if _peer_pid(end) == pid:
+                return _as_connection(end)
+            end.close()
 
 
-def connect(address: bytes, key: bytes) -> Connection:
-    """Connects to a process that listens. Raises OSError and AuthenticationError."""
-    return _with_limit(Client(address, "AF_UNIX", key))
+def connect(address: bytes, pid: int) -> Connection:
+    """Connects to process `pid`, which listens. Raises OSError, also if another process listens there."""
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.settimeout(SEND_TIMEOUT_S)
+        end.connect(address)
+        if _peer_pid(end) != pid:
+            raise PermissionError(f"process {_peer_pid(end)} listens in place of {pid}")
+    except OSError:
+        end.close()
+        raise
+    return _as_connection(end)
 
 
-def _with_limit(connection: Connection) -> Connection:
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        _limit_sends(end)
-    return connection
+def _peer_pid(end: socket.socket) -> int:
+    """Returns the process that has connected or listens, as the kernel has noted it."""
+    pid: int = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    return pid
+
+
+def _as_connection(end: socket.socket) -> Connection:
+    end.setblocking(True)
+    _limit_sends(end)
+    return Connection(end.detach())
 
 
 def _limit_sends(end: socket.socket) -> None:

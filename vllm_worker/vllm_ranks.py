@@ -8,12 +8,11 @@ of their own then serve their transfers on a channel, as followers of Tandem's o
 from __future__ import annotations
 
 import os
-import secrets
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -116,18 +115,18 @@ class KVRank:
     def kv_pool(self, layout: KVLayout, network: DataNetwork) -> VllmRankPool:
         return VllmRankPool(self.rank, layout, self._kv_rows(), network)
 
-    def serve_kv_pool(self, layout: KVLayout, host: str, key: bytes) -> bytes:
+    def serve_kv_pool(self, layout: KVLayout, host: str, worker_pid: int) -> bytes:
         """Serves the transfers of a rank that has a process of its own. Returns the address for its channel.
 
-        host: own address for data. key: lets the worker in.
+        host: own address for data. worker_pid: process of the worker, which alone is let in.
         """
         _unname_shared_memory()
         # The end of the worker ends a rank also if it is stopped, or spins in a collective operation without its peer.
         die_with_parent(signal.SIGKILL)
         signal.set_wakeup_fd(-1)  # a forked rank has the worker's: its loop would take the rank's signals for its own
-        listener, pool = listen(key), self.kv_pool(layout, DataNetwork(host))
-        threading.Thread(target=_serve, args=(listener, pool), name="transfers", daemon=True).start()
-        address: bytes = listener.address
+        listener, pool = listen(), self.kv_pool(layout, DataNetwork(host))
+        threading.Thread(target=_serve, args=(listener, worker_pid, pool), name="transfers", daemon=True).start()
+        address: bytes = listener.getsockname()
         return address
 
     def _kv_caches(self) -> list[torch.Tensor]:
@@ -150,8 +149,8 @@ def _unname_shared_memory() -> None:
             file.unlink(missing_ok=True)  # all ranks do this at once
 
 
-def _serve(listener: Listener, pool: VllmRankPool) -> None:
-    TransferServer(accept(listener), pool).start()
+def _serve(listener: socket.socket, worker_pid: int, pool: VllmRankPool) -> None:
+    TransferServer(accept(listener, worker_pid), pool).start()
 
 
 def open_ranks(
@@ -168,9 +167,9 @@ def open_ranks(
         network = DataNetwork(host, tls_contexts(keys) if keys is not None else None)
         ranks = ask("kv_pool", READY_TIMEOUT_S, (layout, network))
     else:
-        key = secrets.token_bytes(32)
-        addresses = ask("serve_kv_pool", READY_TIMEOUT_S, (layout, host, key))
-        ranks = remote = [RemoteRank(connect(address, key)) for address in addresses]
+        addresses = ask("serve_kv_pool", READY_TIMEOUT_S, (layout, host, os.getpid()))
+        found = zip(addresses, facts, strict=True)
+        ranks = remote = [RemoteRank(connect(address, each.pid)) for address, each in found]
         for rank in remote:
             rank.wait_until_ready(READY_TIMEOUT_S, keys)
     return RankKV([each.pid for each in facts], sum(each.block_bytes for each in facts), FanOutPools(layout, ranks))

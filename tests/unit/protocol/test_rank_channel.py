@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -45,22 +46,32 @@ def test_nothing_follows_a_message_that_was_sent_in_part() -> None:
     theirs.close()
 
 
-def test_only_a_process_with_the_key_is_let_in() -> None:
-    listener = listen(b"key")
-    address: bytes = listener.address
+def test_only_the_named_process_is_let_in() -> None:
+    listener = listen()
+    address: bytes = listener.getsockname()
+    stranger = (
+        "import socket, sys\n"
+        "end = socket.socket(socket.AF_UNIX)\n"
+        "end.connect(bytes.fromhex(sys.argv[1]))\n"
+        "sys.exit(len(end.recv(1)))\n"
+    )
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept, listener)
-        with pytest.raises(AuthenticationError):
-            connect(address, b"another key")
-        with socket.socket(socket.AF_UNIX) as stranger:  # leaves without a word
-            stranger.connect(address)
-        ours = connect(address, b"key")
+        accepted = pool.submit(accept, listener, os.getpid())
+        subprocess.run([sys.executable, "-c", stranger, address.hex()], check=True, timeout=60)  # is turned away
+        with pytest.raises(PermissionError, match=f"process {os.getpid()} listens in place of {os.getppid()}"):
+            connect(address, os.getppid())
+        accepted.result(30).close()  # of the one that has found another process
+    listener = listen()
+    address = listener.getsockname()
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept, listener, os.getpid())
+        ours = connect(address, os.getpid())
         theirs = accepted.result(30)
     channel: RankChannel[Numbers] = RankChannel(theirs, Codec(Numbers))
     RankChannel(ours, Codec(Numbers)).send(Numbers([1, 2]))
     assert channel.receive() == Numbers([1, 2])
     with pytest.raises(OSError, match="refused"):  # the address is closed
-        connect(address, b"key")
+        connect(address, os.getpid())
     for connection in (ours, theirs):
         with socket.socket(fileno=os.dup(connection.fileno())) as end:
             seconds, _ = struct.unpack("ll", end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16))
