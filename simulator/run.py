@@ -137,7 +137,7 @@ class _Run:
         last = max([START_S, *begun, *(fault.at + fault.duration_s for fault in self._scenario.faults)])
         self._timeline.run(self._is_broken, last)
         self._cluster.end_faults()
-        recovered_at = last + RECOVERY_S + self._scenario.shipping_s
+        recovered_at = last + RECOVERY_S + self._scenario.work_s
         recovered_at += RESTART_ALL_S * any(fault.kind == "restart all" for fault in self._scenario.faults)
         self._expect("a request does not end", self._unfinished, recovered_at)
         self._expect("the cluster does not recover", self._cluster.not_whole, recovered_at + 60)

@@ -133,11 +133,14 @@ class Scenario:
     faults: tuple[Fault, ...]
 
     @property
-    def shipping_s(self) -> float:
-        """Time to ship the blocks of all prompts one after the other, as with one worker of each role."""
+    def work_s(self) -> float:
+        """Time to ship all prompts and to compute all sequences with one worker of each role."""
+        engine = self.cluster.config.engine_settings
         prompts = [prompt for request in self.requests for prompt in request.prompts]
         num_blocks = sum(1 + len(prompt) // self.cluster.block_size for prompt in prompts)
-        return 2 * num_blocks * self.cluster.block_s
+        num_tokens = sum(len(each.prompts) * each.num_sequences * each.max_tokens for each in self.requests)
+        num_steps = sum(map(len, prompts)) / engine.max_num_batched_tokens + num_tokens / engine.max_num_seqs
+        return 2 * num_blocks * self.cluster.block_s + num_steps * self.cluster.step_times.fixed_s
 
 
 def draw(seed: int) -> Scenario:

@@ -164,7 +164,7 @@ class TokenBatch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class AttemptPreempted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to proxy: terminal. No blocks were left for the sequence; dispatch it again."""
+    """Worker to proxy: terminal. No blocks were left for the sequence; dispatch it again."""
 
     attempt_id: str
 

@@ -112,12 +112,21 @@ class Attempt:
         self._decode_tokens.append(token)
         self._release()
 
-    def on_preempted(self) -> None:
-        """Handles a sequence that decode has preempted. All tokens that it sampled have arrived."""
+    def on_preempted(self, worker: WorkerInfo) -> None:
+        """The last message of `worker`, which had no blocks left. All tokens that it sampled have arrived.
+
+        If decode was sooner than the first token, which is on its way, the attempt is over when that comes.
+        """
         self._decode_reserved = True
-        self.busy_workers.clear()
+        if worker == self.route.decode:
+            self.busy_workers.clear()  # prefill has shipped all that decode needed
+        else:
+            self._on_worker_done(worker)
         self.preempted = True
-        self._release()
+        if worker == self.route.prefill and self.first_token is None:
+            self._on_change()  # no first token will come
+        else:
+            self._release()
 
     def on_failed(self, worker: WorkerInfo, error: TandemError) -> None:
         """The last message of `worker`. When it lost something, it lost it to the other worker."""
@@ -128,7 +137,7 @@ class Attempt:
         """Ends the attempt, unless only prefill was lost and decode already runs."""
         if self.route.is_shipped and worker == self.route.prefill and self._first_released and self.has_decoded:
             self._on_worker_done(worker)
-        elif not self.preempted:
+        elif not self.preempted or not self._first_released:
             self.has_lost_worker = True
             self.fail(error, suspects=[worker])  # it may still run, behind a broken connection
 

@@ -358,7 +358,7 @@ class Dispatcher:
                 attempt.times.reserved_at = now
                 attempt.on_decode_reserved()
             case AttemptPreempted():
-                attempt.on_preempted()
+                attempt.on_preempted(worker)
             case AttemptFailed():
                 attempt.on_failed(worker, message.error.to_error())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from tandem.proxy.dispatch.sequence import MAX_LOST_ATTEMPTS
 from tandem.runtime.errors import InternalError, InvalidRequest, KVTransferFailed, Overloaded, TandemError
 from tests.support.fake_workers import MAX_MODEL_LEN, FakeWorkers, Proxy, make_tokenizer
 from tests.support.sse import END, events_of, whole_stream
@@ -54,7 +56,6 @@ def client(proxy: Proxy, workers: FakeWorkers) -> Iterator[httpx.Client]:
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (KVTransferFailed("it did not arrive"), 503),
         (InternalError("it broke"), 500),
         (Overloaded("no room"), 503),
         (InvalidRequest("no such thing", "prompt"), 400),
@@ -81,7 +82,7 @@ def test_a_failed_sequence_fails_its_request(
             assert stream
             *chunks, last = events_of(answer.iter_lines())
             assert last["error"]["code"] == error.code
-            assert last["error"]["message"].startswith(error.message)  # followed by the number of attempts
+            assert last["error"]["message"].startswith(error.message)
             assert END not in answer.text
             ended = {c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]}
             assert 0 not in ended, "the failed sequence has no finish_reason"
@@ -94,12 +95,31 @@ def test_a_failed_sequence_fails_its_request(
     assert client.post("/v1/completions", json={**TEXT, "max_tokens": 6}).json()["choices"][0]["text"] == "abcdef"
 
 
+def test_requests_whose_attempts_all_fail_say_how_many_there_were(client: httpx.Client, workers: FakeWorkers) -> None:
+    """With the waits between attempts they take 22 s."""
+    workers.fail_at = ("reserve", KVTransferFailed("it did not arrive"))
+
+    def ask(path: str, fields: dict[str, Any]) -> httpx.Response:
+        return client.post(path, json={**fields, "max_tokens": 40}, timeout=150)
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(ask, ("/v1/completions", "/v1/chat/completions"), (TEXT, CHAT)))
+    finally:
+        workers.fail_at = None
+    for answer in answers:
+        assert answer.status_code == 503 and "retry-after" in answer.headers
+        error = answer.json()["error"]
+        assert error["code"] == "kv_transfer_failed"
+        assert error["message"] == f"it did not arrive (the last of {MAX_LOST_ATTEMPTS} attempts)"
+
+
 def test_the_openai_client_raises_on_an_error_in_mid_stream(proxy: Proxy, workers: FakeWorkers) -> None:
     with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="secret", max_retries=0) as client:
-        workers.fail_at = ("decode", KVTransferFailed("it did not arrive"))
+        workers.fail_at = ("decode", InternalError("it broke"))
         try:
             stream = client.completions.create(model="echo", prompt="abcdef", max_tokens=40, stream=True)
-            with pytest.raises(openai.APIError, match="it did not arrive"):
+            with pytest.raises(openai.APIError, match="it broke"):
                 list(stream)
         finally:
             workers.fail_at = None

@@ -7,7 +7,13 @@ import json
 
 import pytest
 
-from tandem.protocol.messages.dispatch import AbortAllAttempts, AbortAttempt, PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import (
+    AbortAllAttempts,
+    AbortAttempt,
+    AttemptPreempted,
+    PrepareDecode,
+    StartPrefill,
+)
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams
 from tandem.protocol.messages.token_ids import unpack_token_ids
@@ -56,6 +62,56 @@ def test_a_prompt_migrates_to_another_worker(lost: WorkerInfo, when: str) -> Non
         assert await reader == ([5, 6], "length")
 
     play(test, worker_wait_s=60)
+
+
+@pytest.mark.parametrize("first_comes", [True, False])
+def test_a_sequence_that_decode_preempted_survives_the_loss_of_prefill(first_comes: bool) -> None:
+    """Its first token may be lost with prefill. Found by `tandem simulate`."""
+
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        old, _, _ = attempt(cluster, 0)
+        cluster.join(OTHER_PREFILL)
+        cluster.token(old, 6)
+        cluster.dispatcher.on_message(DECODE, AttemptPreempted(old))
+        await turn()
+        assert len(cluster.pool.of(StartPrefill)) == 1, "the first token is on its way"
+        if first_comes:
+            cluster.first(old, 5)
+        cluster.lose(PREFILL)
+        await turn()
+        new, _, start = attempt(cluster, 1)
+        assert unpack_token_ids(start.token_ids) == ([1, 2, 3, 5, 6] if first_comes else [1, 2, 3])
+        tokens = [7] if first_comes else [5, 6, 7]
+        cluster.first(new, tokens[0], worker=OTHER_PREFILL)
+        for token_id in tokens[1:]:
+            cluster.token(new, token_id)
+        cluster.token(new, 8, "length")
+        assert await reader == ([5, 6, 7, 8], "length")
+
+    play(test)
+
+
+@pytest.mark.parametrize("first_comes", [True, False])
+def test_decode_gets_an_abort_when_prefill_preempts(first_comes: bool) -> None:
+    """Prefill tells it too, but may not reach it. Found by `tandem simulate`."""
+
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        old, _, _ = attempt(cluster, 0)
+        if first_comes:
+            cluster.first(old, 5)
+        cluster.dispatcher.on_message(PREFILL, AttemptPreempted(old))
+        await turn()
+        assert cluster.aborted() == [DECODE.worker_id]
+        new, _, _ = attempt(cluster, 1)
+        cluster.first(new, 6 if first_comes else 5)
+        cluster.token(new, 7, "length")
+        assert await reader == ([5, 6, 7] if first_comes else [5, 7], "length")
+
+    play(test)
 
 
 def test_a_stream_continues_after_its_last_token() -> None:
