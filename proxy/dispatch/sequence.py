@@ -27,11 +27,8 @@ from tandem.telemetry.stages import AttemptTimes
 
 MAX_LOST_ATTEMPTS = 8
 """Attempts that may fail through no fault of the sequence. After that the sequence is taken to be the cause."""
-_FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 10.0
-"""Wait before a retry after the second failure; tripled with each further one, up to the maximum.
-
-The first ones come soon, as most workers are lost alone. All of them together last for 22 s, longer than most outages
-of a network, which may break one pair after the other."""
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 1.0
+"""Wait before a retry after the second failure; doubled with each further one, up to the maximum."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True):
@@ -125,7 +122,7 @@ class DispatchedSequence:
             return None
         if self.num_lost <= 1 or (attempt.has_lost_worker and attempt.has_decoded):
             return 0.0  # else the launcher may soon say that the worker has crashed
-        delay_s: float = _FIRST_DELAY_S * 3 ** (self.num_lost - 2)
+        delay_s: float = _FIRST_DELAY_S * 2 ** (self.num_lost - 2)
         return min(_MAX_DELAY_S, delay_s)
 
     def on_worker_died(self, worker: WorkerInfo) -> bool:

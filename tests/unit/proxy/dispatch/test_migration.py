@@ -217,22 +217,6 @@ def test_a_request_fails_after_too_many_attempts(monkeypatch: pytest.MonkeyPatch
     play(test)
 
 
-def test_attempts_are_spread_over_longer_than_an_outage() -> None:
-    """The first ones follow soon. Found by `tandem simulate`: pairs that broke one after the other, for 11 s."""
-
-    async def test(cluster: Cluster) -> None:
-        reader = asyncio.create_task(collect(cluster.generate()))
-        await prefills(cluster, 1)
-        [running], [waiting] = cluster.dispatcher._running.values(), cluster.dispatcher._sequences
-        running.fail(KVTransferFailed("the transfer broke"))
-        delays = [waiting.on_lost(running) or 0.0 for _ in range(sequence.MAX_LOST_ATTEMPTS - 1)]
-        assert max(delays[:3]) < 0.5 and 20 < sum(delays) < 30 and waiting.error is None
-        assert waiting.on_lost(running) is None and isinstance(waiting.error, KVTransferFailed)
-        reader.cancel()
-
-    play(test)
-
-
 def test_workers_that_leave_in_order_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the proxy learns of it at once, or after a connection broke. Found by `tandem simulate`."""
     monkeypatch.setattr(sequence, "MAX_LOST_ATTEMPTS", 2)
