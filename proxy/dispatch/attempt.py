@@ -115,7 +115,7 @@ class Attempt:
     def on_preempted(self, worker: WorkerInfo) -> None:
         """The last message of `worker`, which had no blocks left. All tokens that it sampled have arrived.
 
-        If decode was sooner than the first token, which is on its way, the attempt is over when that comes.
+        Decode's may come before the first token. The attempt is over once that token has come.
         """
         self._decode_reserved = True
         if worker == self.route.decode:
