@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup develop serve test test-all test-extended test-exhaustive soak lint lint-types lint-style lint-collects check docs links audit bench coverage release gpu-check gpu-wheels format lock clean
+.PHONY: setup develop serve test test-all test-extended test-alone test-exhaustive soak lint lint-types lint-style lint-collects check docs links audit bench coverage release gpu-check gpu-wheels format lock clean
 
 # What serving needs: 6.0 GB on disk, 5.2 of them PyTorch with Triton and the CUDA libraries that PyTorch's wheels bring.
 setup: $(VENV)/.installed
@@ -48,12 +48,18 @@ test: develop
 	$(PYTEST) $(or $(ARGS),-m "not extended")
 
 test-all: develop
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not alone" $(ARGS)
+	@$(MAKE) --no-print-directory test-alone
 
 # What `make test` leaves out, and its property tests with new random examples. More schedules, connectors and larger
 # clusters: make test-exhaustive.
 test-extended: develop
-	$(PYTEST) -m "extended and not exhaustive" --hypothesis-profile new $(ARGS)
+	$(PYTEST) -m "extended and not exhaustive and not alone" --hypothesis-profile new $(ARGS)
+	@$(MAKE) --no-print-directory test-alone
+
+# Tests that bound how long a client waits beside an attack: three minutes, with no other test beside.
+test-alone: develop
+	$(PYTEST) -n 0 -m alone
 
 test-exhaustive: develop
 	$(PYTEST) -m exhaustive --hypothesis-profile new $(ARGS)

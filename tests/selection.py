@@ -4,6 +4,9 @@ Unit, simulation and security tests all run. Of the tests that start clusters, t
 others are marked `extended` and run with `make test-extended`. A single test or parameter of a named module, or a
 security test that starts a cluster, is left out by `pytest.mark.extended`.
 
+Tests marked `alone` bound how long a client waits beside an attack. They are extended tests, and `make test-alone` runs
+them with no other test beside, which could make that client wait instead.
+
 Property tests have the same examples each time in `make test`, and new random ones in `make test-extended`.
 
 Modules in EXHAUSTIVE, and tests marked so, run with `make test-exhaustive` only: many more random schedules, the same
@@ -16,7 +19,7 @@ import pytest
 
 STAGES = ("unit", "simulation", "faults", "integration", "security")
 """In the order in which they run. The last one has small modules, so that all processes end at about the same time."""
-LONG = ("security/test_second_tenant.py", "security/test_largest_values.py")
+LONG = ("security/test_largest_values.py",)
 """Modules that begin the last stage for the same reason."""
 RAY = "test_ray"
 """Begins the names of modules that start a Ray cluster, of which this machine runs one at a time."""

@@ -60,12 +60,13 @@ class Attacker:
 class Attack:
     """Work of one client, and what it may cost the second tenant and the server.
 
-    max_gap_s: of the tenant's stream. max_batch_s: for each of its batches, whose lines come after all other requests.
-    max_grown_bytes: by how much all processes of the server may grow.
+    max_gap_s: of the tenant's stream; about eight times what two cores need that do nothing else. max_batch_s: for each
+    of its batches, whose lines come after all other requests. max_grown_bytes: by how much all processes of the server
+    may grow.
     """
 
     run: Callable[[Attacker], object]
-    max_gap_s: float = 2.0
+    max_gap_s: float = 4.0
     max_batch_s: float = 30.0
     max_grown_bytes: int = 400 << 20
 

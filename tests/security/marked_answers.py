@@ -37,4 +37,4 @@ def marked_answers(attacker: Attacker) -> list[httpx.Response | None]:
     return [attacker.send("/v1/chat/completions", body | {"stream": stream}) for stream in (False, True)]
 
 
-MARKED_ATTACKS = [Attack(marked_answers, max_gap_s=4.0)]
+MARKED_ATTACKS = [Attack(marked_answers)]

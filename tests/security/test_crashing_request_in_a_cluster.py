@@ -38,6 +38,7 @@ def kill_each_worker_of(poison: Stream, phases: Phases, killed: set[int]) -> Non
 
 
 @pytest.mark.extended
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_a_request_whose_workers_die_is_refused_and_no_other() -> None:
     with Cluster(*FLAGS) as cluster:

@@ -12,7 +12,7 @@ from tests.security.second_tenant import Plan, SecondTenant
 from tests.support.cluster import MODEL, Cluster
 from tests.support.marker_model import MARKERS_PER_TOKEN
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.alone]
 
 MAX_LATENCY_S = 10.0
 

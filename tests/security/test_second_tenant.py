@@ -13,7 +13,7 @@ from tests.security.file_attacks import FILE_ATTACKS
 from tests.security.second_tenant import Plan, SecondTenant
 from tests.support.cluster import Cluster
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.alone]
 
 MAX_LATENCY_S = 10.0
 """For first events, large prompts and polls: a share of the readers, on a machine that does other work."""
