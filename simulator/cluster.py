@@ -115,7 +115,7 @@ class SimulatedCluster(Machine):
     ) -> None:
         self.has_faults, self.is_restored = True, False
         world = timeline.new_loop("world")
-        switch = Switch(timeline, shape.max_queued, shape.max_latency_s, on_message)
+        switch = Switch(timeline, shape.max_queued, shape.max_latency_s, shape.bytes_per_s, on_message)
         wires = Wires(
             block_s=lambda: rng.uniform(0.5, 1.5) * shape.block_s,
             breaks=lambda: self.has_faults and rng.random() < shape.failure_share,

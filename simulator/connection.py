@@ -1,4 +1,4 @@
-"""One connection in simulated time: messages come late and in order, and are kept while the network is silent."""
+"""One connection in simulated time: messages take time, come in order, and are kept while the network is silent."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Connection:
         self._is_open = {True: True, False: True}
         self._queues: dict[bool, deque[bytes | None]] = {True: deque(), False: deque()}
         self._num_arrived = {True: 0, False: 0}  # of these, the first ones
+        self._sent_at = {True: 0.0, False: 0.0}  # when the line is free for the next message
         self._last_at = {True: 0.0, False: 0.0}
         switch.connections[self] = None
 
@@ -45,7 +46,10 @@ class Connection:
 
     def _post(self, encoded: bytes | None, to_router: bool) -> None:
         """encoded: None for the end of the connection."""
-        at = max(self._switch.timeline.now + self._switch.latency_s(), self._last_at[to_router])
+        sent_at = max(self._switch.timeline.now, self._sent_at[to_router])
+        sent_at += len(encoded or b"") / self._switch.bytes_per_s
+        self._sent_at[to_router] = sent_at
+        at = max(sent_at + self._switch.latency_s(), self._last_at[to_router])
         self._last_at[to_router] = at
         self._queues[to_router].append(encoded)
         self._loop(to_router).call_at(at, self._arrive, to_router)

@@ -11,6 +11,7 @@ closes it; the other end learns of that only if it can be reached (`protocol.net
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -32,7 +33,8 @@ OnMessage = Callable[[str, str, Any], None]
 class Switch:
     """Joins the networks of all processes. max_queued: messages on one connection that have not been read.
 
-    on_message: called with sender, receiver and message when a process gets one.
+    bytes_per_s: of each direction of a connection. on_message: called with sender, receiver and message when a process
+    gets one.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Switch:
         timeline: Timeline,
         max_queued: int,
         max_latency_s: float = 0.002,
+        bytes_per_s: float = math.inf,
         on_message: OnMessage = lambda *_: None,
     ) -> None:
         self.timeline = timeline
         self.on_message = on_message
         self._max_latency_s = max_latency_s
+        self.bytes_per_s = bytes_per_s
         self.max_queued = max_queued
         self.routers: dict[str, Router] = {}
         self.connections: dict[Connection, None] = {}  # in the order of their beginning

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -95,6 +96,8 @@ class ClusterShape:
     max_model_len: int = 512
     max_latency_s: float = 0.002
     """Of a message."""
+    bytes_per_s: float = math.inf
+    """Of the messages in each direction of a connection."""
     keeps_kv: bool = True
     """Whether engines keep and check the content of KV blocks, which costs time with each token of a context."""
     corrupt_share: float = 0.0
@@ -182,7 +185,10 @@ def draw(seed: int) -> Scenario:
         max_workers=10,
         step_times=StepTimes(rng.choice([0.004, 0.004, 0.1])),
     )
-    return Scenario(seed, cluster, _requests(rng, cluster, end), _faults(rng, end))
+    requests, faults = _requests(rng, cluster, end), _faults(rng, end)
+    # Later additions come last, so that the rest of a known seed stays as it is.
+    cluster = replace(cluster, bytes_per_s=rng.choice([math.inf, math.inf, 1e6, 1e5]))
+    return Scenario(seed, cluster, requests, faults)
 
 
 def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Request, ...]:

@@ -254,6 +254,18 @@ def test_processes_that_are_cut_off_do_not_connect() -> None:
     assert len(world.received) == 1
 
 
+def test_messages_follow_one_another_on_a_slow_line() -> None:
+    world = World()
+    router, dealer = world.bind(), world.connect()
+    world.pass_time(1)
+    world.switch.bytes_per_s = len(CODEC.encode(GetStatus()))
+    began = world.timeline.now
+    assert dealer.send(GetStatus()) and dealer.send(GetStatus()) and router.send(b"me", GetStatus())
+    for seconds, received, kinds in [(0.9, 0, 0), (0.2, 1, 2), (0.8, 1, 2), (0.2, 2, 3)]:
+        world.pass_time(seconds)
+        assert (len(world.received), len(world.kinds)) == (received, kinds), world.timeline.now - began
+
+
 def test_a_silent_network_delivers_later() -> None:
     world = World()
     router, dealer = world.bind(), world.connect()
