@@ -138,7 +138,13 @@ class Faults:
         self.num_restarts = min(len(names), int(seconds / 2 / interval_s))
         for number, name in enumerate(names[: self.num_restarts]):
             at = seconds / 2 + number * interval_s
-            world.call_later(at, lambda name=name: player.cluster.launcher.launcher.restart(name))
+            world.call_later(at, self._restart, name)
+
+    def _restart(self, name: str) -> None:
+        launcher = self._player.cluster.launcher.launcher
+        for process in launcher.processes:
+            if process.name == name:
+                launcher.restart(name, process.num_starts)
 
     def _lose_a_zone(self) -> None:
         for worker in list(self._player.cluster.workers.values())[::4]:

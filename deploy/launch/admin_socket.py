@@ -35,7 +35,7 @@ class ManagedCluster(Scalable, Protocol):
     @property
     def processes(self) -> list[LaunchedProcess]: ...
 
-    def restart(self, name: str) -> None: ...
+    def restart(self, name: str, num_starts: int) -> None: ...
 
 
 class AdminSocket:
@@ -56,7 +56,7 @@ class AdminSocket:
             case ListProcesses():
                 self._socket.send(identity, ProcessList(self._cluster.processes))
             case RestartProcess():
-                self._cluster.restart(message.name)
+                self._cluster.restart(message.name, message.num_starts)
                 self._socket.send(identity, ProcessList(self._cluster.processes))
 
     def _scale(self, message: ScaleCluster) -> FromLauncher:

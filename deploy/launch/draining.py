@@ -60,8 +60,11 @@ async def _restart_one(cluster: Questions, old: LaunchedProcess, timeout_s: floa
     before = await cluster.status("workers")
     old_epoch, num_pairs = _epochs(before).get(name), _num_ready_pairs(before)
     old_proxy = next((report.proxy_id for report in before if report.proxy_id.startswith(f"{name}-")), None)
+    asked = (await cluster.processes(RestartProcess(name, old.num_starts))).get(name)
+    if asked is None or asked.num_starts != old.num_starts:
+        show(f"{name} (process {old.pid}) has ended meanwhile")
+        return
     show(f"{name} (process {old.pid}) is draining")
-    await cluster.processes(RestartProcess(name))
 
     async def is_back(reports: list[StatusReport]) -> bool:
         now = (await cluster.processes(ListProcesses())).get(name)

@@ -164,12 +164,12 @@ class Launcher:
     def _is_leaving(self, name: str) -> bool:
         return name.startswith(tuple(f"{prefix}-" for prefix in NAME_PREFIX.values())) and name not in self._workers
 
-    def restart(self, name: str) -> None:
-        """Drains and restarts one of `processes`; other names have no effect."""
-        if (child := self._children.get(name)) is not None and not self._is_leaving(name):
+    def restart(self, name: str, num_starts: int) -> None:
+        """Drains and restarts one of `processes` that was started so many times; others are left alone."""
+        if (name, num_starts) in ((each.name, each.num_starts) for each in self.processes):
             if name in self._workers:
                 self._site.renew_preloaded()
-            child.restart()
+            self._children[name].restart()
 
     # ---- roles and numbers of workers
 

@@ -41,6 +41,7 @@ class Supervised(ABC):
         self.log_file = log_file
         self.num_starts = 0
         self.last_pid = 0
+        self._drained_start = 0
         self._on_exit = on_exit
         self._stopping = asyncio.Event()
 
@@ -75,7 +76,7 @@ class Supervised(ABC):
 
     def restart(self) -> None:
         """Drains the process; it is restarted when it has ended."""
-        self.send_signal(signal.SIGTERM)
+        self._drain()
 
     def replace(self) -> None:
         """Kills the process, which does not respond; it is restarted."""
@@ -84,7 +85,13 @@ class Supervised(ABC):
     def terminate(self) -> None:
         """Drains the process and does not restart it."""
         self._stopping.set()
-        self.send_signal(signal.SIGTERM)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Signals a process once: the second SIGTERM would end it before its requests have ended."""
+        if self._drained_start != self.num_starts:
+            self._drained_start = self.num_starts
+            self.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
         """Stops the process at once and does not restart it."""

@@ -22,9 +22,13 @@ class ListProcesses(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
 
 class RestartProcess(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Drain this process and start it again. Answered by the current ProcessList."""
+    """Drain this process and start it again. Answered by the current ProcessList.
+
+    num_starts: of the process that is meant. One that was started again since is left alone.
+    """
 
     name: str
+    num_starts: int
 
 
 class LaunchedProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

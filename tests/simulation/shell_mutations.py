@@ -192,13 +192,13 @@ LAUNCH = (
     Mutation(
         "a worker that leaves is restarted",
         SUPERVISOR,
-        'does not restart it."""\n        self._stopping.set()\n        self.send_signal(signal.SIGTERM)',
-        'does not restart it."""\n        self.send_signal(signal.SIGTERM)',
+        'does not restart it."""\n        self._stopping.set()\n        self._drain()',
+        'does not restart it."""\n        self._drain()',
     ),
     Mutation(
         "a restart that was asked for does not drain",
         SUPERVISOR,
-        'when it has ended."""\n        self.send_signal(signal.SIGTERM)',
+        'when it has ended."""\n        self._drain()',
         'when it has ended."""\n        self.send_signal(signal.SIGKILL)',
     ),
     Mutation(

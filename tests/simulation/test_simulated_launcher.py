@@ -53,6 +53,16 @@ def test_a_rolling_restart_replaces_each_process_and_loses_no_request() -> None:
         assert site.num_migrated() == 0
 
 
+def test_two_rolling_restarts_at_once_restart_each_process_once_and_cut_no_drain_short() -> None:
+    with simulated_site(replace(FIXED, boot_s=2.0)) as site:
+        site.cluster.operator.restart()
+        site.cluster.operator.restart()
+        obey(site)
+        starts = {each.name: each.num_starts for each in site.cluster.launcher.launcher.processes}
+        assert set(starts.values()) == {2}, starts
+        assert site.num_migrated() == 0
+
+
 def test_workers_move_before_others_start_or_stop() -> None:
     with simulated_site() as site:
         before = pids(site)

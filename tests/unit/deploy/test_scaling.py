@@ -128,14 +128,14 @@ def test_the_highest_numbers_are_removed_and_names_reused() -> None:
 def test_leaving_processes_are_not_restarted_or_listed() -> None:
     async def body(launcher: Launcher, site: FakeSite) -> None:
         launcher.scale({"decode": 2})
-        launcher.restart("decode-0")
-        launcher.restart("nobody")
+        launcher.restart("decode-0", 1)
+        launcher.restart("nobody", 1)
         starts = {process.name: process.num_starts for process in launcher.processes}
         assert starts == {"proxy-0": 1, "prefill-0": 1, "decode-0": 2, "decode-1": 1}
         launcher.scale({"decode": 1})
         leaving = launcher._children["decode-1"]
         assert site.num_renewals == 1, "workers that are restarted get the code that is installed now"
-        launcher.restart("decode-1")
+        launcher.restart("decode-1", 1)
         assert leaving.num_starts == 1
         assert "decode-1" not in {process.name for process in launcher.processes}
 
