@@ -238,10 +238,14 @@ class ProxyServer:
         log.info("stopping within %.1f s; %d sequences are running", grace_s, self._state.dispatcher.num_running)
         if self._abort_timer is not None:
             self._abort_timer.cancel()
-        error = RequestAborted("the server is shutting down")
-        self._abort_timer = asyncio.get_running_loop().call_later(grace_s, self._state.dispatcher.fail_all, error)
+        self._abort_timer = asyncio.get_running_loop().call_later(grace_s, self._fail_all)
         for http in self._http:
             http.stop(grace_s)
+
+    def _fail_all(self) -> None:
+        error = RequestAborted("the server is shutting down")
+        self._state.readiness.fail_all(error)
+        self._state.dispatcher.fail_all(error)
 
     async def close(self) -> None:
         self._connections.close_all()

@@ -7,7 +7,7 @@ import contextlib
 
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.runtime.errors import Overloaded
+from tandem.runtime.errors import Overloaded, TandemError
 
 
 class WorkerReadiness:
@@ -22,13 +22,19 @@ class WorkerReadiness:
         self._wait_s = wait_s
         self._num_waiting = 0
         self._has_registered = asyncio.Event()  # stays set: the table remembers the last workers' limits
+        self._error: TandemError | None = None
 
     def on_cluster_changed(self) -> None:
         if not self._has_registered.is_set() and self._table.workers():
             self._has_registered.set()
 
+    def fail_all(self, error: TandemError) -> None:
+        """Ends all waits. `limits` raises the error."""
+        self._error = error
+        self._has_registered.set()
+
     async def limits(self) -> ModelLimits:
-        """Returns the model's limits. Raises Overloaded when no worker registers in time."""
+        """Returns the model's limits. Raises Overloaded if no worker registers in time, or the error of `fail_all`."""
         try:
             return self._table.limits()
         except Overloaded:
@@ -41,4 +47,6 @@ class WorkerReadiness:
                     await self._has_registered.wait()
         finally:
             self._num_waiting -= 1
+        if self._error is not None:
+            raise self._error
         return self._table.limits()

@@ -294,4 +294,4 @@ class Proxy:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(5)
+        return self.process.wait(30)
