@@ -17,10 +17,10 @@ from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.host import host_id
 from tandem.runtime.processes.exits import WatchExit, watch_exit
-from tandem.vllm_worker.vllm_lora import MAX_LOADED_ADAPTERS
-from tandem.vllm_worker.vllm_ranks import RankFacts
+from tandem.vllm_worker.engine.loras import MAX_LOADED_ADAPTERS
+from tandem.vllm_worker.extensions.kv_ranks import RankFacts
+from tandem.vllm_worker.extensions.worker_extension import EXTENSION
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig
-from tandem.vllm_worker.worker_extension import EXTENSION
 
 ENGINE = f"vllm {VLLM_VERSION}"
 _DEFAULT_CPU_CACHE_BYTES = 1 << 30
@@ -60,7 +60,7 @@ def engine_arguments(config: VllmEngineConfig, max_lora_rank: int) -> EngineArgs
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="TandemConnector",
-            kv_connector_module_path="tandem.vllm_worker.tandem_connector",
+            kv_connector_module_path="tandem.vllm_worker.extensions.tandem_connector",
             kv_role="kv_both",
         ),
         **more,

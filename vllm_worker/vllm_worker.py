@@ -38,7 +38,12 @@ from tandem.runtime.errors import InternalError
 from tandem.runtime.files.lora_files import MAX_RANK
 from tandem.runtime.processes.lifetime import end_process
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.vllm_worker.engine_orders import (
+from tandem.vllm_worker.engine.loras import lora_modules, max_lora_rank
+from tandem.vllm_worker.engine.vllm_engine import VllmEngine
+from tandem.vllm_worker.engine.vllm_media import VllmMedia
+from tandem.vllm_worker.engine.vllm_sampling import check_supported
+from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankKV, open_ranks
+from tandem.vllm_worker.scheduler.engine_orders import (
     AbortRequests,
     AddRequest,
     EndReceiving,
@@ -47,13 +52,8 @@ from tandem.vllm_worker.engine_orders import (
     StepReport,
     VllmAction,
 )
-from tandem.vllm_worker.vllm_engine import VllmEngine
+from tandem.vllm_worker.scheduler.vllm_scheduler import VllmScheduler
 from tandem.vllm_worker.vllm_host import ENGINE, VllmHost, engine_arguments, kv_layout
-from tandem.vllm_worker.vllm_lora import lora_modules, max_lora_rank
-from tandem.vllm_worker.vllm_media import VllmMedia
-from tandem.vllm_worker.vllm_ranks import AskRanks, RankKV, open_ranks
-from tandem.vllm_worker.vllm_sampling import check_supported
-from tandem.vllm_worker.vllm_scheduler import VllmScheduler
 from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.presence import Presence, new_worker_info

@@ -1,4 +1,4 @@
-"""Drives `vllm_worker.vllm_engine` without a scheduler, and collects what it reports. Runs in vLLM's interpreter."""
+"""Drives `VllmEngine` without a scheduler, and collects what it reports. Runs in vLLM's interpreter."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions, TokenLogprobs
 from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
-from tandem.vllm_worker.engine_orders import AddRequest, AllocatedBlocks, EngineFigures, StepReport
-from tandem.vllm_worker.vllm_engine import VllmEngine
+from tandem.vllm_worker.engine.vllm_engine import VllmEngine
+from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankKV, open_ranks
+from tandem.vllm_worker.scheduler.engine_orders import AddRequest, AllocatedBlocks, EngineFigures, StepReport
 from tandem.vllm_worker.vllm_host import engine_arguments, kv_layout
-from tandem.vllm_worker.vllm_ranks import AskRanks, RankKV, open_ranks
 from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig
 
 LIMIT_S = 60.0

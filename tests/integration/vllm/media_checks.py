@@ -27,8 +27,8 @@ from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.runtime.errors import InvalidRequest, TandemError, WorkerLost
-from tandem.vllm_worker.engine_orders import AddRequest
-from tandem.vllm_worker.vllm_media import VllmMedia
+from tandem.vllm_worker.engine.vllm_media import VllmMedia
+from tandem.vllm_worker.scheduler.engine_orders import AddRequest
 from tests.support.vision_models import IMAGE, VIDEO, VISION_START, Medium, make_item, make_medium
 
 NUM_TOKENS = 12

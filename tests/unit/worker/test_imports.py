@@ -174,7 +174,7 @@ def test_what_workers_share_loads_no_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["tandem.worker.worker", "tandem.simulator.run", "tandem.vllm_worker.vllm_scheduler"]
+    "module", ["tandem.worker.worker", "tandem.simulator.run", "tandem.vllm_worker.scheduler.vllm_scheduler"]
 )
 def test_a_workers_shell_and_the_simulator_load_no_torch(module: str) -> None:
     """Another engine may lie behind the shell, and seeds run without waiting for libraries that they do not use."""

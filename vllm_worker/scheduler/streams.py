@@ -18,8 +18,8 @@ from tandem.protocol.messages.dispatch import (
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.runtime.errors import ErrorInfo, TandemError
-from tandem.vllm_worker.engine_orders import EngineOutput
-from tandem.vllm_worker.request_media import RequestMedia
+from tandem.vllm_worker.scheduler.engine_orders import EngineOutput
+from tandem.vllm_worker.scheduler.request_media import RequestMedia
 
 
 def with_named_logprobs(token: SampledToken, named: Sequence[int]) -> SampledToken:

@@ -32,7 +32,7 @@ from tandem.protocol.rank_channel import accept, connect, listen
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import KVTransferFailed
 from tandem.runtime.processes.lifetime import die_with_parent
-from tandem.vllm_worker.kv_memory import block_rows
+from tandem.vllm_worker.extensions.kv_memory import block_rows
 
 
 class RankFacts(NamedTuple):

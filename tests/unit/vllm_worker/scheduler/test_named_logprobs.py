@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
-from tandem.vllm_worker.streams import with_named_logprobs
+from tandem.vllm_worker.scheduler.streams import with_named_logprobs
 
 FILLED = (0, float("-inf"))
 """What vLLM fills short lists with."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.runtime.errors import InvalidRequest
-from tandem.vllm_worker.engine_orders import (
+from tandem.vllm_worker.scheduler.engine_orders import (
     AbortRequests,
     AddRequest,
     AllocatedBlocks,
@@ -57,7 +57,7 @@ class ModelRequest:
 
 
 class EngineModel:
-    """Carries out orders between steps, as `vllm_worker.vllm_engine` does."""
+    """Carries out orders between steps, as `vllm_worker.engine.vllm_engine` does."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tandem.vllm_worker.named_logprobs import keep_likeliest_tokens
-from tandem.vllm_worker.prompt_logits import allow_prompt_logits
+from tandem.vllm_worker.extensions.named_logprobs import keep_likeliest_tokens
+from tandem.vllm_worker.extensions.prompt_logits import allow_prompt_logits
 
 OUTPUT = "tandem_output"
 """Key of the generated tokens in `SamplingParams.extra_args`."""

@@ -8,7 +8,7 @@ from tandem.decode_worker.actions import SendToPeer, SendToProxy
 from tandem.protocol.messages.dispatch import AttemptFailed, TokenBatch
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.runtime.errors import InternalError
-from tandem.vllm_worker.engine_orders import (
+from tandem.vllm_worker.scheduler.engine_orders import (
     AddRequest,
     AllocatedBlocks,
     ComputedBlocks,
@@ -17,7 +17,7 @@ from tandem.vllm_worker.engine_orders import (
     StepReport,
     VllmAction,
 )
-from tandem.vllm_worker.vllm_scheduler import VllmScheduler
+from tandem.vllm_worker.scheduler.vllm_scheduler import VllmScheduler
 
 NUM_BLOCKS, BLOCK_SIZE, LEASE_S = 100, 4, 10.0
 

@@ -6,9 +6,17 @@ import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken
 from tandem.runtime.errors import DeadlineExceeded
-from tandem.vllm_worker.engine_orders import AbortRequests
-from tests.unit.vllm_worker.one_worker import failures, new_tokens, orders, output, report, scheduler, to_proxy
-from tests.unit.vllm_worker.prompts import start
+from tandem.vllm_worker.scheduler.engine_orders import AbortRequests
+from tests.unit.vllm_worker.scheduler.one_worker import (
+    failures,
+    new_tokens,
+    orders,
+    output,
+    report,
+    scheduler,
+    to_proxy,
+)
+from tests.unit.vllm_worker.scheduler.prompts import start
 
 
 def test_a_sequence_from_its_prompt_to_its_end() -> None:
@@ -101,7 +109,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not failures(worker.on_start(0.0, start(["a"], 399), None, True))
     assert "an attempt exists" in failures(worker.on_start(0.0, start(["a"]), None, True))["a"]
     assert "needs 101 KV blocks" in failures(worker.on_start(0.0, start(["b"], 400), None, True))["b"]
-    monkeypatch.setattr("tandem.vllm_worker.vllm_scheduler.MAX_HELD_SEQUENCES", 1)
+    monkeypatch.setattr("tandem.vllm_worker.scheduler.vllm_scheduler.MAX_HELD_SEQUENCES", 1)
     assert "too many sequences" in failures(worker.on_start(0.0, start(["c"]), None, True))["c"]
 
 

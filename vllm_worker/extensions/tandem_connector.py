@@ -1,8 +1,9 @@
 """What vLLM's scheduler and model runner ask of Tandem about KV that comes from other workers, or goes to them.
 
 vLLM finds the class by its name in `KVTransferConfig`, and makes an object of it for the scheduler, and one for the
-model runner of each rank. They only record: data moves on other threads, between steps (`vllm_worker.vllm_engine`).
-What the scheduler's object is told goes with the next step to all ranks, whose objects report it to vLLM's scheduler.
+model runner of each rank. They only record: data moves on other threads, between steps
+(`vllm_worker.engine.vllm_engine`). What the scheduler's object is told goes with the next step to all ranks, whose
+objects report it to vLLM's scheduler.
 
 A request whose KV comes from another worker has `RECEIVES` in its `kv_transfer_params`. The scheduler allocates its
 blocks, which is the reservation, and lets it wait until `finished_receiving` names it. A request that is aborted
@@ -25,8 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tandem.vllm_worker.engine_orders import AllocatedBlocks
-from tandem.vllm_worker.kv_memory import mapped_allocation
+from tandem.vllm_worker.extensions.kv_memory import mapped_allocation
+from tandem.vllm_worker.scheduler.engine_orders import AllocatedBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

@@ -30,11 +30,11 @@ from tandem.protocol.messages.transfer import (
     ShipKV,
 )
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed
-from tandem.vllm_worker.engine_orders import EngineOrder, KVArrived, StepReport, VllmAction
-from tandem.vllm_worker.request_media import RequestMedia
-from tandem.vllm_worker.vllm_scheduler import VllmScheduler
-from tests.unit.vllm_worker.engine_model import BLOCK_SIZE, EngineModel, nth_token
-from tests.unit.vllm_worker.prompts import prepare, start
+from tandem.vllm_worker.scheduler.engine_orders import EngineOrder, KVArrived, StepReport, VllmAction
+from tandem.vllm_worker.scheduler.request_media import RequestMedia
+from tandem.vllm_worker.scheduler.vllm_scheduler import VllmScheduler
+from tests.unit.vllm_worker.scheduler.engine_model import BLOCK_SIZE, EngineModel, nth_token
+from tests.unit.vllm_worker.scheduler.prompts import prepare, start
 
 NUM_BLOCKS = 16
 LEASE_S = 10.0

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.unit.vllm_worker.pair_model import ModelWorker, PairModel
+from tests.unit.vllm_worker.scheduler.pair_model import ModelWorker, PairModel
 
 WORKERS = st.sampled_from(["p", "d"])
 STOPS = st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=3)

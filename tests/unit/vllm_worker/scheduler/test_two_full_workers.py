@@ -8,10 +8,10 @@ from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.prefill_worker.prefill_scheduler import YIELD_AFTER_S
 from tandem.protocol.messages.dispatch import AttemptPreempted, FirstToken, TokenBatch
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
-from tandem.vllm_worker.engine_orders import EngineOrder, VllmAction
-from tests.unit.vllm_worker.engine_model import BLOCK_SIZE
-from tests.unit.vllm_worker.pair_model import NUM_BLOCKS, ModelWorker
-from tests.unit.vllm_worker.prompts import prepare, start
+from tandem.vllm_worker.scheduler.engine_orders import EngineOrder, VllmAction
+from tests.unit.vllm_worker.scheduler.engine_model import BLOCK_SIZE
+from tests.unit.vllm_worker.scheduler.pair_model import NUM_BLOCKS, ModelWorker
+from tests.unit.vllm_worker.scheduler.prompts import prepare, start
 
 NUM_TOKENS = (NUM_BLOCKS // 2 + 2) * BLOCK_SIZE
 MAX_TOKENS = 3

@@ -25,8 +25,8 @@ from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.media import MediaItem, check_media
 from tandem.runtime.errors import InternalError, InvalidRequest, TandemError, first_line
 from tandem.runtime.tasks import start_job
-from tandem.vllm_worker.engine_orders import AddRequest
-from tandem.vllm_worker.request_media import RequestMedia
+from tandem.vllm_worker.scheduler.engine_orders import AddRequest
+from tandem.vllm_worker.scheduler.request_media import RequestMedia
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types whose media vLLM's workers take. Their grids tell how many placeholders an item must have."""

@@ -12,7 +12,7 @@ from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.dispatch import DecodeReserved, PrepareDecode
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 from tandem.runtime.errors import KVTransferFailed, WorkerLost
-from tandem.vllm_worker.engine_orders import (
+from tandem.vllm_worker.scheduler.engine_orders import (
     AbortRequests,
     AddRequest,
     AllocatedBlocks,
@@ -20,8 +20,8 @@ from tandem.vllm_worker.engine_orders import (
     KVArrived,
     VllmAction,
 )
-from tandem.vllm_worker.vllm_scheduler import VllmScheduler
-from tests.unit.vllm_worker.one_worker import (
+from tandem.vllm_worker.scheduler.vllm_scheduler import VllmScheduler
+from tests.unit.vllm_worker.scheduler.one_worker import (
     failures,
     new_tokens,
     orders,
@@ -31,7 +31,7 @@ from tests.unit.vllm_worker.one_worker import (
     to_peer,
     to_proxy,
 )
-from tests.unit.vllm_worker.prompts import prepare, start
+from tests.unit.vllm_worker.scheduler.prompts import prepare, start
 
 RESERVE = ReserveKV("pair", "t", 10)
 FINISH = FinishTransfer("t", 10, [70])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.vllm_worker.resumed_sequences import ResumedSequences
-from tandem.vllm_worker.vllm_ranks import KVRank
+from tandem.vllm_worker.extensions.kv_ranks import KVRank
+from tandem.vllm_worker.extensions.resumed_sequences import ResumedSequences
 
-EXTENSION = "tandem.vllm_worker.worker_extension.WorkerExtension"
+EXTENSION = "tandem.vllm_worker.extensions.worker_extension.WorkerExtension"
 """For `ParallelConfig.worker_extension_cls`."""
 
 

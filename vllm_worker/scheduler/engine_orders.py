@@ -1,4 +1,4 @@
-"""Orders of the scheduler (`vllm_worker.vllm_scheduler`) to vLLM's engine, and what the engine reports. Pure."""
+"""Orders of the scheduler (`vllm_scheduler.VllmScheduler`) to vLLM's engine, and what the engine reports. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.decode_worker.actions import Action
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.runtime.errors import TandemError
-from tandem.vllm_worker.request_media import RequestMedia
+from tandem.vllm_worker.scheduler.request_media import RequestMedia
 
 
 class AddRequest(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from tandem.protocol.messages.dispatch import AttemptPreempted, PrepareDecode, P
 from tandem.protocol.messages.membership import PrefixUpdate
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, unpack_token_ids
 from tandem.runtime.errors import DeadlineExceeded, InternalError, Overloaded, TandemError
-from tandem.vllm_worker.engine_orders import (
+from tandem.vllm_worker.scheduler.engine_orders import (
     AbortRequests,
     AddRequest,
     EngineFigures,
@@ -26,10 +26,10 @@ from tandem.vllm_worker.engine_orders import (
     StepReport,
     VllmAction,
 )
-from tandem.vllm_worker.incoming_transfers import IncomingTransfers, WaitingPrompt
-from tandem.vllm_worker.outgoing_transfers import OutgoingTransfers
-from tandem.vllm_worker.request_media import RequestMedia
-from tandem.vllm_worker.streams import StepBatches, Stream, Streams, with_named_logprobs
+from tandem.vllm_worker.scheduler.incoming_transfers import IncomingTransfers, WaitingPrompt
+from tandem.vllm_worker.scheduler.outgoing_transfers import OutgoingTransfers
+from tandem.vllm_worker.scheduler.request_media import RequestMedia
+from tandem.vllm_worker.scheduler.streams import StepBatches, Stream, Streams, with_named_logprobs
 
 _unpack = lru_cache(maxsize=1)(unpack_token_ids)
 """The sequences of a prompt share its numbers: 32 bytes for each token."""

@@ -1,7 +1,7 @@
 """The prompts whose KV a vLLM worker ships while it computes them. Pure.
 
 The engine request of one sequence ships for all that share the prompt, also when that sequence has ended. Its blocks
-are kept from the end of the request until nothing reads them any more (`vllm_worker.tandem_connector`).
+are kept from the end of the request until nothing reads them any more (`vllm_worker.extensions.tandem_connector`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, TandemError, WorkerLost
-from tandem.vllm_worker.engine_orders import AbortRequests, ComputedBlocks, EndShipping, VllmAction
+from tandem.vllm_worker.scheduler.engine_orders import AbortRequests, ComputedBlocks, EndShipping, VllmAction
 
 
 @dataclass(eq=False)

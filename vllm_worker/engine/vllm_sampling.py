@@ -12,7 +12,7 @@ from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.runtime.errors import InvalidRequest
-from tandem.vllm_worker.resumed_sequences import OUTPUT
+from tandem.vllm_worker.extensions.resumed_sequences import OUTPUT
 
 _MIN_TEMPERATURE = 1e-2
 """vLLM raises lower temperatures to this, with a warning for each."""

@@ -15,9 +15,9 @@ from tandem.kv_transfer.connector import KVReceiver
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.network_keys import NetworkKeys, load_keys, make_keys
 from tandem.runtime.errors import KVTransferFailed
-from tandem.vllm_worker import vllm_ranks
-from tandem.vllm_worker.kv_memory import mapped_allocation
-from tandem.vllm_worker.vllm_ranks import KVRank, RankFacts, RankKV, open_ranks
+from tandem.vllm_worker.extensions import kv_ranks
+from tandem.vllm_worker.extensions.kv_memory import mapped_allocation
+from tandem.vllm_worker.extensions.kv_ranks import KVRank, RankFacts, RankKV, open_ranks
 from tests.support.outcomes import Addresses, Outcomes
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_VALUES = 3, 12, 40
@@ -76,7 +76,7 @@ class Worker:
 @pytest.fixture(autouse=True)
 def no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """These ranks end with this process."""
-    monkeypatch.setattr(vllm_ranks, "die_with_parent", lambda number: None)
+    monkeypatch.setattr(kv_ranks, "die_with_parent", lambda number: None)
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,16 @@ from tandem.decode_worker.actions import Ship
 from tandem.protocol.messages.dispatch import AttemptPreempted
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 from tandem.runtime.errors import DeadlineExceeded, ErrorInfo, KVTransferFailed
-from tandem.vllm_worker.engine_orders import AbortRequests, AddRequest, ComputedBlocks, EndShipping, VllmAction
-from tandem.vllm_worker.vllm_scheduler import VllmScheduler
-from tests.unit.vllm_worker.one_worker import failures, orders, output, report, scheduler, to_peer, to_proxy
-from tests.unit.vllm_worker.prompts import start
+from tandem.vllm_worker.scheduler.engine_orders import (
+    AbortRequests,
+    AddRequest,
+    ComputedBlocks,
+    EndShipping,
+    VllmAction,
+)
+from tandem.vllm_worker.scheduler.vllm_scheduler import VllmScheduler
+from tests.unit.vllm_worker.scheduler.one_worker import failures, orders, output, report, scheduler, to_peer, to_proxy
+from tests.unit.vllm_worker.scheduler.prompts import start
 
 PAIR = "pair"
 BLOCKS = [5, 6, 7]

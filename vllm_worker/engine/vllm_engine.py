@@ -2,7 +2,7 @@
 
 The core is vLLM's own (`vllm.v1.engine.core.EngineCore`: scheduler, executor, structured output), without the
 processes and sockets that vLLM puts around it: the worker is the process already. Orders are carried out between steps,
-in order. All of vLLM that is not documented for others is used in this package only, of one version
+in order. All of vLLM that is not documented for others is used in `vllm_worker` only, of one version
 (`vllm_worker_config.VLLM_VERSION`), and `tests/integration/vllm` fails when it changes.
 """
 
@@ -33,7 +33,14 @@ from tandem.engine.steps.step_deadline import StepDeadline
 from tandem.protocol.messages.sampling import FinishReason as SamplingFinish
 from tandem.runtime.errors import ConfigError, InternalError, TandemError, first_line
 from tandem.runtime.threads import show_thread_name
-from tandem.vllm_worker.engine_orders import (
+from tandem.vllm_worker.engine.loras import Loras
+from tandem.vllm_worker.engine.prefix_events import CollectedEvents, PrefixEvents
+from tandem.vllm_worker.engine.vllm_grammars import VllmGrammars
+from tandem.vllm_worker.engine.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
+from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankKV
+from tandem.vllm_worker.extensions.resumed_sequences import OUTPUT
+from tandem.vllm_worker.extensions.tandem_connector import RECEIVES, SHIPS, TandemConnector
+from tandem.vllm_worker.scheduler.engine_orders import (
     AddRequest,
     ComputedBlocks,
     EngineFacts,
@@ -41,13 +48,6 @@ from tandem.vllm_worker.engine_orders import (
     EngineOutput,
     StepReport,
 )
-from tandem.vllm_worker.prefix_events import CollectedEvents, PrefixEvents
-from tandem.vllm_worker.resumed_sequences import OUTPUT
-from tandem.vllm_worker.tandem_connector import RECEIVES, SHIPS, TandemConnector
-from tandem.vllm_worker.vllm_grammars import VllmGrammars
-from tandem.vllm_worker.vllm_lora import Loras
-from tandem.vllm_worker.vllm_ranks import AskRanks, RankKV
-from tandem.vllm_worker.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import DecodeReserved, PrepareDecode
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, Overloaded, TandemError, WorkerLost
-from tandem.vllm_worker.engine_orders import AbortRequests, AllocatedBlocks, EndReceiving, VllmAction
+from tandem.vllm_worker.scheduler.engine_orders import AbortRequests, AllocatedBlocks, EndReceiving, VllmAction
 
 _ENDED = "the request has ended on the decode worker"
 
