@@ -12,7 +12,7 @@ from tests.support.cluster import MODEL, Cluster
 from tests.support.vllm_clusters import complete
 
 NUM_TOKENS = 120
-LIMIT_S = 200.0
+LIMIT_S = 400.0
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1, "seed": 5},
