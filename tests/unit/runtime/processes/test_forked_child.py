@@ -1,4 +1,7 @@
-"""A child that is forked directly: descriptors, variables, signals and exit codes."""
+"""A child that is forked directly: descriptors, variables, signals and exit codes.
+
+Each test runs in a new process: a child that is forked while other threads run may wait for ever for what they hold.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,14 @@ import pytest
 from tandem.runtime.processes.forked_child import fork_child
 
 
-def test_it_has_the_kept_descriptors_its_variables_and_default_signals() -> None:
+@pytest.mark.parametrize("name", ["descriptors_variables_and_signals", "exit_codes"])
+def test_in_a_new_process(name: str) -> None:
+    command = [sys.executable, "-m", __name__, name]
+    done = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def descriptors_variables_and_signals() -> None:
     read_fd, write_fd = os.pipe()
     signal.signal(signal.SIGUSR1, lambda *_: None)
 
@@ -23,18 +33,15 @@ def test_it_has_the_kept_descriptors_its_variables_and_default_signals() -> None
         is_default = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
         os.write(write_fd, f"{fds == [0, 1, 2, write_fd]} {os.environ['LOCAL_RANK']} {is_default}".encode())
 
-    try:
-        child = fork_child(run, [write_fd], {"LOCAL_RANK": "1"})
-    finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        os.close(write_fd)
+    child = fork_child(run, [write_fd], {"LOCAL_RANK": "1"})
+    os.close(write_fd)
     with os.fdopen(read_fd) as output:
         assert output.read() == "True 1 True"
     assert child.wait() == 0 == child.returncode
     assert "LOCAL_RANK" not in os.environ
 
 
-def test_exit_codes_and_signals() -> None:
+def exit_codes() -> None:
     assert fork_child(lambda: sys.exit("an error"), [], {}).wait() == 1
     child = fork_child(lambda: time.sleep(100), [], {})
     assert child.poll() is None
@@ -44,3 +51,7 @@ def test_exit_codes_and_signals() -> None:
     assert child.wait(10) == -signal.SIGTERM
     child.kill()  # it has ended: nobody else's process is killed
     assert child.wait() == -signal.SIGTERM
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
