@@ -48,6 +48,8 @@ class Pool:
     block_size: int
     on_write: Callable[[int], None] = lambda block_id: None
     """Called with each block that another process writes."""
+    is_held: Callable[[int], bool] = lambda block_id: True
+    """Whether a block belongs to a request, so that a step may write it."""
     blocks: list[list[tuple[int, int] | None]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -136,6 +138,9 @@ class SimulatedEngine:
         state, token_ids, size = self._read(item), self._tokens_of(item), self._pools[0].block_size
         written = item.block_table[item.start // size : -(-(item.start + len(token_ids)) // size)]
         self._note("%s: a step writes blocks %s", self._loop.name, tuple(written))
+        for block in written:
+            if not self._pools[0].is_held(block):
+                self._on_corrupt(f"a step writes block {block}, which is free", block)
         for position, token_id in enumerate(token_ids, item.start):
             following = _after(state, token_id)
             block, slot = divmod(position, size)

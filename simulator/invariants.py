@@ -23,6 +23,8 @@ SHOWN_S = 0.2
 """Before the first heartbeat, in whose answer a worker would learn of the others as well."""
 SOON_S = 2.5
 """Time for what takes a few messages, or the next heartbeat."""
+OPEN_S = 6.0
+"""Time to open a pair between processes that run and reach each other."""
 
 
 class Invariants:
@@ -34,6 +36,7 @@ class Invariants:
         self._report = report
         self._seen: dict[tuple[str, str], float] = {}  # since when something is as it may only be for a while
         self._by_epoch: dict[str, SimulatedWorker] = {}
+        self._claimed: set[tuple[str, str]] = set()  # transfers whose request has come, by worker
         cluster.world.call_later(CHECK_S, self._check)
         if cluster.shape.max_latency_s < 0.01:
             cluster.world.call_later(SHOWN_S, self._check_views)
@@ -126,9 +129,14 @@ class Invariants:
             if waiting.arrived_at < min(exited_at) and max(exited_at) < now - 1:
                 details = f"{name}: {waiting.request.transfer_id}"
                 yield "a prompt waits for a prefill worker that has exited", details, CHECK_S
-        for transfer in decode.reservations.waiting_transfers():
-            if transfer.transfer_id not in decode.sequences.by_transfer:
-                yield "a transfer waits for its request", f"{name}: {transfer.transfer_id}", UNCLAIMED_TIMEOUT_S + 1
+        claimed = decode.sequences.by_transfer.keys()
+        self._claimed.update((name, transfer_id) for transfer_id in claimed)
+        for transfer in decode._transfers.values():
+            details = f"{name}: {transfer.transfer_id}"
+            if transfer.transfer_id not in claimed and not transfer.is_reserved:
+                yield "a transfer waits for its request", details, UNCLAIMED_TIMEOUT_S + 1
+                if (name, transfer.transfer_id) in self._claimed:
+                    yield "a transfer waits for a request that has ended", details, 0
         table = worker.worker._traffic._outgoing_table
         for prompt in prefill.prompts.by_transfer.values():
             if prompt.ended or prompt.pair_id is None:
@@ -146,6 +154,8 @@ class Invariants:
             elif is_closed and self._is_calm(worker.loop, peer.loop):
                 yield "a prompt waits for a transfer that is closed", f"{name}: {transfer_id}", CHECK_S
         for pair in table.pairs():
+            if pair.state == "opening" and self._is_calm(worker.loop, self._cluster.process(pair.peer.pid).loop):
+                yield "a pair does not open", f"{name}: {pair.pair_id}", OPEN_S
             other = self._cluster.workers.get(pair.peer.worker_id)
             if other is None or pair.state != "ready" or other.presence is None or other.pids[0] == pair.peer.pid:
                 continue
@@ -162,7 +172,11 @@ class Invariants:
             if since and self._cluster.process(info.pid).has_left and self._changed_at(loop, proxy.loop) < since - 1:
                 yield "a worker that has left is known", f"{proxy.name}: {info.epoch}", SOON_S
             elif since:
+                if loop.is_dead and self._is_told(proxy, self._cluster.process(info.pid)):
+                    yield "a worker that has exited is known", f"{proxy.name}: {info.epoch}", SOON_S
                 yield "a silent worker is known", f"{proxy.name}: {info.epoch} since {since}", WORKER_SILENCE_S + SOON_S
+        launcher = self._cluster.launcher
+        roles = launcher.launcher._workers._roles if launcher.is_ready else {}
         gets_prompts = proxy.table.prefill_workers + proxy.table.decode_workers
         for record in proxy.table._by_epoch.values():
             worker, details = self._cluster.process(record.worker.pid), f"{proxy.name}: {record.worker.epoch}"
@@ -171,8 +185,17 @@ class Invariants:
                 yield "a worker that is out of reach gets prompts", details, unheard_s + SOON_S
             elif record not in gets_prompts and not record.draining and self._is_calm(proxy.loop, worker.loop):
                 yield "a worker that is in reach gets no prompts", details, SOON_S
+            role = roles.get(record.worker.worker_id, record.role)
+            if proxy.name == "proxy-0" and role != record.role and self._is_calm(launcher.loop, proxy.loop):
+                yield "the launcher takes a worker for one of another role", details, SOON_S
         if now - proxy.loop.running_since > SOON_S and any(now > each.until + 1 for each in proxy.dispatcher._waiting):
             yield "a prompt waits for a worker for too long", proxy.name, 0
+
+    def _is_told(self, proxy: SimulatedProxy, worker: SimulatedWorker) -> bool:
+        """Whether the launcher saw a worker exit, and has reached the proxy for a while."""
+        launcher, exited_at = self._cluster.launcher.loop, worker.loop.ended_at or 0.0
+        saw_it = max(launcher.running_since, self._cluster.lost_until.get(worker.host, 0.0)) < exited_at
+        return saw_it and self._is_calm(launcher, proxy.loop)
 
     def _is_watched(self, proxy: SimulatedProxy) -> bool:
         """Whether the launcher reaches a frozen proxy that has answered it before, and was not frozen since itself."""

@@ -36,6 +36,9 @@ class NotedBlocks(BlockManager):
     def end_quarantine(self, block_ids: Iterable[int]) -> None:
         super().end_quarantine(self._noted("in quarantine no more", block_ids))
 
+    def is_held(self, block_id: int) -> bool:
+        return block_id in self._num_holders
+
     def _evict(self) -> int:
         self.has_evicted = True
         return super()._evict()

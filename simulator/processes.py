@@ -218,7 +218,8 @@ class SimulatedWorker(SimulatedProcess):
         machine, shape = self._machine, self._machine.shape
         layout = KVLayout("simulated", "float32", 1, 1, 16, shape.block_size, tensor_parallel_size=len(self.pids))
         block_size = shape.block_size if shape.keeps_kv else 0
-        own = [Pool(shape.num_blocks, block_size, self._check_write) for _ in self.pids]
+        blocks = NotedBlocks(self.name, shape, machine.note)
+        own = [Pool(shape.num_blocks, block_size, self._check_write, blocks.is_held) for _ in self.pids]
         machine.wires.pools.update(zip(self.pids, own, strict=True))
         cpu: Any = SimpleNamespace(type="cpu")
         loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, cpu, cpu, layout)
@@ -232,7 +233,7 @@ class SimulatedWorker(SimulatedProcess):
         self.pools = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
         engine, pools = self.engine, cast(Any, self.pools)
         return EngineHost(
-            ranks, loaded, NotedBlocks(self.name, shape, machine.note), 1024, engine, pools, connectors,
+            ranks, loaded, blocks, 1024, engine, pools, connectors,
             nothing, nothing, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit), f"host {self.host}",
         )  # fmt: skip
 

@@ -113,6 +113,8 @@ class ClusterShape:
     num_hosts: int = 1
     max_workers: int = MAX_WORKERS
     """For which the hosts have room."""
+    hang_share: float = 0.0
+    """Share of the workers told to leave that hang for good instead."""
 
     def with_config(self, **settings: Any) -> ClusterShape:
         """Returns the shape with other settings of the operator."""
@@ -188,7 +190,12 @@ def draw(seed: int) -> Scenario:
     requests, faults = _requests(rng, cluster, end), _faults(rng, end)
     # Later additions come last, so that the rest of a known seed stays as it is.
     cluster = replace(cluster, bytes_per_s=rng.choice([math.inf, math.inf, 1e6, 1e5]))
-    return Scenario(seed, cluster, requests, faults)
+    if rng.random() < 0.15:
+        faults += _faults_without_launcher(rng, end)
+    hang_share = rng.choice([0.0, 0.5])
+    if not faults or "kill launcher" in {fault.kind for fault in faults}:  # a process that hangs does not end with it
+        hang_share = 0.0
+    return Scenario(seed, replace(cluster, hang_share=hang_share), requests, faults)
 
 
 def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Request, ...]:
@@ -245,6 +252,17 @@ def _faults(rng: random.Random, end: float) -> tuple[Fault, ...]:
             )
         )
     return tuple(sorted(faults, key=lambda each: each.at))
+
+
+def _faults_without_launcher(rng: random.Random, end: float) -> tuple[Fault, ...]:
+    """The launcher is out of reach while something else happens."""
+    at, duration_s = rng.uniform(START_S, end), rng.uniform(5.0, 15.0)
+    away: FaultKind = rng.choice(["partition launcher", "freeze launcher"])
+    kind, target, other = rng.choice(rng.choice([COMMANDS, FAULT_KINDS])), rng.randrange(16), rng.randrange(16)
+    return (
+        Fault(at, away, 0, 0, duration_s),
+        Fault(at + rng.uniform(0.0, 0.3), kind, target, other, rng.uniform(1.0, 8.0)),
+    )
 
 
 def _tokens(rng: random.Random, length: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tandem.deploy.launch.launcher import Launcher
@@ -16,6 +16,7 @@ from tandem.deploy.processes.process_configs import Place, ProcessConfigs
 from tandem.deploy.processes.supervisor import EXIT_LOST, OnExit, Supervised
 from tandem.deploy.sites.site import Site
 from tandem.protocol.messages.membership import Role
+from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.runtime.processes.process import EXIT_FAILED
 from tandem.simulator.processes import Machine, SimulatedProcess, SimulatedProxy, SimulatedWorker
@@ -38,6 +39,7 @@ class SimulatedChild(Supervised):
         self._machine = machine
         self._start = start
         self._process: SimulatedProcess | None = None
+        self._leaves = False
 
     async def run_once(self) -> int:
         loop = asyncio.get_running_loop()
@@ -48,6 +50,8 @@ class SimulatedChild(Supervised):
             delay_s = rng.uniform(*LOST_S) if code == EXIT_LOST else self._machine.switch.latency_s()
             loop.call_later(delay_s, ended.set_result, code)
 
+        if self._leaves:
+            self._machine.report("a process that leaves is started again", self.name)
         self.num_starts += 1
         self._process = process = self._start(on_end)
         self.last_pid = process.pids[0]
@@ -58,6 +62,14 @@ class SimulatedChild(Supervised):
     def send_signal(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)
+
+    def terminate(self) -> None:
+        self._leaves, hang_share = True, self._machine.shape.hang_share
+        if hang_share and self._process is not None and self._machine.timeline.rng.random() < hang_share:
+            self._machine.note(f"{self.name} hangs for good")
+            for loop in self._process.loops:
+                loop.freeze()
+        super().terminate()
 
     def log_tail(self) -> str:
         return ""
@@ -120,6 +132,19 @@ class SimulatedSite(Site):
         self._roles[name] = role
 
 
+class CheckedLauncher(Launcher):
+    """Checks that the cluster has the numbers of workers that it was scaled to."""
+
+    def __init__(self, machine: Machine, site: SimulatedSite, network: Network) -> None:
+        super().__init__(machine.shape.config, site, network, FOLDER)
+        self._report = machine.report
+
+    def scale(self, counts: Mapping[Role, int]) -> None:
+        super().scale(counts)
+        if wrong := {role: self.counts[role] for role in counts if self.counts[role] != counts[role]}:
+            self._report("the launcher counts otherwise than it was told to", f"{wrong} instead of {counts}")
+
+
 class SimulatedLauncher(SimulatedProcess):
     """The process of the real launcher. Others end with it, as the kernel tells them of its end."""
 
@@ -128,7 +153,7 @@ class SimulatedLauncher(SimulatedProcess):
     def boot(self) -> None:
         machine = self._machine
         self.site = SimulatedSite(machine)
-        self.launcher = Launcher(machine.shape.config, self.site, self.new_network(), FOLDER)
+        self.launcher = CheckedLauncher(machine, self.site, self.new_network())
         for number in (signal.SIGINT, signal.SIGTERM):
             self.loop.add_signal_handler(number, self.launcher.stop)
         self.run(self._run())

@@ -224,5 +224,5 @@ LAUNCH = (
     ),
     Mutation("reports do not change roles", ROLES, "        self._roles.update(changed)\n", ""),
 )
-"""Starting, watching, scaling and moving processes. Seeds show five within 100, as an operator who repeats a command
-heals the others; each of these fails a test in `test_simulated_launcher.py`, or in the unit tests of the launcher."""
+"""Starting, watching, scaling and moving processes. An operator who repeats a command heals most of them, so the
+launcher's numbers, roles and restarts are checked when they are made (`simulator/site.py`)."""

@@ -130,8 +130,9 @@ def test_each_mutation_changes_the_product() -> None:
 @pytest.mark.extended
 @pytest.mark.timeout(1800)
 def test_broken_rules_are_found() -> None:
-    """Of the parts of a worker and of a proxy, one fault each."""
-    for name in ("a sender counts as closed", "aborts are ignored", "dispatcher is not told", "while they are shipped"):
+    """Of the parts of a worker, of a proxy and of the launcher, one fault each."""
+    names = ["a sender counts as closed", "aborts are ignored", "dispatcher is not told", "while they are shipped"]
+    for name in [*names, "leaves is restarted"]:
         command = [sys.executable, "-m", "tests.simulation.cluster_mutations", "--seeds", "100", "--only", name]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
         assert "1 of 1 found" in done.stdout, done.stdout + done.stderr
