@@ -21,6 +21,13 @@ STAGES = ("unit", "simulation", "faults", "integration", "security")
 """In the order in which they run. The last one has small modules, so that all processes end at about the same time."""
 LONG = ("security/test_largest_values.py",)
 """Modules that begin the last stage for the same reason."""
+FORKING = (
+    "unit/proxy/reading/test_reader_pool.py",
+    "unit/runtime/processes/test_fork_server.py",
+    "security/test_calls_without_workers.py",
+)
+"""Modules that run before all others: they fork the tests' process, in which later tests leave threads. What such a
+thread holds at that moment stays locked in the child."""
 RAY = "test_ray"
 """Begins the names of modules that start a Ray cluster, of which this machine runs one at a time."""
 CLUSTER_STAGES = ("integration", "faults")
@@ -78,7 +85,8 @@ def tries_examples(item: pytest.Item) -> bool:
 
 
 def select(items: list[pytest.Item], new_examples: bool) -> None:
-    """Marks the extended and exhaustive tests and sorts all by stage. Else the order stays pytest's, but for LONG.
+    """Marks the extended and exhaustive tests and sorts all by stage. Else the order stays pytest's, but for FORKING
+    and LONG.
 
     With new_examples, the property tests of `make test` are extended tests, too: they have something new to try.
     """
@@ -91,7 +99,12 @@ def select(items: list[pytest.Item], new_examples: bool) -> None:
             item.add_marker("extended")
         if stage_of(item.nodeid) in CLUSTER_STAGES and not is_representative(item.nodeid):
             item.add_marker("extended")
-    items.sort(key=lambda item: (STAGES.index(stage_of(item.nodeid)), _module_of(item.nodeid) not in LONG))
+
+    def order(item: pytest.Item) -> tuple[bool, int, bool]:
+        module = _module_of(item.nodeid)
+        return module not in FORKING, STAGES.index(stage_of(item.nodeid)), module not in LONG
+
+    items.sort(key=order)
 
 
 def group_of(node_id: str) -> str:

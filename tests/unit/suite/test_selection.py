@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.selection import (
     EXHAUSTIVE,
+    FORKING,
     LONG,
     NEW_EXAMPLES,
     REPRESENTATIVE,
@@ -23,7 +24,7 @@ from tests.selection import (
 TESTS = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE + EXHAUSTIVE + LONG)
+@pytest.mark.parametrize("name", REPRESENTATIVE + EXHAUSTIVE + FORKING + LONG)
 def test_selected_tests_exist(name: str) -> None:
     assert (TESTS / name).is_file(), f"tests/selection.py names {name}, which does not exist"
 
