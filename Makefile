@@ -49,7 +49,7 @@ test: develop
 
 test-all: develop
 	$(PYTEST) -m "not alone" $(ARGS)
-	@$(MAKE) --no-print-directory test-alone
+	$(PYTEST) -n 0 -m alone
 
 # What `make test` leaves out, and its property tests with new random examples. More schedules, connectors and larger
 # clusters: make test-exhaustive.
@@ -57,9 +57,10 @@ test-extended: develop
 	$(PYTEST) -m "extended and not exhaustive and not alone" --hypothesis-profile new $(ARGS)
 	@$(MAKE) --no-print-directory test-alone
 
-# Tests that bound how long a client waits beside an attack: three minutes, with no other test beside.
+# Tests with no other test beside: those that bound how long a client waits beside an attack, and those whose processes
+# spin, as vLLM's ranks do. Two minutes, and three more with vLLM.
 test-alone: develop
-	$(PYTEST) -n 0 -m alone
+	$(PYTEST) -n 0 -m "alone and not exhaustive"
 
 test-exhaustive: develop
 	$(PYTEST) -m exhaustive --hypothesis-profile new $(ARGS)

@@ -4,8 +4,8 @@ Unit, simulation and security tests all run. Of the tests that start clusters, t
 others are marked `extended` and run with `make test-extended`. A single test or parameter of a named module, or a
 security test that starts a cluster, is left out by `pytest.mark.extended`.
 
-Tests marked `alone` bound how long a client waits beside an attack. They are extended tests, and `make test-alone` runs
-them with no other test beside, which could make that client wait instead.
+Tests marked `alone` bound how long a client waits beside an attack, or have processes that spin and make others wait.
+They are extended tests, and `make test-alone` runs them with no other test beside.
 
 Property tests have the same examples each time in `make test`, and new random ones in `make test-extended`.
 
