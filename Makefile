@@ -57,8 +57,7 @@ test-extended: develop
 	$(PYTEST) -m "extended and not exhaustive and not alone" --hypothesis-profile new $(ARGS)
 	@$(MAKE) --no-print-directory test-alone
 
-# Tests with no other test beside: those that bound how long a client waits beside an attack, and those whose processes
-# spin, as vLLM's ranks do. Two minutes, and three more with vLLM.
+# Tests with no other test beside, because they bound how long a client waits beside an attack. Two minutes.
 test-alone: develop
 	$(PYTEST) -n 0 -m "alone and not exhaustive"
 

@@ -23,7 +23,8 @@ from tests.integration.vllm.dozen_streams import LIMIT_S, begin, bodies, check, 
 from tests.support.cluster import Cluster, is_alive
 from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, nixl_environment_of_vllm, run_with_vllm
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]  # ranks that wait for each other spin
+# Ranks that wait for each other spin: four of them on two cores may end a request.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.alone, pytest.mark.exhaustive]
 
 NUM_TOKENS, NUMBER = 60, 6
 """Of each answer, and of the streams."""
