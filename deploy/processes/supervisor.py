@@ -41,7 +41,7 @@ class Supervised(ABC):
         self.log_file = log_file
         self.num_starts = 0
         self.last_pid = 0
-        self._drained_start = 0
+        self._drained: tuple[int, int] | None = None  # its start and pid
         self._on_exit = on_exit
         self._stopping = asyncio.Event()
 
@@ -89,8 +89,9 @@ class Supervised(ABC):
 
     def _drain(self) -> None:
         """Signals a process once: the second SIGTERM would end it before its requests have ended."""
-        if self._drained_start != self.num_starts:
-            self._drained_start = self.num_starts
+        process = self.num_starts, self.last_pid  # the pid comes later: a signal before it reaches nobody
+        if self._drained != process:
+            self._drained = process
             self.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:

@@ -18,6 +18,7 @@ class Crashing(Supervised):
         self._lifetimes_s = iter(lifetimes_s)
         self._ended_at = 0.0
         self.delays_s: list[float] = []
+        self.signals: list[signal.Signals] = []
 
     async def run_once(self) -> int | None:
         loop = asyncio.get_running_loop()
@@ -29,7 +30,8 @@ class Crashing(Supervised):
         self._ended_at = loop.time()
         return 1
 
-    def send_signal(self, number: signal.Signals) -> None: ...
+    def send_signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
 
     def log_tail(self) -> str:
         return ""
@@ -51,3 +53,17 @@ def test_a_process_that_ran_for_a_while_is_restarted_at_once() -> None:
 def test_the_delay_of_a_process_that_crashes_again_and_again_is_bounded() -> None:
     delays = delays_s(*[0] * 12)
     assert delays == sorted(delays) and delays[0] == RESTART_DELAY_S and delays[-1] == MAX_RESTART_DELAY_S
+
+
+def test_each_process_is_told_to_drain_once_and_again_if_it_did_not_run_yet() -> None:
+    process = Crashing()
+    process.num_starts, process.last_pid = 1, 10
+    for restarts in (1, 2):
+        process.restart()
+        assert process.signals == [signal.SIGTERM], f"{restarts} restarts: a second signal would end its requests"
+    process.num_starts = 2  # the next one is being made
+    process.restart()
+    process.last_pid = 11
+    process.restart()
+    process.terminate()
+    assert process.signals == [signal.SIGTERM] * 3
