@@ -98,7 +98,7 @@ class Control:
                 answer = self._unchanged[known, self._table.needs_restart(message.epoch)]
                 self._socket.send(identity, answer)
             case WorkerLeft():
-                self._apply(self._table.on_left(message.epoch))
+                self._apply(self._table.on_left(message.epoch, message.exits))
             case DrainWorker():
                 error = self._order(message.worker_id, LeaveCluster())
                 if not error:

@@ -1,9 +1,9 @@
 """A worker's side of cluster membership: registers with every proxy, sends status, learns of the other workers.
 
 Status is heartbeat and load report in one; the proxy's answer to it is the proxy's heartbeat. A proxy that goes silent
-or restarts under a new id is lost, and its requests are aborted. If a proxy no longer knows this worker, it has
-declared the worker lost. The worker registers with it again, and keeps its requests until the proxy ends them
-(AbortAllAttempts). An epoch is one process.
+or restarts under a new id is lost, and its requests are aborted; one that was silent is told so, or it would wait for
+their answers. If a proxy no longer knows this worker, it has declared the worker lost. The worker registers with it
+again, and keeps its requests until the proxy ends them (AbortAllAttempts). An epoch is one process.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class _ProxyLink:
         self.version = 0  # of `workers`, see ClusterView; 0 until the proxy has sent all
         self.workers: dict[str, WorkerInfo] = {}  # by epoch
         self.known_by: str | None = None  # id of the proxy instance that last knew our epoch
+        self.gave_up = False  # its requests, which it has to learn
         self.refusal_logged_at: float | None = None
 
 
@@ -152,6 +153,10 @@ class ProxyLinks:
                 if link.endpoint in silent and link.proxy_id is not None:
                     log.warning("proxy %s has been silent for %.0f s", link.proxy_id, PROXY_SILENCE_S)
                     self._lose(link)
+                    link.gave_up = True
+                if link.gave_up:
+                    worker = self._register.worker
+                    link.socket.send(WorkerLeft(worker.worker_id, worker.epoch, exits=False))
 
     def send_to_all(self, message: WorkerStatus | WorkerLeft | RegisterWorker) -> None:
         """Sends a message to every proxy."""
@@ -185,6 +190,7 @@ class ProxyLinks:
                 if message.known:
                     link.known_by, link.refusal_logged_at, self._was_accepted = message.proxy_id, None, True
                 else:
+                    link.gave_up = False
                     if link.known_by == message.proxy_id:
                         # Its requests end by the AbortAllAttempts that it sends when it knows this worker again. Its
                         # next prompt comes after that on the same connection, and may be here already.

@@ -216,10 +216,15 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy: the worker exits now. Its requests in flight migrate."""
+    """Worker to proxy: the worker exits now. Its requests in flight migrate.
+
+    Without `exits`, it heard nothing for PROXY_SILENCE_S and has given this proxy's requests up. It says so with each
+    status until the proxy no longer knows it, and registers again.
+    """
 
     worker_id: str
     epoch: str
+    exits: bool = True
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

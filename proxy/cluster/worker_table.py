@@ -190,10 +190,11 @@ class WorkerTable:
             each.reconnect_at = now + PONG_TIMEOUT_S
         return found
 
-    def on_left(self, epoch: str) -> MembershipChange:
-        """The worker announced that it leaves."""
+    def on_left(self, epoch: str, exits: bool = True) -> MembershipChange:
+        """The worker announced that it leaves, or that it has given this proxy's requests up."""
         record = self._by_epoch.get(epoch)
-        return self._remove([LostWorker(record.worker, "it has left", has_left=True)] if record is not None else [])
+        reason = "it has left" if exits else "it heard nothing from this proxy and gave its requests up"
+        return self._remove([LostWorker(record.worker, reason, has_left=True, is_gone=exits)] if record else [])
 
     def on_exited(self, worker_id: str, pid: int, has_crashed: bool) -> MembershipChange:
         """The launcher saw the process exit. A new process of that name that has already registered stays.
@@ -213,8 +214,7 @@ class WorkerTable:
     def check(self, now: float) -> MembershipChange:
         """Finds silent workers. Call every `CHECK_INTERVAL_S`."""
         stalled_s = self._timers.check(now) + CHECK_INTERVAL_S
-        if stalled_s > _GIVEN_UP_S:
-            # The workers register again, and this proxy's sequences are dispatched again.
+        if stalled_s > _GIVEN_UP_S:  # they register again, and their sequences are dispatched again
             reason = f"this proxy was stopped for {stalled_s:.1f} s, so workers may have dropped its requests"
             lost = [LostWorker(record.worker, reason, is_gone=False) for record in self._by_epoch.values()]
             return self._remove(lost)

@@ -81,8 +81,8 @@ SHELL = (
     Mutation(
         "a silent proxy is not lost",
         REGISTRATION,
-        "                    self._lose(link)\n\n    def send_to_all",
-        "                    pass\n\n    def send_to_all",
+        "                    self._lose(link)\n                    link.gave_up = True",
+        "                    pass",
     ),
     Mutation(
         "requests of a lost proxy are not aborted",

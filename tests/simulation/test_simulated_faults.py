@@ -14,9 +14,11 @@ from typing import get_args
 
 import pytest
 
-from tandem.protocol.messages.membership import Role, SetWorkerRole
+from tandem.protocol.messages.membership import PROXY_SILENCE_S, Role, SetWorkerRole
 from tandem.protocol.messages.transfer import ReserveKV
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
+from tandem.simulator import connection
+from tandem.simulator.engine import StepTimes
 from tandem.simulator.network import Switch
 from tandem.simulator.scenario import ClusterShape
 from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
@@ -235,6 +237,19 @@ def test_a_worker_rejoins_after_it_was_cut_off(name: str) -> None:
         assert set(site.finish()) == {"finished"}
         assert site.cluster.workers[name].pids == pids
         assert site.epochs() == before
+
+
+def test_a_worker_that_gave_requests_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy was too slow to be heard, but never still for long enough to know that itself."""
+    monkeypatch.setattr(connection, "SILENT_S", (60.0, 60.0))
+    with simulated_site(replace(PAIR, step_times=StepTimes(0.05))) as site:
+        running = site.ask(200, 300)
+        site.pass_time(0.5)
+        site.cluster.switch.silence("proxy-0", "decode-0")
+        site.pass_time(PROXY_SILENCE_S + 0.6)
+        site.cluster.switch.end_silence("proxy-0", "decode-0")
+        assert site.finish()[running] == "finished"
+        assert site.num_migrated() == 1
 
 
 def test_only_the_pair_is_lost_whose_workers_are_cut_off_from_each_other() -> None:

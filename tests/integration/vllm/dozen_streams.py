@@ -63,6 +63,7 @@ def check(cluster: Cluster, streams: list[Stream], expected: list[list[int]]) ->
 def check_answers(streams: list[Stream], expected: list[list[int]]) -> None:
     deadline = time.monotonic() + LIMIT_S
     assert all(each.wait(max(1.0, deadline - time.monotonic())) for each in streams)
-    assert [(each.outcome, each.num_ends) for each in streams] == [("length", 1)] * len(streams)
+    ends = [(each.outcome, each.num_ends) for each in streams]
+    assert ends == [("length", 1)] * len(streams), ends
     wrong = [number for number, each in enumerate(streams) if each.token_ids != expected[number]]
     assert not wrong, f"other tokens: {wrong}"
