@@ -221,7 +221,7 @@ PURE = (
     Mutation(
         "a worker that leaves is not removed",
         TABLE,
-        'LostWorker(record.worker, "it has left", has_left=True)] if record is not None else []',
+        "LostWorker(record.worker, reason, has_left=True, is_gone=exits)] if record else []",
         "] if False else []",
     ),
     Mutation(
