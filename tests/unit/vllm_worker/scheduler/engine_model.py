@@ -68,7 +68,8 @@ class EngineModel:
         self.num_cached = 0
         """Prompt blocks that the cache has for the next request that receives."""
         self._named: list[str] = []
-        self._lost: list[str] = []
+        self._preempted: set[str] = set()
+        """Requests that the next step takes the blocks from."""
         self._errors: list[EngineOutput] = []
         self.added: set[str] = set()
         self._shipping_ended: set[str] = set()
@@ -76,6 +77,8 @@ class EngineModel:
     def step(self) -> StepReport:
         while self.orders:
             self._carry_out(self.orders.popleft())
+        lost = [each for each in sorted(self._preempted) if self._take_from(each)]
+        self._preempted.clear()
         begun, allocated = self._schedule()
         outputs, computed = self._compute()
         for engine_id in self._named:
@@ -87,7 +90,6 @@ class EngineModel:
                 assert request.status == "ended", "vLLM ends the process"
                 self._free(engine_id)
         self._named.clear()
-        lost, self._lost = self._lost, []
         errors, self._errors = self._errors, []
         num_running = sum(each.status == "running" for each in self.requests.values())
         figures = EngineFigures(num_running, 0, self.num_blocks, len(self.free))
@@ -99,12 +101,18 @@ class EngineModel:
         self._errors.append(EngineOutput(engine_id, [], None, InvalidRequest("a wrong grammar")))
 
     def preempt(self, engine_id: str) -> None:
-        request = self.requests[engine_id]
+        """The next step takes the request's blocks, after it has carried out its orders."""
+        self._preempted.add(engine_id)
+
+    def _take_from(self, engine_id: str) -> bool:
+        """Returns whether the request had blocks that were still to be shipped."""
+        request = self.requests.get(engine_id)
+        if request is None or request.status != "running":
+            return False
         self._take_blocks(request)
         request.status, request.num_computed, request.num_reported = "waiting", 0, 0
-        if request.ships:
-            request.ships = False  # from now on nothing of it is reported
-            self._lost.append(engine_id)
+        had_shipped, request.ships = request.ships, False  # from now on nothing of it is reported
+        return had_shipped
 
     # ---- orders
 

@@ -145,7 +145,7 @@ class PairModel:
             attempt = self.attempts[message.attempt_id]
             assert worker not in attempt.terminals, "one last message"
             attempt.terminals.append(worker)
-            if not attempt.is_over and isinstance(message, AttemptFailed):
+            if not attempt.is_over:
                 self.abort(message.attempt_id, "d" if worker == "p" else "p")
             attempt.is_over = True
 
@@ -194,13 +194,14 @@ class PairModel:
             assert self.contents[block_id] == (request.order.message.transfer_id, number + request.num_cached)
 
     def step(self, worker: ModelWorker) -> None:
-        worker.reports.append(worker.engine.step())
+        report = worker.engine.step()
+        for engine_id in report.lost:
+            self.broken_transfers.add(worker.engine.requests[engine_id].order.message.transfer_id)
+        worker.reports.append(report)
 
     def report(self, worker: ModelWorker) -> None:
         if worker.reports:
             report = worker.reports.popleft()
-            for engine_id in report.lost:
-                self.broken_transfers.add(worker.engine.requests[engine_id].order.message.transfer_id)
             self.perform(worker, worker.scheduler.on_report(self.now, report))
 
     def tick(self, seconds: float, renew: bool) -> None:
