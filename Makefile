@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup develop serve test test-all test-extended test-alone test-exhaustive soak lint lint-types lint-style lint-collects check docs links audit bench coverage release gpu-check gpu-wheels format lock clean
+.PHONY: setup develop serve test test-all test-extended test-alone test-properties test-exhaustive soak lint lint-types lint-style lint-collects check docs links audit bench coverage release gpu-check gpu-wheels format lock clean
 
 # What serving needs: 6.0 GB on disk, 5.2 of them PyTorch with Triton and the CUDA libraries that PyTorch's wheels bring.
 setup: $(VENV)/.installed
@@ -51,18 +51,21 @@ test-all: develop
 	$(PYTEST) -m "not alone" $(ARGS)
 	$(PYTEST) -n 0 -m alone
 
-# What `make test` leaves out, and its property tests with new random examples. More schedules, connectors and larger
-# clusters: make test-exhaustive.
+# What `make test` leaves out. More schedules, connectors and larger clusters: make test-exhaustive.
 test-extended: develop
-	$(PYTEST) -m "extended and not exhaustive and not alone" --hypothesis-profile new $(ARGS)
+	$(PYTEST) -m "extended and not exhaustive and not alone" $(ARGS)
 	@$(MAKE) --no-print-directory test-alone
 
 # Tests with no other test beside, because they bound how long a client waits beside an attack. Two minutes.
 test-alone: develop
 	$(PYTEST) -n 0 -m "alone and not exhaustive"
 
+# Property tests with new random examples, ROUNDS times or until one fails. All other targets try the same ones each time.
+test-properties: develop
+	for round in $$(seq $(or $(ROUNDS),1)); do $(PYTEST) -m "properties and not exhaustive" --hypothesis-profile new $(ARGS) || exit 1; done
+
 test-exhaustive: develop
-	$(PYTEST) -m exhaustive --hypothesis-profile new $(ARGS)
+	$(PYTEST) -m exhaustive $(ARGS)
 
 # Simulated clusters, seed after seed, until one breaks a rule. ARGS="--time-s 600" for ten minutes, "--seeds 1-500" for those.
 soak: setup

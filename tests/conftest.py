@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from tandem.runtime.garbage_collection import freeze_without_collecting
 from tests.progress import ProgressPlugin
-from tests.selection import NEW_EXAMPLES, group_of, select
+from tests.selection import group_of, select
 from tests.support.cluster import Cluster
 from tests.support.noise_model import ensure_noise_model
 
@@ -32,7 +32,7 @@ gc.disable()
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fixed", UNTIMED, derandomize=True)
 # Hypothesis itself sets `derandomize` where the variable CI is set.
-settings.register_profile(NEW_EXAMPLES, UNTIMED, derandomize=False, print_blob=True)
+settings.register_profile("new", UNTIMED, derandomize=False, print_blob=True)
 settings.load_profile("fixed")  # --hypothesis-profile loads another
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -49,8 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects by the marks that this sets
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(items, config.getoption("--hypothesis-profile", None) == NEW_EXAMPLES)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    select(items)
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,8 @@ security test that starts a cluster, is left out by `pytest.mark.extended`.
 Tests marked `alone` bound how long a client waits beside an attack, or have processes that spin and make others wait.
 They are extended tests, and `make test-alone` runs them with no other test beside.
 
-Property tests have the same examples each time in `make test`, and new random ones in `make test-extended`.
+Property tests have the same examples each time, so that a result depends on the code alone; `make test-properties` runs
+them with new random ones.
 
 Modules in EXHAUSTIVE, and tests marked so, run with `make test-exhaustive` only: many more random schedules, the same
 faults over further connectors and layouts, larger clusters. `make test-all` runs everything.
@@ -56,11 +57,6 @@ EXHAUSTIVE = (
 )
 
 
-NEW_EXAMPLES = "new"
-"""Hypothesis profile that draws new random examples, and prints how to repeat those that fail. Without it, every run
-tries the same examples, so that a newcomer's `make test` depends on the code alone."""
-
-
 def stage_of(node_id: str) -> str:
     folders = node_id.split("/")
     return folders[1] if len(folders) > 2 and folders[1] in STAGES else STAGES[0]
@@ -84,15 +80,12 @@ def tries_examples(item: pytest.Item) -> bool:
     return by_decorator or item.get_closest_marker("hypothesis") is not None
 
 
-def select(items: list[pytest.Item], new_examples: bool) -> None:
-    """Marks the extended and exhaustive tests and sorts all by stage. Else the order stays pytest's, but for FORKING
-    and LONG.
-
-    With new_examples, the property tests of `make test` are extended tests, too: they have something new to try.
-    """
+def select(items: list[pytest.Item]) -> None:
+    """Marks property, extended and exhaustive tests and sorts all by stage. Else the order stays pytest's, but for
+    FORKING and LONG."""
     for item in items:
-        if new_examples and tries_examples(item):
-            item.add_marker("extended")
+        if tries_examples(item):
+            item.add_marker("properties")
         if is_exhaustive(item.nodeid):
             item.add_marker("exhaustive")
         if item.get_closest_marker("exhaustive") is not None:

@@ -26,6 +26,8 @@ def test_workflows_run_what_is_there() -> None:
     assert commands("ci") == [".ci/run", "make test"] and "test" in TARGETS
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
     assert commands("links") == ["make links"] and "links" in TARGETS
+    assert commands("search")[0].startswith("make test-properties ") and "test-properties" in TARGETS
+    assert commands("search")[1].startswith("make soak ") and "soak" in TARGETS
     assert commands("release")[0] == "make release" and "release" in TARGETS
 
 

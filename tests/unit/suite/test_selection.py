@@ -12,7 +12,6 @@ from tests.selection import (
     EXHAUSTIVE,
     FORKING,
     LONG,
-    NEW_EXAMPLES,
     REPRESENTATIVE,
     group_of,
     is_exhaustive,
@@ -53,16 +52,18 @@ def draw(number: int) -> None:
     drawn.append(number)
 
 
-def test_what_a_newcomer_runs_draws_the_same_examples_each_time(request: pytest.FixtureRequest) -> None:
+def test_the_same_examples_are_drawn_each_time_unless_new_ones_are_wanted(request: pytest.FixtureRequest) -> None:
     draw()
     first, drawn[:] = drawn[:], []
     draw()
     second, drawn[:] = drawn[:], []
-    assert (first == second) is (request.config.getoption("--hypothesis-profile") != NEW_EXAMPLES)
+    assert (first == second) is (request.config.getoption("--hypothesis-profile") != "new")
 
 
-def test_property_tests_are_extended_tests_where_new_examples_are_drawn(request: pytest.FixtureRequest) -> None:
-    for new_examples in (False, True):
-        item = pytest.Function.from_parent(request.node.parent, name="drawing", callobj=draw)
-        select([item], new_examples)
-        assert (item.get_closest_marker("extended") is not None) is new_examples
+def test_property_tests_are_marked(request: pytest.FixtureRequest) -> None:
+    def draws_nothing() -> None: ...
+
+    for function, is_property in ((draw, True), (draws_nothing, False)):
+        item = pytest.Function.from_parent(request.node.parent, name="drawing", callobj=function)
+        select([item])
+        assert (item.get_closest_marker("properties") is not None) is is_property
