@@ -1,4 +1,7 @@
-"""The clients of a simulated cluster: each sends one request to a proxy, and checks what it gets."""
+"""The clients of a simulated cluster: each sends one request to a proxy, and checks what it gets.
+
+A line of a batch is sent as `proxy.batches` does: again while it is refused, and by the successor of a proxy that ends.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.batches.batch_run import MAX_RETRY_S, MIN_RETRY_S
 from tandem.proxy.dispatch.crashes import MAX_DEATHS
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
@@ -23,6 +27,8 @@ from tandem.simulator.processes import Note, SimulatedProxy
 from tandem.simulator.scenario import MODEL, NO_TIMEOUT_S, Request
 from tandem.telemetry.request_log import RequestRecord
 
+REFUSALS = {"overloaded", "too_many_requests", "no_worker_ready", "request_aborted"}
+"""Codes after which a line of a batch is sent again."""
 LATE_ERRORS = {"deadline_exceeded", "ttft_slo_unreachable"}
 """Codes that a client with a deadline may get."""
 
@@ -44,13 +50,14 @@ class Clients:
     """All clients of one run. outcomes: what each request came to, by its number.
 
     report(rule, details): called when a rule is broken. note: gets a line of the log. num_kills, limits: see
-    `expected_errors`.
+    `expected_errors`. send_again(delay_s, request): sends a line of a batch later.
     """
 
     def __init__(
         self,
         report: Callable[[str, str], None],
         note: Note,
+        send_again: Callable[[float, Request], object],
         num_kills: int = 0,
         limits: AdmissionSettings = AdmissionSettings(),  # noqa: B008  # frozen
     ) -> None:
@@ -58,20 +65,24 @@ class Clients:
         self._has_slo = limits.ttft_slo_ms > 0
         self.outcomes: dict[int, str] = {}
         self._served: defaultdict[str, Counter[str]] = defaultdict(Counter)  # what proxies should count
-        self._of_proxies: defaultdict[str, set[int]] = defaultdict(set)  # requests by proxy
+        self._of_proxies: defaultdict[str, dict[int, Request]] = defaultdict(dict)  # open requests by proxy
+        self._num_refusals: Counter[int] = Counter()  # of lines of batches
+        self._send_again = send_again
         self._report = report
         self._note = note
 
     def send(self, request: Request, proxy: SimulatedProxy) -> None:
         proxy.num_open += 1
-        self._of_proxies[proxy.proxy_id].add(request.number)
+        self._of_proxies[proxy.proxy_id][request.number] = request
         proxy.loop.call_soon(lambda: start(self._serve(request, proxy)))
 
     def on_proxy_end(self, proxy_id: str) -> None:
         """Clients of a proxy that has ended see their connections break."""
-        for number in self._of_proxies.pop(proxy_id, set()):
-            if number not in self.outcomes:
-                self.outcomes[number] = "connection broke"
+        for request in self._of_proxies.pop(proxy_id, {}).values():
+            if request.is_of_batch:
+                self._send_again(MIN_RETRY_S, request)
+            else:
+                self.outcomes[request.number] = "connection broke"
 
     async def _serve(self, request: Request, proxy: SimulatedProxy) -> None:
         """Does what an HTTP route does: reads all deltas of a request, and closes the generator."""
@@ -111,7 +122,12 @@ class Clients:
             if not is_expected or (outcome in LATE_ERRORS and is_patient):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
         proxy.num_open -= 1
-        self._end(request, outcome)
+        self._of_proxies[proxy.proxy_id].pop(request.number, None)
+        if request.is_of_batch and outcome in REFUSALS:
+            self._num_refusals[request.number] += 1
+            self._send_again(min(MAX_RETRY_S, MIN_RETRY_S * 2 ** self._num_refusals[request.number]), request)
+        else:
+            self._end(request, outcome)
 
     def miscounted(self, proxy: SimulatedProxy) -> str | None:
         """Returns what the metrics of a proxy without open requests count otherwise than its clients.

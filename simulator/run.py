@@ -115,7 +115,9 @@ class _Run:
         self._log = EventLog(lambda: self._timeline.now)
         self._result = Result(self._log)
         num_kills = sum(fault.kind in ("kill", "fail starts") for fault in scenario.faults)
-        self._clients = Clients(self.report, self._log.note, num_kills, scenario.cluster.config.admission)
+        self._clients = Clients(
+            self.report, self._log.note, self._send_later, num_kills, scenario.cluster.config.admission
+        )
         self._cluster = SimulatedCluster(
             scenario.cluster,
             self._timeline,
@@ -159,11 +161,14 @@ class _Run:
         self._log.note("a proxy lost %s (%s): %s", worker_id, epoch, reason)
         self._invariants.on_lost(worker_id, epoch, reason)
 
+    def _send_later(self, delay_s: float, request: Request) -> None:
+        self._cluster.world.call_later(delay_s, self._send, request)
+
     def _send(self, request: Request) -> None:
         """Sends a request once its proxy accepts connections."""
         proxy = self._cluster.proxies.get(f"proxy-{request.proxy}")
         if proxy is None or not proxy.accepts:
-            self._cluster.world.call_later(CONNECT_S, self._send, request)
+            self._send_later(CONNECT_S, request)
         else:
             self._clients.send(request, proxy)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
+from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.runtime.settings import with_values
 from tandem.simulator.engine import StepTimes, answer
@@ -57,6 +58,8 @@ class Request:
     """Seconds that the client takes to read what has come."""
     more_prompts: tuple[tuple[int, ...], ...] = ()
     """Of a request with several prompts."""
+    is_of_batch: bool = False
+    """Whether it is a line of a batch, which is sent until it has an answer."""
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -195,7 +198,16 @@ def draw(seed: int) -> Scenario:
     hang_share = rng.choice([0.0, 0.5])
     if not faults or "kill launcher" in {fault.kind for fault in faults}:  # a process that hangs does not end with it
         hang_share = 0.0
+    if (
+        rng.random() < 0.25 and not cluster.config.admission.ttft_slo_ms
+    ):  # a line that can never be in time is sent for ever
+        requests = tuple(of_batch(each) if each.number % 2 else each for each in requests)
     return Scenario(seed, replace(cluster, hang_share=hang_share), requests, faults)
+
+
+def of_batch(request: Request) -> Request:
+    """Returns the request as a line of a batch."""
+    return replace(request, priority=LOWEST_PRIORITY, timeout_s=NO_TIMEOUT_S, stops_after=None, is_of_batch=True)
 
 
 def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Request, ...]:

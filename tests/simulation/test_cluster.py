@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tandem.simulator.engine import answer
 from tandem.simulator.event_log import EventLog
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.run import run
-from tandem.simulator.scenario import draw
+from tandem.simulator.scenario import ClusterShape, Fault, Request, Scenario, cluster_config, draw, of_batch
 from tandem.simulator.timeline import Timeline
 from tests.simulation.cluster_mutations import MUTATIONS, ROOT, mutated
 
@@ -89,6 +90,20 @@ def test_a_violation_is_told_and_made_smaller(
     assert f" 1 of {len(scenario.requests)} requests, 0 of {len(scenario.faults)} faults" in printed
     assert "starts as" in printed and "StartPrefill(" in printed and "FirstToken(" in printed
     assert "VIOLATION: wrong tokens" in printed and "VIOLATION" in (tmp_path / "log").read_text()
+
+
+def test_lines_of_batches_are_sent_until_they_have_an_answer() -> None:
+    """Whatever ends their proxy or refuses them; requests of others end with it."""
+    rng = random.Random(0)
+    shape = ClusterShape(cluster_config(prefill=1, decode=2, max_requests_per_client=1), num_blocks=100)
+    prompts = [tuple(rng.randrange(1, 50_000) for _ in range(50)) for _ in range(12)]
+    lines = tuple(of_batch(Request(number, 2.0, 0, prompt, 40, 1, 0, 5.0, 3)) for number, prompt in enumerate(prompts))
+    requests = tuple(replace(each, is_of_batch=each.number % 2 == 0) for each in lines)
+    faults = (Fault(2.1, "kill proxy", 0, 0, 0.0), Fault(3.5, "leave proxy", 0, 0, 0.0))
+    result = run(Scenario(1, shape, requests, faults))
+    assert not result.violations
+    assert sum(result.outcomes.values()) == len(requests) and result.outcomes["connection broke"]
+    assert result.outcomes["finished"] >= len(requests) / 2 and "request_aborted" not in result.outcomes
 
 
 def test_the_story_of_a_violation_is_that_of_its_requests_and_its_block() -> None:
