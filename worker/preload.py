@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
 from tandem.runtime.errors import first_line
 from tandem.runtime.garbage_collection import importing
 from tandem.runtime.processes.command_line import show_command_line
-from tandem.runtime.processes.fork_server import main_channel, serve_forks
+from tandem.runtime.processes.fork_server import Entry, main_channel, serve_forks
 from tandem.runtime.processes.forked_process import CHANNEL_FD
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG
 
@@ -34,13 +35,28 @@ CPU_MODULES = ("tandem.engine.cpu.attention", "tandem.engine.cpu.layer_operators
 
 def main() -> NoReturn:
     on_cpu = "cpu" in sys.argv[1:]
-    show_command_line([sys.executable, "-m", "tandem.worker.preload"])
+    serve("tandem.worker", lambda: load(on_cpu))
+
+
+def serve(package: str, load: Callable[[], None]) -> NoReturn:
+    """Calls `load`, then forks processes that do what `python -m package` does. It is `python -m package.preload`."""
+    show_command_line([sys.executable, "-m", f"{package}.preload"])
     try:
-        load(on_cpu)
+        load()
     except Exception as error:
         print(f"error: cannot import what workers need: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIG)
-    serve_forks(main_channel(CHANNEL_FD), {ENTRY: run})
+    serve_forks(main_channel(CHANNEL_FD), {ENTRY: entry_of(package)})
+
+
+def entry_of(package: str) -> Entry:
+    """Returns what a forked process runs. Its argument is the worker's configuration file."""
+
+    def run(arguments: list[str]) -> None:
+        show_command_line([sys.executable, "-m", package, *arguments])
+        importlib.import_module(f"{package}.__main__").main()
+
+    return run
 
 
 def load(on_cpu: bool) -> None:
@@ -56,14 +72,6 @@ def load(on_cpu: bool) -> None:
             from tandem.engine.cpu.compiler import load_compiler
 
             load_compiler()
-
-
-def run(arguments: list[str]) -> None:
-    """In a forked process: runs a worker. arguments: its configuration file, as for `python -m tandem.worker`."""
-    from tandem.worker.__main__ import main as run_worker
-
-    show_command_line([sys.executable, "-m", "tandem.worker", *arguments])
-    run_worker()
 
 
 if __name__ == "__main__":

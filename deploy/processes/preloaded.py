@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 PRELOAD_TIMEOUT_S = 120.0
 """Deadline of the imports, which take 4 s of CPU."""
 PRELOAD_MODULE = "tandem.worker.preload"
+VLLM_PRELOAD_MODULE = "tandem.vllm_worker.preload"
 _RESTART_DELAY_S = 1.0
 _ENTRY = "worker"
 
@@ -32,11 +34,19 @@ class PreloadedWorker:
 
     is_loaded: whether the imports were done at least once.
     environment: of the process. Variables that a library reads when it is imported must be the same for all workers.
-    module: of the process.
+    module: of the process, run by the interpreter `python`.
     """
 
-    def __init__(self, environment: Mapping[str, str], on_cpu: bool, logs: Path, module: str = PRELOAD_MODULE) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        on_cpu: bool,
+        logs: Path,
+        module: str = PRELOAD_MODULE,
+        python: str = sys.executable,
+    ) -> None:
         self._module = module
+        self._python = python
         self._environment = {**os.environ, **environment}
         self._arguments = ["cpu" if on_cpu else "gpu", SPACE]
         self._output = LogFile(logs / "preloaded.log")
@@ -57,7 +67,7 @@ class PreloadedWorker:
         try:
             with self._output.open() as output, Path(os.devnull).open("rb") as nothing:
                 fds = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
-                self._server = ForkServer.spawn(self._module, self._environment, fds, self._arguments)
+                self._server = ForkServer.spawn(self._module, self._environment, fds, self._arguments, self._python)
         except OSError as error:  # no memory or processes at the moment
             log.warning("cannot start the preloaded process: %s", error)
             self._server = None

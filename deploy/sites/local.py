@@ -20,7 +20,7 @@ from tandem.deploy.processes.gpus import least_used, visible_gpus
 from tandem.deploy.processes.host_memory import HostMemory
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
-from tandem.deploy.processes.preloaded import PreloadedWorker
+from tandem.deploy.processes.preloaded import VLLM_PRELOAD_MODULE, PreloadedWorker
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.deploy.sites.site import VLLM_WORKER_MODULE, WORKER_MODULE, Site
@@ -61,10 +61,14 @@ class LocalSite(Site):
         names = [f"proxy-{i}" for i in range(cluster.proxies)] if not cluster.join else []
         self._listeners = {name: bind(cluster.http.host, cluster.http.port) for name in names}
         self._admin_listeners = {name: bind(*cluster.admin_address) for name in names}
-        self._preloaded: PreloadedWorker | None = None  # workers with another engine are started plainly
+        self._preloaded: PreloadedWorker | None = None  # workers with vLLM's engine on GPUs are started plainly
+        roles = [role for role, count in self._cluster.counts.items() if count] or ["decode"]
+        environment = self._worker_environment(roles[0])
         if self._python is None:
-            roles = [role for role, count in self._cluster.counts.items() if count] or ["decode"]
-            self._preloaded = PreloadedWorker(self._worker_environment(roles[0]), not self.on_gpus, logs)
+            self._preloaded = PreloadedWorker(environment, not self.on_gpus, logs)
+        elif not self.on_gpus:
+            python = str(self._python.path)
+            self._preloaded = PreloadedWorker(environment, True, logs, VLLM_PRELOAD_MODULE, python)
 
     def http_hosts(self) -> list[str]:
         return [self._cluster.http.host]
@@ -127,7 +131,7 @@ class LocalSite(Site):
         if self._python is not None:
             vllm_config = self._configs.vllm_worker(role, name, place)
             python = str(self._python.path)
-            return self._child(name, VLLM_WORKER_MODULE, vllm_config, env, on_exit, python=python)
+            return self._child(name, VLLM_WORKER_MODULE, vllm_config, env, on_exit, [], self._preloaded, python)
         config = self._configs.worker(role, name, place)
         return self._child(name, WORKER_MODULE, config, env, on_exit, preloaded=self._preloaded)
 

@@ -127,10 +127,11 @@ class ForkServer:
         environment: Mapping[str, str],
         fds: Mapping[int, int] = MappingProxyType({}),
         arguments: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> ForkServer:
         """Starts `python -m module`, which loads and calls `serve_forks` on descriptor CHANNEL_FD.
 
-        fds: descriptors to pass, by their numbers in the server. Raises OSError.
+        fds: descriptors to pass, by their numbers in the server. python: interpreter. Raises OSError.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -140,9 +141,9 @@ class ForkServer:
             actions = [(os.POSIX_SPAWN_DUP2, passed[number], spare) for number, spare in spares.items()]
             actions += [(os.POSIX_SPAWN_DUP2, spare, number) for number, spare in spares.items()]
             actions += [(os.POSIX_SPAWN_CLOSE, spare) for spare in spares.values()]  # type: ignore[misc]
-            command = [sys.executable, "-m", module, *arguments]
+            command = [python, "-m", module, *arguments]
             own = {**ONE_THREAD, **environment}
-            pid = os.posix_spawn(sys.executable, command, own, file_actions=actions, setsid=True)
+            pid = os.posix_spawn(python, command, own, file_actions=actions, setsid=True)
         return cls(ours, ForkedProcess(pid))
 
     async def until_ready(self, timeout_s: float) -> None:

@@ -36,12 +36,15 @@ def launch(arguments: list[str]) -> None:
     for name in _ADDED:  # only for the imports
         os.environ.pop(name, None)
     show_command_line([sys.executable, "-m", "tandem.worker.preload"])
-    server = ForkServer.fork_here({preloaded._ENTRY: preload.run})
+    server = ForkServer.fork_here({preloaded._ENTRY: preload.entry_of("tandem.worker")})
     spawn = PreloadedWorker.spawn
 
     def take(self: PreloadedWorker) -> None:
-        self._server = server
         PreloadedWorker.spawn = spawn  # type: ignore[method-assign]  # another one is started as in production
+        if self._module == preloaded.PRELOAD_MODULE:
+            self._server = server
+        else:
+            self.spawn()
 
     PreloadedWorker.spawn = take  # type: ignore[method-assign]
     show_command_line([sys.executable, "-m", "tandem.deploy.cli", *arguments])

@@ -15,7 +15,7 @@ from tests.faults.leaks import shared_memory
 from tests.faults.streams import Stream, descendants
 from tests.integration.vllm.dozen_streams import begin, check, expected_tokens
 from tests.integration.vllm.faulty_model import Faults
-from tests.support.cluster import Cluster, children_of, is_alive, tandem
+from tests.support.cluster import Cluster, children_of, command_line, is_alive, is_copy, tandem
 from tests.support.noise_model import ensure_noise_model
 from tests.support.ports import free_port
 from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, kv_caches
@@ -84,6 +84,11 @@ def is_whole(cluster: Cluster, workers: set[str]) -> bool:
     present = {each.worker.worker_id for each in cluster.status().workers}
     num_pairs = len(workers) * (len(workers) - 1)
     return present == workers and len(cluster.ready_pairs()) == num_pairs and len(kv_caches(cluster)) == len(workers)
+
+
+def preloaded_of(launcher: int) -> int:
+    [pid] = [each for each in children_of(launcher) if "tandem.vllm_worker.preload" in command_line(each)]
+    return pid
 
 
 def log_of(cluster: Cluster, worker_id: str) -> str:
@@ -160,7 +165,10 @@ def test_a_worker_of_a_second_launcher_serves_and_drains(
 ) -> None:
     worker = cluster.worker(JOINED).worker
     assert drain_under_streams(cluster, worker, expected, slow=faults) > 0
-    cluster.wait_for(lambda: bool(set(children_of(joining.pid)) - {worker.pid}))
+    preloaded = preloaded_of(joining.pid)
+    known = {worker.pid, preloaded}
+    cluster.wait_for(lambda: bool(set(children_of(joining.pid)) - known))
+    assert all(is_copy(each, preloaded) for each in children_of(joining.pid)), "vLLM is imported once"
     joining.send_signal(signal.SIGTERM)
     output, _ = joining.communicate(timeout=60)
     assert joining.returncode == 0, output

@@ -46,12 +46,15 @@ def make_environment(folder: Path, version: str) -> Path:
 
 
 def make_refusing(file: Path, version: str = VLLM_VERSION) -> Path:
-    """An interpreter whose worker notes how it was started, and refuses its configuration."""
+    """An interpreter that cannot preload, and whose worker notes how it was started and refuses its configuration."""
     file.write_text(
         f"""#!{sys.executable}
 import json, os, sys
 if sys.argv[1] == "-c":
     print(3, 11, "{version}")
+elif sys.argv[2].endswith("preload"):
+    open("{file}.preload", "w").write(sys.argv[2])
+    sys.exit(1)
 else:
     with open("{file}.start", "w") as started:
         json.dump([sys.argv[1:], dict(os.environ), open(sys.argv[3]).read()], started)
@@ -136,7 +139,6 @@ def test_a_worker_is_started_in_the_environment_and_its_refusal_is_reported(
 
     async def main() -> None:
         site = make_site(tmp_path, engine="vllm", engine_python=str(python), threads_per_worker=3, kv_cache_gib=0.5)
-        assert site.is_preloaded, "nothing is preloaded for it"
         exits: list[int] = []
         child = site.make_worker("prefill", "prefill-0", lambda name, pid, code: bool(exits.append(code)))
         await asyncio.wait_for(child.run(), 20)
@@ -147,6 +149,7 @@ def test_a_worker_is_started_in_the_environment_and_its_refusal_is_reported(
         site.close()
 
     asyncio.run(main())
+    assert Path(f"{python}.preload").read_text() == "tandem.vllm_worker.preload"
     arguments, environment, content = json.loads(Path(f"{python}.start").read_text())
     assert arguments == ["-m", "tandem.vllm_worker", str(tmp_path / "prefill-0.json")]
     assert Path(environment["PYTHONPATH"], "tandem/runtime").samefile(tandem.runtime.__path__[0])
@@ -165,6 +168,13 @@ def test_a_worker_is_started_in_the_environment_and_its_refusal_is_reported(
     assert config.engine == VllmEngineConfig(
         str(DEMO_MODEL), kv_cache_bytes=1 << 29, gpu_memory_fraction=0.45, num_threads=3
     )
+
+
+def test_workers_on_gpus_are_not_forked(tmp_path: Path) -> None:
+    python = make_refusing(tmp_path / "python")
+    site = make_site(tmp_path, engine="vllm", engine_python=str(python), device="cuda")
+    assert site.is_preloaded, "nothing is waited for"
+    site.close()
 
 
 def test_on_a_node_of_ray_the_interpreter_is_found_there(tmp_path: Path) -> None:
