@@ -120,22 +120,22 @@ def prefixes(driver: EngineDriver) -> dict[str, Any]:
     tokens = prompt(2, 100)
     generated = driver.run(tokens)
     expected = driver.hashes((tokens + generated)[:-1])
-    driver.wait(lambda: set(expected) <= set(driver.added), 10.0)
+    driver.wait(lambda: set(expected) <= set(driver.added))
     added = list(driver.added)
     driver.added.clear()
     salted = driver.run(tokens, cache_salt="salt")
     salted_hashes = driver.hashes((tokens + salted)[:-1], "salt")
-    driver.wait(lambda: set(salted_hashes) <= set(driver.added), 10.0)
+    driver.wait(lambda: set(salted_hashes) <= set(driver.added))
     added_salted = list(driver.added)
     driver.evicted.clear()
     for number in range(6):  # more than the cache holds
         driver.run(prompt(10 + number, 460))
-    driver.wait(lambda: set(expected) <= set(driver.evicted), 10.0)
+    driver.wait(lambda: set(expected) <= set(driver.evicted))
     evicted = list(driver.evicted)
     driver.evicted.clear()
     last = driver.hashes(prompt(15, 460))
     driver.engine.clear_cache()
-    driver.wait(lambda: set(last) <= set(driver.evicted), 10.0)
+    driver.wait(lambda: set(last) <= set(driver.evicted))
     as_text: dict[str, list[bytes]] = {
         "expected": expected,
         "added": added,
@@ -262,7 +262,7 @@ def aborts(driver: EngineDriver) -> dict[str, dict[str, bool]]:
     # All blocks are reserved, so that the last one has to wait.
     reserving = [driver.add(prompt(40 + number, 480), receives=True) for number in range(5)]
     driver.wait(lambda: sum(each in driver.allocated for each in reserving) >= 3)
-    driver.run(prompt(5, 3), stop=StopConditions(2))
+    driver.wait_for_steps()
     late = [each for each in reserving if each not in driver.allocated]
     engine.abort(reserving)
     for each in reserving:

@@ -41,6 +41,7 @@ class EngineDriver:
         self.added: list[bytes] = []
         self.evicted: list[bytes] = []
         self.figures = EngineFigures()
+        self.num_reports = 0
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self.config = VllmEngineConfig(
@@ -108,14 +109,21 @@ class EngineDriver:
         self.wait(lambda: engine_id in self.endings)
         return self.outputs[engine_id]
 
-    def wait(self, holds: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
-        """Waits until the condition holds. Returns whether it did within the limit."""
+    def wait(self, holds: Callable[[], bool]) -> None:
+        """Waits until the condition holds. Raises TimeoutError."""
         with self._changed:
-            return self._changed.wait_for(holds, limit_s)
+            if not self._changed.wait_for(holds, LIMIT_S):
+                raise TimeoutError
+
+    def wait_for_steps(self) -> None:
+        """Waits for ten reports."""
+        last = self.num_reports + 10
+        self.wait(lambda: self.num_reports >= last)
 
     def all_free(self) -> bool:
         """Returns whether all blocks become free."""
-        return self.wait(lambda: self.figures.num_free_blocks == self.figures.num_blocks, 10.0)
+        with self._changed:
+            return self._changed.wait_for(lambda: self.figures.num_free_blocks == self.figures.num_blocks, 10.0)
 
     @staticmethod
     def hashes(token_ids: list[int], cache_salt: str = "") -> list[bytes]:
@@ -136,6 +144,7 @@ class EngineDriver:
             self.added += report.added
             self.evicted += report.evicted
             self.figures = report.figures
+            self.num_reports += 1
             for output in report.outputs:
                 self.outputs[output.engine_id] += [token.token_id for token in output.tokens]
                 self.logprobs[output.engine_id] += [token.logprobs for token in output.tokens]

@@ -136,10 +136,11 @@ class Checks:
         found: dict[str, Any] = {}
         for name, seed in (("one", 1), ("other", 2)):
             token_ids, item = prompt_of(make_medium("qwen3_vl", "image", 4, 5, 1, seed))
+            known = set(self.driver.added)
             self.driver.added.clear()
             generated = self.run(token_ids, item)
             expected = self._hashes((token_ids + generated)[:-1], (item,))
-            self.driver.wait(lambda expected=expected: set(expected) <= set(self.driver.added), 10.0)
+            self.driver.wait(lambda new=set(expected) - known: new <= set(self.driver.added))
             found[name] = {
                 "tokens": generated,
                 "expected": [each.hex() for each in expected],
