@@ -192,17 +192,20 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sizes = {"prefill": self.prefill_tensor_parallel_size, "decode": self.decode_tensor_parallel_size, "any": 0}
         return sizes[role] or self.tensor_parallel_size
 
+    @property
+    def num_all_ranks(self) -> int:
+        """Ranks of all workers at the start."""
+        return sum(count * self.num_ranks(each) for each, count in self.counts.items())
+
     def host_bytes(self, role: Role) -> int:
         """Host memory for KV blocks, per rank of a worker that starts in `role`."""
         return self.tiers.host_bytes(self.num_ranks(role))
 
     def num_threads(self, role: Role) -> int:
         """CPU threads per rank: an equal share of this host's cores unless `threads_per_worker` is set; 1 on Ray."""
-        num_ranks = self.num_ranks(role)
         if self.threads_per_worker or self.ray:
-            return max(1, self.threads_per_worker // num_ranks)
-        all_ranks = sum(count * self.num_ranks(each) for each, count in self.counts.items())
-        return max(1, num_cores() // all_ranks)
+            return max(1, self.threads_per_worker // self.num_ranks(role))
+        return max(1, num_cores() // self.num_all_ranks)
 
 
 def bracketed(host: str) -> str:

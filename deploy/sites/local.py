@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
-from tandem.deploy.cluster_config import ClusterConfig, bracketed
+from tandem.deploy.cluster_config import ClusterConfig, bracketed, num_cores
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.engine_python import EnginePython, find_engine_python, vllm_environment
@@ -29,6 +30,8 @@ from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.listen_socket import bind
+
+log = logging.getLogger(__name__)
 
 
 class LocalSite(Site):
@@ -69,6 +72,14 @@ class LocalSite(Site):
         elif not self.on_gpus:
             python = str(self._python.path)
             self._preloaded = PreloadedWorker(environment, True, logs, VLLM_PRELOAD_MODULE, python)
+            num_ranks = self._cluster.num_all_ranks
+            if num_ranks > max(num_cores(), sum(self._cluster.counts.values())):  # some worker has several
+                log.warning(
+                    "vLLM's %d ranks spin while they wait, and this host has %d cores for them and all else: requests may "
+                    "wait for minutes; give --tensor-parallel-size 1 or fewer workers",
+                    num_ranks,
+                    num_cores(),
+                )
 
     def http_hosts(self) -> list[str]:
         return [self._cluster.http.host]

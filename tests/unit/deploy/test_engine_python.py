@@ -25,6 +25,7 @@ from tandem.deploy.processes.engine_python import (
     vllm_environment,
 )
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs
+from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG
@@ -168,6 +169,19 @@ def test_a_worker_is_started_in_the_environment_and_its_refusal_is_reported(
     assert config.engine == VllmEngineConfig(
         str(DEMO_MODEL), kv_cache_bytes=1 << 29, gpu_memory_fraction=0.45, num_threads=3
     )
+
+
+@pytest.mark.parametrize(("ranks", "is_warned"), [(2, True), (1, False)])
+def test_more_ranks_than_cores_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ranks: int, is_warned: bool
+) -> None:
+    """Workers of one rank do not spin."""
+    monkeypatch.setattr(local, "num_cores", lambda: 2)
+    python = make_refusing(tmp_path / "python")
+    counts = {"prefill": 1, "decode": 2, "tensor_parallel_size": ranks}
+    make_site(tmp_path, engine="vllm", engine_python=str(python), **counts).close()
+    assert ("vLLM's 6 ranks spin while they wait, and this host has 2 cores" in caplog.text) is is_warned
+    assert is_warned or not caplog.text
 
 
 def test_workers_on_gpus_are_not_forked(tmp_path: Path) -> None:
