@@ -75,7 +75,7 @@ class LocalSite(Site):
             num_ranks = self._cluster.num_all_ranks
             if num_ranks > max(num_cores(), sum(self._cluster.counts.values())):  # some worker has several
                 log.warning(
-                    "vLLM's %d ranks spin while they wait, and this host has %d cores for them and all else: requests may "
+                    "vLLM's %d ranks spin while they wait, and this host has %d cores: requests may "
                     "wait for minutes; give --tensor-parallel-size 1 or fewer workers",
                     num_ranks,
                     num_cores(),
