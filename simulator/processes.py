@@ -170,7 +170,7 @@ class SimulatedProcess:
         self.watched_by = [loop for loop, pid, _ in self.watches if pid == self.pids[0]]
         for rank in range(1, len(self.pids)):
             delay_s = self._machine.timeline.rng.uniform(0.0, FOLLOWER_EXIT_S)
-            self.loops[rank].call_later(delay_s, self._end_rank, rank)
+            self._machine.world.call_later(delay_s, self._end_rank, rank)  # the kernel ends it, also if it is frozen
         self._on_end(code)
 
     def vanish(self) -> None:

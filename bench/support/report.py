@@ -73,7 +73,7 @@ class Report(msgspec.Struct, frozen=True):
             table = Table("figure", "value", "aim", "met")
             for aim in self.aims:
                 sign = "<=" if aim.better == "lower" else ">="
-                table.add_row(aim.name, f"{aim.value:.3g}", f"{sign} {aim.aim:.3g}", "yes" if aim.met else "NO")
+                table.add_row(aim.name, shown(aim.value), f"{sign} {shown(aim.aim)}", "yes" if aim.met else "NO")
             Console().print(table)
 
 
@@ -145,9 +145,12 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
+    return shown(value) if isinstance(value, float) else str(value)
+
+
+def shown(value: float) -> str:
+    """Returns three digits, or all before the point."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def finish(report: Report, file: Path | None) -> None:

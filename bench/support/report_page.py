@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from bench.support.report import Report
+from bench.support.report import Report, shown
 
 
 def page(reports: dict[str, Report], failed: dict[str, str], title: str) -> str:
@@ -34,7 +34,7 @@ def page(reports: dict[str, Report], failed: dict[str, str], title: str) -> str:
         lines += ["| figure | value | aim | met |", "| --- | --- | --- | --- |"]
         for aim in report.aims:
             sign = "at most" if aim.better == "lower" else "at least"
-            lines.append(f"| {aim.name} | {aim.value:.3g} | {sign} {aim.aim:.3g} | {'yes' if aim.met else 'no'} |")
+            lines.append(f"| {aim.name} | {shown(aim.value)} | {sign} {shown(aim.aim)} | {'yes' if aim.met else 'no'} |")
     return "\n".join(lines) + "\n"
 
 
