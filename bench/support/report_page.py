@@ -34,7 +34,9 @@ def page(reports: dict[str, Report], failed: dict[str, str], title: str) -> str:
         lines += ["| figure | value | aim | met |", "| --- | --- | --- | --- |"]
         for aim in report.aims:
             sign = "at most" if aim.better == "lower" else "at least"
-            lines.append(f"| {aim.name} | {shown(aim.value)} | {sign} {shown(aim.aim)} | {'yes' if aim.met else 'no'} |")
+            lines.append(
+                f"| {aim.name} | {shown(aim.value)} | {sign} {shown(aim.aim)} | {'yes' if aim.met else 'no'} |"
+            )
     return "\n".join(lines) + "\n"
 
 
