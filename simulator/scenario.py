@@ -198,9 +198,8 @@ def draw(seed: int) -> Scenario:
     hang_share = rng.choice([0.0, 0.5])
     if not faults or "kill launcher" in {fault.kind for fault in faults}:  # a process that hangs does not end with it
         hang_share = 0.0
-    if (
-        rng.random() < 0.25 and not cluster.config.admission.ttft_slo_ms
-    ):  # a line that can never be in time is sent for ever
+    has_batch = rng.random() < 0.25
+    if has_batch and not cluster.config.admission.ttft_slo_ms:  # a line that is always late would be sent for ever
         requests = tuple(of_batch(each) if each.number % 2 else each for each in requests)
     return Scenario(seed, replace(cluster, hang_share=hang_share), requests, faults)
 

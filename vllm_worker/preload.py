@@ -18,6 +18,7 @@ MODULES = (
 
 
 def load() -> None:
+    """Imports the modules. Leaves no thread."""
     with importing():
         for module in MODULES:
             importlib.import_module(module)

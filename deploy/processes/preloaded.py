@@ -22,7 +22,7 @@ from tandem.runtime.tasks import keep_running
 log = logging.getLogger(__name__)
 
 PRELOAD_TIMEOUT_S = 120.0
-"""Deadline of the imports, which take 4 s of CPU."""
+"""Deadline of the imports, which take 4 s of CPU, and 6 with vLLM."""
 PRELOAD_MODULE = "tandem.worker.preload"
 VLLM_PRELOAD_MODULE = "tandem.vllm_worker.preload"
 _RESTART_DELAY_S = 1.0
