@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -37,6 +36,7 @@ from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.parsed import Parsed
 from tandem.proxy.text.call_arguments import INVALID_ARGUMENTS
+from tandem.proxy.text.call_ids import new_call_id
 from tandem.runtime.errors import TandemError
 
 
@@ -49,8 +49,10 @@ def encode_event(event: msgspec.Struct) -> bytes:
 class BlockWriter:
     """Makes the events of content blocks from parsed text. Only one block is open at a time."""
 
-    def __init__(self, shows_thinking: bool) -> None:
+    def __init__(self, shows_thinking: bool, has_short_ids: bool = False) -> None:
+        """has_short_ids: see `call_ids.new_call_id`."""
         self._shows_thinking = shows_thinking
+        self._has_short_ids = has_short_ids
         self._index = -1
         self._open: str | int | None = None  # "thinking", "text" or the number of a call
 
@@ -63,7 +65,7 @@ class BlockWriter:
             yield BlockDelta(self._index, TextPiece(parsed.content))
         for number in sorted(parsed.names.keys() | parsed.arguments.keys()):
             if number in parsed.names:
-                call_id = parsed.ids.get(number) or f"toolu_{secrets.token_hex(12)}"
+                call_id = parsed.ids.get(number) or new_call_id("toolu_", self._has_short_ids)
                 yield from self._begin(number, AnsweredToolUse(call_id, parsed.names[number]))
             if arguments := parsed.arguments.get(number):
                 yield BlockDelta(self._index, InputPiece(arguments))
@@ -119,7 +121,7 @@ class MessageAnswers(ParsedAnswers):
     def __init__(self, generation: Generation, model: str) -> None:
         super().__init__(generation, model)
         self._id = f"msg_{generation.record.request_id}"
-        self._writer = BlockWriter(self._request.include_reasoning)
+        self._writer = BlockWriter(self._request.include_reasoning, self._request.has_short_call_ids)
 
     def chunk(self, delta: TextDelta) -> Iterable[bytes]:
         if not self._has_begun:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from msgspec import UNSET
@@ -26,6 +25,7 @@ from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.output_parser import OutputParser
 from tandem.proxy.parsers.parsed import Parsed, ParsedPieces
 from tandem.proxy.parsers.reasoning import ReasoningCounter
+from tandem.proxy.text.call_ids import new_call_id
 
 _PIECE_CHARACTERS = 1024
 """Text of a whole answer is parsed in pieces of this size while it is generated. The slowest takes a few milliseconds
@@ -90,7 +90,7 @@ class ParsedAnswers(ChatAnswers):
         parsed, finish_reason = self._parse(delta)
         content = ChatDelta(
             content=parsed.content or UNSET,
-            tool_calls=_calls(parsed) or UNSET,
+            tool_calls=self._calls(parsed) or UNSET,
             reasoning=(parsed.reasoning if self._request.include_reasoning else "") or UNSET,
         )
         return content, finish_reason
@@ -105,11 +105,25 @@ class ParsedAnswers(ChatAnswers):
         reasoning = parsed.reasoning if self._request.include_reasoning else ""
         message = AssistantMessage(content, self._request.role, reasoning=reasoning or None)
         if parsed.names:
-            calls = [replace(call, index=UNSET) for call in _calls(parsed)]
+            calls = [replace(call, index=UNSET) for call in self._calls(parsed)]
             message = replace(message, content=content or None, tool_calls=calls)
         elif parsed.reasoning and not content:
             message = replace(message, content=None)
         return message, finish_reason
+
+    def _calls(self, parsed: Parsed) -> list[AnsweredToolCall]:
+        return [
+            AnsweredToolCall(
+                index=index,
+                id=self._call_id(parsed, index) if index in parsed.names else UNSET,
+                type="function" if index in parsed.names else UNSET,
+                function=CalledFunction(arguments, parsed.names.get(index, UNSET)),
+            )
+            for index, arguments in parsed.arguments.items()
+        ]
+
+    def _call_id(self, parsed: Parsed, index: int) -> str:
+        return parsed.ids.get(index) or new_call_id("call_", self._request.has_short_call_ids)
 
     def _usage(self) -> Usage:
         return replace(super()._usage(), completion_tokens_details=CompletionTokensDetails(self._num_reasoning()))
@@ -139,15 +153,3 @@ class ParsedAnswers(ChatAnswers):
 
 def _reason(finish_reason: FinishReason | None, parser: OutputParser) -> ChatFinishReason | None:
     return "tool_calls" if finish_reason == "stop" and parser.num_calls else finish_reason
-
-
-def _calls(parsed: Parsed) -> list[AnsweredToolCall]:
-    return [
-        AnsweredToolCall(
-            index=index,
-            id=parsed.ids.get(index) or f"call_{secrets.token_hex(12)}" if index in parsed.names else UNSET,
-            type="function" if index in parsed.names else UNSET,
-            function=CalledFunction(arguments, parsed.names.get(index, UNSET)),
-        )
-        for index, arguments in parsed.arguments.items()
-    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -54,6 +53,7 @@ from tandem.proxy.api.responses_api.responses_answer import (
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.parsed import Parsed
+from tandem.proxy.text.call_ids import new_call_id
 from tandem.runtime.errors import TandemError
 
 log = logging.getLogger("proxy")
@@ -68,9 +68,12 @@ _ITEM_BYTES = 1024
 class ItemWriter:
     """Makes the events of output items from parsed text, and keeps the items. Only one item is open at a time."""
 
-    def __init__(self, namespaces: Mapping[str, str] | None = None, response_id: str = "") -> None:
-        """namespaces: of functions that have one, by name."""
+    def __init__(
+        self, namespaces: Mapping[str, str] | None = None, response_id: str = "", has_short_ids: bool = False
+    ) -> None:
+        """namespaces: of functions that have one, by name. has_short_ids: see `call_ids.new_call_id`."""
         self._namespaces = namespaces or {}
+        self._has_short_ids = has_short_ids
         self._response_id = response_id
         self._items: list[OutputItem] = []
         self._pieces: list[str] = []  # of the open item, not added to its text yet
@@ -126,7 +129,7 @@ class ItemWriter:
         self._open = kind
         index = len(self._items)
         if isinstance(kind, int):
-            call_id = parsed.ids.get(kind) or f"call_{secrets.token_hex(12)}"
+            call_id = parsed.ids.get(kind) or new_call_id("call_", self._has_short_ids)
             name = parsed.names[kind]
             item = FunctionCallItem(self._new_id("fc"), call_id, name, namespace=self._namespaces.get(name))
             self._items.append(item)
@@ -182,7 +185,7 @@ class ResponseAnswers(ParsedAnswers):
         self._store, self._scope = store, cache_scope
         assert self._request.response is not None
         self._options = self._request.response
-        self._writer = ItemWriter(self._options.namespaces, self._id)
+        self._writer = ItemWriter(self._options.namespaces, self._id, self._request.has_short_call_ids)
         self._num_events = 0
         self._is_incomplete = False
 

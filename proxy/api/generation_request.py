@@ -60,6 +60,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Field of the body that the grammar comes from, for errors."""
     tool_format: ToolFormat | None = None
     """How the answer writes tool calls; None if it may contain none."""
+    has_short_call_ids: bool = False
+    """Whether the answer's calls get ids of nine letters and digits, which the chat template demands."""
     reasoning: ReasoningFormat | None = None
     """How the model writes its thinking; None if it is not separated from the answer."""
     skip_special_tokens: bool = True

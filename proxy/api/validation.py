@@ -86,6 +86,7 @@ class BodyDecoder:
         sampling_defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008  # frozen
         adapters: AdapterTable | None = None,
         embedding_defaults: EmbeddingDefaults = EmbeddingDefaults(),  # noqa: B008  # frozen
+        has_short_call_ids: bool = False,
     ) -> None:
         max_waiting, max_of_client = admission.max_waiting_requests, admission.max_requests_per_client
         self._max_sequences = min(max_waiting, max_of_client or max_waiting)
@@ -99,6 +100,7 @@ class BodyDecoder:
         self._chats = ChatPromptBuilder(settings.trust_request_chat_template, max_media)
         self._tool_format = tool_format or ToolFormat()
         self._reasoning = reasoning
+        self._has_short_call_ids = has_short_call_ids
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._response = msgspec.json.Decoder(ResponseRequest)
@@ -292,6 +294,7 @@ class BodyDecoder:
             is_prompt_only=is_prompt_only,
             grammar_param=output.param or "",
             tool_format=self._tool_format.with_tools(output.arguments or {}) if output.may_call else None,
+            has_short_call_ids=self._has_short_call_ids,
             reasoning=reasoning,
             skip_special_tokens=request.skip_special_tokens is not False
             and not (output.may_call and self._tool_format.has_special_markers)

@@ -62,6 +62,7 @@ class BodyReader:
             text.sampling_defaults,
             config.adapter_table(),
             text.embedding_defaults,
+            text.requires_short_call_ids,
         )
         self._settings = config.requests
         self._soonest_priority = config.admission.soonest_priority

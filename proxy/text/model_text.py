@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from contextlib import suppress
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,16 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from tandem.proxy.text.call_arguments import with_other_arguments
-from tandem.proxy.text.chat_templates import DEFAULT, ChatTemplates
+from tandem.proxy.text.chat_templates import DEFAULT, TOOL_USE, ChatTemplates
+from tandem.proxy.text.chat_turns import with_parts
 from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
+from tandem.proxy.text.template_habits import TemplateHabits
 from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
 
 log = logging.getLogger(__name__)
-
-_PROBE_TEXT = "tandem"
 
 
 @functools.cache
@@ -57,7 +56,7 @@ class ModelText:
             ) from error
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
         self._templates = ChatTemplates.read(folder)
-        self._needs_parts: dict[str, bool] = {}  # by template; found out with its first chat
+        self._habits: dict[str, TemplateHabits] = {}  # by template
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
         # A model's vocabulary is often padded beyond its tokeniser's.
         self.num_token_ids = max(
@@ -85,8 +84,6 @@ class ModelText:
         try:
             if "developer" not in source:  # OpenAI's newer name of the role, which few templates support
                 messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-            if prompt.template is None and self._requires_parts(source):
-                messages = [_with_parts(message) for message in messages]
             text = self._apply(source, messages, prompt)
         except InvalidRequest:
             raise
@@ -96,8 +93,14 @@ class ModelText:
         assert isinstance(text, str)
         return text
 
+    @property
+    def requires_short_call_ids(self) -> bool:
+        """Whether ids of tool calls must be nine letters and digits, so that the template takes them back."""
+        source = self._templates.by_name.get(TOOL_USE, self._templates.by_name.get(DEFAULT))
+        return source is not None and self._habits_of(source).requires_short_ids
+
     def _apply(self, source: str, messages: list[dict[str, Any]], prompt: ChatPrompt) -> Any:
-        """Templates take the arguments of calls in different forms, which only rendering shows."""
+        """Templates take chats in different forms, which only rendering shows. Raises the error of the first form."""
         options = {
             "tokenize": False,
             "add_generation_prompt": prompt.add_generation_prompt,
@@ -107,34 +110,25 @@ class ModelText:
             "tools": prompt.tools,
             **prompt.variables,
         }
-        try:
-            return self._backend.apply_chat_template(messages, **options)
-        except Exception:
-            for others in with_other_arguments(messages):
-                with suppress(Exception):
-                    return self._backend.apply_chat_template(others, **options)
-            raise
+        is_own = prompt.template is not None
+        habits = self._habits_of(source)
+        first_error: Exception | None = None
+        for form in habits.forms(messages, prompt.continue_final_message, is_own):
+            if not is_own and habits.requires_parts:
+                form = [with_parts(message) for message in form]
+            try:
+                return self._backend.apply_chat_template(form, **options)
+            except Exception as error:
+                first_error = first_error or error
+        assert first_error is not None
+        raise first_error
 
-    def _requires_parts(self, source: str) -> bool:
-        """Returns whether the model's template drops content that is a string and renders it as a list of parts."""
-        if source not in self._needs_parts:
-            message = {"role": "user", "content": _PROBE_TEXT}
-            needs_parts = not self._renders(source, message) and self._renders(source, _with_parts(message))
-            self._needs_parts[source] = needs_parts
-        return self._needs_parts[source]
-
-    def _renders(self, source: str, message: dict[str, Any]) -> bool:
-        try:
-            return _PROBE_TEXT in self._backend.apply_chat_template([message], tokenize=False, chat_template=source)
-        except Exception:  # any error of the template
-            return False
-
-
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    return message | {"content": [{"type": "text", "text": content}]}
+    def _habits_of(self, source: str) -> TemplateHabits:
+        """A client's own template is rendered in a process that ends then, so that few are kept."""
+        if source not in self._habits:
+            render = partial(self._backend.apply_chat_template, tokenize=False, chat_template=source)
+            self._habits[source] = TemplateHabits(render)
+        return self._habits[source]
 
 
 class _TokenConfig(msgspec.Struct):

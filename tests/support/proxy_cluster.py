@@ -83,6 +83,7 @@ class FakeText:
     eos_token_ids = frozenset({EOS})
     sampling_defaults = SamplingDefaults()
     embedding_defaults = EmbeddingDefaults()
+    requires_short_call_ids = False
 
     def __init__(self) -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

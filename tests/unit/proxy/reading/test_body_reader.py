@@ -51,6 +51,7 @@ class FakeModelText:
     chat_template = None
     sampling_defaults = SamplingDefaults()
     embedding_defaults = EmbeddingDefaults()
+    requires_short_call_ids = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = CountingTokenizer(tokenizer)

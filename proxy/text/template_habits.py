@@ -1,0 +1,154 @@
+"""What a chat template takes and shows, found out by rendering small chats with it, and a chat in the forms to try.
+
+Templates say in no other way what they support. Many raise an exception for an order of turns that clients send: a
+second turn of the system or a late one (Qwen 3.5), any system (Gemma 2), two turns of the user one after another
+(Mistral, Llama 2), two calls in one turn (Llama 3), ids of another form (Mistral). Others leave out without a word what
+they do not expect (GPT-OSS, MiniMax M2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+from tandem.proxy.text.call_arguments import with_other_arguments
+from tandem.proxy.text.call_ids import with_short_call_ids
+from tandem.proxy.text.chat_turns import (
+    SYSTEM_ROLES,
+    Message,
+    is_system,
+    with_answers_to_results,
+    with_joined_turns,
+    with_one_system,
+    with_parts,
+    with_single_calls,
+    with_system_of_user,
+)
+
+_WORD = "tandem"
+_SHORT_ID, _OTHER_IDS = "Abcdefgh1", ("call_000000000000000000000000", "1")
+"""An id that templates of the Mistral family take, and ids that one or another of them refuses."""
+
+
+class TemplateHabits:
+    """Each question is answered when a chat first needs its answer, and the answer is kept."""
+
+    def __init__(self, render: Callable[[list[Message]], str]) -> None:
+        """render: applies the template to messages; may raise any exception."""
+        self._apply = render
+        self._shown: dict[tuple[str, ...], bool | None] = {}
+
+    def forms(self, messages: list[Message], keeps_last: bool, is_own: bool) -> Iterator[list[Message]]:
+        """Yields the chat in the forms to render, until the template takes one: four at most.
+
+        The first is the chat as it is, except for what the template would leave out without a word. The second one has
+        only the changes that the template was seen to need. Then come other forms of the calls' arguments.
+        keeps_last: the answer continues the last message. is_own: the template is the client's, who knows what it
+        leaves out.
+        """
+        if not is_own:
+            messages = self._with_taken_ids(messages)
+            if any(self._shows(roles) is False for roles in _system_orders(messages)):
+                messages = self._with_shown_system(messages, keeps_last)
+        yield messages
+        changed = self._with_taken_turns(self._with_taken_ids(messages) if is_own else messages, keeps_last)
+        if changed != messages:
+            yield changed
+        yield from with_other_arguments(changed)
+
+    @cached_property
+    def requires_parts(self) -> bool:
+        """Whether content that is a string is left out, and a list of parts is shown."""
+        message = {"role": "user", "content": _WORD}
+        as_text, as_parts = self._render([message], as_parts=False), self._render([message], as_parts=True)
+        return _WORD not in (as_text or "") and _WORD in (as_parts or "")
+
+    @cached_property
+    def requires_short_ids(self) -> bool:
+        """Whether some ids of calls are refused, and those of nine letters and digits are taken."""
+        return self._takes_call(_call([_SHORT_ID])) and not all(self._takes_call(_call([each])) for each in _OTHER_IDS)
+
+    @cached_property
+    def _refuses_parallel_calls(self) -> bool:
+        return self._takes_call(_call([_SHORT_ID])) and not self._takes_call(_call([_SHORT_ID, "Abcdefgh2"]))
+
+    @cached_property
+    def _refuses_user_after_result(self) -> bool:
+        chat = _call([_SHORT_ID])
+        return self._takes_call(chat) and not self._takes_call([*chat, {"role": "user"}])
+
+    @cached_property
+    def _refuses_repeated_roles(self) -> bool:
+        user, assistant = {"role": "user"}, {"role": "assistant"}
+        return (self._takes([user]) and not self._takes([user, user])) or (
+            self._takes([user, assistant, user]) and not self._takes([user, assistant, assistant, user])
+        )
+
+    def _with_taken_ids(self, messages: list[Message]) -> list[Message]:
+        has_ids = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+        return with_short_call_ids(messages) if has_ids and self.requires_short_ids else messages
+
+    def _with_taken_turns(self, messages: list[Message], keeps_last: bool) -> list[Message]:
+        if not all(self._shows(roles) for roles in _system_orders(messages)):
+            messages = self._with_shown_system(messages, keeps_last)
+        if any(len(message.get("tool_calls", ())) > 1 for message in messages) and self._refuses_parallel_calls:
+            messages = with_single_calls(messages)
+        if any(message["role"] == "tool" for message in messages) and self._refuses_user_after_result:
+            messages = with_answers_to_results(messages)
+        return with_joined_turns(messages) if self._refuses_repeated_roles else messages
+
+    def _with_shown_system(self, messages: list[Message], keeps_last: bool) -> list[Message]:
+        """Returns the chat with its system turns where the template shows them."""
+        roles = {message["role"] for message in messages if is_system(message)}
+        if not roles or (keeps_last and is_system(messages[-1])):
+            return messages
+        role = "developer" if roles == {"developer"} and self._shows(("developer", "user")) else "system"
+        changed = with_one_system(messages, role)
+        if is_system(changed[0]) and not self._shows((role, "user")):
+            changed = with_system_of_user(changed)
+        return changed
+
+    def _shows(self, roles: tuple[str, ...]) -> bool | None:
+        """Returns whether the template shows the system turns of a chat with these roles; None if it refuses it."""
+        if roles not in self._shown:
+            text = self._render([{"role": role} for role in roles])
+            words = [f"{_WORD}{number}" for number, role in enumerate(roles) if role in SYSTEM_ROLES]
+            self._shown[roles] = None if text is None else all(word in text for word in words)
+        return self._shown[roles]
+
+    def _takes(self, messages: list[Message]) -> bool:
+        return self._render(messages) is not None
+
+    def _takes_call(self, messages: list[Message]) -> bool:
+        return self._takes(messages) or any(self._takes(others) for others in with_other_arguments(messages))
+
+    def _render(self, messages: list[Message], as_parts: bool | None = None) -> str | None:
+        """Returns None if the template refuses the messages. Messages without content get words that differ."""
+        messages = [{"content": f"{_WORD}{number}"} | message for number, message in enumerate(messages)]
+        if self.requires_parts if as_parts is None else as_parts:
+            messages = [with_parts(message) for message in messages]
+        try:
+            return self._apply(messages)
+        except Exception:  # any error of the template
+            return None
+
+
+def _system_orders(messages: list[Message]) -> Iterator[tuple[str, ...]]:
+    """Yields short chats, as their roles, with system turns where these messages have them."""
+    leading = [message["role"] for message in takewhile(is_system, messages)]
+    later = next((each["role"] for each in messages[len(leading) :] if is_system(each)), None)
+    begin = tuple(leading[:2])
+    if later is not None:
+        yield (*begin, "user", later)
+        yield (*begin, "user", "assistant", later, "user")
+    elif begin:
+        yield (*begin, "user")
+
+
+def _call(ids: list[str]) -> list[dict[str, Any]]:
+    """Returns a chat with calls that have these ids, and their results."""
+    calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": {}}} for each in ids]
+    results = [{"role": "tool", "name": "f", "tool_call_id": each} for each in ids]
+    return [{"role": "user"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
