@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -20,7 +20,17 @@ MAX_CHAT_MESSAGES = 65_536
 MAX_CHAT_PARTS = 65_536
 """Content parts and tool calls of all messages of a request."""
 
-_MEDIA_KINDS: dict[str, MediaKind] = {"image_url": "image", "video_url": "video"}
+_TEXT_FIELDS = {
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking",
+}  # fmt: skip
+"""Field with the content of a part, by the part's type. Some clients send parts of OpenAI's Responses API."""
+_MEDIA_FIELDS: dict[str, tuple[str, MediaKind]] = {
+    "image_url": ("image_url", "image"), "input_image": ("image_url", "image"),
+    "video_url": ("video_url", "video"), "input_video": ("video_url", "video"),
+}  # fmt: skip
+_PART_TYPES = [*_TEXT_FIELDS, *_MEDIA_FIELDS]
+_ROLES_WITH_CONTENT = ("system", "developer", "user")
+"""Messages of these roles say nothing without content. Others may be calls, or results without output."""
 
 
 class MediaUrl(msgspec.Struct):
@@ -30,12 +40,20 @@ class MediaUrl(msgspec.Struct):
     detail: str | None = None
 
 
-class ContentPart(msgspec.Struct):
-    """type: names the field that holds the content: text, refusal, image_url or video_url."""
+class ThoughtText(msgspec.Struct):
+    text: str = ""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal", "image_url", "video_url"]})]
+
+class ContentPart(msgspec.Struct):
+    """type: names the field that holds the content; if it is missing, that is the field that is given."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": _PART_TYPES})] | None = None
     text: str | None = None
     refusal: str | None = None
+    thinking: Annotated[
+        str | list[ThoughtText] | None,
+        Meta(description="earlier thinking, which stands for `reasoning` in a message of the assistant"),
+    ] = None
     image_url: Annotated[MediaUrl | str | None, Meta(description="a PNG, JPEG, WebP or GIF; docs/media.md")] = None
     video_url: Annotated[MediaUrl | str | None, Meta(description="an MP4 or WebM; docs/media.md")] = None
 
@@ -59,8 +77,8 @@ class ChatMessage(msgspec.Struct):
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: Annotated[
-        str | list[ContentPart] | None,
-        Meta(description="text or content parts; null only together with tool_calls, reasoning or refusal"),
+        str | Sequence[ContentPart | str] | None,
+        Meta(description="text or content parts; null is refused for the roles system, developer and user"),
     ] = None
     refusal: Annotated[str | None, Meta(description="stands for a content of null")] = None
     name: str | None = None
@@ -121,20 +139,27 @@ class ChatTurns:
 def template_message(param: str, message: ChatMessage, media: list[MediaSource] | None = None) -> JsonObject:
     """Converts one message to the form that Hugging Face chat templates take.
 
-    Content becomes one string, or a list of parts if it includes images or video. Arguments of tool calls become
-    objects where they are JSON objects.
+    Content becomes one string, or a list of parts if it includes images or video. Parts with thinking of the assistant
+    become its reasoning. Arguments of tool calls become objects where they are JSON objects.
     param: of the message, for errors. media: receives the images and videos; None refuses them.
     Raises InvalidRequest.
     """
     content: Any = message.refusal if message.content is None else message.content
     calls = message.tool_calls or ([] if message.function_call is None else [ToolCall(message.function_call)])
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
-    if isinstance(content, list):
-        parts = [_template_part(f"{param}.content[{i}]", part, media) for i, part in enumerate(content)]
+    if content is not None and not isinstance(content, str):
+        parts: list[dict[str, str]] = []
+        thoughts: list[dict[str, str]] = []
+        for index, part in enumerate(content):
+            converted = _template_part(f"{param}.content[{index}]", part, media)
+            is_thought = message.role == "assistant" and isinstance(part, ContentPart) and _type(part) == "thinking"
+            (thoughts if is_thought else parts).append(converted)
+        if thoughts and reasoning is None:
+            reasoning = "".join(part["text"] for part in thoughts)
         is_text = all(part["type"] == "text" for part in parts)
         content = "\n".join(part["text"] for part in parts) if is_text else parts
     if content is None:
-        if not calls and reasoning is None:
+        if message.role in _ROLES_WITH_CONTENT:
             raise InvalidRequest(
                 f"{param}.content is null; send a string or a list of content parts.", f"{param}.content"
             )
@@ -152,32 +177,42 @@ def template_message(param: str, message: ChatMessage, media: list[MediaSource] 
     return rendered
 
 
-def _template_part(param: str, part: ContentPart, media: list[MediaSource] | None) -> dict[str, str]:
-    kind = _MEDIA_KINDS.get(part.type)
-    if kind is None:
-        return {"type": "text", "text": _text(param, part, takes_media=media is not None)}
-    url = getattr(part, part.type)
+def _template_part(param: str, part: ContentPart | str, media: list[MediaSource] | None) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    part_type = _type(part)
+    if part_type not in _MEDIA_FIELDS:
+        return {"type": "text", "text": _text(param, part, part_type, takes_media=media is not None)}
+    field, kind = _MEDIA_FIELDS[part_type]
+    url = getattr(part, field)
     if isinstance(url, MediaUrl):
         url = url.url
     source = MediaSource(len(media or ()), kind, url or "", param)
     if media is None:
         raise source.refused("this model takes text only")
     if not url:
-        raise source.refused(f"it has no {part.type}")
+        raise source.refused(f"it has no {field}")
     media.append(source)
     return {"type": kind}
 
 
-def _text(param: str, part: ContentPart, takes_media: bool) -> str:
-    if part.type not in ("text", "refusal"):
+def _type(part: ContentPart) -> str | None:
+    """Returns the type of a part; without one it is the field that is given, or None."""
+    if part.type is not None:
+        return part.type
+    fields = ("text", "refusal", "thinking", "image_url", "video_url")
+    return next((field for field in fields if getattr(part, field) is not None), None)
+
+
+def _text(param: str, part: ContentPart, part_type: str | None, takes_media: bool) -> str:
+    if part_type not in _TEXT_FIELDS:
         supported = "'text', 'image_url' and 'video_url'" if takes_media else "'text'"
-        raise InvalidRequest(
-            f"{param}.type is {part.type!r}; this server supports parts of type {supported}.", f"{param}.type"
-        )
-    text = part.text if part.type == "text" else part.refusal
+        fault = "has no type" if part_type is None else f"has type {part_type!r}"
+        raise InvalidRequest(f"{param} {fault}; this server supports parts of type {supported}.", f"{param}.type")
+    text: str | list[ThoughtText] | None = getattr(part, field := _TEXT_FIELDS[part_type])
     if text is None:
-        raise InvalidRequest(f"{param} has type {part.type!r} but no field {part.type}; add it.", param)
-    return text
+        raise InvalidRequest(f"{param} has type {part_type!r} but no field {field}; add it.", param)
+    return text if isinstance(text, str) else "".join(thought.text for thought in text)
 
 
 def _template_call(call: ToolCall) -> JsonObject:

@@ -18,6 +18,13 @@ from tandem.runtime.errors import InvalidRequest
 MAX_TEMPLATE_VALUES = 2**18
 """JSON values that a chat template gets besides messages: in chat_template_kwargs, documents, tools, arguments of
 calls. transformers copies each of them, at about a microsecond a value."""
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates switch thinking on and off. Each reads one of them, or none."""
+
+
+def thinking_switches(is_on: bool) -> dict[str, bool]:
+    """Returns the template variables that switch thinking on or off."""
+    return dict.fromkeys(_THINKING_SWITCHES, is_on)
 
 
 class ChatPromptBuilder(msgspec.Struct, frozen=True):
@@ -52,8 +59,8 @@ class ChatPromptBuilder(msgspec.Struct, frozen=True):
                 f"chat_template_kwargs must not contain {reserved[0]!r}, which the server sets itself; remove it.",
                 "chat_template_kwargs",
             )
-        if request.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort is not None and variables.keys().isdisjoint(_THINKING_SWITCHES):
+            variables |= thinking_switches(request.reasoning_effort != "none")
         media: list[MediaSource] | None = [] if self.max_media else None
         params = params or [f"messages[{i}]" for i in range(len(given))]
         check_chat_size(given, params)
@@ -75,6 +82,7 @@ class ChatPromptBuilder(msgspec.Struct, frozen=True):
             continue_final_message=continues,
             template=request.chat_template,
             variables=variables,
+            reasoning_effort=request.reasoning_effort,
             documents=request.documents,
             tools=tools,
         )

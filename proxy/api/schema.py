@@ -217,7 +217,13 @@ ChatTemplate = Annotated[
 ]
 ChatTemplateKwargs = Annotated[JsonObject | None, doc("variables for the template")]
 Documents = Annotated[list[JsonObject] | None, doc("template variable of this name, for RAG templates")]
-ReasoningEffort = Annotated[str | None, doc("template variable of this name, for templates that use it")]
+ReasoningEffort = Annotated[
+    str | None,
+    doc(
+        "none switches thinking off, other values switch it on, unless chat_template_kwargs do; also a variable of the "
+        "template"
+    ),
+]
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):

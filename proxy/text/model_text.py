@@ -101,6 +101,12 @@ class ModelText:
 
     def _apply(self, source: str, messages: list[dict[str, Any]], prompt: ChatPrompt) -> Any:
         """Templates take chats in different forms, which only rendering shows. Raises the error of the first form."""
+        is_own = prompt.template is not None
+        habits = self._habits_of(source)
+        variables = prompt.variables
+        if prompt.reasoning_effort is not None and "reasoning_effort" in source:
+            effort = habits.taken_effort(prompt.reasoning_effort)
+            variables = ({} if effort is None else {"reasoning_effort": effort}) | variables
         options = {
             "tokenize": False,
             "add_generation_prompt": prompt.add_generation_prompt,
@@ -108,10 +114,8 @@ class ModelText:
             "chat_template": source,
             "documents": prompt.documents,
             "tools": prompt.tools,
-            **prompt.variables,
+            **variables,
         }
-        is_own = prompt.template is not None
-        habits = self._habits_of(source)
         first_error: Exception | None = None
         for form in habits.forms(messages, prompt.continue_final_message, is_own):
             if not is_own and habits.requires_parts:

@@ -38,6 +38,8 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
     """Jinja from the client; None means the model's."""
     variables: dict[str, Any] = {}
     """Additional template variables."""
+    reasoning_effort: str | None = None
+    """One more variable, unless `variables` has it. A template that refuses this effort gets the nearest one."""
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     media: list[MediaSource] = []

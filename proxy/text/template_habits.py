@@ -30,15 +30,18 @@ from tandem.proxy.text.chat_turns import (
 _WORD = "tandem"
 _SHORT_ID, _OTHER_IDS = "Abcdefgh1", ("call_000000000000000000000000", "1")
 """An id that templates of the Mistral family take, and ids that one or another of them refuses."""
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Efforts of thinking that APIs have, from the lowest to the highest."""
 
 
 class TemplateHabits:
     """Each question is answered when a chat first needs its answer, and the answer is kept."""
 
-    def __init__(self, render: Callable[[list[Message]], str]) -> None:
-        """render: applies the template to messages; may raise any exception."""
+    def __init__(self, render: Callable[..., str]) -> None:
+        """render: applies the template to messages, and to variables as keywords; may raise any exception."""
         self._apply = render
         self._shown: dict[tuple[str, ...], bool | None] = {}
+        self._efforts: dict[str, str | None] = {}
 
     def forms(self, messages: list[Message], keeps_last: bool, is_own: bool) -> Iterator[list[Message]]:
         """Yields the chat in the forms to render, until the template takes one: four at most.
@@ -57,6 +60,23 @@ class TemplateHabits:
         if changed != messages:
             yield changed
         yield from with_other_arguments(changed)
+
+    def taken_effort(self, effort: str) -> str | None:
+        """Returns the effort of thinking that the template takes and that is nearest; None if it takes none of them.
+
+        Some raise an exception for efforts that clients send by default: Mistral's know only none and high.
+        """
+        if effort not in _EFFORTS:
+            return effort
+        if effort not in self._efforts:
+            rank = _EFFORTS.index(effort)
+            others = sorted(_EFFORTS[1:], key=lambda each: (abs(_EFFORTS.index(each) - rank), -_EFFORTS.index(each)))
+            tried = [effort, *(others if rank else ())]  # no other effort than none stops the thinking
+            chat = [{"role": "user"}]
+            is_known = self._takes(chat)  # else every effort would seem to be refused
+            taken = (each for each in tried if not is_known or self._takes(chat, reasoning_effort=each))
+            self._efforts[effort] = next(taken, None)
+        return self._efforts[effort]
 
     @cached_property
     def requires_parts(self) -> bool:
@@ -118,19 +138,19 @@ class TemplateHabits:
             self._shown[roles] = None if text is None else all(word in text for word in words)
         return self._shown[roles]
 
-    def _takes(self, messages: list[Message]) -> bool:
-        return self._render(messages) is not None
+    def _takes(self, messages: list[Message], **variables: Any) -> bool:
+        return self._render(messages, **variables) is not None
 
     def _takes_call(self, messages: list[Message]) -> bool:
         return self._takes(messages) or any(self._takes(others) for others in with_other_arguments(messages))
 
-    def _render(self, messages: list[Message], as_parts: bool | None = None) -> str | None:
+    def _render(self, messages: list[Message], as_parts: bool | None = None, **variables: Any) -> str | None:
         """Returns None if the template refuses the messages. Messages without content get words that differ."""
         messages = [{"content": f"{_WORD}{number}"} | message for number, message in enumerate(messages)]
         if self.requires_parts if as_parts is None else as_parts:
             messages = [with_parts(message) for message in messages]
         try:
-            return self._apply(messages)
+            return self._apply(messages, **variables)
         except Exception:  # any error of the template
             return None
 

@@ -86,3 +86,12 @@ PARTS_ONLY = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
     "<{{ m.role }}>{% for p in m.content if p.type is defined %}{{ p.text }}{% endfor %}</{{ m.role }}>{% endfor %}"
 )
+
+_THOUGHTS = "{% for m in messages %}" + _TURN + "{% endfor %}"
+QWEN_3 = _THOUGHTS + "{{ '<think></think>' if enable_thinking is defined and enable_thinking is false else '<think>' }}"
+GRANITE_3_3 = _THOUGHTS + "{{ '<think>' if thinking else '' }}"
+MISTRAL_MEDIUM_3_5 = (
+    "{% if reasoning_effort is defined and reasoning_effort not in ['none', 'high'] %}"
+    "{{ raise_exception('reasoning_effort must be none or high') }}{% endif %}" + _THOUGHTS + "{{ reasoning_effort }}"
+)
+"""Takes two efforts of thinking only."""

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
+from tandem.proxy.api.chat_prompts import thinking_switches
 from tandem.proxy.api.field_errors import refuse_unsupported
 from tandem.proxy.api.output_fields import (
     MAX_FUNCTIONS,
@@ -236,7 +237,7 @@ def to_chat(request: MessageRequest | CountTokensRequest, can_think: bool) -> tu
         chat.parallel_tool_calls = not request.tool_choice.disable_parallel_tool_use
     if (thinking := request.thinking) is not None:
         is_wanted = thinking.type != "disabled"
-        chat.chat_template_kwargs = {"enable_thinking": is_wanted, "thinking": is_wanted}
+        chat.chat_template_kwargs = thinking_switches(is_wanted)
         chat.include_reasoning = thinking.display != "omitted"
         if is_wanted and can_think:
             chat.thinking_token_budget = thinking.budget_tokens

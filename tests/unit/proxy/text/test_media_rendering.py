@@ -73,7 +73,9 @@ def test_invalid_parts_are_refused(parts: list[Any], max_media: int, reason: str
 
 
 def test_audio_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="'input_audio'; this server supports parts of type 'text', 'image_url'"):
+    with pytest.raises(
+        InvalidRequest, match="has type 'input_audio'; this server supports parts of type 'text', 'image_url'"
+    ):
         BodyDecoder("m", max_media=1).chat(body({"type": "input_audio"}))
 
 

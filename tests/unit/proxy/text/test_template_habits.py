@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.text.chat_turns import (
     is_system,
     with_answers_to_results,
@@ -206,6 +207,51 @@ def test_ids_from_elsewhere_are_mapped(template: str, call_id: str, folder: Path
 def test_other_templates_get_the_ids_as_they_are(folder: Path) -> None:
     messages = [*chat("uA"), call(USUAL), result(USUAL)]
     assert USUAL in text_of(folder, "LLAMA_3_TOOLS").render_chat(ChatPrompt(messages, True))
+
+
+# ---- thinking
+
+
+def thinking(folder: Path, template: str, **fields: Any) -> str:
+    """Returns what the template shows after a chat of one word."""
+    body = json.dumps({"messages": chat("uA"), **fields}).encode()
+    prompt = BodyDecoder("m").chat(body).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert BodyDecoder("m").tokenize(body)[0] == prompt
+    return text_of(folder, template).render_chat(prompt).partition("</user>")[2]
+
+
+OTHER_EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@pytest.mark.parametrize(
+    ("template", "off", "on", "default"),
+    [
+        ("QWEN_3", "<think></think>", "<think>", "<think>"),
+        ("DEEPSEEK_V3_1", "</think>", "<think>", "</think>"),
+        ("GRANITE_3_3", "", "<think>", ""),
+        ("CHATML", "", "", ""),
+    ],
+)
+def test_the_effort_switches_thinking(template: str, off: str, on: str, default: str, folder: Path) -> None:
+    assert thinking(folder, template) == thinking(folder, template, reasoning_effort=None) == default
+    assert thinking(folder, template, reasoning_effort="none") == off
+    assert [thinking(folder, template, reasoning_effort=each) for each in OTHER_EFFORTS] == [on] * 6
+    for name in ("enable_thinking", "thinking"):
+        for is_on in (True, False):
+            explicit = thinking(folder, template, chat_template_kwargs={name: is_on})
+            for effort in ("none", "high"):
+                fields = {"chat_template_kwargs": {name: is_on}, "reasoning_effort": effort}
+                assert thinking(folder, template, **fields) == explicit
+
+
+def test_an_effort_that_the_template_refuses_becomes_the_nearest(folder: Path) -> None:
+    shown = [thinking(folder, "MISTRAL_MEDIUM_3_5", reasoning_effort=each) for each in ("none", *OTHER_EFFORTS)]
+    assert shown == ["none", *["high"] * 6]
+    with pytest.raises(InvalidRequest, match="must be none or high"):
+        thinking(folder, "MISTRAL_MEDIUM_3_5", reasoning_effort="enormous")
+    with pytest.raises(InvalidRequest, match="must be none or high"):
+        thinking(folder, "MISTRAL_MEDIUM_3_5", chat_template_kwargs={"reasoning_effort": "low"})
 
 
 # ---- for any chat
