@@ -305,7 +305,7 @@ def test_each_change_is_complete(messages: Chat) -> None:
     for before, after in pairwise(with_joined_turns(messages)):
         assert before["role"] != after["role"] or before["role"] not in ("user", "assistant") or "tool_calls" in before
     for change in (with_single_calls, with_answers_to_results, with_joined_turns):
-        assert change(change(messages)) == change(messages)  # type: ignore[operator]
+        assert change(change(messages)) == change(messages)
 
 
 @given(st.lists(turns, min_size=1, max_size=8))
