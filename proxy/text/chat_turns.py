@@ -56,6 +56,21 @@ def with_joined_turns(messages: list[Message]) -> list[Message]:
     return [*joined, _joined(*run)] if run else joined
 
 
+def without_empty_answers(messages: list[Message], keeps_last: bool) -> list[Message]:
+    """Returns the chat without turns of the assistant that have neither content, calls nor reasoning.
+
+    keeps_last: the last turn stays.
+    """
+    last = len(messages) - 1 if keeps_last else None
+    return [
+        message
+        for index, message in enumerate(messages)
+        if index == last
+        or message["role"] != "assistant"
+        or any(message.get(field) for field in ("content", "tool_calls", "reasoning"))
+    ]
+
+
 def with_answers_to_results(messages: list[Message]) -> list[Message]:
     """Returns the chat with a turn of the assistant between results of tools and a turn of the user."""
     changed: list[Message] = []

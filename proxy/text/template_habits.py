@@ -25,6 +25,7 @@ from tandem.proxy.text.chat_turns import (
     with_parts,
     with_single_calls,
     with_system_of_user,
+    without_empty_answers,
 )
 
 _WORD = "tandem"
@@ -95,6 +96,12 @@ class TemplateHabits:
         return self._takes_call(_call([_SHORT_ID])) and not self._takes_call(_call([_SHORT_ID, "Abcdefgh2"]))
 
     @cached_property
+    def _refuses_empty_answers(self) -> bool:
+        user, assistant = {"role": "user"}, {"role": "assistant"}
+        chat, with_empty = [user, assistant, user], [user, assistant | {"content": ""}, user]
+        return self._takes(chat) and not self._takes(with_empty)
+
+    @cached_property
     def _refuses_user_after_result(self) -> bool:
         chat = _call([_SHORT_ID])
         return self._takes_call(chat) and not self._takes_call([*chat, {"role": "user"}])
@@ -113,6 +120,8 @@ class TemplateHabits:
     def _with_taken_turns(self, messages: list[Message], keeps_last: bool) -> list[Message]:
         if not all(self._shows(roles) for roles in _system_orders(messages)):
             messages = self._with_shown_system(messages, keeps_last)
+        if not all(message["content"] for message in messages) and self._refuses_empty_answers:
+            messages = without_empty_answers(messages, keeps_last)
         if any(len(message.get("tool_calls", ())) > 1 for message in messages) and self._refuses_parallel_calls:
             messages = with_single_calls(messages)
         if any(message["role"] == "tool" for message in messages) and self._refuses_user_after_result:

@@ -13,7 +13,10 @@ import pytest
 from tests.support.chat_templates import MISTRAL_SMALL
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
 
-TEMPLATE = MISTRAL_SMALL.replace("</s>", "[END]") + "{{ '<on>' if enable_thinking is defined and enable_thinking else '<off>' }}"
+TEMPLATE = (
+    MISTRAL_SMALL.replace("</s>", "[END]")
+    + "{{ '<on>' if enable_thinking is defined and enable_thinking else '<off>' }}"
+)
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
@@ -128,7 +131,7 @@ def test_parts_and_null_contents(client: httpx.Client) -> None:
     assert chat(client, say("user", parts)) == "[SYSTEM][/SYSTEM][INST]a\nb\nc\nd[/INST]<off>"
     nothing = {"role": "assistant", "tool_calls": []}
     for turn in (nothing, nothing | {"content": None}, say("assistant", []), {"role": "assistant"}):
-        assert chat(client, say("user", "A"), turn, say("user", "B")).endswith("[/INST][END][INST]B[/INST]<off>")
+        assert chat(client, say("user", "A"), turn, say("user", "B")).endswith("[INST]A\n\nB[/INST]<off>")
 
 
 def test_what_no_form_helps_is_refused_with_the_templates_words(client: httpx.Client) -> None:

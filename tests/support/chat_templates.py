@@ -46,7 +46,9 @@ MISTRAL_SMALL = _OPTIONAL_SYSTEM + (
     "{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}"
     "{% for m in rest %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}"
     + _SHOWN_CALLS
-    + "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% elif m.role == 'tool' %}"
+    + "{% elif m.role == 'assistant' %}{% if not m.content %}{{ raise_exception('Assistant message must have a string "
+    "or a list of chunks in content or a list of tool calls.') }}{% endif %}{{ m.content }}</s>"
+    "{% elif m.role == 'tool' %}"
     + _SHOWN_RESULT
     + "{% else %}{{ raise_exception('Only user and assistant roles are supported, with the exception of an initial "
     "optional system message!') }}{% endif %}{% endfor %}"

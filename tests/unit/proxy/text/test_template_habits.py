@@ -114,6 +114,9 @@ CASES: list[tuple[str, Chat, str]] = [
         [*chat("uA"), call("Abcdefgh1"), result("Abcdefgh1"), *chat("uB")],
         "[SYSTEM][/SYSTEM][INST]A[/INST][CALL]f#Abcdefgh1[RESULT]r#Abcdefgh1Understood.</s>[INST]B[/INST]",
     ),
+    # Turns of the assistant that say nothing.
+    ("MISTRAL_SMALL", chat("uA", "a", "uB"), "[SYSTEM][/SYSTEM][INST]A\n\nB[/INST]"),
+    ("CHATML", chat("uA", "a", "uB"), "<user>A</user><assistant></assistant><user>B</user>"),
     # Content that must be in parts.
     ("PARTS_ONLY", chat("sA", "uB", "sC"), "<system>A\n\nC</system><user>B</user>"),
     # Calls that must be alone in their turn.
