@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,14 @@ USUAL = "call_0123456789abcdef01234567"
 )
 def test_which_templates_need_short_ids(template: str, is_short: bool, folder: Path) -> None:
     assert text_of(folder, template).requires_short_call_ids is is_short
+
+
+def test_the_template_for_tools_decides_about_ids(tmp_path: Path, folder: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model/additional_chat_templates").mkdir()
+    (tmp_path / "model/additional_chat_templates/tool_use.jinja").write_text(chat_templates.MISTRAL_SMALL)
+    assert text_of(tmp_path / "model", "CHATML").requires_short_call_ids
+    assert not text_of(folder, "CHATML").requires_short_call_ids
 
 
 @pytest.mark.parametrize("template", ["MISTRAL_SMALL", "MISTRAL_OF_LONG_IDS"])
