@@ -120,6 +120,8 @@ class TemplateHabits:
     def _with_taken_turns(self, messages: list[Message], keeps_last: bool) -> list[Message]:
         if not all(self._shows(roles) for roles in _system_orders(messages)):
             messages = self._with_shown_system(messages, keeps_last)
+        if self._lacks_user(messages) and not (keeps_last and len(messages) == 1):
+            messages = with_system_of_user(messages)
         if not all(message["content"] for message in messages) and self._refuses_empty_answers:
             messages = without_empty_answers(messages, keeps_last)
         if any(len(message.get("tool_calls", ())) > 1 for message in messages) and self._refuses_parallel_calls:
@@ -127,6 +129,16 @@ class TemplateHabits:
         if any(message["role"] == "tool" for message in messages) and self._refuses_user_after_result:
             messages = with_answers_to_results(messages)
         return with_joined_turns(messages) if self._refuses_repeated_roles else messages
+
+    def _lacks_user(self, messages: list[Message]) -> bool:
+        """Returns whether the template demands a turn of the user, or demands it before those of the assistant."""
+        system, assistant, user = {"role": "system"}, {"role": "assistant"}, {"role": "user"}
+        if not is_system(messages[0]) or not self._takes([system, user]):
+            return False
+        roles = [message["role"] for message in messages]
+        return ("user" not in roles and not self._takes([system])) or (
+            roles[1:2] == ["assistant"] and not self._takes([system, assistant, user])
+        )
 
     def _with_shown_system(self, messages: list[Message], keeps_last: bool) -> list[Message]:
         """Returns the chat with its system turns where the template shows them."""

@@ -107,6 +107,14 @@ CASES: list[tuple[str, Chat, str]] = [
     ),
     ("GEMMA_2", chat("sA", "aB", "uC"), "<user>A</user><assistant>B</assistant><user>C</user>"),
     ("GEMMA_2", chat("sA"), "<user>A</user>"),
+    # No turn of the user, or none before the assistant's.
+    ("QWEN_3_5", chat("sA", "dB"), "<user>A\n\nB</user>"),
+    (
+        "QWEN_3_5",
+        [*chat("sA"), call("1", content="B"), result("1"), *chat("sC")],
+        "<user>A\n\nC</user><assistant>B</assistant><tool>r</tool>",
+    ),
+    ("LLAMA_2", chat("sA", "aB", "uC"), "[INST] A [/INST]B[INST] C [/INST]"),
     # Roles that must alternate.
     ("GEMMA_2", chat("uA", "uB", "aC", "aD", "uE"), "<user>A\n\nB</user><assistant>C\n\nD</assistant><user>E</user>"),
     ("MISTRAL_SMALL", chat("uA", "aB", "uC", "uD"), "[SYSTEM][/SYSTEM][INST]A[/INST]B</s>[INST]C\n\nD[/INST]"),
