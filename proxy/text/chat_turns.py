@@ -59,16 +59,17 @@ def with_joined_turns(messages: list[Message]) -> list[Message]:
 def without_empty_answers(messages: list[Message], keeps_last: bool) -> list[Message]:
     """Returns the chat without turns of the assistant that have neither content, calls nor reasoning.
 
-    keeps_last: the last turn stays.
+    keeps_last: the last turn stays. A chat of nothing else stays too.
     """
     last = len(messages) - 1 if keeps_last else None
-    return [
+    changed = [
         message
         for index, message in enumerate(messages)
         if index == last
         or message["role"] != "assistant"
         or any(message.get(field) for field in ("content", "tool_calls", "reasoning"))
     ]
+    return changed or messages
 
 
 def with_answers_to_results(messages: list[Message]) -> list[Message]:

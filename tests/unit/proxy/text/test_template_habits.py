@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -300,6 +300,7 @@ turns = st.one_of(
 )
 
 
+@example([turn("assistant")], "MISTRAL_SMALL", False, False)
 @given(st.lists(turns, min_size=1, max_size=8), st.sampled_from(sorted(PURE)), st.booleans(), st.booleans())
 def test_no_form_loses_text(messages: Chat, template: str, keeps_last: bool, is_own: bool) -> None:
     before = json.dumps(messages)
