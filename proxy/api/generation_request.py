@@ -212,7 +212,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_tokens is not None and self.max_tokens > room:
             raise ContextLengthExceeded(
                 f"The prompt has {num_prompt_tokens} tokens and {self.max_tokens_param} is {self.max_tokens}, together "
-                f"{num_prompt_tokens + self.max_tokens}, but this model's limit is {limits.max_model_len} tokens.",
+                f"{num_prompt_tokens + self.max_tokens}, but this model's maximum context length is "
+                f"{limits.max_model_len} tokens.",
                 self.max_tokens_param,
             )
         max_tokens = self.max_tokens or min(room, self.default_max_tokens or room)

@@ -180,8 +180,8 @@ class MediaProcess:
         num_tokens = sum(content.size.num_tokens for content in contents)
         if num_tokens >= job.limits.max_model_len:
             raise ContextLengthExceeded(
-                f"The images alone have {num_tokens} tokens, but this model's limit is {job.limits.max_model_len} "
-                "tokens for prompt and output together.",
+                f"The images alone have {num_tokens} tokens, but this model's maximum context length is "
+                f"{job.limits.max_model_len} tokens for prompt and output together.",
                 "messages",
             )
         granted = await self._cache.acquire(

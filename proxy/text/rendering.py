@@ -152,12 +152,7 @@ class Renderer:
         while 4 * num_probed <= len(text):
             num_tokens = len(self.encode(text[:num_probed], False, param))
             if num_tokens > limit + _PROBE_SLACK_TOKENS:
-                raise ContextLengthExceeded(
-                    f"The prompt has far more than {limit} tokens (the first {num_probed} of its {len(text)} "
-                    f"characters have {num_tokens}), but this model's limit is {limit} tokens for prompt and "
-                    "output together.",
-                    param,
-                )
+                raise _too_long(f"about {num_tokens * len(text) // num_probed}", limit, param)
             num_probed *= 2
 
 
@@ -166,11 +161,17 @@ def check_prompt_length(num_tokens: int, limits: ModelLimits, param: str) -> Non
     if num_tokens == 0:
         raise InvalidRequest("The prompt is empty.", param)
     if num_tokens >= limits.max_model_len:
-        raise ContextLengthExceeded(
-            f"The prompt has {num_tokens} tokens, but this model's limit is {limits.max_model_len} tokens for prompt "
-            "and output together, including at least one token of output.",
-            param,
-        )
+        raise _too_long(str(num_tokens), limits.max_model_len, param)
+
+
+def _too_long(num_tokens: str, limit: int, param: str) -> ContextLengthExceeded:
+    """Coding agents compact a conversation when an error has one of these phrases: the first is Anthropic's, the second
+    OpenAI's."""
+    return ContextLengthExceeded(
+        f"The prompt is too long: {num_tokens} tokens > {limit - 1} maximum. This model's maximum context length is "
+        f"{limit} tokens for prompt and output together.",
+        param,
+    )
 
 
 def _pack(token_ids: list[int], limits: ModelLimits, param: str = "prompt") -> Prompt:

@@ -92,7 +92,7 @@ def test_stop_conditions() -> None:
 
 def test_a_prompt_that_no_longer_fits_is_refused() -> None:
     """Workers with a lower limit may join while a request is read."""
-    with pytest.raises(ContextLengthExceeded, match="has 2048 tokens, but this model's limit is 2048"):
+    with pytest.raises(ContextLengthExceeded, match="maximum context length is 2048"):
         chat().stop_conditions(LIMITS.max_model_len, LIMITS, EOS)
 
 
@@ -314,7 +314,7 @@ def test_prompt_shapes() -> None:
 
 
 def test_context_length_errors_name_both_numbers() -> None:
-    with pytest.raises(InvalidRequest, match=r"5000 tokens, but .* 2048") as caught:
+    with pytest.raises(InvalidRequest, match=r"5000 tokens > 2047 maximum.* 2048") as caught:
         check_prompt_length(5000, LIMITS, "prompt")
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(InvalidRequest, match=r"2040 tokens and max_tokens is 9, together 2049, .* 2048 tokens"):
