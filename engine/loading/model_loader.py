@@ -12,6 +12,7 @@ from tandem.engine.engine import ENGINE_NAME
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.allocator_warmup import no_allocator_warmup
+from tandem.engine.loading.checkpoint_tensors import check_tensors, load_checkpoint
 from tandem.engine.loading.dummy_weights import dummy_recipe, make_dummy_model
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
 from tandem.engine.loading.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
@@ -59,7 +60,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
             options |= placement_arguments(config.tensor_parallel_size, first_device) | {"dtype": dtype}
             with report_progress(config.progress_file), no_allocator_warmup():
                 if stored is None:
-                    model = auto_class.from_pretrained(config.model, config=model_config, **options)
+                    model, info = load_checkpoint(auto_class, config.model, model_config, **options)
+                    check_tensors(config.model, model, info)
                 else:
                     model = load_quantized(
                         auto_class, config.model, model_config, stored, device, config.tensor_parallel_size, **options
