@@ -22,6 +22,7 @@ from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
+from tandem.runtime.files.tokenizer_files import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def reserved_variables() -> frozenset[str]:
 
 
 class ModelText:
-    """tokenizer: never changed after loading (no truncation, no padding), so threads may share it.
+    """tokenizer: never changed after loading, so threads may share it.
 
     eos_token_ids: tokens that end a sequence unless the request ignores them. generation_config: see
     `SamplingDefaults.read`; it does not change eos_token_ids.
@@ -46,11 +47,9 @@ class ModelText:
 
     def __init__(self, model: str, generation_config: str = "auto") -> None:
         """Raises ConfigError if there is no such model or its tokeniser cannot be read."""
-        from transformers.tokenization_utils_tokenizers import TokenizersBackend  # takes a second or two
-
         folder = self.folder = find_model(model)
         try:
-            self._backend: Any = TokenizersBackend.from_pretrained(str(folder))
+            self._backend = load_tokenizer(str(folder))
         except Exception as error:
             raise ConfigError(
                 f"cannot read the tokeniser of model {model!r} (tokenizer.json): {first_line(error)}"
