@@ -22,6 +22,7 @@ from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
+from tandem.runtime.files.model_json import read_model_json
 from tandem.runtime.files.tokenizer_files import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -144,12 +145,7 @@ class _TokenConfig(msgspec.Struct):
 
 def _config(folder: Path, name: str) -> _TokenConfig:
     """Returns what a configuration of the model says of its tokens, also for its text part. Raises ConfigError."""
-    try:
-        config = msgspec.json.decode((folder / name).read_bytes(), type=_TokenConfig)
-    except FileNotFoundError:
-        return _TokenConfig()
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read {folder / name}: {error}") from error
+    config = read_model_json(folder / name, _TokenConfig) or _TokenConfig()
     text = config.text_config or _TokenConfig()
     eos = text.eos_token_id if config.eos_token_id is None else config.eos_token_id
     return _TokenConfig(eos, max(config.vocab_size or 0, text.vocab_size or 0))
