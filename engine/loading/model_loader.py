@@ -17,7 +17,7 @@ from tandem.engine.loading.dummy_weights import dummy_recipe, make_dummy_model
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
 from tandem.engine.loading.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
 from tandem.engine.loading.progress import report_progress
-from tandem.engine.loading.rope import fix_longrope
+from tandem.engine.loading.rope import context_limit, fix_frequencies
 from tandem.engine.loading.sharding import check_shards, placement_arguments, unwrap_linears
 from tandem.engine.loading.supported_models import check_config, unsuitable
 from tandem.engine.lora.layers import adaptable_layers
@@ -81,7 +81,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     vision = None
     if takes_media(model_config):
         vision, model = VisionTower(model), Decoder(model)
-    fix_longrope(model, max_model_len)
+    fix_frequencies(model, max_model_len)
     try:
         probed = probe_model(model, max_model_len)
     except UnsuitableModelError as error:
@@ -164,7 +164,7 @@ def _load_config(config: EngineConfig) -> Any:
 
 
 def _resolve_max_model_len(config: EngineConfig, text_config: Any) -> int:
-    limit: int = getattr(text_config, "max_position_embeddings", 0) or 0
+    limit = context_limit(text_config)
     if config.max_model_len and limit and config.max_model_len > limit:
         raise ConfigError(f"--max-model-len {config.max_model_len} exceeds the model's limit of {limit}")
     if not (config.max_model_len or limit):
