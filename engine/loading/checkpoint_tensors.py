@@ -57,9 +57,10 @@ def load_checkpoint(auto_class: Any, model: str, model_config: Any, **options: A
     return loaded, info
 
 
-def check_tensors(model: str, loaded: Any, info: Mapping[str, Any]) -> None:
-    """Raises ConfigError if tensors of the model are missing or have another shape; logs those that it does not use.
+def check_tensors(model: str, loaded: Any, info: Mapping[str, Any]) -> bool:
+    """Returns whether the model has an output head, without which it serves embeddings only.
 
+    Raises ConfigError if other tensors are missing, or if some have another shape. Logs those that it does not use.
     model: its name. loaded, info: of `load_checkpoint`.
     """
     order = {name: number for number, name in enumerate(loaded.state_dict())}
@@ -77,10 +78,12 @@ def check_tensors(model: str, loaded: Any, info: Mapping[str, Any]) -> None:
             f"{model} cannot be served: {len(mismatched)} tensors in its files have other shapes than its config.json "
             f"implies: {_named(shown)}"
         )
-    if info["missing_keys"]:
-        log.warning("%s is a base model without an output head: it can serve embeddings, but no text", model)
+    has_head = not info["missing_keys"]
+    if not has_head:
+        log.warning("%s is a base model without an output head: it serves embeddings only", model)
     if surplus:
         log.warning("%s has %d tensors that the model does not use: %s", model, len(surplus), _named(surplus))
+    return has_head
 
 
 def _named(names: list[str]) -> str:

@@ -50,6 +50,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     options = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
     stored = quantization_of(config.model, model_config)
     is_online = config.quantization != "auto"
+    has_head = True
     try:
         model_id = _model_id(config, model_config, device)
         if config.load_format == "dummy":
@@ -61,9 +62,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
             with report_progress(config.progress_file), no_allocator_warmup():
                 if stored is None:
                     model, info = load_checkpoint(auto_class, config.model, model_config, **options)
-                    check_tensors(config.model, model, info)
+                    has_head = check_tensors(config.model, model, info)
                 else:
-                    model = load_quantized(
+                    model, has_head = load_quantized(
                         auto_class, config.model, model_config, stored, device, config.tensor_parallel_size, **options
                     )
         is_unchanged = _model_id(config, model_config, device) == model_id
@@ -100,7 +101,16 @@ def load_model(config: EngineConfig) -> LoadedModel:
     lora_modules = adaptable_layers(model) if takes_adapters else {}
     quantization = f"{config.quantization} W8A8, quantised when loaded" if is_online else stored.label if stored else ""
     return LoadedModel(
-        model, max_model_len, text_config.vocab_size, dtype, device, layout, vision, quantization, lora_modules
+        model,
+        max_model_len,
+        text_config.vocab_size,
+        dtype,
+        device,
+        layout,
+        vision,
+        quantization,
+        lora_modules,
+        has_head,
     )
 
 

@@ -63,9 +63,10 @@ def load_quantized(
     device: torch.device,
     num_ranks: int,
     **options: Any,
-) -> Any:
+) -> tuple[Any, bool]:
     """Loads the model, or this rank's share, as `auto_class.from_pretrained` does. Raises ConfigError.
 
+    Returns the model, and whether the checkpoint has its output head.
     device: where it runs. num_ranks: more than 1 needs the default process group, and a plan of transformers.
     """
     text_config = model_config.get_text_config(decoder=True)
@@ -81,7 +82,7 @@ def load_quantized(
     for key in sorted(info["unexpected_keys"]):
         if key.endswith(_SUFFIXES):
             raise refusal(model, f"its quantised tensor {key} belongs to none of the quantised linear layers")
-    check_tensors(model, loaded, info)
+    has_head = check_tensors(model, loaded, info)
     num_converted = 0
     for name in list(placeholders):
         try:
@@ -95,7 +96,7 @@ def load_quantized(
             "the weights of %d quantised layers are converted to %s, and take its memory: products with INT8 weights "
             "alone are slower on GPUs", num_converted, str(loaded.dtype).removeprefix("torch.")
         )  # fmt: skip
-    return loaded
+    return loaded, has_head
 
 
 def refusal(model: str, reason: str) -> ConfigError:

@@ -186,13 +186,13 @@ def test_tensors_that_the_model_does_not_use_are_one_line_of_the_log(
 def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
     config = save(tmp_path, llama(tie_word_embeddings=True))
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    load_model(config)
+    assert load_model(config).has_head
 
 
 def test_a_base_model_needs_no_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(1)
     with caplog.at_level(logging.WARNING):
-        load_model(save(tmp_path, LlamaModel(LlamaConfig(**SHAPE))))
+        assert not load_model(save(tmp_path, LlamaModel(LlamaConfig(**SHAPE)))).has_head
     assert len(caplog.messages) == 1 and "without an output head" in caplog.messages[0]
     with pytest.raises(ConfigError, match=r"lack 1 of .*: model\.norm\.weight$"):
         load_model(
