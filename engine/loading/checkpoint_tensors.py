@@ -22,14 +22,18 @@ _NUM_NAMED = 3
 """Tensors that a message names; it counts the others."""
 
 # Trainers save the tensors of a model that they wrap under its attribute in the wrapper.
-_FRAMEWORKS = r"(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)"
-_OWNERS = r"(?:base_model\.model|transformer|language_model|llm|model)"
-_INNER = {rf"(?:\.{_FRAMEWORKS})+\.(?#{number})": "." for number in range(3)}  # each entry takes off one run of names
-_RENAMINGS = (
-    {rf"^(?:{_FRAMEWORKS}\.)+": "", **_INNER},
-    {rf"^(?:(?:{_FRAMEWORKS}|{_OWNERS})\.)+": "", **_INNER},
+_FRAMEWORKS = r"(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.)"
+_OWNERS = r"(?:base_model\.model|transformer|language_model|llm)\."
+_INNER = {rf"\.{_FRAMEWORKS}+(?#{number})": "." for number in range(3)}  # each entry takes off one run of names
+_RENAMINGS: tuple[dict[str, str], ...] = (
+    {f"^{_FRAMEWORKS}+": "", **_INNER},
+    {f"^{_FRAMEWORKS}*{_OWNERS}{_FRAMEWORKS}*": "", **_INNER},
+    {f"^{_FRAMEWORKS}*model\\.{_FRAMEWORKS}*": "", **_INNER},
 )
-"""Renamings to try where tensors are missing, each from patterns of wrappers' names to what replaces them."""
+"""Renamings to try one by one where tensors are missing: patterns of wrappers' names, and what replaces them.
+
+Names of owners are taken off once, because the model's own names may begin with them as well.
+"""
 
 _REPORT_LOGGER = logging.getLogger("transformers.modeling_utils")
 _UNMERGED = re.compile(r"^(\S.*?)\s*\|[^|\w]*(?:\[\d+m)?CONVERSION", re.MULTILINE)

@@ -25,6 +25,7 @@ def without_length_limits(tokenizer: Any) -> Any:
     if backend is not None:
         backend.no_truncation()
         backend.no_padding()
+    remembered: dict[str, Any] = getattr(tokenizer, "init_kwargs", {})
     for name in _LENGTHS:
-        tokenizer.init_kwargs.pop(name, None)
+        remembered.pop(name, None)
     return tokenizer

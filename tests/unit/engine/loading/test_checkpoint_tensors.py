@@ -25,6 +25,7 @@ from transformers import (
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loading.model_loader import load_model
 from tandem.runtime.errors import ConfigError
+from tests.support.vision_models import make_model
 
 Tensors = dict[str, torch.Tensor]
 SHAPE: dict[str, Any] = {
@@ -142,6 +143,8 @@ WRAPPED = {
         ),
     ),
     "PEFT": (llama, lambda name: "base_model.model." + name),
+    "PEFT in data parallel": (llama, lambda name: "module.base_model.model." + name),
+    "data parallel in another model": (llama, lambda name: "transformer.module." + name),
     "another model": (llama, lambda name: "transformer." + name),
     "the base model's name twice": (llama, lambda name: "model." + name),
     "without the base model's name": (llama, lambda name: name.removeprefix("model.")),
@@ -209,3 +212,21 @@ def test_a_wrapper_named_as_a_module_of_the_model_stays(tmp_path: Path) -> None:
     config = save(tmp_path, llama(), lambda tensors: tensors | {"module.model.norm.weight": torch.zeros(32)})
     expected = AutoModelForCausalLM.from_pretrained(config.model).model.norm.weight
     assert torch.equal(load_model(config).model.state_dict()["model.norm.weight"], expected)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "base_model.model.", "model.", "transformer."])
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava_onevision"])
+def test_wrappers_of_vision_models(family: str, prefix: str, tmp_path: Path) -> None:
+    """Their own names begin with `model`, `language_model` and `visual`, in older and newer files."""
+    make_model(family, tmp_path)
+    config = EngineConfig(str(tmp_path), dtype="float32", device="cpu")
+    plain = load_model(config).model.state_dict()
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
+    wrapped = load_model(config).model.state_dict()
+    assert wrapped.keys() == plain.keys() and all(torch.equal(wrapped[key], plain[key]) for key in plain)
+    lacking = next(name for name in sorted(tensors) if "vis" in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != lacking}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack 1 of the model's .* tensors: model\.vis"):
+        load_model(config)
