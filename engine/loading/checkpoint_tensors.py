@@ -42,8 +42,8 @@ _UNMERGED = re.compile(r"^(\S.*?)\s*\|[^|\w]*(?:\[\d+m)?CONVERSION", re.MULTILIN
 def load_checkpoint(auto_class: Any, model: str, model_config: Any, **options: Any) -> tuple[Any, Mapping[str, Any]]:
     """Returns the loaded model and transformers' account of it, which `check_tensors` checks.
 
-    Prefixes of known wrappers, such as `module.`, are taken off the names of tensors if the model has none of these
-    names. options: for the auto class's `from_pretrained`.
+    Where tensors are missing otherwise, prefixes of known wrappers, such as `module.`, are taken off the names in the
+    files, and the model is loaded again. options: for the auto class's `from_pretrained`.
     """
     options |= {"config": model_config, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with _without_report(model):
