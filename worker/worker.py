@@ -37,6 +37,7 @@ from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker
 from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.messaging import Network
 from tandem.protocol.sockets import new_context
+from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.version import own_version
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost
@@ -196,6 +197,8 @@ class Worker:
 
     def _open(self, message: StartPrefill | PrepareDecode) -> list[Action]:
         now = self._loop.time()
+        if not self._host.loaded.has_head and (isinstance(message, PrepareDecode) or message.pooling is None):
+            raise InvalidRequest("this model has no output head: it generates no text and serves /v1/embeddings only")
         grammar = self._host.grammars.get(message.sampling.grammar, client_of(message.cache_salt))
         adapter = self._host.adapters.get(message.adapter)
         if isinstance(message, PrepareDecode):

@@ -12,11 +12,12 @@ from tandem.engine.engine import ENGINE_NAME
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.allocator_warmup import no_allocator_warmup
+from tandem.engine.loading.checkpoint_tensors import check_tensors, load_checkpoint
 from tandem.engine.loading.dummy_weights import dummy_recipe, make_dummy_model
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
 from tandem.engine.loading.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
 from tandem.engine.loading.progress import report_progress
-from tandem.engine.loading.rope import fix_longrope
+from tandem.engine.loading.rope import context_limit, fix_frequencies
 from tandem.engine.loading.sharding import check_shards, placement_arguments, unwrap_linears
 from tandem.engine.loading.supported_models import check_config, unsuitable
 from tandem.engine.lora.layers import adaptable_layers
@@ -49,6 +50,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     options = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
     stored = quantization_of(config.model, model_config)
     is_online = config.quantization != "auto"
+    has_head = True
     try:
         model_id = _model_id(config, model_config, device)
         if config.load_format == "dummy":
@@ -59,9 +61,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
             options |= placement_arguments(config.tensor_parallel_size, first_device) | {"dtype": dtype}
             with report_progress(config.progress_file), no_allocator_warmup():
                 if stored is None:
-                    model = auto_class.from_pretrained(config.model, config=model_config, **options)
+                    model, info = load_checkpoint(auto_class, config.model, model_config, **options)
+                    has_head = check_tensors(config.model, model, info)
                 else:
-                    model = load_quantized(
+                    model, has_head = load_quantized(
                         auto_class, config.model, model_config, stored, device, config.tensor_parallel_size, **options
                     )
         is_unchanged = _model_id(config, model_config, device) == model_id
@@ -79,7 +82,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     vision = None
     if takes_media(model_config):
         vision, model = VisionTower(model), Decoder(model)
-    fix_longrope(model, max_model_len)
+    fix_frequencies(model, max_model_len)
     try:
         probed = probe_model(model, max_model_len)
     except UnsuitableModelError as error:
@@ -98,7 +101,16 @@ def load_model(config: EngineConfig) -> LoadedModel:
     lora_modules = adaptable_layers(model) if takes_adapters else {}
     quantization = f"{config.quantization} W8A8, quantised when loaded" if is_online else stored.label if stored else ""
     return LoadedModel(
-        model, max_model_len, text_config.vocab_size, dtype, device, layout, vision, quantization, lora_modules
+        model,
+        max_model_len,
+        text_config.vocab_size,
+        dtype,
+        device,
+        layout,
+        vision,
+        quantization,
+        lora_modules,
+        has_head,
     )
 
 
@@ -162,7 +174,7 @@ def _load_config(config: EngineConfig) -> Any:
 
 
 def _resolve_max_model_len(config: EngineConfig, text_config: Any) -> int:
-    limit: int = getattr(text_config, "max_position_embeddings", 0) or 0
+    limit = context_limit(text_config)
     if config.max_model_len and limit and config.max_model_len > limit:
         raise ConfigError(f"--max-model-len {config.max_model_len} exceeds the model's limit of {limit}")
     if not (config.max_model_len or limit):

@@ -1,35 +1,66 @@
-"""Fixes the frequencies of LongRoPE (Ding et al., ICML 2024), which has one set for short and one for long sequences.
+"""Contexts that a RoPE scaling extends: how long they are, and frequencies that do not depend on the batch.
 
-transformers selects the set by the largest position in a batch. That is wrong here: a step holds tokens of many
-sequences, and cached keys were rotated in earlier steps. As in vLLM, all use the set for the longest sequence.
+LongRoPE (Ding et al., ICML 2024) has one set of frequencies for short and one for long sequences, and dynamic NTK
+scaling computes them from the length. transformers takes the largest position in a batch as that length. This is wrong
+here: a step holds tokens of many sequences, and cached keys were rotated in earlier steps. As in vLLM, all sequences
+use the frequencies for the longest one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 log = logging.getLogger(__name__)
 
+_BY_LENGTH = ("longrope", "dynamic")
+"""Kinds whose frequencies depend on the length of sequences."""
+_EXTENDED_ALREADY = ("default", "mrope", "su", "longrope", "llama3")
+"""Kinds that scale nothing, or in whose configs `max_position_embeddings` is the extended context."""
+
+
+def context_limit(text_config: Any) -> int:
+    """Returns the number of positions of the model, extended by its RoPE scaling; 0 if the config does not tell.
+
+    As in vLLM, YaRN extends `original_max_position_embeddings` and other kinds extend `max_position_embeddings`. If
+    layers of different types have scalings of their own, the longest one counts.
+    """
+    limit: int = getattr(text_config, "max_position_embeddings", None) or 0
+    if "gemma3" in str(getattr(text_config, "model_type", "")):
+        return limit  # extended already, though these models have a factor
+    given = getattr(text_config, "rope_parameters", None) or {}
+    by_layer_type = [each for each in given.values() if isinstance(each, Mapping)]
+    extended = [_extended(rope, limit) for rope in by_layer_type or [given]]
+    return max(extended) or limit
+
+
+def _extended(rope: Mapping[str, Any], limit: int) -> int:
+    """Returns the limit that one scaling extends, or 0 if it extends none."""
+    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+    if kind in _EXTENDED_ALREADY or not isinstance(factor, int | float) or not math.isfinite(factor):
+        return 0
+    original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
+    return int((original or limit) * factor)
+
 
 @torch.no_grad()
-def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
-    """Sets the frequencies for sequences of `max_model_len` tokens in every step."""
+def fix_frequencies(model: torch.nn.Module, max_model_len: int) -> None:
+    """Sets frequencies that depend on the length to those for sequences of `max_model_len` tokens, in every step."""
     parameter = next(model.parameters())
     states = torch.empty(1, 1, 1, dtype=parameter.dtype, device=parameter.device)  # only dtype and device matter
     last = torch.tensor([[max_model_len - 1]], device=parameter.device)
     for module in model.modules():
         rope_type: Any = getattr(module, "rope_type", None)
-        if rope_type == "longrope":
-            module(states, last)
-            module.rope_type = "default"  # type: ignore[assignment]
-        elif isinstance(rope_type, dict) and "longrope" in rope_type.values():
-            for layer_type, kind in rope_type.items():
-                if kind == "longrope":
-                    module(states, last, layer_type)
-            module.rope_type = {t: "default" if k == "longrope" else k for t, k in rope_type.items()}  # type: ignore[assignment]
-        else:
+        kinds = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+        fixed = [layer_type for layer_type, kind in kinds.items() if kind in _BY_LENGTH]
+        if not fixed:
             continue
-        log.info("LongRoPE uses the frequencies for %d tokens for all sequences", max_model_len)
+        for layer_type in fixed:
+            module(states, last, *([] if layer_type is None else [layer_type]))
+        plain = {layer_type: "default" if layer_type in fixed else kind for layer_type, kind in kinds.items()}
+        module.rope_type = plain if isinstance(rope_type, dict) else "default"  # type: ignore[assignment]
+        log.info("RoPE of kind %s uses the frequencies for %d tokens for all sequences", rope_type, max_model_len)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from tandem.engine.loading.checkpoint_tensors import check_tensors, load_checkpoint
 from tandem.engine.loading.sharding import style_of
 from tandem.engine.quantization.checkpoint_config import CheckpointQuantization, read_quantization
 from tandem.engine.quantization.linears import FP8, QuantizedLinear
@@ -62,16 +63,17 @@ def load_quantized(
     device: torch.device,
     num_ranks: int,
     **options: Any,
-) -> Any:
+) -> tuple[Any, bool]:
     """Loads the model, or this rank's share, as `auto_class.from_pretrained` does. Raises ConfigError.
 
+    Returns the model, and whether the checkpoint has its output head.
     device: where it runs. num_ranks: more than 1 needs the default process group, and a plan of transformers.
     """
     text_config = model_config.get_text_config(decoder=True)
     text_config.quantization_config = None
     reading = Reading(model, quantization, device, num_ranks)
     model_config.quantization_config = {"quant_method": _METHOD, "reading": reading}
-    loaded, info = auto_class.from_pretrained(model, config=model_config, output_loading_info=True, **options)
+    loaded, info = load_checkpoint(auto_class, model, model_config, **options)
     loaded.hf_quantizer.remove_quantization_config(loaded)
     placeholders = {name: module for name, module in loaded.named_modules() if isinstance(module, Placeholder)}
     for key in sorted(info["missing_keys"]):
@@ -80,6 +82,7 @@ def load_quantized(
     for key in sorted(info["unexpected_keys"]):
         if key.endswith(_SUFFIXES):
             raise refusal(model, f"its quantised tensor {key} belongs to none of the quantised linear layers")
+    has_head = check_tensors(model, loaded, info)
     num_converted = 0
     for name in list(placeholders):
         try:
@@ -93,7 +96,7 @@ def load_quantized(
             "the weights of %d quantised layers are converted to %s, and take its memory: products with INT8 weights "
             "alone are slower on GPUs", num_converted, str(loaded.dtype).removeprefix("torch.")
         )  # fmt: skip
-    return loaded
+    return loaded, has_head
 
 
 def refusal(model: str, reason: str) -> ConfigError:

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 
@@ -18,6 +17,7 @@ from tandem.engine.sampling.grammar_messages import LoadTokenizer, Mask
 from tandem.protocol.codec import Codec
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import InternalError, InvalidRequest, first_line
+from tandem.runtime.files.tokenizer_files import load_tokenizer
 
 LOAD_TIMEOUT_S = 60.0
 """Wait for the tokeniser to load, which takes about a second."""
@@ -102,10 +102,8 @@ class GrammarServer:
 
 def read_tokenizer(model: str, vocab_size: int) -> LoadTokenizer:
     """Reads the model's tokeniser. Raises InvalidRequest."""
-    from transformers.tokenization_utils_tokenizers import TokenizersBackend  # slow to import
-
     try:
-        backend: Any = TokenizersBackend.from_pretrained(model)
+        backend = load_tokenizer(model)
         return LoadTokenizer(backend.backend_tokenizer.to_str().encode(), vocab_size, backend.eos_token_id)
     except Exception as error:
         raise InvalidRequest(_unusable(first_line(error))) from error

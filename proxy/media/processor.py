@@ -28,6 +28,7 @@ from tandem.proxy.media.decode import decode_image, decode_video, image_size, sa
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import MediaSource
 from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
+from tandem.runtime.files.tokenizer_files import without_length_limits
 
 _IDENTITY_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 _TEXT_FEATURES = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
@@ -112,6 +113,8 @@ class MediaProcessor:
                 raise ConfigError(
                     f"cannot read the processor of model {str(self._folder)!r}: {first_line(error)}"
                 ) from error
+            if tokenizer := getattr(processor, "tokenizer", None):
+                without_length_limits(tokenizer)
             self._local.processor = processor
         return processor
 

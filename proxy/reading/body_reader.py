@@ -21,6 +21,7 @@ from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.parsers.parser_names import reasoning_format, tool_format
 from tandem.proxy.proxy_config import ProxyConfig
+from tandem.proxy.text.detokenizer import decode_whole
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer, Room
@@ -173,7 +174,7 @@ class BodyReader:
             raise InvalidRequest(
                 f"Token id {largest} is out of range: this model's ids are 0 to {self._num_token_ids - 1}.", "tokens"
             )
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        text = decode_whole(self._tokenizer, token_ids, skip_special_tokens=False)
         if len(text) > MAX_DETOKENIZED_CHARACTERS:
             raise InvalidRequest(
                 f"The text has {len(text)} characters; the limit of /detokenize is {MAX_DETOKENIZED_CHARACTERS}. "
@@ -184,7 +185,7 @@ class BodyReader:
 
     def text_of(self, token_ids: bytes, skip_special_tokens: bool = True) -> str:
         """Returns the text of a prompt. token_ids: packed."""
-        return self._tokenizer.decode(unpack_token_ids(token_ids), skip_special_tokens=skip_special_tokens)
+        return decode_whole(self._tokenizer, unpack_token_ids(token_ids), skip_special_tokens)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import msgspec
 
 from tandem.proxy.text.model_files import PROCESSOR_FILES
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.model_json import read_model_json
 from tandem.runtime.files.regular_file import read_regular
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,8 @@ def _files(folder: Path) -> dict[str, str]:
 
 def _of_config(file: Path) -> dict[str, str]:
     """Returns the `chat_template` of a JSON file: a text, a list of templates with names, or an object of them."""
-    if not file.is_file():
-        return {}
+    given: Any = (read_model_json(file, dict[str, Any]) or {}).get("chat_template")
     try:
-        given: Any = msgspec.json.decode(_read(file), type=dict[str, Any]).get("chat_template")
         if isinstance(given, list):
             given = {each["name"]: each["template"] for each in given}
         return msgspec.convert({DEFAULT: given} if isinstance(given, str) else given or {}, dict[str, str])

@@ -1,73 +1,138 @@
 """Incremental detokenising. Characters that span tokens (emoji, most of CJK) are held until they are complete.
 
-`DecodeStream` of tokenizers does the work. It cannot be flushed, and fails on bytes that form no character. The tokens
-that it holds are therefore kept here too, to flush them at the end and to restart the stream.
+Tokens give the same text whole and in any parts. Bytes that form no character are shown as U+FFFD:
+
+- Byte-level tokenisers show one for as many bytes as begin a character, as `Tokenizer.decode` and Unicode do.
+- Those with a byte fallback show one for each byte, as sentencepiece does. `Tokenizer.decode` shows all bytes of a run
+  as U+FFFD if one of them is wrong. A stream cannot, because it has shown the characters before.
+
+At most three bytes are held, and each step decodes a few tokens.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import codecs
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.text.token_bytes import special_ids, token_bytes
 
-_MAX_HELD_TOKENS = 16
-"""Tokens after which held bytes are flushed: a character has at most four bytes, so these are no character."""
 _NUM_CONTEXT_TOKENS = 6
 """Prompt tokens before the text: with them the first word keeps its leading space."""
-
-
-@lru_cache(maxsize=8)
-def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the tokens that texts leave out."""
-    return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+_REPLACEMENT = "�"
 
 
 class Detokenizer:
     """Detokenises one sequence. prompt_token_ids: packed; only the last few are used."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: bytes, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._context: list[int] = []
-        self._held: list[int] = []
-        self._restart(unpack_token_ids(prompt_token_ids[-4 * _NUM_CONTEXT_TOKENS :]))
+        self._bytes = token_bytes(tokenizer)
         self._skipped = special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
-        self.begins_text = self._skipped.issuperset(self._context)
+        prompt = unpack_token_ids(prompt_token_ids[-4 * _NUM_CONTEXT_TOKENS :])
+        context = [each for each in prompt if each not in self._skipped and self._bytes.of(each) is not None]
+        self.begins_text = not context
         """The next token is the first that is decoded: no others came before, or only special ones."""
+        self._text: _ByteText | _PieceText
+        if self._bytes.is_byte_level:
+            self._text = _ByteText()
+        else:
+            self._text = _PieceText(tokenizer, context, bool(context and self._bytes.of(context[-1])))
 
     def step(self, token_id: int) -> str:
         """Returns the text that this token completes; may be empty."""
-        self.begins_text = self.begins_text and token_id in self._skipped
-        self._held.append(token_id)
-        try:
-            text = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokenizers raises a bare Exception: "Invalid prefix encountered"
-            return self.flush()
-        if text is None:
-            return self.flush() if len(self._held) >= _MAX_HELD_TOKENS else ""
-        self._context, self._held = self._held, []
+        data = self._bytes.of(token_id)
+        if data is None or token_id in self._skipped:
+            return ""
+        self.begins_text = False
+        return self._text.step(token_id, data)
+
+    def flush(self) -> str:
+        """Returns the text that is held, with U+FFFD in place of incomplete characters. No step may follow."""
+        return self._text.flush()
+
+
+def decode_whole(tokenizer: Tokenizer, token_ids: list[int], skip_special_tokens: bool) -> str:
+    """Returns the text that `Detokenizer` gives for all tokens together."""
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    if _REPLACEMENT not in text or not token_bytes(tokenizer).has_fallback:
+        return text
+    detokenizer = Detokenizer(tokenizer, b"", skip_special_tokens)
+    return "".join([*map(detokenizer.step, token_ids), detokenizer.flush()])
+
+
+class _ByteText:
+    """Text of a byte-level tokeniser, whose tokens do not depend on each other."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token_id: int, data: bytes) -> str:
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _PieceText:
+    """Text of a tokeniser with tokens of text, whose decoder may treat the first token in another way than the others.
+
+    A token is therefore decoded behind those before it, without their own text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: list[int], is_behind_bytes: bool) -> None:
+        self._tokenizer = tokenizer
+        self._context = context
+        """The last tokens that have text, or the first ones of all."""
+        self._is_behind_bytes = is_behind_bytes
+        """Whether the context ends with a byte token. Decoded beside wrong ones, right ones would not be shown."""
+        self._run: list[int] = []
+        """Byte tokens that begin a character, and their bytes."""
+        self._run_bytes = b""
+
+    def step(self, token_id: int, data: bytes) -> str:
+        """data: a byte token's byte, else empty."""
+        if not data:
+            text = self.flush()
+            self._is_behind_bytes = False
+            return text + self._decode([token_id])
+        self._run.append(token_id)
+        self._run_bytes += data
+        text = ""
+        while self._run:
+            try:
+                character, _ = codecs.utf_8_decode(self._run_bytes, "strict", False)
+            except UnicodeDecodeError:
+                text += self._wrong_byte()
+                continue
+            if character:
+                text += character if self._is_behind_bytes else self._decode(self._run)
+                self._behind_bytes(self._run)
+                self._run, self._run_bytes = [], b""
+            break
         return text
 
     def flush(self) -> str:
-        """Returns the text that is held, with U+FFFD in place of incomplete characters."""
-        if not self._held:
-            return ""
-        before = self._decode(self._context)
-        text = self._decode(self._context + self._held)
-        text = text[len(before) :] if text.startswith(before) else self._decode(self._held)
-        self._restart(self._held)
+        text = ""
+        while self._run:
+            text += self._wrong_byte()
         return text
 
-    def _restart(self, context: list[int]) -> None:
-        # DecodeStream would emit a context that ends with an incomplete character. The one before serves as well: it
-        # tells that the next token does not begin the text.
-        if not self._decode(context).endswith("�"):
-            self._context = context
-        self._held = []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special_tokens)
+    def _wrong_byte(self) -> str:
+        """Shows the first byte that is held."""
+        self._behind_bytes(self._run[:1])
+        self._run, self._run_bytes = self._run[1:], self._run_bytes[1:]
+        return _REPLACEMENT
+
+    def _behind_bytes(self, token_ids: list[int]) -> None:
+        self._context = token_ids
+        self._is_behind_bytes = True
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        """Returns what the tokens add to the text."""
+        before: str = self._tokenizer.decode(self._context, skip_special_tokens=False)
+        text: str = self._tokenizer.decode([*self._context, *token_ids], skip_special_tokens=False)
+        added = text[len(before) :] if text.startswith(before) else self._tokenizer.decode(token_ids, False)
+        if added or not before:
+            self._context = token_ids
+        return added

@@ -12,6 +12,7 @@ import msgspec
 
 from tandem.protocol.messages.sampling import Pooling
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.files.model_json import read_model_json
 
 
 class EmbeddingDefaults(msgspec.Struct, frozen=True):
@@ -30,24 +31,23 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, folder: Path) -> EmbeddingDefaults:
-        """Reads the files in the model's folder that are there."""
-        config = _read(folder / "config.json")
-        config = config if isinstance(config, dict) else {}
+        """Reads the files in the model's folder that are there. Raises ConfigError for one that cannot be read."""
+        config = read_model_json(folder / "config.json", dict[str, Any]) or {}
         known: list[int] = config.get("matryoshka_dimensions") or []
         defaults = cls(
             is_matryoshka=bool(known or config.get("is_matryoshka")),
             matryoshka_dimensions=known,
             size=config.get("hidden_size") or 0,
         )
-        modules = _read(folder / "modules.json")
-        if not isinstance(modules, list):
+        modules = read_model_json(folder / "modules.json", list[dict[str, Any]])
+        if modules is None:
             return defaults
         kinds = {str(module.get("type", "")).rsplit(".", 1)[-1]: module for module in modules}
         defaults = msgspec.structs.replace(defaults, normalize="Normalize" in kinds)
         if "Pooling" not in kinds:
             return defaults
-        pooling = _read(folder / kinds["Pooling"].get("path", "1_Pooling") / "config.json")
-        pooling = pooling if isinstance(pooling, dict) else {}
+        path = kinds["Pooling"].get("path", "1_Pooling")
+        pooling = read_model_json(folder / path / "config.json", dict[str, Any]) or {}
         modes = [key.removeprefix("pooling_mode_") for key, value in pooling.items() if value is True]
         modes = [mode for mode in (pooling.get("pooling_mode"), *modes) if isinstance(mode, str)]
         names: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
@@ -76,11 +76,3 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True):
         if (known and dimensions not in known) or (self.size and dimensions > self.size):
             allowed = f"one of {', '.join(map(str, known))}" if known else f"at most {self.size}"
             raise InvalidRequest(f"dimensions is {dimensions}, but must be {allowed}.", "dimensions")
-
-
-def _read(file: Path) -> Any:
-    """Returns the JSON in the file, or None if there is none."""
-    try:
-        return msgspec.json.decode(file.read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return None

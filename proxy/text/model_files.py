@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem.runtime.errors import ConfigError, first_line
+from tandem.runtime.files.model_json import read_model_json
 
 _TEXT_FILES = [
     "config.json",
@@ -59,8 +60,7 @@ def takes_media(model: str) -> bool:
     folder = find_model(model)
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return False
-    try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_MediaConfig)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read {folder / 'config.json'}: {error}") from error
+    config = read_model_json(folder / "config.json", _MediaConfig)
+    if config is None:
+        raise ConfigError(f"{folder} has no config.json; give a folder in Hugging Face format")
     return any(getattr(config, field) is not None for field in config.__struct_fields__)

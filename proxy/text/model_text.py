@@ -23,6 +23,8 @@ from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.proxy.text.template_habits import TemplateHabits
 from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
+from tandem.runtime.files.model_json import read_model_json
+from tandem.runtime.files.tokenizer_files import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ def reserved_variables() -> frozenset[str]:
 
 
 class ModelText:
-    """tokenizer: never changed after loading (no truncation, no padding), so threads may share it.
+    """tokenizer: never changed after loading, so threads may share it.
 
     eos_token_ids: tokens that end a sequence unless the request ignores them. generation_config: see
     `SamplingDefaults.read`; it does not change eos_token_ids.
@@ -45,11 +47,9 @@ class ModelText:
 
     def __init__(self, model: str, generation_config: str = "auto") -> None:
         """Raises ConfigError if there is no such model or its tokeniser cannot be read."""
-        from transformers.tokenization_utils_tokenizers import TokenizersBackend  # takes a second or two
-
         folder = self.folder = find_model(model)
         try:
-            self._backend: Any = TokenizersBackend.from_pretrained(str(folder))
+            self._backend = load_tokenizer(str(folder))
         except Exception as error:
             raise ConfigError(
                 f"cannot read the tokeniser of model {model!r} (tokenizer.json): {first_line(error)}"
@@ -143,12 +143,7 @@ class _TokenConfig(msgspec.Struct):
 
 def _config(folder: Path, name: str) -> _TokenConfig:
     """Returns what a configuration of the model says of its tokens, also for its text part. Raises ConfigError."""
-    try:
-        config = msgspec.json.decode((folder / name).read_bytes(), type=_TokenConfig)
-    except FileNotFoundError:
-        return _TokenConfig()
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read {folder / name}: {error}") from error
+    config = read_model_json(folder / name, _TokenConfig) or _TokenConfig()
     text = config.text_config or _TokenConfig()
     eos = text.eos_token_id if config.eos_token_id is None else config.eos_token_id
     return _TokenConfig(eos, max(config.vocab_size or 0, text.vocab_size or 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -9,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.model_json import read_model_json
 
 FILE_NAME = "generation_config.json"
 
@@ -39,14 +41,15 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
             return cls()
         given = Path(source).expanduser()
         file = model_folder / FILE_NAME if source == "auto" else given / FILE_NAME if given.is_dir() else given
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=cls)
-        except FileNotFoundError as error:
+        defaults = read_model_json(file, cls)
+        if defaults is None:
             if source == "auto":
                 return cls()
-            raise ConfigError(f"--generation-config: there is no file {file}; give auto, vllm or a folder") from error
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"cannot read {file}: {error}") from error
+            raise ConfigError(f"--generation-config: there is no file {file}; give auto, vllm or a folder")
+        for name, value in defaults.known().items():
+            if not math.isfinite(value):
+                raise ConfigError(f"cannot read {file}: {name} is {value}, but must be a finite number")
+        return defaults
 
     def known(self) -> dict[str, float]:
         """Returns the defaults that are set, by name."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-from tandem.proxy.text.detokenizer import special_ids
+from tandem.proxy.text.token_bytes import fallback_byte, special_ids, spelled_bytes
 
-_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "�"
 _MAX_CACHED = 2**18
 """Texts that are kept. Requests for the log-probabilities of all tokens need a whole vocabulary again and again."""
@@ -70,11 +68,8 @@ class TokenText:
         if _REPLACEMENT not in text:
             return list(text.encode())
         piece = self._tokenizer.id_to_token(token_id) or ""
-        if match := _BYTE_FALLBACK.fullmatch(piece):
-            return [int(match[1], 16)]
-        if all(character in _BYTE_OF for character in piece):
-            return [_BYTE_OF[character] for character in piece]
-        return list(text.encode())
+        exact = fallback_byte(piece) or spelled_bytes(piece)
+        return list(text.encode() if exact is None else exact)
 
 
 class TokensAsIds(TokenText):
@@ -123,13 +118,3 @@ def _neighbours(tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
 
 def _is_word(text: str) -> bool:
     return text.isascii() and text.isalnum()
-
-
-def _byte_of() -> dict[str, int]:
-    """Returns GPT-2's mapping: printable bytes stand for themselves, others are characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_of()

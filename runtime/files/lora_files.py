@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.files.model_json import decode_model_json
 from tandem.runtime.files.regular_file import read_regular
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -150,8 +151,8 @@ def _read(file: Path, max_bytes: int) -> bytes:
 def _read_config(file: Path, content: bytes) -> tuple[int, float]:
     """Returns rank and scaling."""
     try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        config = decode_model_json(content)
+    except ValueError as error:
         raise InvalidAdapter(f"{file} is not JSON: {error}.", "lora_path") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None

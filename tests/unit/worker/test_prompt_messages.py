@@ -40,7 +40,7 @@ def new_worker(grammars: Any, sent: list[tuple[bytes, Any]] | None = None) -> An
     worker: Any = Worker(TandemWorkerConfig("w", "any", "ipc:///unused", [], engine=EngineConfig("model")), not_loaded)
     worker._traffic = SimpleNamespace(destination=lambda message: (None, False))
     worker._host = SimpleNamespace(
-        loaded=SimpleNamespace(vocab_size=100, max_model_len=100),
+        loaded=SimpleNamespace(vocab_size=100, max_model_len=100, has_head=True),
         grammars=grammars,
         adapters=SimpleNamespace(get=lambda adapter: None),
     )
@@ -96,3 +96,19 @@ def test_an_unexpected_error_fails_the_attempts(message: StartPrefill | PrepareD
     assert all(identity == b"p:0" and isinstance(answer, AttemptFailed) for identity, answer in sent)
     assert [answer.attempt_id for _, answer in sent] == ["a", "b"]
     assert "can't start new thread" in sent[0][1].error.message
+
+
+@pytest.mark.parametrize("message", PROMPTS, ids=lambda message: type(message).__name__)
+def test_a_model_without_an_output_head_generates_nothing(message: StartPrefill | PrepareDecode) -> None:
+    sent: list[tuple[bytes, Any]] = []
+
+    async def run() -> None:
+        worker = new_worker(SimpleNamespace(get=lambda *_: None), sent)
+        worker._host.loaded.has_head = False
+        worker._on_message(b"p:0", message)
+        worker._metrics.close()
+        assert worker._scheduler.is_idle
+
+    asyncio.run(run())
+    assert [answer.attempt_id for _, answer in sent] == ["a", "b"]
+    assert sent[0][1].error.code == "invalid_request" and "no output head" in sent[0][1].error.message

@@ -266,3 +266,21 @@ def test_settings_that_do_not_fit_quantised_weights_are_refused(plain: Path, tmp
     ):
         with pytest.raises(ConfigError, match=reason):
             load(folder, **settings)
+
+
+def test_other_tensors_of_a_quantised_checkpoint_may_not_be_missing(plain: Path, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(plain, tmp_path / "quantised", gptq())
+    file = checkpoint.folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: value for name, value in tensors.items() if name != "model.norm.weight"}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack 1 of the model's .* tensors: model\.norm\.weight$"):
+        load(checkpoint.folder)
+
+
+def test_wrappers_names_are_taken_off_quantised_tensors(plain: Path, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(plain, tmp_path / "quantised", gptq())
+    expected = load(checkpoint.folder).model.state_dict()
+    file = checkpoint.folder / "model.safetensors"
+    save_file({f"module.{name}": value for name, value in load_file(file).items()}, file, {"format": "pt"})
+    found = load(checkpoint.folder).model.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

@@ -16,6 +16,7 @@ import av
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoProcessor
 
 from tandem.proxy.cluster.worker_record import ModelLimits
@@ -230,3 +231,19 @@ def sound() -> bytes:
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()
+
+
+def test_a_tokenizer_file_that_cuts_and_fills_texts_does_not_change_images(
+    reader: MediaProcessOnLoop, tmp_path: Path
+) -> None:
+    folder = save_processor(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=200, pad_token="</s>")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    cutting = MediaProcessOnLoop(folder)
+    try:
+        part = image_part(data_url(encoded(picture(100, 80, seed=1))))
+        assert cutting.prompt("look: ", part)[0] == reader.prompt("look: ", part)[0]
+    finally:
+        cutting.close()

@@ -2,21 +2,78 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise, takewhile
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.proxy.text.detokenizer import Detokenizer
+from tandem.proxy.text.detokenizer import Detokenizer, decode_whole
 from tandem.proxy.text.stop_strings import StopStrings
-from tests.support.tokenizers import SPECIAL, byte_level, sentencepiece_bpe, token_id
+from tandem.proxy.text.token_bytes import spelled_bytes
+from tests.support.tokenizers import (
+    SPECIAL,
+    byte_level,
+    sentencepiece_bpe,
+    sentencepiece_without_strip,
+    token_id,
+    unigram,
+    word_ends,
+    word_piece,
+)
+
+FALLBACK = (sentencepiece_bpe, sentencepiece_without_strip)
+OTHERS = (unigram, word_piece, word_ends)
 
 
-def stream(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None = None) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, pack_token_ids(prompt or []))
+def stream(
+    tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None = None, skip_special_tokens: bool = True
+) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, pack_token_ids(prompt or []), skip_special_tokens)
     return [*(detokenizer.step(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@cache
+def byte_level_with_added_tokens() -> Tokenizer:
+    """Returns a tokeniser whose added tokens are spelled with and without the characters that stand for bytes."""
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.add_tokens(["你", "é", "Ġ", "<tool_call>", "a b"])
+    tokenizer.add_special_tokens(["<|im_end|>", "日 x"])
+    return tokenizer
+
+
+def is_character(data: bytes) -> bool:
+    try:
+        return len(data.decode()) == 1
+    except UnicodeDecodeError:
+        return False
+
+
+def without_wrong_bytes(token_ids: list[int], wrong: int) -> list[int]:
+    """Returns the tokens of a tokeniser with a byte fallback, with `wrong` for each byte that is in no character."""
+    known = [token_id for token_id in token_ids if not 2 <= token_id < 258]
+    left, found = [*token_ids], list[int]()
+    while left:
+        data = bytes(each - 2 for each in takewhile(lambda each: 2 <= each < 258, left[:4]))
+        size = next((size for size in range(1, len(data) + 1) if is_character(data[:size])), 0)
+        found += left[:size] or [wrong if data else left[0]]
+        del left[: size or 1]
+    assert [token_id for token_id in found if token_id != wrong and not 2 <= token_id < 258] == known
+    return found
+
+
+def whole(tokenizer: Tokenizer, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+    """Returns what sentencepiece shows, by tokenizers' own decoder, whose byte fallback shows right characters only."""
+    marked = Tokenizer.from_str(tokenizer.to_str())
+    marked.add_tokens(["\ufffd"])
+    skipped = {token_id(tokenizer, SPECIAL)} if skip_special_tokens else set[int]()
+    shown = [each for each in token_ids if each not in skipped and tokenizer.id_to_token(each) is not None]
+    return marked.decode(without_wrong_bytes(shown, token_id(marked, "\ufffd")), skip_special_tokens=False)
 
 
 def test_a_word_behind_bytes_that_are_no_character_keeps_its_blank() -> None:
@@ -40,22 +97,91 @@ def test_the_prompt_is_not_repeated(text: str, prompt: str) -> None:
     assert "".join(stream(tokenizer, tokenizer.encode_batch_fast([text])[0].ids, prompt_ids)) == text
 
 
-@given(st.lists(st.integers(0, 350), max_size=60), st.lists(st.integers(0, 350), max_size=8))
+@given(st.lists(st.integers(0, 340), max_size=80), st.lists(st.integers(0, 340), max_size=8), st.booleans())
 @settings(max_examples=300)
-def test_any_tokens_become_text_without_long_delays(token_ids: list[int], prompt: list[int]) -> None:
-    """Random ids, as an untrained model gives: mostly broken bytes."""
-    tokenizer = byte_level()
-    pieces = stream(tokenizer, token_ids, prompt)
-    whole = tokenizer.decode(token_ids, skip_special_tokens=True)
-    assert "".join(pieces).replace("�", "") == whole.replace("�", "") or len(token_ids) >= 16 or prompt
-    silent = [number for number, piece in enumerate(pieces) if piece]
-    assert all(b - a <= 16 for a, b in pairwise(silent)) or 0 in token_ids
+def test_any_tokens_of_bytes_become_the_whole_text(token_ids: list[int], prompt: list[int], skip: bool) -> None:
+    """Random ids, as an untrained model gives: mostly broken bytes, special tokens and ids without a token."""
+    tokenizer = byte_level_with_added_tokens()
+    pieces = stream(tokenizer, token_ids, prompt, skip)
+    assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+    for number in range(len(token_ids)):
+        shown = "".join(pieces[: number + 1])
+        held = tokenizer.decode(token_ids[: number + 1], skip_special_tokens=skip).removeprefix(shown)
+        assert held in ("", "�"), "only the beginning of one character is held"
 
 
-@given(st.lists(st.integers(0, 264), max_size=60), st.lists(st.integers(0, 264), max_size=8))
+@given(
+    st.sampled_from(FALLBACK),
+    st.lists(st.one_of(st.integers(0, 280), st.sampled_from([2 + byte for byte in "aé你😀".encode()])), max_size=60),
+    st.booleans(),
+)
+@settings(max_examples=600)
+def test_any_tokens_with_a_byte_fallback_become_the_whole_text(
+    make: Callable[[], Tokenizer], token_ids: list[int], skip: bool
+) -> None:
+    tokenizer = make()
+    pieces = stream(tokenizer, token_ids, [], skip)
+    assert "".join(pieces) == whole(tokenizer, token_ids, skip) == decode_whole(tokenizer, token_ids, skip)
+    for number in range(len(token_ids)):
+        shown, before = "".join(pieces[: number + 1]), whole(tokenizer, token_ids[: number + 1], skip)
+        assert before.startswith(shown) and before[len(shown) :] in ("", "�", "��", "���")
+
+
+@given(st.sampled_from(FALLBACK), st.lists(st.integers(0, 280), max_size=6), st.lists(st.integers(0, 280), max_size=20))
 @settings(max_examples=300)
-def test_broken_byte_fallback_never_raises(token_ids: list[int], prompt: list[int]) -> None:
-    stream(sentencepiece_bpe(), token_ids, prompt)
+def test_a_text_behind_a_prompt_with_a_byte_fallback(
+    make: Callable[[], Tokenizer], prompt: list[int], token_ids: list[int]
+) -> None:
+    tokenizer = make()
+    shown = "".join(stream(tokenizer, token_ids, prompt))
+    if prompt and token_ids and 2 <= prompt[-1] < 258 and 2 <= token_ids[0] < 258:
+        mark = "b"  # between them, because bytes at the end of a prompt are no part of the text behind it
+        both = whole(tokenizer, [*prompt, token_id(tokenizer, mark), *token_ids])
+        assert whole(tokenizer, prompt) + mark + shown == both
+    else:
+        assert whole(tokenizer, prompt) + shown == whole(tokenizer, [*prompt, *token_ids])
+
+
+@given(st.sampled_from(OTHERS), st.lists(st.integers(0, 24), max_size=30), st.integers(0, 6), st.booleans())
+@settings(max_examples=300)
+def test_any_tokens_of_text_become_the_whole_text(
+    make: Callable[[], Tokenizer], token_ids: list[int], num_prompt: int, skip: bool
+) -> None:
+    tokenizer = make()
+    prompt = tokenizer.decode(token_ids[:num_prompt], skip_special_tokens=skip)
+    pieces = stream(tokenizer, token_ids[num_prompt:], token_ids[:num_prompt], skip)
+    assert prompt + "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("wrong", [[0xFF], [0xE4, 0xBD], [0xF0, 0x9F], [0x80]], ids=str)
+@pytest.mark.parametrize("number", [1, 5, 15, 16, 17, 40])
+def test_a_character_behind_a_run_of_wrong_bytes_is_shown(number: int, wrong: list[int]) -> None:
+    good = [*"你".encode()]
+    fallback = [2 + byte for byte in [*wrong * number, *good]]
+    shown = "".join(stream(sentencepiece_bpe(), fallback))
+    assert shown == "�" * len(wrong) * number + "你" == decode_whole(sentencepiece_bpe(), fallback, True)
+    spelled = {spelled_bytes(piece): id_ for piece, id_ in byte_level().get_vocab().items()}
+    tokens = [spelled[bytes([each])] for each in [*wrong * number, *good]]
+    assert "".join(stream(byte_level(), tokens)) == bytes([*wrong * number, *good]).decode(errors="replace")
+
+
+def test_work_per_token_does_not_grow_with_a_run_of_wrong_bytes() -> None:
+    decoded: list[int] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(sentencepiece_bpe(), name)
+
+        def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+            decoded.append(len(token_ids))
+            return sentencepiece_bpe().decode(token_ids, skip_special_tokens)
+
+    wrong, end = 2 + 0xFF, token_id(sentencepiece_bpe(), SPECIAL)
+    for token_ids in ([wrong] * 1000, [2 + 0xE4] * 1000, [end] * 1000, [999] * 1000):
+        detokenizer = Detokenizer(Counting(), b"")  # type: ignore[arg-type]
+        for each in token_ids:
+            detokenizer.step(each)
+    assert not decoded
 
 
 def test_invalid_bytes_do_not_damage_other_text() -> None:

@@ -137,3 +137,11 @@ def test_padded_ids_have_no_text(config: dict[str, Any], tmp_path: Path) -> None
     assert detokenized(*first, *([last, num_known] if config else []), *first) == {"prompt": "aa"}
     with pytest.raises(InvalidRequest, match=f"ids are 0 to {last}"):
         detokenized(last + 1)
+
+
+def test_numbers_that_only_python_writes_do_not_stop_the_start(tmp_path: Path) -> None:
+    numbers = {"time_step_limit": [0.0, float("inf")], "scale": float("nan")}
+    text = model(
+        tmp_path, {"generation_config.json": {"eos_token_id": [3, 4]} | numbers}, {"vocab_size": 500} | numbers
+    )
+    assert text.num_token_ids == 500 and text.eos_token_ids >= {3, 4}

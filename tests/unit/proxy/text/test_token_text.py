@@ -59,8 +59,7 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(
     try:
         assert joined.decode() == text
     except UnicodeDecodeError:
-        if family is byte_level:  # with sentencepiece, one wrong byte turns all bytes beside it into U+FFFD
-            assert without_counts(joined.decode(errors="replace")) == without_counts(text)
+        assert without_counts(joined.decode(errors="replace")) == without_counts(text)
     if "�" not in text + "".join(each.token for each in content):
         assert "".join(each.token for each in content).strip() == text.strip()
         sent = [sampled(i) for i in token_ids]
