@@ -132,12 +132,11 @@ class _TcpEnd:
             if self._link is not None:
                 self._link.stop()
 
-        def end() -> None:
-            if self._link is not None:
-                self._link.close()
-            on_closed()
+        self._thread.close(on_closed, self._release)
 
-        self._thread.close(end)
+    def _release(self) -> None:
+        if self._link is not None:
+            self._link.close()
 
 
 class TcpSender(_TcpEnd):
@@ -196,12 +195,11 @@ class TcpReceiver(_TcpEnd):
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         with contextlib.suppress(OSError):  # closed, once the peer has connected
             self._listener.shutdown(socket.SHUT_RDWR)
+        super().close(on_closed)
 
-        def end() -> None:
-            self._listener.close()
-            on_closed()
-
-        super().close(end)
+    def _release(self) -> None:
+        self._listener.close()
+        super()._release()
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         self._submit(self._receive, block_ids, on_done)
