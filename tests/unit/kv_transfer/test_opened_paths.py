@@ -46,7 +46,7 @@ def connector(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def cases(method: str) -> Any:
     return pytest.mark.parametrize(
         "connector",
-        [(Faults(method, *also, error=lambda error=error: error), opens)  # type: ignore[misc]
+        [(Faults(method, *also, error=lambda error=error: error), opens)
          for error in ERRORS for opens in range(NUM_PATHS) for also in ((), (method.replace("open", "close"),))],
         ids=[f"{type(error).__name__}-{opens}-{also}" for error in ERRORS for opens in range(NUM_PATHS)
              for also in ("closes", "raises at close")],

@@ -72,7 +72,7 @@ def test_a_callback_for_a_loop_that_is_closed_is_dropped() -> None:
 
 def test_other_errors_of_a_loop_are_raised() -> None:
     class Broken(asyncio.SelectorEventLoop):
-        def call_soon_threadsafe(self, *arguments: Any, **options: Any) -> Any:
+        def call_soon_threadsafe(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
             raise RuntimeError("another reason")
 
     loop = Broken()
