@@ -14,6 +14,7 @@ import torch
 
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer
 from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.checks import MAX_ADDRESS_BYTES
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed, first_line
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,12 @@ def open_receiver(
     """See `KVConnector.open_receiver`. Raises KVPathRefused, whatever the connector raises."""
 
     def report(address: object) -> None:
-        failed = _as_failure(connector, address)
-        on_address(address if isinstance(address, bytes) else failed or _no_address(connector))
+        if isinstance(address, bytes) and len(address) > MAX_ADDRESS_BYTES:  # prefill would refuse it
+            on_address(_failed(connector, f"it reports an address of {len(address)} bytes, over {MAX_ADDRESS_BYTES}"))
+        elif isinstance(address, bytes):
+            on_address(address)
+        else:
+            on_address(_as_failure(connector, address) or _failed(connector, "it reports no address"))
 
     try:
         receiver = load_connector(connector).open_receiver(path_id, blocks, network, _Once(report))
@@ -149,7 +154,7 @@ def _as_failure(connector: str, result: object) -> KVTransferFailed | None:
         reason = f"{type(result).__name__}: {first_line(result)}"
     else:
         reason = f"it reports {result!r}"
-    return KVTransferFailed(f"connector {connector!r} failed: {reason}"[:_MAX_REASON_CHARACTERS])
+    return _failed(connector, reason)
 
 
 def _as_refusal(connector: str, error: Exception) -> KVPathRefused:
@@ -160,5 +165,5 @@ def _as_refusal(connector: str, error: Exception) -> KVPathRefused:
     return KVPathRefused(failure.message)
 
 
-def _no_address(connector: str) -> KVTransferFailed:
-    return KVTransferFailed(f"connector {connector!r} failed: it reports no address")
+def _failed(connector: str, reason: str) -> KVTransferFailed:
+    return KVTransferFailed(f"connector {connector!r} failed: {reason}"[:_MAX_REASON_CHARACTERS])

@@ -103,10 +103,14 @@ async def _check_apart(input_file: Path, endpoint: str, index: Path) -> CheckEnd
     line = os.memfd_create("line")
     try:
         os.ftruncate(line, _LINE_BYTES)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tandem.proxy.batches.line_check", str(input_file), endpoint, str(index), str(line),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, pass_fds=[line],
-        )  # fmt: skip
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tandem.proxy.batches.line_check",
+                str(input_file), endpoint, str(index), str(line),
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, pass_fds=[line],
+            )  # fmt: skip
+        except OSError as error:  # no FileNotFoundError, which would say that the input is gone
+            raise OSError(f"cannot start {sys.executable} to check {input_file}: {error}") from error
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 output, _ = await process.communicate()

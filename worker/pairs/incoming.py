@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tandem.kv_transfer.connector import KVReceiver, OnDone
+from tandem.protocol.codec import MessageTooLarge
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import ClosePair, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed, first_line
@@ -132,8 +133,13 @@ class IncomingPairs:
         if isinstance(addresses, KVTransferFailed):
             self._on_impossible(action, addresses.message)
             return
+        try:
+            self._send(pair_id, PairAccepted(pair_id, action.connector, addresses, action.checksums))
+        except MessageTooLarge:
+            num_bytes = sum(len(address) for rank in addresses for address in rank)
+            self._on_impossible(action, f"the addresses of all paths have {num_bytes} bytes, too many for a message")
+            return
         self._table.on_accepted(pair_id, self._table.connectors[action.connector].one_sided)
-        self._send(pair_id, PairAccepted(pair_id, action.connector, addresses, action.checksums))
 
     def _on_impossible(self, action: AcceptPair, reason: str) -> None:
         self._perform(self._table.on_receiver_impossible(action.pair_id, action.connector, reason))

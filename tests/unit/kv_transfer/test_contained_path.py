@@ -10,6 +10,7 @@ import torch
 
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer
 from tandem.kv_transfer.ranks import contained_path
+from tandem.protocol.messages.checks import MAX_ADDRESS_BYTES
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tests.support.memory_connector import MemoryConnector
 from tests.support.raising_connector import Faults, RaisingConnector, reporting
@@ -180,3 +181,16 @@ def test_a_reason_is_one_short_line(install: Any) -> None:
     with pytest.raises(KVPathRefused) as caught:
         open_path([])
     assert len(caught.value.message) <= 500 and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES + 1])
+def test_an_address_is_of_limited_size(num_bytes: int, install: Any) -> None:
+    """Prefill would refuse a larger one, and nobody would know whose fault it is."""
+    install(reporting(bytes(num_bytes)))
+    results: list[Any] = []
+    contained_path.open_receiver("plugin", "path", BLOCKS, NETWORK, results.append)
+    [result] = results
+    if num_bytes > MAX_ADDRESS_BYTES:
+        assert "reports an address of 65537 bytes, over 65536" in result.message
+    else:
+        assert result == bytes(num_bytes)

@@ -13,8 +13,9 @@ from tandem.kv_transfer.connector import DataNetwork, KVConnector
 from tandem.kv_transfer.ranks import contained_path
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
+from tandem.protocol.codec import MessageTooLarge
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.transfer import ClosePair, KVLayout, KVReserved, OpenPair
+from tandem.protocol.messages.transfer import ClosePair, KVLayout, KVReserved, OpenPair, PairAccepted
 from tandem.runtime.errors import KVTransferFailed
 from tandem.worker.pairs import outgoing_table
 from tandem.worker.pairs.incoming import IncomingPairs
@@ -229,5 +230,22 @@ def test_a_transfer_that_raises_closes_the_pair_and_it_is_opened_again(
         assert again.pair_id != pair.pair_id
         await until(lambda: len([*workers.incoming_table.pairs()]) == 1)
         assert workers.incoming_table.is_open(again.pair_id)
+
+    asyncio.run(run())
+
+
+def test_addresses_that_fit_into_no_message_close_the_pair(use: Any) -> None:
+    async def run() -> None:
+        workers = PairedWorkers(use(large=RaisingConnector(Faults()), good=RaisingConnector(Faults())))
+        answer = workers.incoming._send
+
+        def send(pair_id: str, message: Any) -> None:
+            if isinstance(message, PairAccepted) and message.connector == "large":
+                raise MessageTooLarge("a message of 64 MiB")
+            answer(pair_id, message)
+
+        workers.incoming._send = send
+        assert (await workers.settle()).connector == "good"
+        assert workers.lost[0] == "the addresses of all paths have 31 bytes, too many for a message"
 
     asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sys
@@ -129,3 +130,17 @@ def test_a_file_is_wrong_only_if_the_same_line_has_ended_all_attempts(found: lis
 def test_signals_of_others_are_no_faults_of_the_process() -> None:
     others = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE}
     assert not {-each for each in others} & line_check._OWN_FAULTS
+
+
+def test_a_process_that_cannot_be_started_is_no_deleted_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when Python was replaced under a running proxy."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "removed"))
+    file = tmp_path / "input"
+    file.write_bytes(line("a", body={"prompt": "x" * 300_000}))
+
+    async def on_thread(work: Callable[[], object]) -> object:
+        return work()
+
+    with pytest.raises(OSError, match=r"cannot start .*removed") as caught:
+        asyncio.run(line_check.check_file(file, "/v1/completions", tmp_path / "index", on_thread))
+    assert not isinstance(caught.value, FileNotFoundError)
