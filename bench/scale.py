@@ -33,11 +33,11 @@ from tandem.deploy.planning.player import Player, TraceRequest, spread_ms
 from tandem.proxy.cluster.router import Router
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.connection import Connection
-from tandem.simulator.engine import StepTimes
+from tandem.simulator.engine import SimulatedStepTimes
 from tandem.simulator.scenario import ClusterShape, cluster_config
 from tandem.simulator.timeline import ProcessLoop
 
-STEP_TIMES = StepTimes(fixed_s=0.02, per_prompt_token_s=0.01, per_sequence_s=0.002)
+STEP_TIMES = SimulatedStepTimes(fixed_s=0.02, per_prompt_token_s=0.01, per_sequence_s=0.002)
 """A prompt takes 0.2 to 0.6 s, as prompts of some thousand tokens do on a large model."""
 MIN_PROMPT, MAX_PROMPT = 20, 60
 NUM_OUTPUT = 6

@@ -19,6 +19,7 @@ from tandem.deploy.cluster_config import ClusterConfig, load_config, settings, u
 from tandem.deploy.launch.run_cluster import run_cluster, with_model
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.runtime.tasks import start
+from tandem.runtime.threads import post
 
 
 @contextmanager
@@ -93,8 +94,7 @@ class _LauncherThread(threading.Thread):
 
     def stop(self) -> None:
         """Stops the cluster and waits until its processes are gone."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stopping.set)
+        post(self._loop, self._stopping.set)
         self.join()
 
     def raise_error(self) -> None:

@@ -58,7 +58,7 @@ class _Launched:
 class EngineThread:
     """Implements `engine.engine.Engine` by a thread.
 
-    make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`).
+    make_runner: called on the thread. post: hands a callback to the event loop (`runtime.threads.post`).
 
     overlaps: whether steps are launched before the one before has ended; see `submit`. on_lost(reason): called on the
     thread, or by `check`, when no step can run any more; by default it ends the process. clock: in seconds.

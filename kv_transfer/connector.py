@@ -106,7 +106,10 @@ class KVSender(Protocol):
         """Prepares to write these blocks, which the peer has reserved, while their content is being computed."""
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
-        """Copies own blocks `src_block_ids` to the peer's `dst_block_ids` (same length)."""
+        """Copies own blocks `src_block_ids` to the peer's `dst_block_ids` (same length).
+
+        A call that raises has taken no job, and has written nothing that goes on afterwards.
+        """
 
     def close(self, on_closed: Callable[[], None]) -> None:
         """Closes without waiting. Queued jobs fail; the running one ends within its deadline.
@@ -127,6 +130,9 @@ class KVReceiver(Protocol):
 
 class KVConnector(Protocol):
     """Creates the two ends of a path from one rank's pool to another's. See `kv_transfer.registry`.
+
+    Any exception of the three classes fails the job or closes the pair, and is logged
+    (`kv_transfer.ranks.contained_path`). A pair that cannot be opened uses the next connector that both sides offer.
 
     devices: torch device types it supports; both pools have the same. crosses_hosts: whether it also works between
     hosts. encrypts: whether the network's TLS contexts protect the data.
@@ -153,14 +159,14 @@ class KVConnector(Protocol):
     def open_receiver(
         self, path_id: str, blocks: torch.Tensor, network: DataNetwork, on_address: OnAddress
     ) -> KVReceiver:
-        """Opens the decode end, which comes first. Raises KVTransferFailed.
+        """Opens the decode end, which comes first. Raises KVTransferFailed or its own exception.
 
         `on_address` is called once, on any thread, with what the sender needs to connect, in the connector's own form
         and of at most `checks.MAX_ADDRESS_BYTES`. A path that fails later fails its next `receive`.
         """
 
     def open_sender(self, peer: Peer, blocks: torch.Tensor, network: DataNetwork, on_ready: OnDone) -> KVSender:
-        """Opens the prefill end. Raises KVTransferFailed, e.g. if the peer's memory cannot be mapped.
+        """Opens the prefill end. Raises KVTransferFailed or its own exception, e.g. if it cannot map the peer's memory.
 
         `on_ready` is called on any thread when both ends are connected, or the path has failed. A sender that is still
         connecting may be closed, and need not call it then.

@@ -16,7 +16,7 @@ import functools
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
-from tandem.runtime.errors import ConfigError
+from tandem.runtime.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from tandem.kv_transfer.connector import KVConnector
@@ -55,9 +55,9 @@ def load_connector(name: str) -> KVConnector:
     package = entry_point.dist.name if entry_point.dist is not None else entry_point.value
     try:
         connector: KVConnector = entry_point.load()
-    except Exception as error:  # importing another package may raise anything
-        raise ConfigError(f"connector {name!r} of {package} cannot be loaded: {error}") from error
-    missing = [member for member in _MEMBERS if not hasattr(connector, member)]
+        missing = [member for member in _MEMBERS if not hasattr(connector, member)]
+    except Exception as error:  # importing another package, or asking its properties, may raise anything
+        raise ConfigError(f"connector {name!r} of {package} cannot be loaded: {first_line(error)}") from error
     if missing:
         raise ConfigError(f"connector {name!r} of {package} has no {missing[0]}; see kv_transfer.connector.KVConnector")
     return connector

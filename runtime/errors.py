@@ -6,7 +6,7 @@
     WorkerLost          a worker died or went silent while it held the request
     KVLayoutMismatch    two workers' KV caches are incompatible; the pair is refused
     KVTransferFailed    the KV cache did not arrive
-      KVPathRefused     the kernel or driver does not let a worker map its peer's pool
+      KVPathRefused     a connector cannot open a path, and another attempt would meet the same
     RequestAborted      the client disconnected, or the server stops
       DeadlineExceeded  the request's deadline or the server's time limit has passed
     ProtocolError       bytes on a socket that are not a Tandem message

@@ -26,6 +26,15 @@ def show_thread_name() -> None:
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name)
 
 
+def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    """Calls back on a loop, from any thread. Does nothing if the loop is closed: its process ends, and nobody waits."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
 class Threads:
     """Threads of one kind of work, so that work which blocks, as on a disk that hangs, delays its own kind only.
 
@@ -70,8 +79,7 @@ class Threads:
             self._num_pending -= 1
 
         def on_done(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop may be closed by then
-                loop.call_soon_threadsafe(count)
+            post(loop, count)
 
         return on_done
 

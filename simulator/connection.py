@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tandem.simulator.timeline import ProcessLoop
 
 if TYPE_CHECKING:
-    from tandem.simulator.network import Dealer, Router, Switch
+    from tandem.simulator.network import SimulatedDealer, SimulatedRouter, Switch
 
 SILENT_S = 4.0, 6.0
 """Time after which an end of a connection notices that nothing comes any more, as ZeroMQ does by its heartbeats."""
@@ -17,7 +17,7 @@ SILENT_S = 4.0, 6.0
 class Connection:
     """One connection: two directions, each of which keeps the order."""
 
-    def __init__(self, switch: Switch, dealer: Dealer, router: Router) -> None:
+    def __init__(self, switch: Switch, dealer: SimulatedDealer, router: SimulatedRouter) -> None:
         self.dealer, self.router = dealer, router
         self._switch = switch
         # By whether it is that of the router, or towards it.

@@ -57,7 +57,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class SimulatedStepTimes:
     """Seconds of a step: `fixed_s`, and more for each token of a prompt and each sequence. gap_s: between steps."""
 
     fixed_s: float = 0.004
@@ -80,7 +80,7 @@ class SimulatedEngine:
         self,
         loop: ProcessLoop,
         pools: list[Pool],
-        times: StepTimes,
+        times: SimulatedStepTimes,
         overlaps: bool,
         on_corrupt: Callable[[str, int], None],
         note: Callable[..., None],

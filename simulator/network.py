@@ -50,7 +50,7 @@ class Switch:
         self._max_latency_s = max_latency_s
         self.bytes_per_s = bytes_per_s
         self.max_queued = max_queued
-        self.routers: dict[str, Router] = {}
+        self.routers: dict[str, SimulatedRouter] = {}
         self.connections: dict[Connection, None] = {}  # in the order of their beginning
         self._cuts: list[tuple[str, str]] = []  # processes that cannot connect to the other
         self._silent: Counter[tuple[str, str]] = Counter()  # processes that the other one does not hear
@@ -143,13 +143,13 @@ class SimulatedNetwork:
     def __init__(self, switch: Switch, loop: ProcessLoop) -> None:
         self.switch = switch
         self.loop = loop
-        self._sockets: list[Router | Dealer] = []
+        self._sockets: list[SimulatedRouter | SimulatedDealer] = []
         self.refusals = Refusals(clock=loop.time)
 
     def router(
         self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None], tcp_endpoint: str = ""
-    ) -> Router:
-        socket = Router(self, endpoint, codec, on_message)
+    ) -> SimulatedRouter:
+        socket = SimulatedRouter(self, endpoint, codec, on_message)
         self._sockets.append(socket)
         return socket
 
@@ -161,15 +161,15 @@ class SimulatedNetwork:
         identity: bytes | None = None,
         peer: Part = "worker",
         on_broken: Callable[[], None] | None = None,
-    ) -> Dealer:
-        socket = Dealer(self, endpoint, codec, on_message, identity, on_broken)
+    ) -> SimulatedDealer:
+        socket = SimulatedDealer(self, endpoint, codec, on_message, identity, on_broken)
         self._sockets.append(socket)
         return socket
 
     @property
     def num_dealers(self) -> int:
         """Dealers that are not closed."""
-        return sum(isinstance(socket, Dealer) and not socket.is_closed for socket in self._sockets)
+        return sum(isinstance(socket, SimulatedDealer) and not socket.is_closed for socket in self._sockets)
 
     def destroy(self, linger: int | None = None) -> None:
         for socket in self._sockets:
@@ -202,7 +202,7 @@ class _Socket:
             self._refusals.count(reason, error.message)
 
 
-class Router(_Socket):
+class SimulatedRouter(_Socket):
     """See `protocol.sockets.RouterSocket`."""
 
     def __init__(
@@ -247,7 +247,7 @@ class Router(_Socket):
                 connection.close(at_router=True)
 
 
-class Dealer(_Socket):
+class SimulatedDealer(_Socket):
     """See `protocol.sockets.DealerSocket`."""
 
     def __init__(

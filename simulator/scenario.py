@@ -12,7 +12,7 @@ from tandem.deploy.device_defaults import with_device_defaults
 from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.runtime.settings import with_values
-from tandem.simulator.engine import StepTimes, answer
+from tandem.simulator.engine import SimulatedStepTimes, answer
 
 Command = Literal["leave", "leave proxy", "restart all", "drain for good", "change role", "scale"]
 """What operators do."""
@@ -94,7 +94,7 @@ class ClusterShape:
     """Mean seconds to write one block to another worker."""
     failure_share: float = 0.0
     """Share of the blocks after which a path breaks."""
-    step_times: StepTimes = field(default_factory=StepTimes)
+    step_times: SimulatedStepTimes = field(default_factory=SimulatedStepTimes)
     block_size: int = 8
     max_model_len: int = 512
     max_latency_s: float = 0.002
@@ -188,7 +188,7 @@ def draw(seed: int) -> Scenario:
         boot_s=rng.choice([0.6, 0.6, 0.6, 5.0]),
         num_hosts=rng.choice([1, 1, 1, 2, 3]),
         max_workers=10,
-        step_times=StepTimes(rng.choice([0.004, 0.004, 0.1])),
+        step_times=SimulatedStepTimes(rng.choice([0.004, 0.004, 0.1])),
     )
     requests, faults = _requests(rng, cluster, end), _faults(rng, end)
     # Later additions come last, so that the rest of a known seed stays as it is.

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -37,6 +37,7 @@ from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import InternalError
 from tandem.runtime.files.lora_files import MAX_RANK
 from tandem.runtime.processes.lifetime import end_process
+from tandem.runtime.threads import post
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.vllm_worker.engine.loras import lora_modules, max_lora_rank
 from tandem.vllm_worker.engine.vllm_engine import VllmEngine
@@ -94,8 +95,8 @@ class VllmWorker:
         engine = self._engine = VllmEngine(
             engine_arguments(config.engine, max_rank),
             self._open_kv,
-            lambda report: self._post(self._on_report, report),
-            lambda error: self._post(self._on_failed, error),
+            partial(post, self._loop, self._on_report),
+            partial(post, self._loop, self._on_failed),
         )
         await asyncio.wrap_future(engine.start())
         pids, block_bytes, pools = engine.kv
@@ -222,10 +223,6 @@ class VllmWorker:
         )
 
     # ---- events
-
-    def _post(self, callback: Callable[..., None], *args: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, *args)
 
     def _on_report(self, report: StepReport) -> None:
         if report.step_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from tandem.engine.engine_thread import EngineThread
 from tandem.engine.kv_cache.block_manager import BlockManager
@@ -22,6 +23,7 @@ from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter
 from tandem.runtime.garbage_collection import freeze_loaded_objects
+from tandem.runtime.threads import post
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.follower import start_follower
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
@@ -37,10 +39,7 @@ async def load_engine_host(config: TandemWorkerConfig, on_prepared: Callable[[],
     loaded: LoadedModel = await loop.run_in_executor(None, ranks.load)
     disable_nccl_watchdog()
 
-    def post_prepared() -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(on_prepared)
-
+    post_prepared = partial(post, loop, on_prepared)
     grammars = Grammars(config.engine.model, loaded.vocab_size, post_prepared)
     adapters = Adapters(loaded.lora_modules, loaded.dtype, loaded.device, post_prepared)
     await loop.run_in_executor(None, _check_adapters, config, loaded)
@@ -49,7 +48,7 @@ async def load_engine_host(config: TandemWorkerConfig, on_prepared: Callable[[],
     decodes = config.role != "prefill"
     engine = EngineThread(
         lambda: ranks.make_runner(loaded, pool, decodes),
-        loop.call_soon_threadsafe,
+        partial(post, loop),
         config.engine.num_threads,
         overlaps=may_overlap(loaded.device.type),
     )

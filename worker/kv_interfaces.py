@@ -26,7 +26,7 @@ class KVPools(Protocol):
     def layout(self) -> KVLayout: ...
 
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
-        """Opens all paths to a decode worker. addresses: see `PairAccepted`. Raises KVTransferFailed."""
+        """Opens all paths to a decode worker. addresses: see `PairAccepted`. Raises KVPathRefused."""
 
     def open_receiver(
         self,
@@ -35,7 +35,7 @@ class KVPools(Protocol):
         num_senders: int,
         on_addresses: Callable[[list[list[bytes]] | KVTransferFailed], None],
     ) -> KVReceiver:
-        """Opens all paths from a prefill worker of `num_senders` ranks. Raises KVTransferFailed.
+        """Opens all paths from a prefill worker of `num_senders` ranks. Raises KVPathRefused.
 
         `on_addresses` is called once, on any thread, with the addresses for `PairAccepted`.
         """

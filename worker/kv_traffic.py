@@ -31,6 +31,7 @@ from tandem.protocol.messages.transfer import (
 )
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from tandem.runtime.threads import post
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.kv_interfaces import A, DecodeTransfers, KVHost, PrefillTransfers
 from tandem.worker.pairs.incoming import IncomingPairs
@@ -226,7 +227,7 @@ class KVTraffic(Generic[A]):
         else:
             self._host.pools.checksums(
                 action.src_block_ids,
-                lambda checksums: self._loop.call_soon_threadsafe(self._send_blocks, action, checksums),  # type: ignore[arg-type]
+                lambda checksums: post(self._loop, self._send_blocks, action, checksums),
             )
 
     def _send_blocks(self, action: Ship, checksums: list[int] | KVTransferFailed) -> None:
@@ -248,7 +249,7 @@ class KVTraffic(Generic[A]):
 
         def done(error: KVTransferFailed | None) -> None:
             late = announcement if one_sided else None
-            self._loop.call_soon_threadsafe(self._on_shipped, action, late, error, self._clock() - started_at)
+            post(self._loop, self._on_shipped, action, late, error, self._clock() - started_at)
 
         sender.send(action.src_block_ids, action.dst_block_ids, done)
 
@@ -270,7 +271,7 @@ class KVTraffic(Generic[A]):
 
     def receive(self, action: Receive) -> None:
         def done(error: KVTransferFailed | None) -> None:
-            self._loop.call_soon_threadsafe(self._on_received, action, error)
+            post(self._loop, self._on_received, action, error)
 
         self._incoming.receive(action.pair_id, action.block_ids, done)
 
@@ -280,7 +281,7 @@ class KVTraffic(Generic[A]):
             if action.checksums:
                 self._host.pools.checksums(
                     action.block_ids,
-                    lambda arrived: self._loop.call_soon_threadsafe(self._on_compared, action, arrived),  # type: ignore[arg-type]
+                    lambda arrived: post(self._loop, self._on_compared, action, arrived),
                 )
                 return
         self._end_receive(action, error)

@@ -13,6 +13,7 @@ from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
 from tandem.kv_transfer.tiers.tier import TierAnswer
 from tandem.runtime.errors import InternalError
+from tandem.runtime.threads import post
 
 if TYPE_CHECKING:
     from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
@@ -114,8 +115,4 @@ class TierTraffic:
             handle(answer)
             self._perform([])
 
-        def on_answer(answer: TierAnswer) -> None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(handle_on_loop, answer)
-
-        return on_answer
+        return partial(post, self._loop, handle_on_loop)

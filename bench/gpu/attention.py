@@ -27,7 +27,7 @@ OPTIONS = AttentionOptions(HEAD_DIM**-0.5)
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """Attention of `num_sequences` equal sequences. num_context: with the new tokens."""
 
     num_sequences: int
@@ -57,8 +57,9 @@ class Shape:
 
 
 SHAPES = (
-    Shape(1, 1, 1025), Shape(1, 1, 16385), Shape(16, 1, 1025), Shape(64, 1, 1025), Shape(256, 1, 1025),
-    Shape(1, 2048, 2048), Shape(1, 8192, 8192), Shape(1, 2048, 16384),
+    AttentionShape(1, 1, 1025), AttentionShape(1, 1, 16385), AttentionShape(16, 1, 1025), AttentionShape(64, 1, 1025),
+    AttentionShape(256, 1, 1025), AttentionShape(1, 2048, 2048), AttentionShape(1, 8192, 8192),
+    AttentionShape(1, 2048, 16384),
 )  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def new_pool(num_blocks: int, num_layers: int, device: str) -> Any:
     return SimpleNamespace(tensor=tensor, layout=SimpleNamespace(block_size=BLOCK_SIZE))
 
 
-def step(pool: Any, shape: Shape) -> Callable[[], object]:
+def step(pool: Any, shape: AttentionShape) -> Callable[[], object]:
     """Returns a function that runs one step's attention in all layers of the pool, from a CUDA graph on GPUs."""
     each = shape.num_blocks
     items = [
@@ -97,7 +98,7 @@ def attend(attention: TritonAttention, layer: int, queries: torch.Tensor) -> tor
     return attention._attend(queries, attention._cache(layer), OPTIONS)
 
 
-def torch_attention(shape: Shape, device: str) -> Callable[[], object]:
+def torch_attention(shape: AttentionShape, device: str) -> Callable[[], object]:
     """Returns torch's attention of one layer over adjacent keys and values."""
 
     def states(num_heads: int, num_tokens: int) -> torch.Tensor:
@@ -112,7 +113,7 @@ def main() -> None:
     part = Part("attention", __doc__)
     part.interpret_kernels()
     is_cuda = part.device == "cuda"
-    shapes = SHAPES if is_cuda else (Shape(2, 1, 70), Shape(1, 70, 70))
+    shapes = SHAPES if is_cuda else (AttentionShape(2, 1, 70), AttentionShape(1, 70, 70))
     num_layers, repeat = (32, 10) if is_cuda else (1, 1)
     bandwidth, rate = copy_bandwidth(part.device), matrix_rate(part.device)
     pool = new_pool(max(shape.num_sequences * shape.num_blocks for shape in shapes), num_layers, part.device)

@@ -24,7 +24,7 @@ from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.cluster import SimulatedCluster
-from tandem.simulator.engine import VOCAB_SIZE, StepTimes, next_timed_token
+from tandem.simulator.engine import VOCAB_SIZE, SimulatedStepTimes, next_timed_token
 from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.run import hidden_logs, seeded_ids
 from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape
@@ -48,7 +48,7 @@ class TraceRequest:
 
 
 @dataclass(frozen=True)
-class MeasuredStepTimes(StepTimes):
+class MeasuredStepTimes(SimulatedStepTimes):
     """The model that workers fit to their steps (`engine.steps.step_times`)."""
 
     def of(self, batch: Batch) -> float:

@@ -146,13 +146,12 @@ class CudaIpcSender:
         not on the model's.
         """
 
-        def closed() -> None:
+        def release() -> None:
             if self._side_stream is not None:
                 self._side_stream.run(self._unmap)
                 self._side_stream.close()
-            on_closed()
 
-        self._thread.close(closed)
+        self._thread.close(on_closed, release)
 
 
 def copy_runs(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst_ids: Sequence[int]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed, first_line
 from tandem.runtime.threads import show_thread_name
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -20,6 +23,7 @@ class JobThread:
     """
 
     def __init__(self, name: str, keeps_going: bool = False) -> None:
+        self._name = name
         self._keeps_going = keeps_going
         self._executor = ThreadPoolExecutor(1, name, show_thread_name)
         self._executor.submit(lambda: None)  # starts the thread before the first transfer needs it
@@ -48,9 +52,23 @@ class JobThread:
                 self._broken = failure
             return failure
 
-    def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
-        """Fails queued jobs, lets the running one finish, then calls `on_closed` on the thread. Does not wait."""
+    def close(self, on_closed: Callable[[], None] = lambda: None, release: Callable[[], None] = lambda: None) -> None:
+        """Fails queued jobs, lets the running one finish, then calls `release` and `on_closed` on the thread.
+
+        An error of `release` is logged, and `on_closed` is called nevertheless: a pair waits for it to be opened again.
+        Does not wait.
+        """
         if not self._closed:
             self._closed = True
-            self._executor.submit(on_closed)
+            self._executor.submit(self._end, release, on_closed)
             self._executor.shutdown(wait=False)
+
+    def _end(self, release: Callable[[], None], on_closed: Callable[[], None]) -> None:
+        try:
+            release()
+        except Exception:
+            log.exception("%s could not release everything", self._name)
+        try:
+            on_closed()
+        except Exception:  # the executor would drop it
+            log.exception("%s could not report its end", self._name)

@@ -117,11 +117,10 @@ class MappedMemorySender:
         copy_blocks(self._src, src, self._dst, dst)
 
     def close(self, on_closed: Callable[[], None]) -> None:
-        def closed() -> None:
-            self._dst = None  # unmaps the peer's pool
-            on_closed()
+        def unmap() -> None:
+            self._dst = None
 
-        self._thread.close(closed)
+        self._thread.close(on_closed, unmap)
 
 
 class MappedMemoryReceiver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -17,6 +18,8 @@ from tandem.kv_transfer.connectors.cuda_stream import Mark, SideStream
 from tandem.kv_transfer.connectors.group_store import CONNECT_TIMEOUT_S
 from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.runtime.errors import KVTransferFailed
+
+log = logging.getLogger(__name__)
 
 TRANSFER_TIMEOUT_S = 5.0
 """Deadline of one message, after which the peer counts as dead."""
@@ -59,15 +62,19 @@ def _new_group(store: Store, rank: int) -> ProcessGroup:
     return cast(ProcessGroup, ProcessGroupNCCL(store, rank, 2, options))
 
 
-def _abort_apart(group: ProcessGroup | None, then: Callable[[], None] = lambda: None) -> None:
+def _abort_apart(group: ProcessGroup | None, then: Callable[[], None]) -> None:
     """Aborts and drops a group on a thread of its own, as both may block for seconds. Then calls `then`."""
 
     def abort() -> None:
         nonlocal group
-        if group is not None:
-            group.abort()
-        group = None
-        then()
+        try:
+            if group is not None:
+                group.abort()
+            group = None
+        except Exception:
+            log.exception("a group could not be aborted")
+        finally:
+            then()
 
     threading.Thread(target=abort, name="abort-group", daemon=True).start()
 
@@ -95,14 +102,14 @@ class NcclGroup:
             if not self._is_closed:
                 self._group = group
         if self._group is None:
-            _abort_apart(group)
+            _abort_apart(group, _do_nothing)
         try:
             self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device))
             self._await(self._end_of_queue(), CONNECT_TIMEOUT_S)
         except Exception:
             broken, self._group = self._group, None
             if broken is not None:
-                _abort_apart(broken)
+                _abort_apart(broken, _do_nothing)
             raise
         with self._lock:
             self._open_group()
@@ -172,12 +179,14 @@ class NcclGroup:
         if was_closed:
             return
 
-        def ended() -> None:
+        def release() -> None:
             if self._side_stream is not None:
                 self._side_stream.close()
-            if is_connected:
-                on_closed()
 
         # A path that was never connected has carried nothing, and NCCL's initialisation may hold its thread for long.
-        thread.close(ended)
-        _abort_apart(group, (lambda: None) if is_connected else on_closed)
+        thread.close(on_closed if is_connected else _do_nothing, release)
+        _abort_apart(group, _do_nothing if is_connected else on_closed)
+
+
+def _do_nothing() -> None:
+    pass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging
 import threading
 import time
 import uuid
@@ -30,6 +31,8 @@ from tandem.kv_transfer.connectors.job_thread import JobThread
 from tandem.kv_transfer.connectors.mapped_memory import same_heads
 from tandem.kv_transfer.connectors.passive_receiver import PassiveReceiver
 from tandem.runtime.errors import KVTransferFailed, first_line
+
+log = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 64 << 20
 """Transfers are divided into messages of about this size, because a deadline holds for a message."""
@@ -240,22 +243,26 @@ class NixlSender:
 
     def close(self, on_closed: Callable[[], None]) -> None:
         self._is_closed = True
-        self._thread.close(lambda: self._end(on_closed))
+        self._thread.close(on_closed, self._release)
 
-    def _end(self, on_closed: Callable[[], None]) -> None:
+    def _release(self) -> None:
         """Waits for a write that was given up, until the peer has taken it or has exited.
 
         It must not be released before: NIXL would forget it, but the peer would still take what is on its way.
         """
-        if self._agent is not None:
-            with contextlib.suppress(KVTransferFailed):
-                while self._unfinished is not None and not self._has_ended(self._agent.api.check_xfer_state):
-                    time.sleep(_MAX_POLL_S)
-            for side in (self._ours, self._theirs):
-                if side is not None:
+        if self._agent is None:
+            return
+        with contextlib.suppress(KVTransferFailed):
+            while self._unfinished is not None and not self._has_ended(self._agent.api.check_xfer_state):
+                time.sleep(_MAX_POLL_S)
+        for side in (self._ours, self._theirs):
+            if side is not None:
+                try:
                     self._agent.api.release_dlist_handle(side[1])
+                except Exception as error:  # NIXL's own; the other list and the connection are released nevertheless
+                    log.warning("NIXL did not release a list of blocks: %s", first_line(error))
+        if self._peer_agent:
             self._agent.disconnect(self._peer_agent)
-        on_closed()
 
 
 def pool_address(blocks: torch.Tensor) -> bytes:

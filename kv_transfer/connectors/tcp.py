@@ -1,7 +1,7 @@
 """The `tcp` connector: blocks travel over a socket, with TLS if the cluster has keys. Both sides have CPU pools.
 
-The decode end listens on a free port, which is its address, until the peer has connected. Each transfer has a header,
-so that the ends notice when they disagree.
+The decode end listens on a free port, which is its address, until the peer has connected
+(`kv_transfer.connectors.accept_peer`). Each transfer has a header, so that the ends notice when they disagree.
 
 A path has one connection, on one thread. Python reads one TLS record of 16 KiB per call, so several threads of a
 process would spend on the GIL what they gain from more cores (figures: docs/adr/0029-tcp-connector.md).
@@ -17,7 +17,6 @@ import socket
 import ssl
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,6 +24,7 @@ import msgspec
 import torch
 
 from tandem.kv_transfer.connector import DataNetwork, OnAddress, OnDone, Peer
+from tandem.kv_transfer.connectors.accept_peer import accept_peer
 from tandem.kv_transfer.connectors.addresses import SocketAddress, read_address
 from tandem.kv_transfer.connectors.block_messages import BlockMessages, Message
 from tandem.kv_transfer.connectors.job_thread import JobThread
@@ -34,36 +34,31 @@ from tandem.runtime.errors import KVTransferFailed, first_line
 CONNECT_TIMEOUT_S = 20.0
 PROGRESS_TIMEOUT_S = 5.0
 """Longest time without progress in a transfer; then the peer counts as dead."""
-_GREETING_TIMEOUT_S = 2.0
-"""Deadline of a new connection's TLS handshake and greeting: a stranger delays the others by no more."""
 _PIECE_BYTES = 1 << 20
 """Bytes that one call sends at most."""
-_GREETING = struct.Struct("!H")  # bytes of the path id, which follows
+_PATH_ID_BYTES = struct.Struct("!H")
 _ACCEPTED = b"\1"
 _HEADER = struct.Struct("!QQI")  # number of the transfer, bytes of a block, blocks
-_SHORTEST_SLICE_S = 0.001
 
 
 class _Link:
     """One connected socket. `stop` may be called on any thread, and ends a blocked call at once."""
 
-    def __init__(self, plain: socket.socket, context: ssl.SSLContext | None, is_server: bool) -> None:
-        """Performs the TLS handshake, if there is a context. Takes over `plain`. Raises OSError."""
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * PROGRESS_TIMEOUT_S))
-        # A receiver drops strangers that say nothing one after the other; the sender waits meanwhile.
-        plain.settimeout(_GREETING_TIMEOUT_S if is_server else PROGRESS_TIMEOUT_S)
-        self._duplicate = plain.dup()  # an SSLSocket that is shut down would read on without decrypting
+    def __init__(self, connected: socket.socket) -> None:
+        """Takes over the socket. Raises OSError."""
+        self._socket = connected
         try:
-            self._socket = plain if context is None else context.wrap_socket(plain, server_side=is_server)
-        except Exception:
-            plain.close()
-            self._duplicate.close()
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * PROGRESS_TIMEOUT_S))
+            connected.settimeout(PROGRESS_TIMEOUT_S)
+        except OSError:
+            connected.close()
             raise
 
-    def greeted(self) -> None:
-        """Replaces the deadline of greetings by that of transfers."""
-        self._socket.settimeout(PROGRESS_TIMEOUT_S)
+    def handshake(self) -> None:
+        """Performs the TLS handshake of the end that connects, if it has TLS. Raises OSError."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._socket.do_handshake()
 
     def send(self, data: memoryview | bytes) -> None:
         """Sends all bytes, in pieces, because the deadline holds for each call."""
@@ -84,12 +79,11 @@ class _Link:
         return bytes(data)
 
     def stop(self) -> None:
-        with contextlib.suppress(OSError):
-            self._duplicate.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # after `shutdown` of its own, an SSLSocket would read without decrypting
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
-        self._duplicate.close()
 
 
 class _TcpEnd:
@@ -101,25 +95,24 @@ class _TcpEnd:
         self._network = network
         self._num_transfers = 0
         self._lock = threading.Lock()  # of the next two
-        self._links: list[_Link] = []  # the peer's, and strangers' until they are refused
+        self._link: _Link | None = None  # to the peer
         self._is_closed = False
-        self._link: _Link | None = None
         self._thread = JobThread(name)
 
     def _connect(self) -> None:
         self._messages.prepare()
         try:
-            self._link = self._open_connection(time.monotonic() + CONNECT_TIMEOUT_S)
+            self._open_connection()
         except ssl.SSLError as error:
             raise KVTransferFailed(f"the peer has other network keys: {first_line(error)}") from error
 
-    def _open_connection(self, deadline: float) -> _Link:
+    def _open_connection(self) -> None:
         raise NotImplementedError
 
     def _keep(self, link: _Link) -> _Link:
-        """Registers a connection to be stopped by `close`."""
+        """Registers the connection, which `close` stops and closes."""
         with self._lock:
-            self._links.append(link)
+            self._link = link
             if self._is_closed:
                 raise KVTransferFailed("the pair was closed")
         return link
@@ -136,16 +129,14 @@ class _TcpEnd:
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         with self._lock:
             self._is_closed = True
-            links = list(self._links)
-        for link in links:
-            link.stop()
+            if self._link is not None:
+                self._link.stop()
 
-        def end() -> None:
-            for link in self._links:
-                link.close()
-            on_closed()
+        self._thread.close(on_closed, self._release)
 
-        self._thread.close(end)
+    def _release(self) -> None:
+        if self._link is not None:
+            self._link.close()
 
 
 class TcpSender(_TcpEnd):
@@ -156,16 +147,16 @@ class TcpSender(_TcpEnd):
         self._peer = peer
         self._thread.submit(self._connect, on_ready)
 
-    def _open_connection(self, deadline: float) -> _Link:
-        path_id, address = self._peer.path_id.encode(), read_address(self._peer.address, SocketAddress)
-        context = self._network.tls.client if self._network.tls is not None else None
-        plain = socket.create_connection((address.host, address.port), _time_left(deadline))
-        link = self._keep(_Link(plain, context, is_server=False))
-        link.send(_GREETING.pack(len(path_id)) + path_id)
-        link.greeted()  # the peer may be busy with a stranger
+    def _open_connection(self) -> None:
+        address = read_address(self._peer.address, SocketAddress)
+        connected = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
+        if self._network.tls is not None:
+            connected = self._network.tls.client.wrap_socket(connected, do_handshake_on_connect=False)
+        link = self._keep(_Link(connected))
+        link.handshake()
+        link.send(_greeting(self._peer.path_id))
         if link.read(1) != _ACCEPTED:
             raise KVTransferFailed("the peer did not accept the connection")
-        return link
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         """Does nothing: the receiver writes."""
@@ -189,53 +180,26 @@ class TcpReceiver(_TcpEnd):
             fd, port = listen_on_free_port(network.host)
         except OSError as error:
             raise KVTransferFailed(f"cannot listen on {network.host}: {error}") from error
-        super().__init__(f"take-{path_id}", blocks, network)
-        self._path_id = path_id.encode()
         self._listener = socket.socket(fileno=fd)
+        self._greeting = _greeting(path_id)
+        super().__init__(f"take-{path_id}", blocks, network)
         self._thread.submit(self._connect, lambda error: None)
         on_address(msgspec.msgpack.encode(SocketAddress(network.host, port)))
 
-    def _open_connection(self, deadline: float) -> _Link:
-        with self._listener as listener:
-            return self._accept(listener, deadline)
-
-    def _accept(self, listener: socket.socket, deadline: float) -> _Link:
-        """Returns the peer's connection. Others, such as a stranger's, are closed."""
-        refused = "nothing connected"
-        while True:
-            listener.settimeout(_time_left(deadline))
-            try:
-                plain, _ = listener.accept()
-            except TimeoutError:
-                raise KVTransferFailed(f"the peer did not connect in {CONNECT_TIMEOUT_S:g} s: {refused}") from None
-            try:
-                link = self._greet(plain)
-            except (OSError, KVTransferFailed) as error:
-                refused = first_line(error)
-                continue
-            link.send(_ACCEPTED)
-            link.greeted()
-            return link
-
-    def _greet(self, plain: socket.socket) -> _Link:
-        """Reads the greeting. Raises KVTransferFailed if it is another path's."""
+    def _open_connection(self) -> None:
         context = self._network.tls.server if self._network.tls is not None else None
-        link = self._keep(_Link(plain, context, is_server=True))
-        (length,) = _GREETING.unpack(link.read(_GREETING.size))
-        if length != len(self._path_id) or link.read(length) != self._path_id:
-            link.stop()
-            raise KVTransferFailed("a connection was not of this path")
-        return link
+        with self._listener as listener:
+            link = self._keep(_Link(accept_peer(listener, self._greeting, context, CONNECT_TIMEOUT_S)))
+        link.send(_ACCEPTED)
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         with contextlib.suppress(OSError):  # closed, once the peer has connected
             self._listener.shutdown(socket.SHUT_RDWR)
+        super().close(on_closed)
 
-        def end() -> None:
-            self._listener.close()
-            on_closed()
-
-        super().close(end)
+    def _release(self) -> None:
+        self._listener.close()
+        super()._release()
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         self._submit(self._receive, block_ids, on_done)
@@ -251,13 +215,14 @@ class TcpReceiver(_TcpEnd):
             self._messages.scatter(message)
 
 
+def _greeting(path_id: str) -> bytes:
+    encoded = path_id.encode()
+    return _PATH_ID_BYTES.pack(len(encoded)) + encoded
+
+
 def _bytes_of(message: Message) -> memoryview:
     data: memoryview = message.data.view(-1).numpy().data
     return data
-
-
-def _time_left(deadline: float) -> float:
-    return max(_SHORTEST_SLICE_S, deadline - time.monotonic())
 
 
 class TcpConnector:

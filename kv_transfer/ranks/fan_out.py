@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, when_all
 
@@ -12,6 +12,18 @@ class FanOutSender:
 
     def __init__(self, senders: Sequence[KVSender]) -> None:
         self._senders = senders
+
+    @classmethod
+    def open(cls, paths: Iterable[Callable[[], KVSender]]) -> FanOutSender:
+        """Opens paths. If one of them raises, closes those that are open, which have sent nothing, and raises that."""
+        senders: list[KVSender] = []
+        try:
+            for open_path in paths:
+                senders.append(open_path())
+        except Exception:
+            cls(senders).close(lambda: None)
+            raise
+        return cls(senders)
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         for sender in self._senders:
@@ -33,6 +45,18 @@ class FanOutReceiver:
 
     def __init__(self, receivers: Sequence[KVReceiver]) -> None:
         self._receivers = receivers
+
+    @classmethod
+    def open(cls, paths: Iterable[Callable[[], KVReceiver]]) -> FanOutReceiver:
+        """Opens paths. If one of them raises, closes those that are open, and raises that."""
+        receivers: list[KVReceiver] = []
+        try:
+            for open_path in paths:
+                receivers.append(open_path())
+        except Exception:
+            cls(receivers).close()
+            raise
+        return cls(receivers)
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         done = when_all(len(self._receivers), on_done)

@@ -9,16 +9,16 @@ from functools import partial
 import torch
 
 from tandem.kv_transfer.checksums import OnChecksums, rank_checksums
-from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer, gather, when_all
+from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnAddress, OnDone, Peer, gather, when_all
 from tandem.kv_transfer.connectors.job_thread import JobThread
+from tandem.kv_transfer.ranks import contained_path
 from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender
-from tandem.kv_transfer.ranks.head_slices import head_routes
-from tandem.kv_transfer.registry import load_connector
+from tandem.kv_transfer.ranks.head_slices import HeadRoute, head_routes
 from tandem.kv_transfer.tiers.registry import make_tiers
 from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.kv_transfer.tiers.tier_thread import TierThread
 from tandem.protocol.messages.transfer import KVLayout
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 
 OnAddresses = Callable[[list[bytes] | KVTransferFailed], None]
 """Gets the addresses of one decode rank's paths, in the order of the prefill ranks."""
@@ -35,45 +35,38 @@ class RankPool:
     checksum_thread: JobThread = field(default_factory=lambda: JobThread("checksums", keeps_going=True))
 
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
-        """Opens the paths to the decode worker's ranks. addresses: see `PairAccepted`. Raises KVTransferFailed."""
+        """Opens the paths to the decode worker's ranks. addresses: see `PairAccepted`. Raises KVPathRefused."""
         layout = self.layout
         if not addresses or layout.total_kv_heads % len(addresses):
-            raise KVTransferFailed(f"the peer cannot share {layout.total_kv_heads} heads among {len(addresses)} ranks")
+            raise KVPathRefused(f"the peer cannot share {layout.total_kv_heads} heads among {len(addresses)} ranks")
         routes = head_routes(layout.total_kv_heads, layout.tensor_parallel_size, len(addresses))
         by_route = [address for rank in addresses for address in rank]  # decode's order is that of the heads, too
         if len(by_route) != len(routes):
-            raise KVTransferFailed(f"the peer has {len(by_route)} addresses for {len(routes)} paths between the ranks")
+            raise KVPathRefused(f"the peer has {len(by_route)} addresses for {len(routes)} paths between the ranks")
         own = [(route, address) for route, address in zip(routes, by_route, strict=True) if route.src_rank == self.rank]
         ready = when_all(len(own), on_ready)
-        senders: list[KVSender] = []
-        try:
-            for route, address in own:
-                view = partial(route.dst.of, num_layers=layout.num_layers)
-                peer = Peer(_path_id(pair_id, self.rank, route.dst_rank), address, view)
-                blocks = route.src.of(self.blocks, layout.num_layers)
-                senders.append(load_connector(connector).open_sender(peer, blocks, self.network, ready))
-        except KVTransferFailed:
-            for sender in senders:
-                sender.close(lambda: None)
-            raise
-        return FanOutSender(senders)
+
+        def open_path(route: HeadRoute, address: bytes) -> KVSender:
+            view = partial(route.dst.of, num_layers=layout.num_layers)
+            peer = Peer(_path_id(pair_id, self.rank, route.dst_rank), address, view)
+            blocks = route.src.of(self.blocks, layout.num_layers)
+            return contained_path.open_sender(connector, peer, blocks, self.network, ready)
+
+        return FanOutSender.open(partial(open_path, *each) for each in own)
 
     def open_receiver(self, connector: str, pair_id: str, num_senders: int, on_addresses: OnAddresses) -> KVReceiver:
-        """Opens the paths from the prefill worker's `num_senders` ranks. Raises KVTransferFailed."""
+        """Opens the paths from the prefill worker's `num_senders` ranks. Raises KVPathRefused."""
         layout = self.layout
         routes = head_routes(layout.total_kv_heads, num_senders, layout.tensor_parallel_size)
         routes = [route for route in routes if route.dst_rank == self.rank]
-        receivers: list[KVReceiver] = []
-        try:
-            for route, on_address in zip(routes, gather(len(routes), on_addresses), strict=True):
-                path_id = _path_id(pair_id, route.src_rank, self.rank)
-                blocks = route.dst.of(self.blocks, layout.num_layers)
-                receivers.append(load_connector(connector).open_receiver(path_id, blocks, self.network, on_address))
-        except KVTransferFailed:
-            for receiver in receivers:
-                receiver.close()
-            raise
-        return FanOutReceiver(receivers)
+
+        def open_path(route: HeadRoute, on_address: OnAddress) -> KVReceiver:
+            path_id = _path_id(pair_id, route.src_rank, self.rank)
+            blocks = route.dst.of(self.blocks, layout.num_layers)
+            return contained_path.open_receiver(connector, path_id, blocks, self.network, on_address)
+
+        listening = zip(routes, gather(len(routes), on_addresses), strict=True)
+        return FanOutReceiver.open(partial(open_path, *each) for each in listening)
 
     def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
         """Hashes this rank's heads of each block, on a thread. Results arrive in the order of the calls."""

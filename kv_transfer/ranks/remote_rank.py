@@ -17,7 +17,7 @@ from tandem.kv_transfer.ranks.rank_pool import OnAddresses
 from tandem.protocol.codec import Codec
 from tandem.protocol.network_keys import NetworkKeys
 from tandem.protocol.rank_channel import RankChannel
-from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
+from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed, first_line
 from tandem.runtime.threads import show_thread_name
 
 log = logging.getLogger(__name__)
@@ -73,11 +73,17 @@ class RemoteRank:
             self._channel.send(Order(job_id, name, list(args)))
         except OSError as error:
             self._finish(OrderDone(job_id, error=f"a rank of this worker takes no orders: {error}"))
+        except Exception as error:  # an order that is too large; its caller waits for the answer
+            log.exception("an order to a rank of this worker cannot be sent")
+            self._finish(OrderDone(job_id, error=f"an order to a rank cannot be sent: {first_line(error)}"))
 
     def _listen(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            assert isinstance(message, OrderDone)
-            self._finish(message)
+        try:
+            while (message := self._channel.receive()) is not None:
+                assert isinstance(message, OrderDone)
+                self._finish(message)
+        except Exception:  # not a message: nothing more can be read
+            log.exception("a rank of this worker cannot be understood")
         with self._lock:
             self._gone = True
             pending = list(self._pending)
@@ -89,10 +95,13 @@ class RemoteRank:
             on_done = self._pending.pop(answer.job_id, None)
         if on_done is None:
             return
-        if answer.error is None:
-            on_done(answer.result)
-        else:
-            on_done((KVPathRefused if answer.is_refused else KVTransferFailed)(answer.error))
+        result = answer.result
+        if answer.error is not None:
+            result = (KVPathRefused if answer.is_refused else KVTransferFailed)(answer.error)
+        try:
+            on_done(result)
+        except Exception:  # the answers to other orders follow
+            log.exception("the answer of a rank could not be handled")
 
 
 class _RemoteSender:

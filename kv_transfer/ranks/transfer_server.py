@@ -62,15 +62,23 @@ class TransferServer:
         threading.Thread(target=self._serve, name="transfers", daemon=True).start()
 
     def _serve(self) -> None:
-        while (order := self._channel.receive()) is not None:
-            done = partial(self._answer, order.job_id)
-            try:
-                self._orders[order.name](done, *order.args)
-            except KVTransferFailed as error:
-                done(error)
-            except Exception as error:  # rank 0 waits for the answer to each order
-                log.exception("an order about KV transfers failed")
-                done(KVTransferFailed(f"a rank of this worker failed: {first_line(error)}"))
+        try:
+            while (order := self._channel.receive()) is not None:
+                self._carry_out(order)
+        except Exception:  # not a message: nothing more can be read
+            log.exception("rank 0 cannot be understood")
+        finally:
+            self._channel.close()  # rank 0 waits for no more answers then
+
+    def _carry_out(self, order: Order) -> None:
+        done = partial(self._answer, order.job_id)
+        try:
+            self._orders[order.name](done, *order.args)
+        except KVTransferFailed as error:
+            done(error)
+        except Exception as error:  # rank 0 waits for the answer to each order
+            log.exception("an order about KV transfers failed")
+            done(KVTransferFailed(f"a rank of this worker failed: {first_line(error)}"))
 
     def _answer(self, job_id: int, result: Any) -> None:
         answer = OrderDone(job_id, result)
@@ -80,6 +88,9 @@ class TransferServer:
             self._channel.send(answer)
         except OSError:
             log.debug("rank 0 is gone; the result of job %d is dropped", job_id)
+        except Exception as error:  # a result that cannot be sent
+            log.exception("the result of job %d cannot be sent", job_id)
+            self._channel.send(OrderDone(job_id, error=f"a rank of this worker failed: {first_line(error)}"))
 
     # ---- orders
 

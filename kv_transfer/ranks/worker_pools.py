@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 
 from tandem.kv_transfer.checksums import OnChecksums, combine
@@ -27,9 +28,11 @@ class FanOutPools:
         self._ranks = ranks
 
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
-        """Opens all paths to a decode worker. addresses: see `PairAccepted`. Raises KVTransferFailed."""
+        """Opens all paths to a decode worker. addresses: see `PairAccepted`. Raises KVPathRefused."""
         ready = when_all(len(self._ranks), on_ready)
-        return FanOutSender([rank.open_sender(connector, pair_id, addresses, ready) for rank in self._ranks])
+        return FanOutSender.open(
+            partial(rank.open_sender, connector, pair_id, addresses, ready) for rank in self._ranks
+        )
 
     def open_receiver(
         self,
@@ -38,12 +41,14 @@ class FanOutPools:
         num_senders: int,
         on_addresses: Callable[[list[list[bytes]] | KVTransferFailed], None],
     ) -> KVReceiver:
-        """Opens all paths from a prefill worker of `num_senders` ranks. Raises KVTransferFailed.
+        """Opens all paths from a prefill worker of `num_senders` ranks. Raises KVPathRefused.
 
         `on_addresses` is called once, on any thread, with the addresses for `PairAccepted`.
         """
         listening = zip(self._ranks, gather(len(self._ranks), on_addresses), strict=True)
-        return FanOutReceiver([rank.open_receiver(connector, pair_id, num_senders, done) for rank, done in listening])
+        return FanOutReceiver.open(
+            partial(rank.open_receiver, connector, pair_id, num_senders, done) for rank, done in listening
+        )
 
     def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
         """Hashes whole blocks, over all ranks' heads. Results arrive in the order of the calls."""

@@ -28,6 +28,7 @@ from tandem.kv_transfer.tiers.block_record import HEADER_BYTES, BlockFormat
 from tandem.kv_transfer.tiers.mooncake_blocks import DistributedStore, Loaded, MooncakeBlocks, StoreFull, StoreLost
 from tandem.protocol.codec import Codec
 from tandem.protocol.rank_channel import RankChannel, open_channel
+from tandem.runtime.errors import ProtocolError
 from tandem.runtime.logs import LogSettings
 from tandem.runtime.processes.process import run_to_exit
 
@@ -94,7 +95,7 @@ class MooncakeProcess:
             raise StoreLost(f"cannot start a Mooncake client: {error.strerror}") from error
         try:
             self._receive(OPEN_TIMEOUT_S)
-        except StoreLost:
+        except BaseException:
             self.close()
             raise
 
@@ -153,7 +154,10 @@ class MooncakeProcess:
     def _receive(self, timeout_s: float) -> list[bool] | Loaded | None:
         if not self._channel.has_message(timeout_s):
             raise StoreLost(f"the Mooncake client for {self._config.master} did not answer within {timeout_s:.0f} s")
-        answer = self._channel.receive()
+        try:
+            answer = self._channel.receive()
+        except ProtocolError as error:  # the next answer would be taken for another request's
+            raise StoreLost(f"the Mooncake client for {self._config.master} cannot be understood: {error}") from error
         if answer is None:
             self._wait()
             code = self._process.returncode

@@ -277,28 +277,37 @@ class BatchStore:
             except FileNotFoundError:  # it ended meanwhile
                 continue
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                owner = read_json(file, Owner)
-                batch = read_json(self._folder / f"{file.stem}.json", BatchObject)
-            except BlockingIOError:  # another proxy runs it
-                os.close(lock)
-                continue
-            except BaseException:
+                held = self._hold(file, lock)
+            except BaseException:  # also of a disk that is full, which is met again and again
                 os.close(lock)
                 raise
-            if owner is None or batch is None:  # it is being created or ended, or a file is damaged
-                if batch is not None and batch.status not in FINAL:
-                    error = LineError("damaged", "The server cannot read what it stored about this batch.")
-                    write_json(self._folder / f"{batch.id}.json", batch.with_errors(time.time(), [error]))
+            if held is None:
                 os.close(lock)
-                continue
-            held = BatchFiles(self._folder, batch, owner, lock, self.files)
-            if batch.status in FINAL:  # a proxy ended between the two halves of `save`
-                held.save(batch)
-                held.close()
                 continue
             num_held += 1
             yield held
+
+    def _hold(self, file: Path, lock: int) -> BatchFiles | None:
+        """Locks an unfinished batch. Returns None if it is another proxy's, has ended, or is damaged.
+
+        file: its `.owner`. lock: descriptor of that, which the caller closes if there is nothing to hold.
+        """
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        owner = read_json(file, Owner)
+        batch = read_json(self._folder / f"{file.stem}.json", BatchObject)
+        if owner is None or batch is None:  # it is being created or ended, or a file is damaged
+            if batch is not None and batch.status not in FINAL:
+                error = LineError("damaged", "The server cannot read what it stored about this batch.")
+                write_json(self._folder / f"{batch.id}.json", batch.with_errors(time.time(), [error]))
+            return None
+        held = BatchFiles(self._folder, batch, owner, lock, self.files)
+        if batch.status in FINAL:  # a proxy ended between the two halves of `save`
+            held.save(batch)
+            return None
+        return held
 
     def remove_orphans(self) -> None:
         """Removes what killed processes have left of files and batches."""

@@ -15,7 +15,6 @@ import ssl
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import MAX_CLIENT_SHARE, MediaSource
 from tandem.runtime.errors import Overloaded, first_line
 from tandem.runtime.files.regular_file import read_regular
+from tandem.runtime.threads import post
 
 _MAX_REDIRECTS = 4
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -162,12 +162,7 @@ class FetchedMedia:
             release()
             return
         loop = asyncio.get_running_loop()
-
-        def on_done(_lookup: Future[Any]) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(release)
-
-        lookups[-1].add_done_callback(on_done)
+        lookups[-1].add_done_callback(lambda lookup: post(loop, release))
 
     async def _fetch(self, source: MediaSource, lookups: list[Future[Any]]) -> bytes:
         """lookups: all lookups of host names are appended."""

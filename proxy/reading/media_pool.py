@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 _MODULE = "tandem.proxy.reading.media_preload"
 _LOAD_TIMEOUT_S = 120.0
 """Deadline of the imports, which take 4 s of CPU."""
+_STOPPING = "the server is stopping"
 _RETRY_AFTER_S = 1
 _PING_INTERVAL_S = 2.0
 _MAX_UNANSWERED_PINGS = 10
@@ -90,10 +91,13 @@ class MediaPool:
         self._watching: asyncio.Task[None] | None = None
         self._unanswered_pings: int | None = None  # None until the process has sent a message
         self._config_error: str | None = None
+        self._is_closed = False
 
     async def start(self) -> None:
         """Starts the process if it is not running. Raises Overloaded without descriptors, InternalError."""
         async with self._starting:
+            if self._is_closed:
+                raise InternalError(_STOPPING)
             if self._writer is not None:
                 return
             if self._watching is not None:
@@ -102,9 +106,13 @@ class MediaPool:
                 ours, theirs = socket.socketpair()
                 with contextlib.ExitStack() as on_error, theirs:
                     on_error.callback(ours.close)
-                    self._process = process = await self._server.start(ENTRY, {MEDIA_FD: theirs.fileno()})
+                    process = await self._server.start(ENTRY, {MEDIA_FD: theirs.fileno()})
                     on_error.callback(process.end)
-                    reader, self._writer = await asyncio.open_connection(sock=ours)
+                    reader, writer = await asyncio.open_connection(sock=ours)
+                    if self._is_closed:  # meanwhile; nothing else would end the process
+                        writer.close()
+                        raise InternalError(_STOPPING)
+                    self._process, self._writer = process, writer
                     on_error.pop_all()
             except ForkServerLost as error:
                 raise InternalError(f"the media process cannot be started: {error}") from error
@@ -183,7 +191,7 @@ class MediaPool:
             asyncio.get_running_loop().call_later(self._cancel_timeout_s, self._expect_answer, lease_id)
 
     def _expect_answer(self, lease_id: str) -> None:
-        if lease_id in self._jobs and self._process is not None:
+        if lease_id in self._jobs and self._process is not None and not self._is_closed:
             log.error("the media process did not end a job in %.0f s; killing it", self._cancel_timeout_s)
             self._process.kill()
 
@@ -207,7 +215,8 @@ class MediaPool:
             writer.close()
             self._writer = None
             code = await process.wait()
-            log.error("the media process ended with status %d", code)
+            if not self._is_closed:
+                log.error("the media process ended with status %d", code)
             if code == EXIT_BAD_CONFIG:
                 self._config_error = "images and video are not served: see the proxy's log for the model's processor"
             lost = InternalError(self._config_error or "the media process that read the request was lost; try again")
@@ -247,6 +256,8 @@ class MediaPool:
             done.set_result(request)
 
     def close(self) -> None:
+        """Ends the process, whose jobs end with an error, and starts no other."""
+        self._is_closed = True
         if self._process is not None:
             self._process.kill()
         self._server.close()

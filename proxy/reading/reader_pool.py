@@ -47,6 +47,7 @@ MAX_PENDING_JOBS = 4096
 """Jobs that may wait for a process. Other limits apply earlier (`proxy.admission`)."""
 _TRANSFORM_SHARE = 0.5
 """Share of the processes, and at least one, that work on calls of `/tokenize` and `/detokenize` at the same time."""
+_STOPPING = "the server is stopping"
 _STABLE_AFTER_S, _RESTART_DELAY_S = 1.0, 0.05
 """A process that lived shorter than the first is replaced after the second: jobs that crash at once cost few forks."""
 _FAILED_START_DELAY_S = 1.0
@@ -88,6 +89,7 @@ class ReaderPool:
         self._queue: JobQueue[_PendingJob] = JobQueue()
         self._idle: list[asyncio.Future[None]] = []  # of processes without a job; a result wakes one
         self._keeping: list[asyncio.Task[None]] = []
+        self._is_closed = False
 
     def fork(self) -> None:
         """Forks the fork server. Must be called while this process has one thread and no loop.
@@ -158,7 +160,9 @@ class ReaderPool:
     def _submit(
         self, method: Callable[..., object], data: bytes | SpooledBody, arguments: tuple[object, ...], client: str = ""
     ) -> _PendingJob:
-        """Raises Overloaded."""
+        """Raises Overloaded, and InternalError once closed."""
+        if self._is_closed:
+            raise InternalError(_STOPPING)
         if self._num_pending >= MAX_PENDING_JOBS:
             raise Overloaded("too many requests are waiting to be read; try again later")
         self.start()
@@ -242,7 +246,7 @@ class ReaderPool:
             except TandemError as error:
                 job.end(error)
             except BaseException:
-                job.end(InternalError("the server is stopping"))
+                job.end(InternalError(_STOPPING))
                 raise
 
     def _fail_waiting(self, reason: str) -> None:
@@ -251,7 +255,8 @@ class ReaderPool:
 
     def close(self) -> None:
         """Ends the processes, and all jobs with an error."""
-        self._fail_waiting("the server is stopping")
+        self._is_closed = True
+        self._fail_waiting(_STOPPING)
         for task in self._keeping:
             task.cancel()
         self._server.close()

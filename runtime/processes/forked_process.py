@@ -239,14 +239,17 @@ class KeptForkServer:
         self._spawn = spawn
         self._load_timeout_s = load_timeout_s
         self._server: ForkServer | None = None
+        self._is_closed = False
 
     def take(self, server: ForkServer) -> None:
         """Uses a server that runs already."""
         self._server = server
 
     async def start(self, entry: str, fds: Mapping[int, int]) -> ForkedProcess:
-        """Starts a process, if need be from another server. Raises ForkServerLost, OSError."""
+        """Starts a process, if need be from another server. Raises ForkServerLost, also once closed, and OSError."""
         for is_last in (False, True):
+            if self._is_closed:
+                raise ForkServerLost("the fork server was closed")
             if self._server is None:
                 self._server = self._spawn()
             server = self._server
@@ -256,13 +259,14 @@ class KeptForkServer:
             except ForkServerLost as error:
                 if self._server is server:
                     self._server = None
-                if is_last:
+                if is_last or self._is_closed:
                     raise
                 log.error("%s; starting another", error)
         raise AssertionError
 
     def close(self) -> None:
-        """Kills the server. The processes that it has forked go on."""
+        """Kills the server, and starts no other. The processes that it has forked go on."""
+        self._is_closed = True
         if self._server is not None:
             self._server.close()
 

@@ -57,13 +57,13 @@ SHELL = (
     Mutation(
         "a sender's end is not reported",
         OUTGOING,
-        "sender.close(lambda: self._post(self._on_closed, pair_id))",
+        "sender.close(partial(post, self._loop, self._on_closed, pair_id))",
         "sender.close(lambda: None)",
     ),
     Mutation(
         "a sender counts as closed while it writes",
         OUTGOING,
-        "sender.close(lambda: self._post(self._on_closed, pair_id))",
+        "sender.close(partial(post, self._loop, self._on_closed, pair_id))",
         "sender.close(lambda: None)\n            self._on_closed(pair_id)",
     ),
     Mutation(

@@ -22,7 +22,7 @@ from tandem.runtime.tasks import start
 from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.data_paths import SimulatedPools
-from tandem.simulator.engine import StepTimes
+from tandem.simulator.engine import SimulatedStepTimes
 from tandem.simulator.run import hidden_logs, seeded_ids
 from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape, Request, cluster_config
 from tandem.simulator.timeline import Timeline
@@ -143,7 +143,9 @@ def slow_down(cluster: SimulatedCluster, name: str, factor: float) -> None:
     """Lets each step of a worker take longer, as beside neighbours that spin."""
     engine = cluster.workers[name].engine
     times = engine.times
-    engine.times = StepTimes(factor * times.fixed_s, factor * times.per_prompt_token_s, factor * times.per_sequence_s)
+    engine.times = SimulatedStepTimes(
+        factor * times.fixed_s, factor * times.per_prompt_token_s, factor * times.per_sequence_s
+    )
 
 
 def slow_tiers(cluster: SimulatedCluster) -> None:
@@ -206,7 +208,7 @@ SICK = [
         "prompts for two prefill workers come to one",
         "more prefill",
         "advice",
-        {"step_times": StepTimes(per_prompt_token_s=0.0004)},
+        {"step_times": SimulatedStepTimes(per_prompt_token_s=0.0004)},
         load=Load(15, 160, max_tokens=4),
     ),
     SickCluster(
@@ -215,7 +217,7 @@ SICK = [
         "advice",
         config={"max_num_seqs": 64},
         load=Load(25, 48, max_tokens=60),
-        shape={"step_times": StepTimes(per_sequence_s=0.001)},
+        shape={"step_times": SimulatedStepTimes(per_sequence_s=0.001)},
     ),
     SickCluster(
         "`--max-num-seqs 4` for many clients", "more places", "advice", {}, {"max_num_seqs": 4}, Load(20, 48, 40, 60)

@@ -12,7 +12,7 @@ from tandem.deploy.launch.cluster_client import LAUNCHER_TIMEOUT_S
 from tandem.deploy.launch.hang_detector import MAX_SILENCE_S, MAX_WORKER_SILENCE_S
 from tandem.deploy.launch.launcher import DRAIN_GRACE_S
 from tandem.protocol.messages.operations import ScaleCluster
-from tandem.simulator.engine import StepTimes
+from tandem.simulator.engine import SimulatedStepTimes
 from tandem.simulator.site import LOST_S
 from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
 
@@ -194,7 +194,7 @@ def test_workers_of_a_lost_host_start_on_another_one_with_their_roles() -> None:
 @pytest.mark.parametrize("layout", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "workers": 2}])
 def test_the_planner_starts_workers_under_load_and_stops_them_afterwards(layout: dict[str, int]) -> None:
     config = FIXED.with_config(autoscale=True, autoscale_ttft_ms=300, autoscale_max_workers=4, **layout)
-    shape = replace(config, step_times=StepTimes(0.02, 0.002, 0.002), num_blocks=400)
+    shape = replace(config, step_times=SimulatedStepTimes(0.02, 0.002, 0.002), num_blocks=400)
     with simulated_site(shape) as site:
         site.keep_asking(0.4 if layout["prefill"] else 0.1, 60.0, lambda: len(site.epochs()) >= 3)
         assert set(site.finish()) == {"finished"}

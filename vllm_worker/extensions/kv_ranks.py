@@ -21,16 +21,16 @@ from xxhash import xxh3_64_intdigest
 
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer
+from tandem.kv_transfer.ranks import contained_path
 from tandem.kv_transfer.ranks.rank_pool import OnAddresses, RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
 from tandem.kv_transfer.ranks.worker_pools import READY_TIMEOUT_S, FanOutPools
-from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.network_keys import NetworkKeys
 from tandem.protocol.rank_channel import accept, connect, listen
 from tandem.protocol.tls_identity import tls_contexts
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tandem.runtime.processes.lifetime import die_with_parent
 from tandem.vllm_worker.extensions.kv_memory import block_rows
 
@@ -69,7 +69,7 @@ class VllmRankPool(RankPool):
 
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
         if [len(each) for each in addresses] != [1] * self.layout.tensor_parallel_size:
-            raise KVTransferFailed(f"the peer has no path for each of {self.layout.tensor_parallel_size} ranks")
+            raise KVPathRefused(f"the peer has no path for each of {self.layout.tensor_parallel_size} ranks")
         num_layers, row_bytes = self.blocks.shape[1:]
         by_layer = self.blocks.stride(1) > self.blocks.stride(0)
 
@@ -79,17 +79,17 @@ class VllmRankPool(RankPool):
             return pool.view(-1, num_layers, row_bytes)
 
         peer = Peer(self._path_id(pair_id), addresses[self.rank][0], view)
-        return load_connector(connector).open_sender(peer, self.blocks, self.network, on_ready)
+        return contained_path.open_sender(connector, peer, self.blocks, self.network, on_ready)
 
     def open_receiver(self, connector: str, pair_id: str, num_senders: int, on_addresses: OnAddresses) -> KVReceiver:
         if num_senders != self.layout.tensor_parallel_size:
-            raise KVTransferFailed(f"the peer has {num_senders} ranks, not {self.layout.tensor_parallel_size}")
+            raise KVPathRefused(f"the peer has {num_senders} ranks, not {self.layout.tensor_parallel_size}")
 
         def on_address(address: bytes | KVTransferFailed) -> None:
             on_addresses(address if isinstance(address, KVTransferFailed) else [address])
 
         path_id = self._path_id(pair_id)
-        return load_connector(connector).open_receiver(path_id, self.blocks, self.network, on_address)
+        return contained_path.open_receiver(connector, path_id, self.blocks, self.network, on_address)
 
     def checksums(self, block_ids: Sequence[int], on_checksums: OnChecksums) -> None:
         """Hashes this rank's part of each block, with the rank as seed: ranks that share a head have equal parts."""

@@ -25,7 +25,7 @@ _ENDED = "the request has ended on the decode worker"
 
 
 @dataclass(eq=False)
-class WaitingPrompt:
+class ArrivingPrompt:
     """A prompt whose KV has not arrived. engine_id: request that gets the KV, once it is added."""
 
     message: PrepareDecode
@@ -42,8 +42,8 @@ class IncomingTransfers:
 
     def __init__(
         self,
-        add_receiver: Callable[[WaitingPrompt], list[VllmAction]],
-        begin: Callable[[WaitingPrompt, IncomingTransfer], list[VllmAction]],
+        add_receiver: Callable[[ArrivingPrompt], list[VllmAction]],
+        begin: Callable[[ArrivingPrompt, IncomingTransfer], list[VllmAction]],
         fail_prompt: Callable[[PrepareDecode, TandemError | None], list[VllmAction]],
         open_attempts: Callable[[PrepareDecode], list[str]],
     ) -> None:
@@ -52,7 +52,7 @@ class IncomingTransfers:
         self._fail_prompt = fail_prompt
         self._open_attempts = open_attempts
         self._transfers = Transfers()
-        self._prompts: dict[str, WaitingPrompt] = {}  # by transfer
+        self._prompts: dict[str, ArrivingPrompt] = {}  # by transfer
         self._receivers: dict[str, str] = {}  # engine request -> transfer, until the engine has its blocks back
         self.num_received = 0
 
@@ -92,7 +92,7 @@ class IncomingTransfers:
         return None
 
     def on_prepare(self, message: PrepareDecode) -> list[VllmAction]:
-        self._prompts[message.transfer_id] = WaitingPrompt(message)
+        self._prompts[message.transfer_id] = ArrivingPrompt(message)
         return self._reserve(message.transfer_id)
 
     def on_attempt_ended(self, message: PrepareDecode) -> list[VllmAction]:

@@ -26,7 +26,7 @@ from tandem.vllm_worker.scheduler.engine_orders import (
     StepReport,
     VllmAction,
 )
-from tandem.vllm_worker.scheduler.incoming_transfers import IncomingTransfers, WaitingPrompt
+from tandem.vllm_worker.scheduler.incoming_transfers import ArrivingPrompt, IncomingTransfers
 from tandem.vllm_worker.scheduler.outgoing_transfers import OutgoingTransfers
 from tandem.vllm_worker.scheduler.request_media import RequestMedia
 from tandem.vllm_worker.scheduler.streams import StepBatches, Stream, Streams, with_named_logprobs
@@ -290,13 +290,13 @@ class VllmScheduler:
             stream.media,
         )
 
-    def _add_receiver(self, prompt: WaitingPrompt) -> list[VllmAction]:
+    def _add_receiver(self, prompt: ArrivingPrompt) -> list[VllmAction]:
         """Adds the request that gets a prompt's KV: that of the first sequence that has not ended."""
         stream = self._streams.of_message(prompt.message)[0]
         prompt.engine_id = stream.engine_id
         return [self._order(stream, prompt.message.stop.max_tokens, receives=True)]
 
-    def _begin(self, prompt: WaitingPrompt, transfer: IncomingTransfer) -> list[VllmAction]:
+    def _begin(self, prompt: ArrivingPrompt, transfer: IncomingTransfer) -> list[VllmAction]:
         """Starts the sequences of a prompt whose KV has arrived."""
         message = prompt.message
         assert transfer.first_token_ids is not None

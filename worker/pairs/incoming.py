@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tandem.kv_transfer.connector import KVReceiver, OnDone
+from tandem.protocol.codec import MessageTooLarge
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import ClosePair, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed, first_line
 from tandem.runtime.processes.exits import WatchExit
+from tandem.runtime.threads import post
 from tandem.worker.kv_interfaces import KVPools
 from tandem.worker.pairs.incoming_table import (
     AcceptPair,
@@ -112,15 +114,15 @@ class IncomingPairs:
     def _accept(self, action: AcceptPair) -> None:
         pair_id = action.pair_id
         self._watches[pair_id] = []
-
-        def post(addresses: list[list[bytes]] | KVTransferFailed) -> None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._answer, action, addresses)
-
+        on_addresses = partial(post, self._loop, self._answer, action)
         try:
-            self._receivers[pair_id] = self._pools.open_receiver(action.connector, pair_id, action.num_senders, post)
-        except Exception as error:  # KVTransferFailed or another package's; the peer waits for an answer in any case
-            self.fail(pair_id, first_line(error))
+            self._receivers[pair_id] = self._pools.open_receiver(
+                action.connector, pair_id, action.num_senders, on_addresses
+            )
+        except Exception as error:  # KVPathRefused; with any other, too, the peer waits for an answer
+            if not isinstance(error, KVTransferFailed):
+                log.exception("the receiver of pair %s cannot be opened", pair_id)
+            self._on_impossible(action, first_line(error))
             return
         self._watch(pair_id, action.pids)
 
@@ -129,10 +131,18 @@ class IncomingPairs:
         if pair_id not in self._receivers:
             return  # closed meanwhile
         if isinstance(addresses, KVTransferFailed):
-            self.fail(pair_id, addresses.message)
+            self._on_impossible(action, addresses.message)
+            return
+        try:
+            self._send(pair_id, PairAccepted(pair_id, action.connector, addresses, action.checksums))
+        except MessageTooLarge:
+            num_bytes = sum(len(address) for rank in addresses for address in rank)
+            self._on_impossible(action, f"the addresses of all paths have {num_bytes} bytes, too many for a message")
             return
         self._table.on_accepted(pair_id, self._table.connectors[action.connector].one_sided)
-        self._send(pair_id, PairAccepted(pair_id, action.connector, addresses, action.checksums))
+
+    def _on_impossible(self, action: AcceptPair, reason: str) -> None:
+        self._perform(self._table.on_receiver_impossible(action.pair_id, action.connector, reason))
 
     def _watch(self, pair_id: str, pids: list[int]) -> None:
         for pid in pids:

@@ -10,6 +10,7 @@ may wake up and write. Such a pair is only broken, and goes with ClosePair or th
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ class IncomingPairTable:
     checksums: bool
     _by_id: dict[str, IncomingPair] = field(default_factory=dict)
     _gone: OrderedDict[str, None] = field(default_factory=OrderedDict)  # ids are never reused
+    _impossible: OrderedDict[str, set[str]] = field(default_factory=OrderedDict)  # connectors by prefill epoch
 
     def pairs(self) -> Iterable[IncomingPair]:
         return self._by_id.values()
@@ -119,7 +121,7 @@ class IncomingPairTable:
 
     def _open(self, message: OpenPair) -> list[IncomingPairAction]:
         try:
-            connector = agree(message, self.layout, self.host_id, self.device, self.connectors)
+            connector = self._agree(message)
         except KVLayoutMismatch as mismatch:
             return [SendToSender(PairRefused(message.pair_id, mismatch.message))]
         if len(self._by_id) >= MAX_PAIRS:
@@ -143,6 +145,28 @@ class IncomingPairTable:
             *superseded,
             AcceptPair(message.pair_id, connector, message.layout.tensor_parallel_size, checksums, pids),
         ]
+
+    def _agree(self, message: OpenPair) -> str:
+        """Chooses a connector whose receiver can be opened, as far as is known; after the last one, all count again.
+
+        Raises KVLayoutMismatch.
+        """
+        if impossible := self._impossible.get(message.prefill_epoch):
+            possible = {name: each for name, each in self.connectors.items() if name not in impossible}
+            with contextlib.suppress(KVLayoutMismatch):
+                return agree(message, self.layout, self.host_id, self.device, possible)
+            del self._impossible[message.prefill_epoch]
+        return agree(message, self.layout, self.host_id, self.device, self.connectors)
+
+    def on_receiver_impossible(self, pair_id: str, connector: str, reason: str) -> list[IncomingPairAction]:
+        """Handles a connector that was chosen but cannot open the receiver: the peer's next pair gets another one."""
+        pair = self._by_id.get(pair_id)
+        if pair is None:
+            return []
+        self._impossible.setdefault(pair.prefill_epoch, set()).add(connector)
+        if len(self._impossible) > MAX_PAIRS:
+            self._impossible.popitem(last=False)
+        return self.fail(pair_id, reason)
 
     def on_accepted(self, pair_id: str, peer_writes: bool) -> None:
         self._by_id[pair_id].peer_writes = peer_writes

@@ -17,7 +17,8 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
 from tandem.protocol.messaging import MessageDealer, Network
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVTransferFailed, first_line
+from tandem.runtime.threads import post
 from tandem.worker.kv_interfaces import KVPools
 from tandem.worker.pairs.outgoing_table import (
     Connect,
@@ -144,18 +145,16 @@ class OutgoingPairs:
         pair_id = action.pair_id
         try:
             self._senders[pair_id] = self._pools.open_sender(
-                action.connector, pair_id, action.addresses, lambda error: self._post(self._on_ready, pair_id, error)
+                action.connector, pair_id, action.addresses, partial(post, self._loop, self._on_ready, pair_id)
             )
-        except KVTransferFailed as error:
-            self._perform(self._table.on_sender_impossible(self._loop.time(), pair_id, error))
+        except Exception as error:  # KVPathRefused; with any other the pair would stay as if it were opening
+            if not isinstance(error, KVTransferFailed):
+                log.exception("the sender of pair %s cannot be opened", pair_id)
+            self._perform(self._table.on_sender_impossible(self._loop.time(), pair_id, first_line(error)))
 
     def _close_sender(self, pair_id: str) -> None:
         sender = self._senders.pop(pair_id, None)
         if sender is None:
             self._on_closed(pair_id)
         else:
-            sender.close(lambda: self._post(self._on_closed, pair_id))
-
-    def _post(self, callback: Callable[..., None], *args: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, *args)
+            sender.close(partial(post, self._loop, self._on_closed, pair_id))

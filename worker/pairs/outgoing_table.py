@@ -236,9 +236,7 @@ class OutgoingPairTable:
             case PairAccepted():
                 return self._on_accepted(now, pair, message)
             case PairRefused():
-                if pair.state == "opening":
-                    pair.state, pair.reason = "refused", message.reason
-                return []
+                return self._on_refused(now, pair, message.reason)
             case ClosePair():
                 return self.fail(now, pair.pair_id, message.reason)
 
@@ -258,6 +256,16 @@ class OutgoingPairTable:
         pair.connector, pair.checksums = message.connector, message.checksums
         return [StartSender(pair.pair_id, message.connector, message.addresses)]
 
+    def _on_refused(self, now: float, pair: OutgoingPair, reason: str) -> list[OutgoingPairAction]:
+        """Handles a peer that cannot pair with this worker, or not with the connectors that are still offered."""
+        if pair.state != "opening":
+            return []
+        if pair.refusals:
+            self._offer_all(pair)
+            return self.fail(now, pair.pair_id, reason)
+        pair.state, pair.reason = "refused", reason
+        return []
+
     # ---- the sender
 
     def on_sender_ready(self, now: float, pair_id: str, error: TandemError | None) -> list[OutgoingPairAction]:
@@ -265,23 +273,30 @@ class OutgoingPairTable:
         if pair is None or pair.state != "opening":
             return []
         if isinstance(error, KVPathRefused):
-            return self.on_sender_impossible(now, pair_id, error)
+            return self.on_sender_impossible(now, pair_id, error.message)
         if error is not None:
             return self.fail(now, pair_id, error.message)
         pair.state, pair.reason = "ready", pair.refusals
         return []
 
-    def on_sender_impossible(self, now: float, pair_id: str, error: TandemError) -> list[OutgoingPairAction]:
-        """Handles a connector that the handshake chose but the kernel or driver refused, by no longer offering it to
-        this peer. GPUs may reach some of their peers only.
+    def on_sender_impossible(self, now: float, pair_id: str, reason: str) -> list[OutgoingPairAction]:
+        """Handles a connector that the handshake chose but that cannot open this path, by no longer offering it to this
+        peer. GPUs may reach some of their peers only. If none is left, all are offered again, after the usual time.
         """
-        pair = self._by_id.get(pair_id)
-        actions = self.fail(now, pair_id, error.message)
-        if pair is not None and len(pair.connectors) > 1:
-            pair.connectors = [name for name in pair.connectors if name != pair.connector]
-            pair.refusals = "; ".join(filter(None, [pair.refusals, f"{pair.connector}: {error.message}"]))
+        actions = self.fail(now, pair_id, reason)
+        if not actions:
+            return []
+        pair = self._by_id[pair_id]
+        if left := [name for name in pair.connectors if name != pair.connector]:
+            pair.connectors = left
+            pair.refusals = "; ".join(filter(None, [pair.refusals, f"{pair.connector}: {reason}"]))
             pair.failed_at = -math.inf  # opened again at once
+        else:
+            self._offer_all(pair)
         return actions
+
+    def _offer_all(self, pair: OutgoingPair) -> None:
+        pair.connectors, pair.refusals = self.connectors, ""
 
     def on_sender_closed(self, pair_id: str) -> list[OutgoingPairAction]:
         """Handles the end of a sender. Only now may decode reuse the pair's blocks."""

@@ -116,11 +116,24 @@ def test_the_handshake_respects_a_connectors_reach(install: Install) -> None:
         agree(offer, layout, "there", "cpu", named("memory"))
 
 
+BROKEN_PROPERTY = """
+    from tests.support.memory_connector import MemoryConnector
+
+    class Network(MemoryConnector):
+        @property
+        def devices(self):
+            raise OSError("no driver")
+
+    network = Network()
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         ("import no_such_module", "'memory' of other-connectors cannot be loaded: No module named 'no_such_module'"),
         ("network = 3", "'memory' of other-connectors has no devices"),
+        (BROKEN_PROPERTY, "'memory' of other-connectors cannot be loaded: no driver"),
     ],
 )
 def test_a_broken_connector_is_named_in_the_error(install: Install, source: str, words: str) -> None:

@@ -37,6 +37,7 @@ from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import InternalError, KVPathRefused, KVTransferFailed
 from tests.support.outcomes import Addresses, Outcomes
+from tests.support.waiting import wait_until
 
 NUM_BLOCKS, NUM_LAYERS, NUM_KV_HEADS, HEAD_BYTES = 24, 3, 6, 64
 HOST = "127.0.0.1"
@@ -388,3 +389,41 @@ def test_orders_do_not_wait_for_a_frozen_follower() -> None:
     released.set()
     for each in (end, follower_end):
         each.close()
+
+
+def test_an_order_that_cannot_be_sent_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.protocol.codec.MAX_MESSAGE_BYTES", 1000)
+    with worker_of(2) as worker:
+        outcomes, checksums = Outcomes(), queue.Queue[list[int] | KVTransferFailed]()
+        worker.pools._followers[0].order("prepare", "pair", list(range(1000)), on_done=outcomes)
+        error = outcomes.next()
+        assert error is not None and "cannot be sent" in error.message
+        worker.pools.checksums([0] * 150, checksums.put)  # the order is small, the result is not
+        assert isinstance(checksums.get(timeout=30), KVTransferFailed)
+        assert checksums_of(worker, [1])
+
+
+def test_an_answer_that_cannot_be_handled_keeps_no_other_from_being_read(caplog: pytest.LogCaptureFixture) -> None:
+    def mistake(result: object) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    with worker_of(2) as worker:
+        worker.pools._followers[0].order("prepare", "pair", [1], on_done=mistake)
+        assert checksums_of(worker, [1])
+    assert "could not be handled" in caplog.text
+
+
+@pytest.mark.parametrize("side", ["rank 0", "follower"])
+def test_what_is_not_a_message_ends_the_channel(side: str, caplog: pytest.LogCaptureFixture) -> None:
+    end, follower_end = open_channel()
+    layout = KVLayout("model", "bfloat16", NUM_LAYERS, 3, 8, 4, 2)
+    TransferServer(follower_end, RankPool(1, layout, torch.zeros(1, 1), NETWORK)).start()
+    rank = RemoteRank(end)
+    rank.wait_until_ready(30)
+    sender: Any = end if side == "rank 0" else follower_end
+    sender.send_bytes(b"nonsense")
+    outcomes = Outcomes()
+    wait_until(lambda: "cannot be understood" in caplog.text)
+    rank.order("prepare", "pair", [1], on_done=outcomes)
+    error = outcomes.next()
+    assert error is not None and "rank" in error.message

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.kv_transfer.connector import DataNetwork, Peer
-from tandem.kv_transfer.connectors import tcp
+from tandem.kv_transfer.connectors import accept_peer, tcp
 from tandem.kv_transfer.connectors.addresses import SocketAddress
 from tandem.kv_transfer.connectors.tcp import TcpReceiver, TcpSender
 from tandem.protocol.network_keys import load_keys, make_keys
 from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import KVTransferFailed
+from tests.support.waiting import wait_until
 
 HOST = "127.0.0.1"
 CLEAR = DataNetwork(HOST)
@@ -78,10 +80,16 @@ class BothEnds:
         assert done.next() is None and done.next() is None
 
     def close(self) -> None:
-        closed = Results()
-        self.sender.close(lambda: closed(None))
-        self.receiver.close(lambda: closed(None))
-        closed.next(), closed.next()
+        close(self.sender, self.receiver)
+
+
+def close(*ends: TcpSender | TcpReceiver) -> None:
+    """Closes ends, and waits until their descriptors are closed, too."""
+    closed = Results()
+    for end in ends:
+        end.close(lambda: closed(None))
+    for _ in ends:
+        closed.next()
 
 
 @pytest.fixture(scope="module", params=["clear", "encrypted"])
@@ -129,10 +137,10 @@ def test_the_network_carries_no_plain_text_with_keys(encrypted: DataNetwork) -> 
     source = torch.zeros(1, 4096, dtype=torch.uint8)
     path = BothEnds(source, torch.zeros_like(source), encrypted, encrypted).connected()
     for end in (path.sender, path.receiver):
-        for link in end._links:
-            secure = link._socket
-            assert isinstance(secure, ssl.SSLSocket) and secure.version() == "TLSv1.3"
-            assert secure.getpeercert(binary_form=True) is not None, "both ends prove who they are"
+        assert end._link is not None
+        secure = end._link._socket
+        assert isinstance(secure, ssl.SSLSocket) and secure.version() == "TLSv1.3"
+        assert secure.getpeercert(binary_form=True) is not None, "both ends prove who they are"
     path.close()
 
 
@@ -179,10 +187,124 @@ def test_strangers_do_not_disturb(network: DataNetwork) -> None:
     sender.send([0], [1], done)
     assert done.next() is None and done.next() is None
     assert torch.equal(destination[1], source[0])
-    sender.close(lambda: None)
-    receiver.close()
+    close(sender, receiver)
     for stranger in strangers:
         stranger.close()
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+NUM_STRANGERS = 100
+CONNECT: dict[str, Callable[[tuple[str, int], ssl.SSLContext], socket.socket]] = {
+    "nothing": lambda address, tls: socket.create_connection(address),
+    "garbage": lambda address, tls: sending(address, b"GET / HTTP/1.1\r\n\r\n"),
+    "a part of a greeting": lambda address, tls: sending(address, b"\0\x08pair"),
+    "a part of a handshake": lambda address, tls: sending(address, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
+    "another path": lambda address, tls: sending(address, b"\0\x08pair/9-9"),
+    "another key": lambda address, tls: with_tls(address, tls),
+}
+"""Opens a stranger's connection."""
+
+
+def sending(address: tuple[str, int], data: bytes) -> socket.socket:
+    stranger = socket.create_connection(address)
+    stranger.sendall(data)
+    return stranger
+
+
+def with_tls(address: tuple[str, int], context: ssl.SSLContext) -> socket.socket:
+    """Performs a whole handshake, if the other end speaks TLS."""
+    plain = socket.create_connection(address)
+    plain.settimeout(0.1)
+    secure = context.wrap_socket(plain, do_handshake_on_connect=False)
+    with contextlib.suppress(OSError):
+        secure.do_handshake()
+    return secure
+
+
+@pytest.fixture(scope="module")
+def strange_tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
+    """Proves another cluster's key, and believes anyone."""
+    network = network_with_keys(tmp_path_factory.mktemp("strange"))
+    assert network.tls is not None
+    network.tls.client.verify_mode = ssl.CERT_NONE
+    return network.tls.client
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+@pytest.mark.parametrize("says", CONNECT)
+def test_strangers_cost_few_descriptors_and_no_time(
+    says: str, leaves: bool, network: DataNetwork, strange_tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accept_peer, "GREETING_TIMEOUT_S", 600.0)  # they are closed before
+    source = torch.randint(0, 256, (2, 64), dtype=torch.uint8)
+    destination = torch.zeros_like(source)
+    before = num_descriptors()
+    receiver, address = listen(destination, network)
+    port = msgspec.msgpack.decode(address, type=SocketAddress).port
+    strangers: list[socket.socket] = []
+    for _ in range(NUM_STRANGERS):
+        strangers.append(CONNECT[says]((HOST, port), strange_tls))
+        if leaves:
+            strangers.pop().close()
+    limit = before + len(strangers) + 1 + accept_peer.MAX_GREETINGS
+    wait_until(lambda: num_descriptors() <= limit, 10)
+    if leaves:
+        wait_until(lambda: num_descriptors() <= before + 1, 10)
+    ready, done = Results(), Results()
+    sender = TcpSender(Peer("pair/0-0", address), source, network, ready)
+    assert ready.next() is None
+    wait_until(lambda: num_descriptors() == before + len(strangers) + 2, 10)
+    receiver.receive([1], done)
+    sender.send([0], [1], done)
+    assert done.next() is None and done.next() is None and torch.equal(destination[1], source[0])
+    for stranger in strangers:
+        stranger.close()
+    close(sender, receiver)
+    assert num_descriptors() == before
+
+
+def test_a_connection_that_says_too_little_is_closed(network: DataNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept_peer, "GREETING_TIMEOUT_S", 0.1)
+    receiver, address = listen(torch.zeros(2, 64, dtype=torch.uint8), network)
+    port = msgspec.msgpack.decode(address, type=SocketAddress).port
+    with socket.create_connection((HOST, port)) as stranger:
+        stranger.settimeout(10)
+        assert stranger.recv(1) == b""
+    close(receiver)
+
+
+def test_a_peer_that_does_not_come_is_an_error_that_names_the_last_stranger(
+    network: DataNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "CONNECT_TIMEOUT_S", 0.5)
+    before = num_descriptors()
+    receiver, address = listen(torch.zeros(2, 64, dtype=torch.uint8), network)
+    port = msgspec.msgpack.decode(address, type=SocketAddress).port
+    with socket.create_connection((HOST, port)) as silent, sending((HOST, port), b"nonsense"):
+        received = Results()
+        receiver.receive([0], received)
+        error = received.next()
+        assert error is not None and "did not connect in 0.5 s" in error.message
+        assert "nothing connected" not in error.message
+        silent.settimeout(10)
+        assert silent.recv(1) == b"", "it is closed with the wait"
+    assert num_descriptors() == before, "also before the pair is closed"
+    close(receiver)
+
+
+def test_a_greeting_in_pieces_is_read(network: DataNetwork) -> None:
+    receiver, address = listen(torch.zeros(2, 64, dtype=torch.uint8), network)
+    port = msgspec.msgpack.decode(address, type=SocketAddress).port
+    with socket.create_connection((HOST, port)) as plain:
+        peer = plain if network.tls is None else network.tls.client.wrap_socket(plain)
+        for byte in b"\0\x08pair/0-0":
+            peer.sendall(bytes([byte]))
+        assert peer.recv(1) == b"\1"
+        peer.close()
+    close(receiver)
 
 
 def test_ends_that_disagree_notice(network: DataNetwork) -> None:

@@ -203,6 +203,40 @@ def test_an_invalid_handshake_does_not_stop_the_authenticator(keys: Path) -> Non
     asyncio.run(run())
 
 
+_CURVE, _NULL = (
+    b"\xff" + bytes(8) + b"\x7f\x03\x00" + name.ljust(20, b"\0") + bytes(32) for name in (b"CURVE", b"NULL")
+)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+@pytest.mark.parametrize(
+    "says",
+    [b"", b"GET / HTTP/1.1\r\n\r\n", _CURVE[:20], _CURVE, _NULL],
+    ids=["nothing", "HTTP", "half", "CURVE", "NULL"],
+)
+def test_strangers_keep_no_descriptors(says: bytes, leaves: bool, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_HANDSHAKE_TIMEOUT_MS", 300)
+
+    def num_descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def run() -> None:
+        server = Server(NetworkConfig(str(keys)))
+        host, port = server.router.endpoint.removeprefix("tcp://").split(":")
+        before, strangers = num_descriptors(), list[socket.socket]()
+        for _ in range(100):
+            strangers.append(socket.create_connection((host, int(port))))
+            strangers[-1].sendall(says)
+            if leaves:
+                strangers.pop().close()
+        await until(lambda: num_descriptors() <= before + len(strangers), 30)
+        for stranger in strangers:
+            stranger.close()
+        server.close()
+
+    asyncio.run(run())
+
+
 class Forgetful:
     """A relay like a firewall: after `forget`, existing connections silently pass nothing."""
 

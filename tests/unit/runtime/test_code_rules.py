@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-PACKAGES = (
-    "decode_worker", "deploy", "engine", "kv_transfer", "media_cache", "prefill_worker", "protocol", "proxy", "runtime",
-    "telemetry", "worker",
-)  # fmt: skip
+from tests.support.product import PACKAGES, name_of, python_files
+
 STARTS_TASKS = {"create_task", "ensure_future", "TaskGroup", "run_coroutine_threadsafe"}
 SHARES_THREADS = {"to_thread", "run_in_executor"}
 FORKS = {"fork"}
@@ -105,14 +101,12 @@ def fields_in_docstrings(source: str) -> Iterator[tuple[int, str, int]]:
             yield node.lineno, node.name, sum(bool(re.search(rf"\b{field}\b[^.\n]*:", text)) for field in fields)
 
 
-def broken(names: set[str], allowed: set[str], packages: tuple[str, ...] = PACKAGES) -> list[str]:
+def broken(names: set[str], allowed: set[str], packages: Iterable[str] = PACKAGES) -> list[str]:
     found = []
-    for package in packages:
-        for file in (ROOT / package).rglob("*.py"):
-            name = str(file.relative_to(ROOT))
-            source = file.read_text()
-            if name not in allowed and any(each in source for each in names):
-                found += [f"{name}:{line} {each}" for line, each in called_names(source) if each in names]
+    for file in python_files(packages):
+        name, source = name_of(file), file.read_text()
+        if name not in allowed and any(each in source for each in names):
+            found += [f"{name}:{line} {each}" for line, each in called_names(source) if each in names]
     return found
 
 
@@ -127,9 +121,8 @@ def test_processes_are_forked_in_one_place() -> None:
 def test_files_are_written_whole() -> None:
     found = [
         f"{name}:{line} {called}"
-        for package in PACKAGES
-        for file in (ROOT / package).rglob("*.py")
-        if (name := str(file.relative_to(ROOT))) not in MAY_WRITE
+        for file in python_files()
+        if (name := name_of(file)) not in MAY_WRITE
         for line, called in writes(file.read_text())
     ]
     assert not found, "use tandem.runtime.files.whole_file, so that no reader sees a part of a file"
@@ -142,9 +135,8 @@ def test_blocking_work_of_a_proxy_has_threads_of_its_kind() -> None:
 
 def test_fields_are_described_beside_them() -> None:
     found = [
-        f"{file.relative_to(ROOT)}:{line} {name}"
-        for package in PACKAGES
-        for file in (ROOT / package).rglob("*.py")
+        f"{name_of(file)}:{line} {name}"
+        for file in python_files()
         for line, name, number in fields_in_docstrings(file.read_text())
         if number > MAX_FIELDS_IN_DOCSTRING
     ]

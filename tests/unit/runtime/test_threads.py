@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.runtime.errors import DeadlineExceeded, Overloaded
-from tandem.runtime.threads import Threads
+from tandem.runtime.threads import Threads, post
 
 
 def play(test: Coroutine[Any, Any, None]) -> None:
@@ -54,3 +54,28 @@ def test_an_error_of_the_work_reaches_its_caller() -> None:
         threads.close()
 
     play(test())
+
+
+def test_a_callback_for_a_loop_that_is_closed_is_dropped() -> None:
+    """Its process ends. A thread that reported to it would fail, and with it what the thread does next."""
+    called: list[object] = []
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=post, args=(loop, called.append, 1))
+    thread.start()
+    thread.join()
+    loop.run_until_complete(asyncio.sleep(0))
+    assert called == [1]
+    loop.close()
+    post(loop, called.append, 2)
+    assert called == [1]
+
+
+def test_other_errors_of_a_loop_are_raised() -> None:
+    class Broken(asyncio.SelectorEventLoop):
+        def call_soon_threadsafe(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
+            raise RuntimeError("another reason")
+
+    loop = Broken()
+    with pytest.raises(RuntimeError, match="another reason"):
+        post(loop, print)
+    loop.close()

@@ -162,3 +162,30 @@ def test_a_pair_is_accepted_when_its_addresses_are_known() -> None:
         assert lost[1:] == [("pair-1", False)], "from then on its peer may write"
 
     asyncio.run(run())
+
+
+def test_a_connector_whose_receiver_cannot_be_opened_is_not_chosen_for_that_process_again() -> None:
+    table = IncomingPairTable(LAYOUT, "here", "cpu", named("tcp", "gloo"), False)
+
+    def chosen(number: int, epoch: str = "e") -> str:
+        """Opens the next pair, whose receiver cannot be opened."""
+        offer = msgspec.structs.replace(
+            FIRST, pair_id=f"{epoch}-{number}", prefill_epoch=epoch, number=number, connectors=["tcp", "gloo"]
+        )
+        [accepted] = table.on_open(offer)
+        assert isinstance(accepted, AcceptPair)
+        assert table.on_receiver_impossible(accepted.pair_id, accepted.connector, "no descriptors")
+        assert table.on_receiver_impossible(accepted.pair_id, accepted.connector, "no descriptors") == []
+        return accepted.connector
+
+    assert [chosen(number) for number in range(5)] == ["tcp", "gloo", "tcp", "gloo", "tcp"], "all again after the last"
+    assert chosen(0, "other") == "tcp"
+
+
+def test_what_is_remembered_of_processes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.worker.pairs.incoming_table.MAX_PAIRS", 3)
+    table = IncomingPairTable(LAYOUT, "here", "cpu", named("gloo"), False)
+    for number in range(10):
+        table.on_open(msgspec.structs.replace(FIRST, pair_id=f"pair-{number}", prefill_epoch=f"e{number}"))
+        table.on_receiver_impossible(f"pair-{number}", "gloo", "no descriptors")
+    assert [*table._impossible] == ["e7", "e8", "e9"]

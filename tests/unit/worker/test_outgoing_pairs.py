@@ -7,7 +7,7 @@ import pytest
 
 from tandem.protocol.messages.checks import MAX_ADDRESS_BYTES, MAX_RANKS
 from tandem.protocol.messages.membership import PairTraffic, Role, WorkerInfo
-from tandem.protocol.messages.transfer import KVLayout, OpenPair, PairAccepted
+from tandem.protocol.messages.transfer import KVLayout, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tandem.worker.pairs.outgoing_table import Connect, OutgoingPairAction, OutgoingPairTable, StartSender, StopSender
 
@@ -183,3 +183,36 @@ def test_two_processes_of_a_worker_never_use_one_pair_id() -> None:
         table.on_view(0.0, [info, peer])
         ids |= {pair.pair_id for pair in table.pairs()}
     assert len(ids) == 2
+
+
+def failing(connectors: list[str]) -> tuple[OutgoingPairTable, OpenPair]:
+    """Returns a table whose pair was opened again without its first connector, and its second offer."""
+    me, peer = worker("me", "prefill"), worker("peer", "decode")
+    table = OutgoingPairTable(me, [1], LAYOUT, "host", "cuda", connectors, False, 10.0)
+    first = connect(table.on_view(0.0, [me, peer]))
+    table.on_message(0.0, PairAccepted(first.pair_id, connectors[0], [[]]))
+    assert StopSender(first.pair_id) in table.on_sender_impossible(0.0, first.pair_id, "no driver")
+    table.on_sender_closed(first.pair_id)
+    return table, connect(table.on_tick(0.1))
+
+
+def test_after_the_last_connector_all_are_offered_again_later() -> None:
+    table, again = failing(["ipc", "nccl"])
+    assert again.connectors == ["nccl"]
+    table.on_message(0.1, PairAccepted(again.pair_id, "nccl", [[]]))
+    table.on_sender_impossible(0.2, again.pair_id, "no library")
+    assert table.on_sender_impossible(0.3, again.pair_id, "again") == [], "it has failed already"
+    table.on_sender_closed(again.pair_id)
+    assert table.on_tick(0.3) == [], "not at once: it would never end"
+    assert connect(table.on_tick(9.0)).connectors == ["ipc", "nccl"]
+
+
+def test_a_peer_that_refuses_the_connectors_that_are_left_is_offered_all_again() -> None:
+    table, again = failing(["ipc", "nccl"])
+    actions = table.on_message(0.1, PairRefused(again.pair_id, "no connector in common"))
+    assert StopSender(again.pair_id) in actions
+    table.on_sender_closed(again.pair_id)
+    offer = connect(table.on_tick(9.0))
+    assert offer.connectors == ["ipc", "nccl"]
+    assert table.on_message(9.0, PairRefused(offer.pair_id, "no connector in common")) == []
+    assert table.status()[0].state == "refused", "it refuses what this worker has"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.kv_transfer.tiers import mooncake_process
 from tandem.kv_transfer.tiers.mooncake_blocks import StoreFull, StoreLost
 from tandem.kv_transfer.tiers.mooncake_process import MooncakeConfig, MooncakeProcess
+from tandem.protocol.rank_channel import RankChannel
+from tandem.runtime.errors import ProtocolError
 
 FIRST, SECOND, THIRD = (bytes([n]) * 16 for n in (1, 2, 3))
 BLOCK = memoryview(bytes(range(64)))
@@ -103,3 +107,28 @@ def test_a_library_that_cannot_be_loaded_is_named(client: MooncakeProcess, tmp_p
     (tmp_path / "mooncake/store.py").write_text("raise ImportError('libibverbs.so.1 is missing')")
     with pytest.raises(StoreLost, match=r"Mooncake cannot be loaded: libibverbs\.so\.1 is missing"):
         open_client()
+
+
+def test_an_answer_that_cannot_be_understood_is_a_lost_store(
+    client: MooncakeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor would be taken for the answer to the next request."""
+
+    def nonsense(channel: object) -> None:
+        raise ProtocolError("not an expected message")
+
+    monkeypatch.setattr(RankChannel, "receive", nonsense)
+    with pytest.raises(StoreLost, match="cannot be understood"):
+        client.find([bytes(16)])
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(StoreLost, match="cannot be understood"):
+        open_client()
+    [process] = started
+    assert process.poll() is not None, "it is ended"

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from tandem.proxy.batches import batch_run, file_store, runner
+from tandem.proxy.batches import batch_run, batch_store, file_store, runner
 from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_DEATHS
 from tandem.proxy.batches.batch_store import BatchStore
 from tandem.proxy.batches.file_store import FileNotFound
+from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.batches.line_journal import LineJournal
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
@@ -335,3 +336,22 @@ def test_a_disk_that_hangs_holds_no_loop(tmp_path: Path, monkeypatch: pytest.Mon
 
     asyncio.run(main())
     assert on_loop == []
+
+
+def test_a_full_disk_costs_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches of a client are looked for again every 5 s."""
+    batch_id = make_batch(tmp_path, line("a"))
+    run_until_ended(tmp_path, App(), batch_id)
+    folder = next(tmp_path.iterdir()) / "batches"
+    (folder / f"{batch_id}.owner").write_bytes(b'{"client":"","host":"127.0.0.1"}')  # as when its proxy died at the end
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise StorageFull("no room")
+
+    monkeypatch.setattr(batch_store, "write_json", full)
+    store, descriptors = BatchStore(next(tmp_path.iterdir())), Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    for _ in range(5):
+        with pytest.raises(StorageFull):
+            list(store.hold_unfinished())
+    assert len(list(descriptors.iterdir())) == before

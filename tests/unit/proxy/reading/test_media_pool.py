@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ from tandem.proxy.reading.media_messages import (
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.runtime.errors import InternalError, InvalidRequest, WorkerLost
+from tandem.runtime.processes.forked_process import ForkedProcess
 from tests.support.settings import proxy_config
+from tests.support.waiting import until
 
 LIMITS = ModelLimits(4096, 320, "m", 64)
 CONFIG = proxy_config(max_waiting_media=8)
@@ -193,3 +197,85 @@ def test_a_cancelled_request_releases_its_lease(is_answered_first: bool, tmp_pat
         assert reading.cancelled() and cache.released == [job.lease_id] and num_open(segment) == 0
 
     run(test, tmp_path)
+
+
+def sleeping() -> int:
+    return os.posix_spawn("/bin/sleep", ["sleep", "100"], {})
+
+
+class SleepingServer:
+    """A fork server whose processes keep their end of the socket and say nothing."""
+
+    def __init__(self) -> None:
+        self.started: list[ForkedProcess] = []
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+
+    async def start(self, entry: str, fds: dict[int, int]) -> ForkedProcess:
+        await self.may_start.wait()
+        for fd in fds.values():
+            os.set_inheritable(fd, True)
+        self.started.append(ForkedProcess(sleeping()))
+        return self.started[-1]
+
+    def close(self) -> None: ...
+
+
+def starting(cache: Cache) -> tuple[MediaPool, SleepingServer]:
+    pool, server = MediaPool(CONFIG, cache), SleepingServer()
+    pool._server = server  # type: ignore[assignment]
+    return pool, server
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_only_a_process_that_ends_by_itself_is_an_error(
+    closes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(cache: Cache) -> None:
+        pool, server = starting(cache)
+        reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS))
+        await until(lambda: bool(pool._jobs))
+        [process] = server.started
+        if closes:
+            pool.close()
+        else:
+            process.kill()
+        with pytest.raises(InternalError, match="was lost"):
+            await reading
+        assert process.returncode == -signal.SIGKILL
+        pool.close()
+
+    run(test, tmp_path)
+    assert ("the media process ended" in caplog.text) == (not closes)
+    assert bool([each for each in caplog.records if each.levelname == "ERROR"]) == (not closes)
+
+
+def test_a_closed_pool_starts_no_process(tmp_path: Path) -> None:
+    async def test(cache: Cache) -> None:
+        pool, server = starting(cache)
+        pool.close()
+        with pytest.raises(InternalError, match="is stopping"):
+            await pool.read("chat", b"{}", LIMITS)
+        assert not server.started
+
+    run(test, tmp_path)
+
+
+def test_a_process_that_starts_while_the_pool_is_closed_is_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(cache: Cache) -> None:
+        pool, server = starting(cache)
+        server.may_start.clear()
+        reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS))
+        await until(lambda: pool._num_starting == 1)
+        await asyncio.sleep(0)
+        pool.close()
+        server.may_start.set()
+        with pytest.raises(InternalError, match="is stopping"):
+            await reading
+        [process] = server.started
+        assert process.returncode == -signal.SIGKILL
+
+    run(test, tmp_path)
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]

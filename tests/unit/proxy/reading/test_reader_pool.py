@@ -274,6 +274,19 @@ def test_jobs_that_run_or_wait_end_with_the_pool() -> None:
     run_with(pool, run)
 
 
+def test_a_closed_pool_takes_no_job() -> None:
+    """Nobody would answer it."""
+    pool = fork_pool(1)
+
+    async def run() -> None:
+        await pool.run(pid, b"")
+        pool.close()
+        with pytest.raises(InternalError, match="is stopping"):
+            await pool.run(pid, b"")
+
+    run_with(pool, run)
+
+
 def test_jobs_fail_when_no_process_can_be_started(tmp_path: Path) -> None:
     pool = ReaderPool(None, ProxyConfig("proxy-0", "", str(tmp_path / "nothing"), "m"), 1)  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ import pytest
 
 from tandem.runtime.processes import fork_server, forked_process
 from tandem.runtime.processes.fork_server import Entry
-from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost
+from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost, KeptForkServer
 
 
 def leave(arguments: list[str]) -> None:
@@ -325,3 +325,25 @@ def test_a_server_that_cannot_load_is_lost() -> None:
             await server.until_ready(20)
 
     asyncio.run(test())
+
+
+def test_a_kept_server_that_was_closed_starts_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    num_spawned = 0
+
+    async def test() -> None:
+        def spawn() -> ForkServer:
+            nonlocal num_spawned
+            num_spawned += 1
+            return ForkServer.spawn("tests.support.light_preload", {**os.environ, "SLOW": "1"})
+
+        kept = KeptForkServer(spawn, 1.0)
+        waiting = asyncio.ensure_future(kept.start("worker", {}))
+        while not num_spawned:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        kept.close()
+        for start in (waiting, kept.start("worker", {})):
+            with pytest.raises(ForkServerLost):
+                await start
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+    assert num_spawned == 1 and "starting another" not in caplog.text
