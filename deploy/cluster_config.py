@@ -7,7 +7,6 @@ The flags of the command line and the keys of the file are flat. Precedence: com
 from __future__ import annotations
 
 import difflib
-import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.cluster.routing_settings import RoutingSettings
 from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.media.media_limits import MediaLimits
+from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogSettings
 from tandem.runtime.settings import Group, setting, with_values
@@ -61,7 +61,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_tensor_parallel_size: Annotated[int, setting("workers", ge=0, le=64, description=
         "Tensor parallel size of decode workers; 0 uses --tensor-parallel-size.")] = 0
     threads_per_worker: Annotated[int, setting("workers", ge=0, le=256, description=
-        "CPU threads of each worker, split among its processes; 0 divides the cores among all workers.")] = 0
+        "CPU threads of each worker, split among its processes; 0 divides the cores that the cluster may use among all "
+        "workers.")] = 0
 
     engine_is_given: bool = False
     """Whether the operator has named the engine, also if it is the default."""
@@ -202,7 +203,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tiers.host_bytes(self.num_ranks(role))
 
     def num_threads(self, role: Role) -> int:
-        """CPU threads per rank: an equal share of this host's cores unless `threads_per_worker` is set; 1 on Ray."""
+        """CPU threads per rank: an equal share of the cores unless `threads_per_worker` is set; 1 on Ray."""
         if self.threads_per_worker or self.ray:
             return max(1, self.threads_per_worker // self.num_ranks(role))
         return max(1, num_cores() // self.num_all_ranks)
@@ -211,11 +212,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def bracketed(host: str) -> str:
     """Returns the host as it is written before a port: IPv6 addresses get brackets."""
     return f"[{host}]" if ":" in host else host
-
-
-def num_cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def flag_name(key: str) -> str:

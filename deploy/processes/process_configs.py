@@ -247,6 +247,8 @@ def process_environment(num_threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        "NUMBA_NUM_THREADS": threads,
+        "RAYON_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin on cores that others need
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from tandem.deploy import cluster_config
 from tandem.deploy.cli import _parser
-from tandem.deploy.cluster_config import load_config, num_cores, settings
+from tandem.deploy.cluster_config import load_config, settings
 from tandem.deploy.configuration_page import PAGE, page
+from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import ConfigError
 
 
@@ -159,3 +161,15 @@ def test_wrong_arguments_are_refused_in_one_line(arguments: list[str], words: st
 
 def test_the_configuration_page_is_current() -> None:
     assert PAGE.read_text() == page(), "run `python -m tandem.deploy.configuration_page`"
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "threads", "tokenizers", "media"), [(1, 1, 2, 1), (8, 4, 2, 1), (64, 32, 4, 8), (512, 256, 16, 64)]
+)
+def test_threads_and_processes_follow_the_cores_that_may_be_used(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, threads: int, tokenizers: int, media: int
+) -> None:
+    monkeypatch.setattr(cluster_config, "num_cores", lambda: num_cores)
+    config = load_config(None, {})
+    assert [config.num_threads("prefill"), config.num_threads("decode")] == [threads, threads]
+    assert (config.tokenizer_threads, config.media_threads) == (tokenizers, media)
