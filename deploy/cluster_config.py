@@ -7,6 +7,7 @@ The flags of the command line and the keys of the file are flat. Precedence: com
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,12 +32,18 @@ from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.logs import LogSettings
 from tandem.runtime.settings import Group, setting, with_values
 
 EngineName = Literal["tandem", "vllm"]
 MIN_BATCHED_TOKENS = 16
 MIN_BLOCK_SIZE = 8
+_PATHS = (
+    "model", "engine_python", "generation_config", "data_dir", "kv_disk_dir", "network_keys", "api_keys_file",
+    "admin_keys_file", "ssl_certfile", "ssl_keyfile",
+)  # fmt: skip
+"""Settings that may name a file or a folder in the user's home as ~/PATH."""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -257,6 +264,11 @@ def load_config(file: Path | None, overrides: dict[str, Any], serves_demo: bool 
     """
     values = {} if file is None else _read_file(file)
     given = {**values, **overrides}
+    for key in _PATHS:  # here, because processes may get another home
+        if isinstance(value := given.get(key), str) and value.startswith("~"):
+            given[key] = str(expanded(value))
+    if isinstance(adapters := given.get("lora"), list):
+        given["lora"] = [_with_path(each) if isinstance(each, str) else each for each in adapters]
     if given.get("workers"):
         given = {"prefill": 0, "decode": 0, **given}
     if serves_demo and not given.get("model") and (given.get("prefill", 1) or given.get("workers")):
@@ -283,6 +295,12 @@ def load_config(file: Path | None, overrides: dict[str, Any], serves_demo: bool 
     _check_tiers(config)
     _check_network(config)
     return config
+
+
+def _with_path(adapter: str) -> str:
+    """Returns NAME=FOLDER with a home in place of `~`."""
+    name, _, path = adapter.partition("=")
+    return f"{name}={expanded(path)}" if path.startswith("~") else adapter
 
 
 def unknown_name(name: str, what: str, known: Sequence[str]) -> str:
@@ -363,6 +381,8 @@ def _check_network(config: ClusterConfig) -> None:
         raise ConfigError(f"admin_port: {config.admin_address[1]} cannot be used; choose a port other than --port")
     if config.join and not config.cluster_host:
         raise ConfigError("join: the cluster must reach these workers; give this host's address as --cluster-host")
+    if not re.fullmatch(r"[\w.-]{0,100}", config.name):  # it names files
+        raise ConfigError(f"name: {config.name!r} may have letters, digits, '.', '_' and '-', at most 100 of them")
     wrong = next((each for each in config.join_endpoints if not each.startswith("tcp://")), None)
     if wrong is not None:
         raise ConfigError(f"join: {wrong!r} is not an endpoint; write it as tcp://HOST:PORT")

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tandem.runtime
+from tandem.deploy.processes.runtime_dir import VLLM_MAX_FOLDER_BYTES
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.user_paths import expanded, user_folder
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 INSTALL_COMMAND = "tandem engine install vllm"
@@ -44,9 +46,8 @@ _ANSWER_TIMEOUT_S = 20.0
 
 
 def default_folder() -> Path:
-    """The environment that `tandem engine install vllm` makes unless another folder is named."""
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local/share") / "tandem/engines" / f"vllm-{VLLM_VERSION}"
+    """The environment that `tandem engine install vllm` makes unless another folder is named. Raises ConfigError."""
+    return user_folder("XDG_DATA_HOME", ".local/share") / "tandem/engines" / f"vllm-{VLLM_VERSION}"
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,14 @@ class EnginePython:
     def environment(self, folder: Path) -> dict[str, str]:
         """Environment variables with which it imports Tandem's packages.
 
-        folder: private folder of the cluster; gets a link to the packages, and vLLM's sockets between ranks.
+        folder: private folder of the cluster; gets a link to the packages, and vLLM's sockets between ranks. Raises
+        ConfigError if its path is too long for these.
         """
+        if (surplus := len(os.fsencode(folder)) - VLLM_MAX_FOLDER_BYTES) > 0:
+            raise ConfigError(
+                f"engine: the path of {folder} is {surplus} bytes too long for vLLM's sockets; set XDG_RUNTIME_DIR to "
+                "a folder with a shorter one"
+            )
         packages = folder / "packages"
         packages.mkdir(exist_ok=True)
         link = packages / "tandem"
@@ -88,7 +95,7 @@ def find_engine_python(given: str) -> EnginePython:
         if (folder / INCOMPLETE).exists():
             raise ConfigError(f"engine: vLLM in {folder} is not complete; install it again with `{INSTALL_COMMAND}`")
         given = str(folder / "bin/python")
-    found = shutil.which(Path(given).expanduser())
+    found = shutil.which(expanded(given))
     if found is None:
         raise ConfigError(
             f"engine_python: {given} is not a program; name the interpreter of an environment with vLLM, such as "

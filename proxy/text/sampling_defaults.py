@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.user_paths import expanded
 
 FILE_NAME = "generation_config.json"
 
@@ -37,7 +38,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
         """
         if source == "vllm":
             return cls()
-        given = Path(source).expanduser()
+        given = expanded(source)
         file = model_folder / FILE_NAME if source == "auto" else given / FILE_NAME if given.is_dir() else given
         try:
             return msgspec.json.decode(file.read_bytes(), type=cls)
