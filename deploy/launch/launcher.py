@@ -301,11 +301,11 @@ class Launcher:
                     self._watchdog.on_answer(now, proxy)
                 self._send_orders(now)
             case WorkerOrdered():
-                role, refusal = self._orders.on_answer(now, proxy, message)
+                taken, refusal = self._orders.on_answer(now, proxy, message)
                 if refusal:
                     self._on_refused(message.worker_id, refusal)
-                elif role is not None:
-                    self._workers.on_order(now, message.worker_id, role)
+                elif taken is not None:
+                    self._workers.on_order(now, message.worker_id, taken)
                 self._send_orders(now)
 
     async def _watch(self) -> None:

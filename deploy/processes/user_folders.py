@@ -20,6 +20,8 @@ from tandem.runtime.files.user_paths import home_folder, is_writable, user_folde
 
 log = logging.getLogger(__name__)
 
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT")
+"""Variables that an image may set to folders of its own user."""
 _ADVICE = "set XDG_CACHE_HOME to a folder to which this user may write"
 
 
@@ -56,19 +58,20 @@ def make_missing_folders(folder: Path) -> dict[str, str]:
 
     Raises ConfigError if they cannot be made.
     """
-    environment = {}
-    home, cache = home_folder(), _cache()
-    own_cache = cache
+    environment: dict[str, str] = {}
+    home, cache, own_cache = home_folder(), _cache(), folder / "home" / ".cache"
     if home is None or not is_writable(home):
         environment["HOME"] = str(folder / "home")
     if cache is None or not _can_make(cache):
-        own_cache = folder / "home" / ".cache"
         environment["XDG_CACHE_HOME"] = str(own_cache)
-    if (models := _models(cache)) is not None:
-        if own_cache != cache:  # models in the old one can be read
-            environment.setdefault("HF_HOME", str(models))
-        if not is_writable(models) and "HF_MODULES_CACHE" not in os.environ:
-            environment["HF_MODULES_CACHE"] = str(folder / "home" / ".cache" / "huggingface" / "modules")
+        if cache is not None and "HF_HOME" not in os.environ and os.access(cache / "huggingface", os.R_OK | os.X_OK):
+            environment["HF_HOME"] = str(cache / "huggingface")  # its models can be read
+    models = environment.get("HF_HOME") or os.environ.get("HF_HOME")
+    if models and "HF_MODULES_CACHE" not in os.environ and not _can_make(Path(models)):
+        environment["HF_MODULES_CACHE"] = str(own_cache / "huggingface" / "modules")
+    for name in _CACHES:
+        if (given := os.environ.get(name)) and not _can_make(Path(given)):
+            environment[name] = str(own_cache / name.lower())
     try:
         getpass.getuser()
     except (KeyError, OSError):  # libraries name folders after the user
@@ -107,13 +110,6 @@ def _can_make(folder: Path) -> bool:
     """Whether this process may write to the folder once it has made it."""
     existing = next((each for each in (folder, *folder.parents) if os.path.lexists(each)), folder)
     return is_writable(existing)
-
-
-def _models(cache: Path | None) -> Path | None:
-    """The folder of models from the hub, if it exists."""
-    given = os.environ.get("HF_HOME")
-    folder = Path(given) if given else cache / "huggingface" if cache is not None else None
-    return folder if folder is not None and folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else None
 
 
 def _restore(before: Mapping[str, str | None]) -> None:

@@ -122,10 +122,10 @@ def test_a_role_changes_once_the_only_proxy_is_back_and_is_not_given_up_before(f
         site.pass_time(0.3)
         site.cluster.operator.scale(ScaleCluster(prefill=1, decode=3))
         site.pass_time(0.2)
-        counts: list[dict[str, int]] = []
+        counts: list[object] = []
 
         def is_done() -> bool:
-            counts.append(dict(site.cluster.launcher.launcher.counts))
+            counts.append(site.cluster.launcher.launcher.counts)
             return roles(site, 0) == ROLES_LATER
 
         site.until(is_done, 15.0)

@@ -128,3 +128,14 @@ def test_a_folder_that_cannot_be_made_ends_the_start_in_one_line(tmp_path: Path)
     file.touch()
     with pytest.raises(ConfigError, match=f"^cannot write to {file}: Not a directory$"), user_folders(8000, file):
         pass
+
+
+@pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "NUMBA_CACHE_DIR"])
+def test_caches_that_an_image_names_for_another_user_have_a_place(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, str(tmp_path / "locked/cache"))
+    (tmp_path / "locked").mkdir()
+    assert make_missing_folders(folder) == {name: str(folder / "home/.cache" / name.lower())}
+    monkeypatch.setenv(name, str(tmp_path / "new/cache"))
+    assert make_missing_folders(folder) == {}

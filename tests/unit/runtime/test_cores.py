@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.runtime import cores
 from tandem.runtime.cores import cpu_quota, num_cores
 
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -56,7 +55,7 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     """A host whose affinity lets the process use 64 cores."""
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     return Host(tmp_path)
 
 
@@ -142,14 +141,14 @@ def test_what_the_kernel_would_not_write_limits_nothing(host: Host, text: str) -
 
 
 def test_without_proc_the_affinity_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {3, 7})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7})
     assert num_cores(tmp_path / "none") == 2
 
 
 def test_the_affinity_counts_if_it_is_smaller(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.has("0::/\n", V2)
     host.limits("/sys/fs/cgroup", cpu_max="800000 100000")
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert host.num_cores == 1
 
 
