@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+import site
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ def make_missing_folders(folder: Path) -> dict[str, str]:
     home, cache, own_cache = home_folder(), _cache(), folder / "home" / ".cache"
     if home is None or not is_writable(home):
         environment["HOME"] = str(folder / "home")
+        environment |= {name: str(path) for name, path in _still_read(home) if name not in os.environ and path.is_dir()}
     if cache is None or not _can_make(cache):
         environment["XDG_CACHE_HOME"] = str(own_cache)
         if cache is not None and "HF_HOME" not in os.environ and os.access(cache / "huggingface", os.R_OK | os.X_OK):
@@ -110,6 +112,14 @@ def _can_make(folder: Path) -> bool:
     """Whether this process may write to the folder once it has made it."""
     existing = next((each for each in (folder, *folder.parents) if os.path.lexists(each)), folder)
     return is_writable(existing)
+
+
+def _still_read(home: Path | None) -> Iterator[tuple[str, Path]]:
+    """Yields folders of a home that can only be read, with the variables that name them: also Python's own packages."""
+    if home is not None:
+        yield "PYTHONUSERBASE", Path(site.getuserbase())
+        yield "XDG_DATA_HOME", home / ".local/share"
+        yield "XDG_CONFIG_HOME", home / ".config"
 
 
 def _restore(before: Mapping[str, str | None]) -> None:

@@ -158,7 +158,7 @@ def start_together(number: int) -> list[Starter]:
     return starters
 
 
-@pytest.mark.parametrize("left", ["nothing", "the folder of a killed launcher", "an empty lock"])
+@pytest.mark.parametrize("left", ["nothing", "the folder of a killed launcher"])
 def test_of_two_simultaneous_launchers_exactly_one_owns_the_folder(left: str) -> None:
     folder = runtime_dir(PORT)
     for _ in range(100):
@@ -166,8 +166,6 @@ def test_of_two_simultaneous_launchers_exactly_one_owns_the_folder(left: str) ->
             folder.mkdir(exist_ok=True)
             for number in range(20):
                 (folder / f"{number}.sock").touch()
-        elif left == "an empty lock":
-            folder.with_name(f"{folder.name}.lock").touch()
         starters = start_together(2)
         outcomes = sorted(starter.outcome() for starter in starters)
         refused = f"ConfigError: a cluster already uses port {PORT}"

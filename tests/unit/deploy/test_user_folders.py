@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+import site
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from tandem.deploy.processes import user_folders as module
 from tandem.deploy.processes.user_folders import make_missing_folders, user_folders
 from tandem.runtime.errors import ConfigError
 
-VARIABLES = ("HOME", "XDG_CACHE_HOME", "HF_HOME", "HF_MODULES_CACHE", "LOGNAME", "USER", "TMPDIR")
+VARIABLES = (
+    "HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "HF_HOME", "HF_MODULES_CACHE", "PYTHONUSERBASE",
+    "LOGNAME", "USER", "TMPDIR", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "me"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(site, "getuserbase", lambda: str(home / ".local"))
     access = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: access(path, mode) and not (mode & os.W_OK and "locked" in Path(path).parts)
@@ -139,3 +144,21 @@ def test_caches_that_an_image_names_for_another_user_have_a_place(
     assert make_missing_folders(folder) == {name: str(folder / "home/.cache" / name.lower())}
     monkeypatch.setenv(name, str(tmp_path / "new/cache"))
     assert make_missing_folders(folder) == {}
+
+
+def test_what_is_installed_in_a_home_that_can_only_be_read_is_found(
+    tmp_path: Path, folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = tmp_path / "locked"
+    (locked / ".local/share").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(locked))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr(site, "getuserbase", lambda: str(locked / ".local"))
+    assert make_missing_folders(folder) == {
+        "HOME": str(folder / "home"),
+        "PYTHONUSERBASE": str(locked / ".local"),
+        "XDG_DATA_HOME": str(locked / ".local/share"),
+    }
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    monkeypatch.setenv("PYTHONUSERBASE", "/packages")
+    assert make_missing_folders(folder) == {"HOME": str(folder / "home")}
