@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, Role, WorkerInfo
 
 NAME_PREFIX: dict[Role, str] = {"prefill": "prefill", "decode": "decode", "any": "worker"}
-ORDER_S = 3.0
-"""Seconds for which an ordered role counts although reports, which may be older than the order, show another."""
+ORDER_S = 6.0
+"""Seconds for which an ordered role counts although reports, which may be older than the order, show another. More than
+a broken connection keeps what a proxy has sent to a worker, which is 4 s, so that it does not take a role later."""
 
 
 @dataclass(frozen=True, slots=True)
