@@ -6,6 +6,7 @@ import the packages of the process that starts them, by a link on PYTHONPATH.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -59,14 +60,8 @@ class EnginePython:
     def environment(self, folder: Path) -> dict[str, str]:
         """Environment variables with which it imports Tandem's packages.
 
-        folder: private folder of the cluster; gets a link to the packages, and vLLM's sockets between ranks. Raises
-        ConfigError if its path is too long for these.
+        folder: private folder of the cluster; gets a link to the packages, and vLLM's sockets between ranks.
         """
-        if (surplus := len(os.fsencode(folder)) - VLLM_MAX_FOLDER_BYTES) > 0:
-            raise ConfigError(
-                f"engine: the path of {folder} is {surplus} bytes too long for vLLM's sockets; set XDG_RUNTIME_DIR to "
-                "a folder with a shorter one"
-            )
         packages = folder / "packages"
         packages.mkdir(exist_ok=True)
         link = packages / "tandem"
@@ -76,8 +71,17 @@ class EnginePython:
             "PYTHONPATH": str(packages),
             "PYTHONSAFEPATH": "1",  # the working folder may have names of packages that vLLM imports
             "PATH": f"{self.path.parent}:{os.environ.get('PATH', os.defpath)}",  # compilers that vLLM's kernels call
-            "VLLM_RPC_BASE_PATH": str(folder),
+            "VLLM_RPC_BASE_PATH": _path_for_sockets(folder),
         }
+
+
+@functools.cache
+def _path_for_sockets(folder: Path) -> str:
+    """Returns a path of the folder to which vLLM's names of sockets can be added: if it is too long, that of a
+    descriptor of this process, which stays open as long as there are workers."""
+    if len(os.fsencode(folder)) <= VLLM_MAX_FOLDER_BYTES:
+        return str(folder)
+    return f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)}"
 
 
 def find_engine_python(given: str) -> EnginePython:

@@ -35,7 +35,7 @@ VLLM_MAX_FOLDER_BYTES = MAX_SOCKET_PATH_BYTES - len("/00000000-0000-0000-0000-00
 """The same for vLLM's sockets, whose names are UUIDs."""
 _SHORT_NAME = re.compile(r"[\w.-]{1,24}", re.ASCII)
 
-_locks: dict[Path, int] = {}
+_locks: dict[Path, list[int]] = {}
 """Descriptors of this process's locks, by folder."""
 
 
@@ -113,22 +113,26 @@ def create_runtime_dir(port: int | str) -> Path:
     releases when the process ends: from then on nothing happens to the folder but by the process that has the lock.
     """
     folder = runtime_dir(port)
-    lock = _lock(folder, port)
+    locks = [_lock(folder, port)]
+    pid_file = folder / "launcher.pid"
     try:
         if os.path.lexists(folder):
             status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-                raise ConfigError(f"{folder} belongs to another user; choose another --port, or remove the folder")
+                raise ConfigError(f"{folder} belongs to another user; {_advice(port)}, or remove the folder")
+            if pid_file.exists():  # the file beside the folder may have been removed, as /tmp is cleaned by age
+                locks.append(_lock_pid_file(pid_file, port))
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
-        write_whole(folder / "launcher.pid", str(os.getpid()))
-    except OSError as error:
-        os.close(lock)
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from error
-    except ConfigError:
-        os.close(lock)
+        write_whole(pid_file, str(os.getpid()))
+        locks.append(_lock_pid_file(pid_file, port))
+    except BaseException as error:
+        for lock in locks:
+            os.close(lock)
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from error
         raise
-    _locks[folder] = lock
+    _locks[folder] = locks
     return folder
 
 
@@ -143,9 +147,10 @@ def remove_runtime_dir(folder: Path, *, keeps_logs: bool = False) -> None:
                 entry.unlink(missing_ok=True)
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    if (lock := _locks.pop(folder, None)) is not None:
+    if locks := _locks.pop(folder, None):
         _lock_file(folder).unlink(missing_ok=True)  # before the lock is released: afterwards it may be another's
-        os.close(lock)
+        for lock in locks:
+            os.close(lock)
 
 
 def _lock_file(folder: Path) -> Path:
@@ -163,11 +168,11 @@ def _lock(folder: Path, port: int | str) -> int:
         try:
             lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:  # a link, or in /tmp another user's file
-            raise ConfigError(f"cannot open {file}: {error.strerror}; choose another --port, or remove it") from error
+            raise ConfigError(f"cannot open {file}: {error.strerror}; {_advice(port)}, or remove it") from error
         try:
             status = os.fstat(lock)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-                raise ConfigError(f"{file} belongs to another user; choose another --port, or remove the file")
+                raise ConfigError(f"{file} belongs to another user; {_advice(port)}, or remove the file")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same(file, status):
                 os.ftruncate(lock, 0)
@@ -176,10 +181,7 @@ def _lock(folder: Path, port: int | str) -> int:
         except BlockingIOError:
             pid = os.pread(lock, 20, 0).decode(errors="replace")
             os.close(lock)
-            owner = f" (process {pid})" if pid.isdecimal() else ""  # it may not have written its number yet
-            if isinstance(port, str):
-                raise ConfigError(f"workers of this name are already running{owner}; choose another --name") from None
-            raise ConfigError(f"a cluster already uses port {port}{owner}; choose another --port") from None
+            raise _in_use(port, pid) from None
         except OSError as error:
             os.close(lock)
             raise ConfigError(f"cannot lock {file}: {error.strerror}") from error
@@ -187,6 +189,30 @@ def _lock(folder: Path, port: int | str) -> int:
             os.close(lock)
             raise
         os.close(lock)
+
+
+def _lock_pid_file(file: Path, port: int | str) -> int:
+    """Locks the file in the folder. Returns its descriptor. Raises ConfigError and OSError."""
+    lock = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(lock, 20, 0).decode(errors="replace")
+        os.close(lock)
+        raise _in_use(port, pid) from None
+    return lock
+
+
+def _in_use(port: int | str, pid: str) -> ConfigError:
+    """pid: of the owner, which may not have written it yet."""
+    owner = f" (process {pid})" if pid.isdecimal() else ""
+    if isinstance(port, str):
+        return ConfigError(f"workers of this name are already running{owner}; {_advice(port)}")
+    return ConfigError(f"a cluster already uses port {port}{owner}; {_advice(port)}")
+
+
+def _advice(port: int | str) -> str:
+    return f"choose another {'--name' if isinstance(port, str) else '--port'}"
 
 
 def _is_same(file: Path, status: os.stat_result) -> bool:

@@ -37,7 +37,7 @@ def _base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("TMPDIR", "TEMP", "TMP"):
         monkeypatch.delenv(name, raising=False)
     yield
-    for lock in module._locks.values():
+    for lock in (lock for locks in module._locks.values() for lock in locks):
         os.close(lock)
     module._locks.clear()
 
@@ -83,6 +83,15 @@ def test_a_runtime_folder_has_one_launcher() -> None:
     create_runtime_dir("worker-a")
     with pytest.raises(ConfigError, match=r"already running \(process \d+\); choose another --name"):
         create_runtime_dir("worker-a")
+
+
+def test_a_launcher_keeps_its_folder_though_its_lock_was_removed() -> None:
+    """Folders such as /tmp are cleaned by age."""
+    folder = create_runtime_dir(PORT)
+    folder.with_name(f"{folder.name}.lock").unlink()
+    with pytest.raises(ConfigError, match=rf"already uses port {PORT} \(process {os.getpid()}\)"):
+        create_runtime_dir(PORT)
+    assert (folder / "launcher.pid").exists()
 
 
 def test_the_folder_of_a_dead_launcher_is_made_again() -> None:
@@ -158,10 +167,10 @@ def start_together(number: int) -> list[Starter]:
     return starters
 
 
-@pytest.mark.parametrize("left", ["nothing", "the folder of a killed launcher"])
-def test_of_two_simultaneous_launchers_exactly_one_owns_the_folder(left: str) -> None:
+@pytest.mark.parametrize(("left", "num_pairs"), [("nothing", 100), ("the folder of a killed launcher", 40)])
+def test_of_two_simultaneous_launchers_exactly_one_owns_the_folder(left: str, num_pairs: int) -> None:
     folder = runtime_dir(PORT)
-    for _ in range(100):
+    for _ in range(num_pairs):
         if left == "the folder of a killed launcher":
             folder.mkdir(exist_ok=True)
             for number in range(20):
@@ -180,7 +189,7 @@ def test_of_two_simultaneous_launchers_exactly_one_owns_the_folder(left: str) ->
 
 def test_a_folder_that_is_being_removed_is_created_once() -> None:
     """The next launchers may have opened the lock that the last one removes."""
-    for _ in range(50):
+    for _ in range(25):
         folder = create_runtime_dir(PORT)
         starters = start_together(3)
         remove_runtime_dir(folder)
