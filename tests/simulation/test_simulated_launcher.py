@@ -114,6 +114,23 @@ def test_roles_change_while_one_of_the_proxies_does_not_respond(fault: FaultKind
         assert roles(site, 0)["prefill"] == 2, "it is back"
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_proxy_that_wakes_up_acts_on_no_order_that_another_proxy_has_got(frozen: int) -> None:
+    """It was frozen for less than the 4 s after which it would count its workers as lost."""
+    with simulated_site() as site:
+        launcher, awake = site.cluster.launcher.launcher, 1 - frozen
+        site.pass_time(2.0)
+        site.strike("freeze proxy", f"proxy-{frozen}", 3.8)
+        site.pass_time(0.05)
+        site.cluster.operator.scale(ScaleCluster(prefill=1, decode=3))
+        site.until(lambda: roles(site, awake) == ROLES_LATER, 3.0)
+        site.pass_time(0.1)
+        site.cluster.operator.scale(ScaleCluster(prefill=2, decode=2))
+        site.until(lambda: roles(site, awake)["prefill"] == 2, 3.0)
+        changed = site.reaches(lambda: roles(site, awake)["prefill"] != 2 or launcher.counts["prefill"] != 2, 10.0)
+        assert not changed and roles(site, frozen)["prefill"] == 2
+
+
 @pytest.mark.parametrize("fault", ["kill proxy", "freeze proxy"])
 def test_a_role_changes_once_the_only_proxy_is_back_and_is_not_given_up_before(fault: FaultKind) -> None:
     with simulated_site(replace(FIXED.with_config(proxies=1), boot_s=6.0)) as site:
