@@ -7,7 +7,7 @@ The flags of the command line and the keys of the file are flat. Precedence: com
 from __future__ import annotations
 
 import difflib
-import os
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,13 +30,20 @@ from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.cluster.routing_settings import RoutingSettings
 from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.media.media_limits import MediaLimits
+from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.logs import LogSettings
 from tandem.runtime.settings import Group, setting, with_values
 
 EngineName = Literal["tandem", "vllm"]
 MIN_BATCHED_TOKENS = 16
 MIN_BLOCK_SIZE = 8
+_PATHS = (
+    "model", "engine_python", "generation_config", "data_dir", "kv_disk_dir", "network_keys", "api_keys_file",
+    "admin_keys_file", "ssl_certfile", "ssl_keyfile",
+)  # fmt: skip
+"""Settings that may name a file or a folder in the user's home as ~/PATH."""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +68,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_tensor_parallel_size: Annotated[int, setting("workers", ge=0, le=64, description=
         "Tensor parallel size of decode workers; 0 uses --tensor-parallel-size.")] = 0
     threads_per_worker: Annotated[int, setting("workers", ge=0, le=256, description=
-        "CPU threads of each worker, split among its processes; 0 divides the cores among all workers.")] = 0
+        "CPU threads of each worker, split among its processes; 0 divides the cores that the cluster may use among all "
+        "workers.")] = 0
 
     engine_is_given: bool = False
     """Whether the operator has named the engine, also if it is the default."""
@@ -202,7 +210,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tiers.host_bytes(self.num_ranks(role))
 
     def num_threads(self, role: Role) -> int:
-        """CPU threads per rank: an equal share of this host's cores unless `threads_per_worker` is set; 1 on Ray."""
+        """CPU threads per rank: an equal share of the cores unless `threads_per_worker` is set; 1 on Ray."""
         if self.threads_per_worker or self.ray:
             return max(1, self.threads_per_worker // self.num_ranks(role))
         return max(1, num_cores() // self.num_all_ranks)
@@ -211,11 +219,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def bracketed(host: str) -> str:
     """Returns the host as it is written before a port: IPv6 addresses get brackets."""
     return f"[{host}]" if ":" in host else host
-
-
-def num_cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def flag_name(key: str) -> str:
@@ -261,6 +264,11 @@ def load_config(file: Path | None, overrides: dict[str, Any], serves_demo: bool 
     """
     values = {} if file is None else _read_file(file)
     given = {**values, **overrides}
+    for key in _PATHS:  # here, because processes may get another home
+        if isinstance(value := given.get(key), str) and value.startswith("~"):
+            given[key] = str(expanded(value))
+    if isinstance(adapters := given.get("lora"), list):
+        given["lora"] = [_with_path(each) if isinstance(each, str) else each for each in adapters]
     if given.get("workers"):
         given = {"prefill": 0, "decode": 0, **given}
     if serves_demo and not given.get("model") and (given.get("prefill", 1) or given.get("workers")):
@@ -287,6 +295,12 @@ def load_config(file: Path | None, overrides: dict[str, Any], serves_demo: bool 
     _check_tiers(config)
     _check_network(config)
     return config
+
+
+def _with_path(adapter: str) -> str:
+    """Returns NAME=FOLDER with a home in place of `~`."""
+    name, _, path = adapter.partition("=")
+    return f"{name}={expanded(path)}" if path.startswith("~") else adapter
 
 
 def unknown_name(name: str, what: str, known: Sequence[str]) -> str:
@@ -367,6 +381,8 @@ def _check_network(config: ClusterConfig) -> None:
         raise ConfigError(f"admin_port: {config.admin_address[1]} cannot be used; choose a port other than --port")
     if config.join and not config.cluster_host:
         raise ConfigError("join: the cluster must reach these workers; give this host's address as --cluster-host")
+    if not re.fullmatch(r"[\w.-]{0,100}", config.name):  # it names files
+        raise ConfigError(f"name: {config.name!r} may have letters, digits, '.', '_' and '-', at most 100 of them")
     wrong = next((each for each in config.join_endpoints if not each.startswith("tcp://")), None)
     if wrong is not None:
         raise ConfigError(f"join: {wrong!r} is not an endpoint; write it as tcp://HOST:PORT")

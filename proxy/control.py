@@ -105,8 +105,11 @@ class Control:
                     self._table.on_drain_ordered(now, message.worker_id)
                 self._socket.send(identity, WorkerOrdered(message.worker_id, error))
             case SetWorkerRole():
-                error = self.set_role(message.worker_id, message.role)
-                self._socket.send(identity, WorkerOrdered(message.worker_id, error))
+                if self._is_void(now, message):
+                    log.info("an order to %s came too late", message.worker_id)
+                else:
+                    error = self.set_role(message.worker_id, message.role)
+                    self._socket.send(identity, WorkerOrdered(message.worker_id, error, message.number))
             case ClearWorkerCache():
                 error = self._order(message.worker_id, ClearCache())
                 self._socket.send(identity, WorkerOrdered(message.worker_id, error))
@@ -123,12 +126,19 @@ class Control:
                     serving_figures(self._state.metrics, self._state.admission),
                     self._generation_config,
                     self._state.text.sampling_defaults.known(),
+                    now,
                 )
                 self._socket.send(identity, report)
             case GetTimeline():
                 timeline = self._state.timelines.own(message.request_id)
                 self._socket.send(identity, TimelineReport(message.request_id, timeline))
         self._notify_changes()
+
+    def _is_void(self, now: float, order: SetWorkerRole) -> bool:
+        """Whether an order has waited until its sender counts on it no more: for a process before this one, or while
+        this one was frozen (`deploy.launch.role_orders`)."""
+        is_for_another = order.proxy_id not in ("", self._proxy_id)
+        return is_for_another or (order.until_s is not None and not now <= order.until_s)
 
     def set_role(self, worker_id: str, role: Role) -> str:
         """Orders a worker to take a role. Returns an error message, or "" on success."""

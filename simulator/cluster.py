@@ -8,12 +8,12 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import get_args
+from typing import Any, get_args
 
 from tandem.deploy.launch import draining
 from tandem.deploy.launch.admin_socket import SOCKET_NAME
 from tandem.deploy.launch.cluster_client import Questions
-from tandem.protocol.messages.membership import Role, SetWorkerRole, WorkerOrdered
+from tandem.protocol.messages.membership import ChangeRole, Role, SetWorkerRole, WorkerOrdered
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, TandemError
@@ -40,6 +40,8 @@ class Operator(Questions):
     def __init__(self, switch: Switch, loop: ProcessLoop, num_proxies: int, note: Callable[[str], None]) -> None:
         self.num_running = 0
         """Commands."""
+        self.moved: set[str] = set()
+        """Workers that were told to change their role."""
         self._switch = switch
         self._loop = loop
         self._num_proxies = num_proxies
@@ -80,6 +82,7 @@ class Operator(Questions):
         self._loop.call_soon(lambda: start(scale()))
 
     def set_role(self, name: str, role: Role) -> None:
+        self.moved.add(name)
         self._give(f"{name} takes role {role}", lambda: self.ask_proxies(SetWorkerRole(name, role), WorkerOrdered))
 
     def _give(self, command: str, act: Callable[[], Awaitable[object]]) -> None:
@@ -115,7 +118,13 @@ class SimulatedCluster(Machine):
     ) -> None:
         self.has_faults, self.is_restored = True, False
         world = timeline.new_loop("world")
-        switch = Switch(timeline, shape.max_queued, shape.max_latency_s, shape.bytes_per_s, on_message)
+
+        def observe(sender: str, receiver: str, message: Any) -> None:
+            if isinstance(message, ChangeRole):
+                self._check_order(receiver, message.role)
+            on_message(sender, receiver, message)
+
+        switch = Switch(timeline, shape.max_queued, shape.max_latency_s, shape.bytes_per_s, observe)
         wires = Wires(
             block_s=lambda: rng.uniform(0.5, 1.5) * shape.block_s,
             breaks=lambda: self.has_faults and rng.random() < shape.failure_share,
@@ -133,6 +142,14 @@ class SimulatedCluster(Machine):
 
     def _on_launcher_end(self, code: int) -> None:
         self.world.call_later(RESTART_S, self._start_launcher)
+
+    def _check_order(self, name: str, role: Role) -> None:
+        """The launcher counts on each order that reaches a worker. It does not know those of operators."""
+        if self.launcher.loop.is_dead or not self.launcher.is_ready or name in self.operator.moved:
+            return
+        launcher = self.launcher.launcher
+        if name in launcher._workers and name not in launcher._orders and launcher._workers._roles[name] != role:
+            self.report("an order to change a role came too late", f"{name} takes role {role}")
 
     def end_faults(self) -> None:
         """Data paths break no more, and the operator wants as many workers as at the start."""

@@ -23,6 +23,7 @@ STAGES = ("unit", "simulation", "faults", "integration", "security")
 LONG = ("security/test_largest_values.py",)
 """Modules that begin the last stage for the same reason."""
 FORKING = (
+    "unit/deploy/test_runtime_dir.py",
     "unit/proxy/reading/test_reader_pool.py",
     "unit/runtime/processes/test_fork_server.py",
     "security/test_calls_without_workers.py",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +22,7 @@ from bench.gpu.part import Part
 from tandem.engine.attention.interface import AttentionOptions, StepAttention
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import BatchItem
+from tandem.runtime.cores import num_cores
 
 NUM_LAYERS, NUM_BLOCKS = 2, 48
 FP8 = torch.float8_e4m3fn
@@ -148,7 +148,7 @@ def main() -> None:
     part = Part("kernels", __doc__)
     part.interpret_kernels()
     cases = cases_of(part.device, part.device == "cpu" or part.quick)
-    num_processes = min(os.cpu_count() or 1, len(cases))
+    num_processes = min(num_cores(), len(cases))
     # Compiling takes most of the time, on one core for each case.
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as processes:
         running = [(case, processes.submit(check_case, case)) for case in cases]

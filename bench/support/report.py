@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import signal
 import subprocess
@@ -18,6 +17,8 @@ from typing import Any, Literal
 import msgspec
 from rich.console import Console
 from rich.table import Table
+
+from tandem.runtime.cores import num_cores
 
 _PACKAGES = ("tandem-serve", "torch", "transformers", "tokenizers", "pyzmq", "msgspec", "uvloop", "locust")
 
@@ -85,7 +86,7 @@ def describe_machine() -> dict[str, str | int | float]:
     memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "memory_gib": round(memory_kib / 2**20, 1),
         "system": f"{platform.system()} {platform.machine()}",
     }

@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from tandem.deploy.diagnosis.worker_clocks import clock_offsets
 from tandem.deploy.launch.cluster_client import ClusterClient, Questions
 from tandem.protocol.messages.membership import GetTimeline, StatusReport, TimelineReport, WorkerInfo
 from tandem.protocol.messages.operations import GetPlan, LaunchedProcess, ListProcesses, PlanReport
+from tandem.runtime.cores import cpu_quota
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.host import is_elsewhere
 from tandem.telemetry.request_log import NUM_KEPT
@@ -115,7 +117,8 @@ def _host_figures(
     memory = {}
     if len(cpus) > 1:
         memory = {name: found for name, pid in pids.items() if (found := worker_memory(pid, cpus)) is not None}
-    return host_figures(before, after, seconds, own | set(pids.values()), memory, max(1, len(cpus)))
+    quota = min(cpu_quota(Path("/proc", str(pid)), Path("/proc", str(pid), "root")) for pid in pids.values())
+    return host_figures(before, after, seconds, own | set(pids.values()), memory, max(1, len(cpus)), quota)
 
 
 def _width() -> int:

@@ -25,6 +25,7 @@ from tandem.deploy.processes.engine_python import (
 )
 from tandem.deploy.processes.gpus import visible_gpus
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.files.whole_file import write_whole
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
@@ -52,9 +53,9 @@ def add_engine_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _install(arguments: argparse.Namespace) -> None:
-    folder = (arguments.folder or default_folder()).expanduser().absolute()
+    folder = (expanded(arguments.folder) if arguments.folder else default_folder()).absolute()
     install_vllm(folder, arguments.python, bool(visible_gpus("auto", os.environ)))
-    named = f" --engine-python {folder}/bin/python" if folder != default_folder() else ""
+    named = f" --engine-python {folder}/bin/python" if arguments.folder else ""
     print(f"Use it with: tandem up --engine vllm{named} --model MODEL")
 
 

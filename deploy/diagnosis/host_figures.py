@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,3 +42,5 @@ class HostFigures:
     """NUMA nodes."""
     memory: Mapping[str, WorkerMemory] = field(default_factory=dict)
     """By worker; empty on a host with one node."""
+    cpu_quota: float = math.inf
+    """CPUs that the quota of the cluster's control group leaves to it."""

@@ -9,7 +9,7 @@ from tandem.deploy.diagnosis.observation import Observation
 from tandem.deploy.diagnosis.wording import Finding, names_text, time_text
 
 BUSY_SHARE = 0.8
-"""Share of a host's CPUs that must be busy for processes to be in each other's way."""
+"""Share of a host's CPUs, or of a quota, that must be busy for processes to be in each other's way."""
 MIN_NEIGHBOUR_CPUS = 0.5
 STOLEN_SHARE = 0.05
 FOREIGN_SHARE = 0.3
@@ -21,6 +21,7 @@ MAX_OFFSET_S = 2.0
 def host_findings(observation: Observation) -> Iterator[Finding]:
     host = observation.host
     if host is not None:
+        yield from _quota(host)
         yield from _neighbours(host)
         for name, memory in host.memory.items():
             yield from _memory(host, name, memory)
@@ -34,6 +35,16 @@ def host_findings(observation: Observation) -> Iterator[Finding]:
                 "clock",
                 f"{text}: its log lines and traces do not fit those of this host. Stages are right all the same.",
             )
+
+
+def _quota(host: HostFigures) -> Iterator[Finding]:
+    if host.cpu_quota < host.num_cpus and host.own_cpus >= BUSY_SHARE * host.cpu_quota:
+        yield Finding(
+            "cpu quota",
+            f"The cluster uses {host.own_cpus:.1f} CPUs, and the quota of its control group is {host.cpu_quota:.1f} of "
+            f"this host's {host.num_cpus}: its processes wait until the next period. Raise the quota (docker's --cpus, "
+            "a pod's limits.cpu, systemd's CPUQuota).",
+        )
 
 
 def _neighbours(host: HostFigures) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -60,6 +61,7 @@ def host_figures(
     own: frozenset[int],
     memory: Mapping[str, WorkerMemory],
     num_nodes: int,
+    cpu_quota: float = math.inf,
 ) -> HostFigures:
     """own: processes of the cluster; their descendants belong to it too. seconds: between the readings."""
     unit = 1 / (TICKS_PER_S * max(seconds, 0.01))
@@ -77,6 +79,7 @@ def host_figures(
         own_cpus=sum(used[pid] for pid in of_cluster),
         stolen_cpus=unit * (after.stolen - before.stolen),
         neighbours=tuple(sorted(neighbours, key=lambda each: -each.num_cpus)),
+        cpu_quota=cpu_quota,
         num_nodes=num_nodes,
         memory=memory,
     )

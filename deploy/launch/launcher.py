@@ -20,20 +20,20 @@ from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.hang_detector import INTERVAL_S, Watchdog
 from tandem.deploy.launch.loading_bar import fraction_loaded
+from tandem.deploy.launch.probes import all_accept, ask_media_cache
 from tandem.deploy.launch.proxy_reports import MAX_ASKED, ProxyReports
+from tandem.deploy.launch.role_orders import RoleOrders
 from tandem.deploy.launch.start_checks import check_reports, is_complete
 from tandem.deploy.launch.start_stages import StartStages
 from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_names, num_pairs, start_role
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised, has_crashed
 from tandem.deploy.sites.site import Site
-from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
     FromProxyControl,
     GetStatus,
     Role,
-    SetWorkerRole,
     StatusReport,
     WorkerExited,
     WorkerInfo,
@@ -42,7 +42,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.operations import LaunchedProcess
 from tandem.protocol.messaging import MessageDealer, Network
-from tandem.runtime.errors import ConfigError, InternalError, TandemError
+from tandem.runtime.errors import ConfigError, InternalError
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 from tandem.runtime.tasks import keep_running, start_job
 
@@ -71,6 +71,7 @@ class Launcher:
         self._children: dict[str, Supervised] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._workers = WorkerRoles()
+        self._orders = RoleOrders()
         self._stops: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._fatal: Exception | None = None
@@ -107,7 +108,8 @@ class Launcher:
         config = self._config
         watches = {"the watchdog": self._watch}
         if self._site.media_cache_endpoint:
-            watches["asking the media cache"] = self._ask_media_cache
+            endpoint, on_answer = self._site.media_cache_endpoint, partial(self._watchdog.on_answer, name="media-cache")
+            watches["asking the media cache"] = partial(ask_media_cache, self._network, endpoint, on_answer)
         with ExitStack() as cleanup:
             if not config.join:  # else the cluster's own launcher does this
                 autoscaler = Autoscaler(config, self, boot_s)
@@ -203,6 +205,7 @@ class Launcher:
             self._set_role(name, role)
         for name in changes.removed:
             self._workers.remove(name)
+            self._orders.cancel(name)
             self._stops.add(stop := start_job(self._stop_worker(name), f"stopping {name}"))
             stop.add_done_callback(self._stops.discard)
         for role, count in counts.items():
@@ -216,10 +219,22 @@ class Launcher:
 
     def _set_role(self, name: str, role: Role) -> None:
         """Orders the change through a proxy, which refuses it if no other worker could do the present phase."""
+        now = asyncio.get_running_loop().time()
         log.warning("%s changes its role to %s", name, role)
-        next(iter(self._controls.values())).send(SetWorkerRole(name, role))
-        self._workers.on_order(asyncio.get_running_loop().time(), name, role)
+        self._orders.give(now, name, role)
+        self._workers.on_order(now, name, role)
         self._site.set_role(name, role)
+        self._send_orders(now)
+
+    def _send_orders(self, now: float) -> None:
+        for proxy, order in self._orders.due(now):
+            self._controls[proxy].send(order)
+        for name, reason in self._orders.given_up(now).items():
+            self._on_refused(name, reason)
+
+    def _on_refused(self, name: str, reason: str) -> None:
+        log.warning("cannot change the role of %s: %s", name, reason)
+        self._workers.on_refused(name)
 
     async def _stop_worker(self, name: str) -> None:
         child, task = self._children[name], self._tasks[name]
@@ -238,6 +253,7 @@ class Launcher:
     def _forget(self, name: str) -> None:
         del self._children[name], self._tasks[name]
         self._workers.remove(name)
+        self._orders.cancel(name)
         self._watchdog.on_exit(name)
         self._site.forget(name)
 
@@ -248,6 +264,7 @@ class Launcher:
         for control in self._controls.values():
             control.send(WorkerExited(name, pid, has_crashed(returncode)))
         self._watchdog.on_exit(name)
+        self._orders.on_exit(name)
         child = self._children[name]
         if returncode == EXIT_BAD_CONFIG and self._ready:
             # The rest of the cluster serves: it is not stopped for one process.
@@ -277,13 +294,19 @@ class Launcher:
                 pids = {name: child.last_pid for name, child in self._children.items()}
                 self._reports.on_report(now, proxy, message, pids)
                 self._watchdog.on_workers(now, [worker.worker_id for worker, _ in self.loads])
-                for name, role in self._workers.on_report(now, (each.worker for each in message.workers)).items():
+                self._orders.on_report(now, proxy, message)
+                for name, role in self._workers.on_report(now, self._orders.settled(message)).items():
                     self._site.set_role(name, role)
                 if proxy in self._children:
                     self._watchdog.on_answer(now, proxy)
-            case WorkerOrdered(error=error) if error:
-                log.warning("cannot change a role: %s", error)
-                self._workers.on_refused(message.worker_id)
+                self._send_orders(now)
+            case WorkerOrdered():
+                taken, refusal = self._orders.on_answer(now, proxy, message)
+                if refusal:
+                    self._on_refused(message.worker_id, refusal)
+                elif taken is not None:
+                    self._workers.on_order(now, message.worker_id, taken)
+                self._send_orders(now)
 
     async def _watch(self) -> None:
         """Replaces processes that no longer respond."""
@@ -291,23 +314,10 @@ class Launcher:
             for name, detail in self._reports.to_ask(self._controls).items():
                 self._controls[name].send(GetStatus(detail))
             await asyncio.sleep(INTERVAL_S)
+            self._send_orders(asyncio.get_running_loop().time())
             for name, silence_s in self._watchdog.silent(asyncio.get_running_loop().time()).items():
                 log.error("%s has not responded for %.0f s: replacing it", name, silence_s)
                 self._children[name].replace()
-
-    async def _ask_media_cache(self) -> None:
-        cache = MediaCacheClient(self._network, self._site.media_cache_endpoint)
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                try:
-                    await cache.status()
-                    self._watchdog.on_answer(loop.time(), "media-cache")
-                except TandemError as error:
-                    log.warning("%s", error)
-                await asyncio.sleep(INTERVAL_S)
-        finally:
-            cache.close()
 
     @property
     def loads(self) -> list[tuple[WorkerInfo, WorkerLoad]]:
@@ -350,7 +360,7 @@ class Launcher:
         roles = [worker.worker.role for worker in last.workers]
         shown = [f"{roles.count(role)}/{count} {role}" for role, count in self.counts.items() if count]
         show(f"{', '.join(shown)}, {last.num_ready_pairs}/{self._num_pairs} pairs")
-        return not incomplete and (bool(config.join) or await self._all_proxies_answer())
+        return not incomplete and (bool(config.join) or await all_accept(self._site.http_hosts(), config.http.port))
 
     def _incomplete_proxies(self) -> list[str]:
         """Returns the proxies whose last report lacks some of our workers or, unless we join a cluster, their pairs."""
@@ -361,16 +371,6 @@ class Launcher:
     @property
     def _num_pairs(self) -> int:
         return num_pairs(self.counts)
-
-    async def _all_proxies_answer(self) -> bool:
-        """Returns whether the HTTP port of every known host accepts a connection."""
-        for host in self._site.http_hosts():
-            try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(host, self._config.http.port), 1.0)
-            except (OSError, TimeoutError):
-                return False
-            writer.close()
-        return True
 
     async def _stop_children(self) -> None:
         proxies = [child for name, child in self._children.items() if name.startswith("proxy-")]

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import shutil
 import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.launch.launcher import Launcher, OnProgress, worker_name
-from tandem.deploy.processes.runtime_dir import create_runtime_dir, log_dir
+from tandem.deploy.processes.runtime_dir import create_runtime_dir, remove_runtime_dir
+from tandem.deploy.processes.user_folders import user_folders
 from tandem.deploy.sites.local import LocalSite
 from tandem.deploy.sites.site import Site
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.sockets import new_context
-from tandem.runtime.errors import ConfigError
+from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.settings import with_values
 
 log = logging.getLogger(__name__)
@@ -48,8 +50,8 @@ async def run_cluster(
     place: int | str = config.http.port if not config.join else worker_name(config, "worker")
     with ExitStack() as cleanup:
         folder = create_runtime_dir(place)
-        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
-        logs = log_dir(place)
+        cleanup.push(partial(_remove, folder))
+        logs = cleanup.enter_context(user_folders(place, folder))
         # Only a launcher of joining workers or on Ray reaches proxies over tcp; others use local sockets.
         network = config.network if config.join or config.ray else NetworkConfig()
         context = new_context("worker" if config.join else "operator", network)
@@ -73,6 +75,11 @@ async def run_cluster(
         for number in stops:  # after the site: Ray sets its own handlers
             asyncio.get_running_loop().add_signal_handler(number, launcher.stop)
         await launcher.run(on_progress, lambda stages: on_ready(logs, stages))
+
+
+def _remove(folder: Path, kind: type[BaseException] | None, *_: Any) -> None:
+    """Removes the cluster's folder; logs in it stay if the cluster has failed, because they say why."""
+    remove_runtime_dir(folder, keeps_logs=kind is not None and issubclass(kind, TandemError))
 
 
 def _check_port(host: str, port: int, flags: str) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, Role, WorkerInfo
 
 NAME_PREFIX: dict[Role, str] = {"prefill": "prefill", "decode": "decode", "any": "worker"}
-ORDER_S = 3.0
-"""Seconds for which an ordered role counts although reports, which may be older than the order, show another."""
+ORDER_S = 8.0
+"""Seconds for which an ordered role counts although reports, which may be older than the order, show another. More than
+the 4 to 6 s for which a silent connection keeps what a proxy has sent to a worker: it may take the role until then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import the packages of the process that starts them, by a link on PYTHONPATH.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tandem.runtime
+from tandem.deploy.processes.runtime_dir import VLLM_MAX_FOLDER_BYTES
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.user_paths import expanded, user_folder
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 INSTALL_COMMAND = "tandem engine install vllm"
@@ -44,9 +47,8 @@ _ANSWER_TIMEOUT_S = 20.0
 
 
 def default_folder() -> Path:
-    """The environment that `tandem engine install vllm` makes unless another folder is named."""
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local/share") / "tandem/engines" / f"vllm-{VLLM_VERSION}"
+    """The environment that `tandem engine install vllm` makes unless another folder is named. Raises ConfigError."""
+    return user_folder("XDG_DATA_HOME", ".local/share") / "tandem/engines" / f"vllm-{VLLM_VERSION}"
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,17 @@ class EnginePython:
             "PYTHONPATH": str(packages),
             "PYTHONSAFEPATH": "1",  # the working folder may have names of packages that vLLM imports
             "PATH": f"{self.path.parent}:{os.environ.get('PATH', os.defpath)}",  # compilers that vLLM's kernels call
-            "VLLM_RPC_BASE_PATH": str(folder),
+            "VLLM_RPC_BASE_PATH": _path_for_sockets(folder),
         }
+
+
+@functools.cache
+def _path_for_sockets(folder: Path) -> str:
+    """Returns a path of the folder to which vLLM's names of sockets can be added: if it is too long, that of a
+    descriptor of this process, which stays open as long as there are workers."""
+    if len(os.fsencode(folder)) <= VLLM_MAX_FOLDER_BYTES:
+        return str(folder)
+    return f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)}"
 
 
 def find_engine_python(given: str) -> EnginePython:
@@ -88,7 +99,7 @@ def find_engine_python(given: str) -> EnginePython:
         if (folder / INCOMPLETE).exists():
             raise ConfigError(f"engine: vLLM in {folder} is not complete; install it again with `{INSTALL_COMMAND}`")
         given = str(folder / "bin/python")
-    found = shutil.which(Path(given).expanduser())
+    found = shutil.which(expanded(given))
     if found is None:
         raise ConfigError(
             f"engine_python: {given} is not a program; name the interpreter of an environment with vLLM, such as "

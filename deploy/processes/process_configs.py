@@ -24,6 +24,7 @@ from tandem.proxy.http.api_keys import ApiKeys, KeyFile, parse_keys
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
+from tandem.runtime.files.user_paths import expanded
 from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.worker_config import WorkerConfig
@@ -132,7 +133,7 @@ class ProcessConfigs:
             adapters=self._adapters,
             lora_file=place.lora_file,
             response_folder=place.response_folder,
-            data_folder=str(Path(cluster.data_dir).expanduser().absolute()) if cluster.data_dir else "",
+            data_folder=str(expanded(cluster.data_dir).absolute()) if cluster.data_dir else "",
             shutdown_grace_s=PROXY_GRACE_S,
             drain_timeout_s=cluster.drain_timeout_s,
             otlp_endpoint=cluster.otlp_endpoint,
@@ -247,6 +248,8 @@ def process_environment(num_threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        "NUMBA_NUM_THREADS": threads,
+        "RAYON_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin on cores that others need
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -264,7 +267,7 @@ def read_adapters(cluster: ClusterConfig) -> list[NamedAdapter]:
             raise ConfigError(f"lora: {given!r} is not NAME=FOLDER")
         if name == cluster.served_model_name or name in adapters:
             raise ConfigError(f"lora: the name {name!r} is in use; give the adapter of {path} another")
-        folder = Path(path).expanduser().absolute()
+        folder = expanded(path).absolute()
         try:
             adapters[name] = NamedAdapter(name, AdapterRef(read_adapter(folder).digest, str(folder)), int(time.time()))
         except InvalidAdapter as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
-from tandem.deploy.cluster_config import ClusterConfig, bracketed, num_cores
+from tandem.deploy.cluster_config import ClusterConfig, bracketed
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.engine_python import EnginePython, find_engine_python, vllm_environment
@@ -27,6 +27,7 @@ from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.deploy.sites.site import VLLM_WORKER_MODULE, WORKER_MODULE, Site
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.text.model_files import takes_media
+from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.listen_socket import bind
@@ -75,7 +76,7 @@ class LocalSite(Site):
             num_ranks = self._cluster.num_all_ranks
             if num_ranks > max(num_cores(), sum(self._cluster.counts.values())):  # some worker has several
                 log.warning(
-                    "vLLM's %d ranks spin while they wait, and this host has %d cores: requests may "
+                    "vLLM's %d ranks spin while they wait, and may use %d cores: requests may "
                     "wait for minutes; give --tensor-parallel-size 1 or fewer workers",
                     num_ranks,
                     num_cores(),
@@ -148,6 +149,8 @@ class LocalSite(Site):
 
     def _worker_environment(self, role: Role) -> dict[str, str]:
         env = process_environment(self._cluster.num_threads(role))
+        # Read when numba is imported, so it must be enough for all workers that are forked from one process.
+        env["NUMBA_NUM_THREADS"] = str(max(map(self._cluster.num_threads, self._cluster.counts)))
         if self._python is not None:
             env |= vllm_environment(self.on_gpus) | self._python.environment(self._folder)
         if self._gpus != []:  # there are GPUs, or it is not known

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +23,9 @@ from tandem.deploy.processes.engine_python import EnginePython, find_engine_pyth
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.preloaded import PreloadedWorker
+from tandem.deploy.processes.runtime_dir import make_process_folder
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S
+from tandem.deploy.processes.user_folders import make_missing_folders
 from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.runtime.errors import ConfigError
@@ -59,7 +60,8 @@ class ProcessActor:
     """Async actor. The kernel ends the process when its parent, the actor, is gone."""
 
     def __init__(self, name: str) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=f"tandem-{name}-"))  # mode 0700
+        self._folder = make_process_folder(name)
+        os.environ.update(make_missing_folders(self._folder))  # of this process and those that it starts
         self._output = LogFile(self._folder / "log")
         self._limiting: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None

@@ -16,6 +16,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from tandem.kv_transfer.tiers.change_log import ChangeLog, TierChanges
+from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.settings import setting
 
 
@@ -54,7 +55,7 @@ class TiersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def disk_folder(self) -> Path | None:
         """Absolute path of the folder on disk; None without one."""
-        return Path(self.kv_disk_dir).expanduser().absolute() if self.kv_disk_dir else None
+        return expanded(self.kv_disk_dir).absolute() if self.kv_disk_dir else None
 
 
 @dataclass(frozen=True)

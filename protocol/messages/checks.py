@@ -43,7 +43,7 @@ _MAX_FEW_LOGPROBS = 256
 MAX_LORA_MODULES = 100_000
 _MAX_PID = 2**22
 _INT64 = range(-(2**63), 2**64)
-_ENDPOINT = re.compile(r"ipc:///[^\s\0]{1,100}|tcp://(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):\d{1,5}")
+_ENDPOINT = re.compile(r"ipc:///[^\x00-\x1f\x7f]{1,106}|tcp://(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):\d{1,5}")
 
 
 def check_request(message: PromptMessage, vocab_size: int, max_model_len: int) -> None:

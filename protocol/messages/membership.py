@@ -15,7 +15,7 @@ import msgspec
 from tandem.protocol.messages.serving_figures import ServingFigures
 from tandem.runtime.files.lora_files import MAX_RANK
 
-PROTOCOL_VERSION = 29
+PROTOCOL_VERSION = 30
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -256,10 +256,16 @@ class DrainWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class SetWorkerRole(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """`tandem role`, or the launcher for its planner, to proxy. Answered by WorkerOrdered."""
+    """`tandem role`, or the launcher, to proxy. Answered by WorkerOrdered, unless it is void."""
 
     worker_id: str
     role: Role
+    number: int = 0
+    """Of the launcher's order, which the answer has too."""
+    proxy_id: str = ""
+    """The process of the proxy for which it is meant, and void for others; empty for any."""
+    until_s: float | None = None
+    """Time of that process's clock after which it is void, see `StatusReport.clock_s`; None for no limit."""
 
 
 class ClearWorkerCache(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -273,6 +279,8 @@ class WorkerOrdered(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
     worker_id: str
     error: str = ""
+    number: int = 0
+    """Of the order, see SetWorkerRole."""
 
 
 class LeaveCluster(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -351,6 +359,8 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     figures: ServingFigures | None = None
     generation_config: str = ""
     sampling_defaults: dict[str, float] = {}
+    clock_s: float = 0.0
+    """Time of the proxy's clock, whose zero means nothing to others."""
 
     @property
     def num_ready_pairs(self) -> int:

@@ -27,12 +27,15 @@ from PIL import Image, UnidentifiedImageError
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.shown_image import as_shown, orientation
 from tandem.proxy.media.source import MediaSource
+from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import first_line
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 _MIN_COMPLETE_SHARE = 0.9
 """A video is damaged if a smaller share of its frames or of its declared duration can be decoded."""
+_MAX_CODEC_THREADS = 8
+"""Of one video. The media process has a thread for every 8 cores (`deploy.cluster_config`)."""
 _UNSPECIFIED_COLOURS = 2
 _MIN_HD_HEIGHT = 720
 _FIRST_TURNED = 5
@@ -248,6 +251,8 @@ def _opened_video(source: MediaSource, data: bytes) -> Iterator[Any]:
                 raise source.refused("it is not an MP4 or WebM video")
             if not container.streams.video:
                 raise source.refused("it has no video stream")
+            # FFmpeg would start a thread for each core of the host.
+            container.streams.video[0].codec_context.thread_count = min(_MAX_CODEC_THREADS, num_cores())
             yield container
     except MemoryError:  # PyAV's own is an FFmpegError too
         raise

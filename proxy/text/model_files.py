@@ -9,6 +9,7 @@ import msgspec
 
 from tandem.runtime.errors import ConfigError, first_line
 from tandem.runtime.files.model_json import read_model_json
+from tandem.runtime.files.user_paths import expanded
 
 _TEXT_FILES = [
     "config.json",
@@ -33,7 +34,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 def find_model(model: str) -> Path:
     """Returns the model's folder; downloads the files listed here if it is a hub id. Raises ConfigError."""
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if folder.is_dir():
         return folder
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model:

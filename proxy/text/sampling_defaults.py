@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.model_json import read_model_json
+from tandem.runtime.files.user_paths import expanded
 
 FILE_NAME = "generation_config.json"
 
@@ -39,7 +40,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
         """
         if source == "vllm":
             return cls()
-        given = Path(source).expanduser()
+        given = expanded(source)
         file = model_folder / FILE_NAME if source == "auto" else given / FILE_NAME if given.is_dir() else given
         defaults = read_model_json(file, cls)
         if defaults is None:

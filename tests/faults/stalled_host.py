@@ -24,9 +24,10 @@ import httpx
 from rich.console import Console
 
 from bench.support.report import Aim, Report, finish, new_parser
+from tandem.runtime.cores import num_cores
 from tests.support.cluster import MODEL, Cluster
 
-NUM_BURNERS = 4 * min(2, os.cpu_count() or 1)
+NUM_BURNERS = 4 * min(2, num_cores())
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 2.4
 MAX_RUN_S = 4.0
 """Longest time between two pauses."""

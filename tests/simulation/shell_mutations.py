@@ -222,6 +222,12 @@ LAUNCH = (
         "        self._ordered.pop(name, None)\n\n    def on_report",
         "        pass\n\n    def on_report",
     ),
+    Mutation(
+        "orders are never void",
+        CONTROL,
+        "        is_for_another = order.proxy_id not in",
+        "        return False\n        is_for_another = order.proxy_id not in",
+    ),
     Mutation("reports do not change roles", ROLES, "        self._roles.update(changed)\n", ""),
 )
 """Starting, watching, scaling and moving processes. An operator who repeats a command heals most of them, so the

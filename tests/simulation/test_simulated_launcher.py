@@ -13,6 +13,7 @@ from tandem.deploy.launch.hang_detector import MAX_SILENCE_S, MAX_WORKER_SILENCE
 from tandem.deploy.launch.launcher import DRAIN_GRACE_S
 from tandem.protocol.messages.operations import ScaleCluster
 from tandem.simulator.engine import SimulatedStepTimes
+from tandem.simulator.scenario import FaultKind
 from tandem.simulator.site import LOST_S
 from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
 
@@ -76,6 +77,77 @@ def test_workers_move_before_others_start_or_stop() -> None:
         assert len(site.epochs()) == 2 and site.num_migrated() == 0
         starts = Counter(line.split()[1] for line in site.log if " starts as " in line)
         assert set(starts.values()) == {1}, "those that left are not started again"
+
+
+ROLES_LATER = {"prefill": 1, "decode": 3, "any": 0}
+
+
+def roles(site: DrivenCluster, proxy: int) -> dict[str, int]:
+    """Number of workers by role, as a proxy knows them; nothing while it boots."""
+    if not hasattr(site.cluster.proxies.get(f"proxy-{proxy}"), "table"):
+        return {}
+    found = Counter(report.worker.role for report in site.reports(proxy).values())
+    return {role: found[role] for role in ROLES_LATER}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("fault", ["kill proxy", "freeze proxy"])
+def test_roles_change_while_one_of_the_proxies_does_not_respond(fault: FaultKind) -> None:
+    """The order went to the first proxy only, waited there, and took effect after the launcher had given it up."""
+    with simulated_site(replace(FIXED, boot_s=8.0)) as site:
+        site.pass_time(2.0)
+        site.strike(fault, "proxy-0", MAX_SILENCE_S - 2)
+        site.pass_time(0.3)
+        site.cluster.operator.scale(ScaleCluster(prefill=1, decode=3))
+        site.until(lambda: roles(site, 1) == ROLES_LATER, 5.0)
+        assert site.cluster.launcher.launcher.counts == ROLES_LATER
+        site.cluster.operator.scale(ScaleCluster(prefill=2, decode=2))  # another order before the proxy is back
+        site.until(lambda: roles(site, 1)["prefill"] == 2, 5.0)
+        changes_of_mind: list[str] = []
+
+        def look() -> bool:
+            if roles(site, 1)["prefill"] != 2 or site.cluster.launcher.launcher.counts["prefill"] != 2:
+                changes_of_mind.append(f"{site.timeline.now:.3f}: {roles(site, 1)}")
+            return bool(changes_of_mind)
+
+        site.reaches(look, 15.0)
+        assert not changes_of_mind, "what waited for the proxy is void"
+        assert roles(site, 0)["prefill"] == 2, "it is back"
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_proxy_that_wakes_up_acts_on_no_order_that_another_proxy_has_got(frozen: int) -> None:
+    """It was frozen for less than the 4 s after which it would count its workers as lost."""
+    with simulated_site() as site:
+        launcher, awake = site.cluster.launcher.launcher, 1 - frozen
+        site.pass_time(2.0)
+        site.strike("freeze proxy", f"proxy-{frozen}", 3.8)
+        site.pass_time(0.05)
+        site.cluster.operator.scale(ScaleCluster(prefill=1, decode=3))
+        site.until(lambda: roles(site, awake) == ROLES_LATER, 3.0)
+        site.pass_time(0.1)
+        site.cluster.operator.scale(ScaleCluster(prefill=2, decode=2))
+        site.until(lambda: roles(site, awake)["prefill"] == 2, 3.0)
+        changed = site.reaches(lambda: roles(site, awake)["prefill"] != 2 or launcher.counts["prefill"] != 2, 10.0)
+        assert not changed and roles(site, frozen)["prefill"] == 2
+
+
+@pytest.mark.parametrize("fault", ["kill proxy", "freeze proxy"])
+def test_a_role_changes_once_the_only_proxy_is_back_and_is_not_given_up_before(fault: FaultKind) -> None:
+    with simulated_site(replace(FIXED.with_config(proxies=1), boot_s=6.0)) as site:
+        site.pass_time(2.0)
+        site.strike(fault, "proxy-0", MAX_SILENCE_S - 2)
+        site.pass_time(0.3)
+        site.cluster.operator.scale(ScaleCluster(prefill=1, decode=3))
+        site.pass_time(0.2)
+        counts: list[object] = []
+
+        def is_done() -> bool:
+            counts.append(site.cluster.launcher.launcher.counts)
+            return roles(site, 0) == ROLES_LATER
+
+        site.until(is_done, 15.0)
+        site.reaches(lambda: not is_done(), 5.0)
+        assert all(each == ROLES_LATER for each in counts)
 
 
 def test_a_worker_that_hangs_while_it_leaves_is_killed() -> None:

@@ -8,7 +8,6 @@ bfloat16 is slower.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.runtime.cores import num_cores
 from tools.demo_model.chats import Chat, Stage, all_small_talk, training_chat
 from tools.demo_model.lessons import HARD_LESSONS, LESSONS, SHORT_COUNTS
 from tools.demo_model.loss_plot import check_plotting, plot_losses
@@ -174,7 +174,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.demo_model.train", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=DEMO_MODEL)
     parser.add_argument("--plot", type=Path, default=Path("docs/demo_model_loss.svg"), help="file for the loss plot")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=num_cores())
     options = parser.parse_args(arguments)
     check_plotting()
     torch.set_num_threads(options.threads)

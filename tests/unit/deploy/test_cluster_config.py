@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from tandem.deploy import cluster_config
 from tandem.deploy.cli import _parser
-from tandem.deploy.cluster_config import load_config, num_cores, settings
+from tandem.deploy.cluster_config import load_config, settings
 from tandem.deploy.configuration_page import PAGE, page
+from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import ConfigError
 
 
@@ -159,3 +161,38 @@ def test_wrong_arguments_are_refused_in_one_line(arguments: list[str], words: st
 
 def test_the_configuration_page_is_current() -> None:
     assert PAGE.read_text() == page(), "run `python -m tandem.deploy.configuration_page`"
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "threads", "tokenizers", "media"), [(1, 1, 2, 1), (8, 4, 2, 1), (64, 32, 4, 8), (512, 256, 16, 64)]
+)
+def test_threads_and_processes_follow_the_cores_that_may_be_used(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, threads: int, tokenizers: int, media: int
+) -> None:
+    monkeypatch.setattr(cluster_config, "num_cores", lambda: num_cores)
+    config = load_config(None, {})
+    assert [config.num_threads("prefill"), config.num_threads("decode")] == [threads, threads]
+    assert (config.tokenizer_threads, config.media_threads) == (tokenizers, media)
+
+
+def test_paths_in_the_home_are_those_of_the_user_who_starts_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Processes get another home where this one cannot be written to."""
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "cluster.toml"
+    file.write_text('data_dir = "~/batches"\nlora = ["a=~/adapters/a", "b=/adapters/~b"]\n')
+    config = load_config(file, {"model": "~/model", "kv_disk_dir": "~/kv", "kv_disk_gib": 1.0})
+    assert (config.engine_settings.model, config.data_dir) == ("/home/me/model", "/home/me/batches")
+    assert (config.tiers.kv_disk_dir, config.lora) == ("/home/me/kv", ["a=/home/me/adapters/a", "b=/adapters/~b"])
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError))
+    with pytest.raises(ConfigError, match="~/model: no home folder is known for this user; write the whole path"):
+        load_config(None, {"model": "~/model"})
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "a b", "x" * 101, "a\n"])
+def test_names_of_workers_are_those_of_files(name: str) -> None:
+    with pytest.raises(ConfigError, match="may have letters, digits"):
+        load_config(None, {"name": name})
+    assert load_config(None, {"name": "host-1.rack_2"}).name == "host-1.rack_2"

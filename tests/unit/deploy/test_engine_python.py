@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
+import uuid
 import venv
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,13 @@ from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.processes.engine_python import (
     INCOMPLETE,
     REQUIREMENTS,
+    EnginePython,
     default_folder,
     find_engine_python,
     vllm_environment,
 )
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs
+from tandem.deploy.processes.runtime_dir import MAX_FOLDER_BYTES, VLLM_MAX_FOLDER_BYTES
 from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
@@ -161,6 +166,8 @@ def test_a_worker_is_started_in_the_environment_and_its_refusal_is_reported(
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "3",
+        "NUMBA_NUM_THREADS": "3",
+        "RAYON_NUM_THREADS": "3",
     }
     assert {key: environment.get(key) for key in expected} == expected
     config = msgspec.json.decode(content, type=VllmWorkerConfig)
@@ -180,7 +187,7 @@ def test_more_ranks_than_cores_are_warned_of(
     python = make_refusing(tmp_path / "python")
     counts = {"prefill": 1, "decode": 2, "tensor_parallel_size": ranks}
     make_site(tmp_path, engine="vllm", engine_python=str(python), **counts).close()
-    assert ("vLLM's 6 ranks spin while they wait, and this host has 2 cores" in caplog.text) is is_warned
+    assert ("vLLM's 6 ranks spin while they wait, and may use 2 cores" in caplog.text) is is_warned
     assert is_warned or not caplog.text
 
 
@@ -243,3 +250,15 @@ def test_variables_of_vllm_reach_workers_that_ray_starts(monkeypatch: pytest.Mon
     assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "250"
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "workers need it so"
     assert "PATH" not in environment
+
+
+@pytest.mark.parametrize("num_bytes", [VLLM_MAX_FOLDER_BYTES, VLLM_MAX_FOLDER_BYTES + 1, MAX_FOLDER_BYTES])
+def test_vllms_sockets_fit_into_any_folder(num_bytes: int) -> None:
+    folder = Path(f"/tmp/{os.getpid()}-".ljust(num_bytes, "x"))
+    folder.mkdir()
+    base = EnginePython(Path(sys.executable)).environment(folder)["VLLM_RPC_BASE_PATH"]
+    assert len(base) <= VLLM_MAX_FOLDER_BYTES and Path(base).samefile(folder)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{base}/{uuid.uuid4()}")
+    assert len([file for file in folder.iterdir() if file.is_socket()]) == 1
+    shutil.rmtree(folder)

@@ -217,3 +217,13 @@ def test_folders_that_other_users_could_change_are_refused(tmp_path: Path) -> No
     for folder, words in ((shared, "run chmod 700 on it"), (link, "symbolic link"), (file, "cannot make the folder")):
         with pytest.raises(ConfigError, match=f"kv_disk_dir: .*{words}"):
             make_disk_folder(folder)
+
+
+def test_kernels_of_all_workers_find_as_many_threads_as_the_largest_has(tmp_path: Path) -> None:
+    """numba reads the number when it is imported, which all workers share, and starts as many threads."""
+    settings = {"threads_per_worker": 4, "prefill_tensor_parallel_size": 4, "tensor_parallel_size": 2}
+    site = make_site(tmp_path, **settings)
+    environments = [site._worker_environment(role) for role in ("prefill", "decode")]
+    site.close()
+    assert [each["OMP_NUM_THREADS"] for each in environments] == ["1", "2"]
+    assert {each["NUMBA_NUM_THREADS"] for each in environments} == {"2"}

@@ -130,7 +130,15 @@ def test_pairs_with_invalid_values_are_refused(change: dict[str, Any]) -> None:
     ["", "tcp://", "tcp://host", "udp://a:1", "ipc://relative", "inproc://zeromq.zap.01", "tcp://a:1\n", "x"],
 )
 def test_invalid_endpoints_are_refused(endpoint: str) -> None:
-    for good in ("ipc:///run/x/w.sock", "tcp://10.0.0.1:7777", "tcp://[::1]:7777", "tcp://a-host.example:1"):
+    longest = f"ipc:///{106 * 'x'}"
+    for good in (
+        "ipc:///run/x/w.sock",
+        "ipc:///my folder/ü.sock",
+        longest,
+        "tcp://10.0.0.1:7777",
+        "tcp://[::1]:7777",
+        "tcp://a-host.example:1",
+    ):
         check_register(replace(REGISTER, worker=replace(REGISTER.worker, endpoint=good)))
     with pytest.raises(InvalidMessage):
         check_register(replace(REGISTER, worker=replace(REGISTER.worker, endpoint=endpoint)))

@@ -15,6 +15,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import AbortAllAttempts, Ping, Pong
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
+    ChangeRole,
     ClusterView,
     FromProxyControl,
     GetStatus,
@@ -29,6 +30,7 @@ from tandem.protocol.messages.membership import (
     WorkerInfo,
     WorkerLeft,
     WorkerLoad,
+    WorkerOrdered,
     WorkerStatus,
 )
 from tandem.protocol.refusals import Refusals
@@ -237,6 +239,43 @@ def test_workers_learn_of_changes_alone_and_each_announcement_costs_the_same_in_
         proxy.receive(SetWorkerRole("decode-2", "any"), b"operator")
         elastic = msgspec.structs.replace(second.worker, role="any")
         assert ClusterView("proxy", True, 5, 4, [elastic]) in proxy.socket.sent
+        proxy.control.close()
+
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    ("proxy_id", "until_s", "is_taken"),
+    [
+        ("", None, True),  # `tandem role`
+        ("proxy", 5.0, True),
+        ("proxy", 4.99, False),  # it has waited while this process was frozen
+        ("proxy", float("nan"), False),
+        ("proxy-of-before", 9.0, False),  # it has waited while this process was started
+        ("proxy-of-before", None, False),
+    ],
+)
+def test_an_order_that_its_sender_has_given_up_changes_nothing(
+    proxy_id: str, until_s: float | None, is_taken: bool
+) -> None:
+    loop = ClockedLoop()
+
+    async def run() -> None:
+        proxy = Proxy()
+        loop.now = 1.0
+        proxy.receive(register("decode-1"), b"1")
+        loop.now = 5.0
+        report = proxy.receive(GetStatus("proxy"), b"launcher")
+        assert isinstance(report, StatusReport) and report.clock_s == 5.0
+        proxy.receive(SetWorkerRole("decode-1", "any", 7, proxy_id, until_s), b"launcher")
+        answers = [WorkerOrdered("decode-1", "", 7)] if is_taken else []
+        assert [each for each in proxy.socket.sent if isinstance(each, WorkerOrdered)] == answers
+        assert (ChangeRole("any") in proxy.socket.sent) is is_taken
+        roles = {worker.worker_id: worker.role for worker in proxy.cluster.worker_table.workers()}
+        assert roles["decode-1"] == ("any" if is_taken else "decode")
         proxy.control.close()
 
     try:

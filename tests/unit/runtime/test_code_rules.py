@@ -20,6 +20,11 @@ MAY_FORK = {
     "runtime/processes/forked_process.py",
     "proxy/__main__.py",  # calls `ReaderPool.fork`
 }
+LOOKS_FOR_HOME = {"expanduser", "home", "getuser", "gettempdir"}
+MAY_LOOK = {
+    "runtime/files/user_paths.py",
+    "deploy/processes/user_folders.py",
+}
 MAY_START = {"runtime/tasks.py"}
 MAY_SHARE = {
     "proxy/server.py",  # when the proxy ends and nothing else runs
@@ -45,6 +50,7 @@ MAY_WRITE = {
     "deploy/sites/ray_actor.py",  # a memfd
     "deploy/sites/ray_process.py",  # empties a log
     "deploy/processes/log_file.py",  # empties a log
+    "deploy/processes/runtime_dir.py",  # a lock
     "deploy/configuration_page.py",  # a page of the documentation
 }
 
@@ -116,6 +122,11 @@ def test_tasks_are_started_in_one_place() -> None:
 
 def test_processes_are_forked_in_one_place() -> None:
     assert not broken(FORKS, MAY_FORK), "use tandem.runtime.processes.fork_server or forked_child"
+
+
+def test_a_user_may_have_no_home() -> None:
+    """What the standard library raises for such a user is no error that an operator could act on."""
+    assert not broken(LOOKS_FOR_HOME, MAY_LOOK), "use tandem.runtime.files.user_paths"
 
 
 def test_files_are_written_whole() -> None:

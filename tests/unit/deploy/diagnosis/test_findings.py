@@ -221,6 +221,23 @@ def test_neighbours(figures: HostFigures, kind: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("figures", "is_said"),
+    [
+        (host(2.0, own=1.6, cpu_quota=2.0), True),
+        (host(2.0, own=1.5, cpu_quota=2.0), False),
+        (host(0.5, own=0.45, cpu_quota=0.5), True),
+        (host(3.9, own=3.9, cpu_quota=4.0), False),  # as many as the host has
+        (host(3.9, own=3.9), False),
+    ],
+)
+def test_a_cpu_quota_that_is_used_up(figures: HostFigures, is_said: bool) -> None:
+    said = texts(usual_cluster().observe(host=figures), "cpu quota")
+    assert len(said) == is_said
+    if is_said:
+        assert f"the quota of its control group is {figures.cpu_quota:.1f} of this host's 4" in said[0]
+
+
+@pytest.mark.parametrize(
     ("prefill", "decode", "kind"),
     [
         (WorkerMemory(frozenset({0}), {0: 70, 1: 30}), WorkerMemory(frozenset({0}), {0: 1}), ["numa memory"]),

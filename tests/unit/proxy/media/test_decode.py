@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tandem.proxy.media import decode
 from tandem.proxy.media.decode import decode_image, decode_video, image_size, sampled, video_info
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import InvalidMedia, MediaSource
@@ -126,3 +127,13 @@ def test_a_truncated_image_is_refused(kind: str) -> None:
 def test_frames_at_equal_distances() -> None:
     assert sampled(5, 8) == [0, 1, 2, 3, 4]
     assert sampled(9, 3) == [0, 4, 8]
+
+
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (3, 3), (64, 8)])
+def test_a_video_is_decoded_by_no_more_threads_than_cores(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, num_threads: int
+) -> None:
+    """FFmpeg's own choice follows the cores of the host."""
+    monkeypatch.setattr(decode, "num_cores", lambda: num_cores)
+    with decode._opened_video(VIDEO, clip()) as container:
+        assert container.streams.video[0].codec_context.thread_count == num_threads

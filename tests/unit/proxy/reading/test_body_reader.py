@@ -116,7 +116,9 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised_whole() -> N
         with pytest.raises(ContextLengthExceeded, match="prompt is too long: about 50000 tokens > 99 maximum"):
             read(reader, **fields)
         assert counting.num_characters == 500
-    with pytest.raises(ContextLengthExceeded, match=r"prompt is too long: 100 tokens > 99 maximum.*maximum context length is 100 "):
+    with pytest.raises(
+        ContextLengthExceeded, match=r"prompt is too long: 100 tokens > 99 maximum.*maximum context length is 100 "
+    ):
         read(reader, prompt="x" * 100)
     with pytest.raises(ContextLengthExceeded, match=r"101 tokens > 99 maximum"):
         read(reader, prompt=[1] * 101)
