@@ -196,7 +196,8 @@ class Worker:
 
     def _open(self, message: StartPrefill | PrepareDecode) -> list[Action]:
         now = self._loop.time()
-        grammar = self._host.grammars.get(message.sampling.grammar, client_of(message.cache_salt))
+        sampling, client = message.sampling, client_of(message.cache_salt)
+        grammar = self._host.grammars.get(sampling.grammar, client, sampling.is_grammar_optional)
         adapter = self._host.adapters.get(message.adapter)
         if isinstance(message, PrepareDecode):
             return self._scheduler.decode.on_prepare(now, message, grammar, adapter)

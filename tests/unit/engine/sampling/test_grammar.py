@@ -36,6 +36,7 @@ from tests.unit.engine.sampling.small_grammars import (
     VOCAB_SIZE,
     allowed,
     done,
+    grammar_of,
     matcher_of,
     state_of,
 )
@@ -222,6 +223,30 @@ def test_a_failing_grammar_does_not_affect_other_sequences(server: GrammarServer
     assert set(alone.errors) == {0} and logits[:2].eq(0).all()
     checked = with_errors(outputs, mask.errors)
     assert [output.error is not None for output in checked] == [True, False, True, False]
+
+
+def test_a_sequence_goes_on_without_an_optional_grammar_that_fails(
+    server: GrammarServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Grammar(done(InvalidRequest("the grammar\x1b cannot be served: x")))
+    states = [broken.new_state({END}, is_optional=True), broken.new_state({END}, is_optional=True)]
+    followed = grammar_of(server, 'start: "ab"')
+    states += [followed.new_state({END}, is_optional=True) for _ in range(2)]
+    outputs = [[], [], BPE.encode("b").ids, BPE.encode("a").ids]
+    for _ in range(2):  # each step, and once in the log
+        samples = [
+            Sample(SamplingParams(), output_token_ids=output, grammar=state, banned_token_ids={END, VOCAB_SIZE + 5})
+            for state, output in zip(states, outputs, strict=True)
+        ]
+        mask = compute_masks(samples, [0, 1, 2, 3])
+        assert mask.errors == {} and mask.rows == [3], "the last one is followed"
+        logits = torch.zeros(4, VOCAB_SIZE)
+        mask.apply(logits)
+        for row in range(3):
+            assert set(torch.isinf(logits[row]).nonzero()[:, 0].tolist()) == {END}, "before min_tokens"
+        assert set(torch.isfinite(logits[3]).nonzero()[:, 0].tolist()) == set(BPE.encode("b").ids)
+    messages = [each for each in caplog.messages if "go on without their grammar" in each]
+    assert len(messages) == 2 and all(each.isprintable() for each in messages)
 
 
 def test_a_failed_compilation_keeps_no_reference_to_its_sequences() -> None:
