@@ -99,23 +99,29 @@ class GrammarChecks:
 
     def _checked_calls(self, wanted: CallGrammar) -> CheckedGrammar:
         free = _FreeTools(wanted)
-        for name in wanted.schemas:
+        for name in wanted.schemas if wanted.tool_format.writes_json else ():
             if reason := wanted.why_no_object(name):
                 if wanted.is_asked_for(name):
                     raise _tool_error(wanted, name, ".type", reason)
                 free.add([name], "invalid", reason)
-        if (size := free.fit()) > MAX_GRAMMAR_BYTES:
+        text = free.fit()
+        if (size := grammar_bytes(text)) > MAX_GRAMMAR_BYTES:
             if not wanted.is_optional:
-                raise _too_large(wanted.param, size)
+                raise _too_large(wanted.param, size, free.largest())
             free.add_rest("size", "even the names of the tools are too large as a grammar")
             return free.outcome(None)
-        whole = self._check(wanted.text(free.kinds))
+        whole = self._check(text)
+        if whole.error:
+            return free.outcome(self._without_faults(wanted, free, whole))
         if whole.ignored:
             log.warning("tools are served without keywords that cannot be enforced; with strict: true they are refused")
-        return free.outcome(self._without_faults(wanted, free, whole) if whole.error else wanted.text(free.kinds))
+        return free.outcome(text)
 
     def _without_faults(self, wanted: CallGrammar, free: _FreeTools, whole: GrammarCheck) -> str | None:
-        """Returns a grammar without the schemas that cannot be enforced. whole: the check that has failed."""
+        """Returns a grammar without the schemas that cannot be enforced; None if not even names can be.
+
+        whole: the check that has failed.
+        """
         if wanted.content is not None:
             check = self._check(wanted.content.text())
             if check.error:
@@ -168,6 +174,11 @@ class _FreeTools:
                 found.setdefault(rule, []).append(name)
         return found
 
+    def largest(self) -> str:
+        """Returns one of the other tools, with the largest schema; "" if there is no other."""
+        rules = self.names_by_rule()
+        return rules[max(rules, key=len)][0] if rules else ""
+
     def add(self, names: Iterable[str], kind: FreeReason, reason: str) -> None:
         for name in names:
             self.kinds[name], self._reasons[name] = kind, reason
@@ -177,12 +188,15 @@ class _FreeTools:
         for names in self.names_by_rule().values():
             self.add([name for name in names if name not in self._wanted.strict], kind, reason)
 
-    def fit(self) -> int:
-        """Frees the tools with the largest schemas until the grammar is small enough, and returns its size."""
+    def fit(self) -> str:
+        """Frees the tools with the largest schemas until the grammar is small enough, and returns it.
+
+        It is still too large if the names are, or the strict tools.
+        """
         wanted = self._wanted
-        size = grammar_bytes(wanted.text(self.kinds))
-        if size <= MAX_GRAMMAR_BYTES or not wanted.tool_format.writes_json:
-            return size
+        text = wanted.text(self.kinds)
+        if (size := grammar_bytes(text)) <= MAX_GRAMMAR_BYTES or not wanted.tool_format.writes_json:
+            return text
         by_size = sorted(self.names_by_rule().items(), key=lambda each: len(each[0]), reverse=True)
         groups = [names for _, names in by_size if wanted.strict.isdisjoint(names)]
 
@@ -191,7 +205,7 @@ class _FreeTools:
 
         reason = f"all tools together have {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}"
         self.add(chain(*groups[: bisect_left(range(len(groups)), True, key=fits)]), "size", reason)
-        return grammar_bytes(wanted.text(self.kinds))
+        return wanted.text(self.kinds)
 
     def outcome(self, text: str | None) -> CheckedGrammar:
         """text: None if not even calls are constrained."""
@@ -204,8 +218,10 @@ class _FreeTools:
         return CheckedGrammar(text, dict(Counter(self.kinds.values())))
 
 
-def _too_large(param: str, size: int) -> InvalidRequest:
-    return InvalidRequest(f"{param} is too large: {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}.", param)
+def _too_large(param: str, size: int, largest: str = "") -> InvalidRequest:
+    """largest: name of the tool that takes most of it."""
+    more = f" The largest schema is that of tool {largest!r}." if largest else ""
+    return InvalidRequest(f"{param} is too large: {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}.{more}", param)
 
 
 def _tool_error(wanted: CallGrammar, name: str, place: str, reason: str) -> InvalidRequest:

@@ -78,7 +78,7 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
         """Returns why the schema of a tool allows no object; an empty string if it does."""
         given = (self.schemas[name] or ANY_OBJECT).get("type", "object")
         allows_objects = given == "object" or (isinstance(given, list) and "object" in given)
-        return "" if allows_objects else f'the type of arguments must be "object", not {given!r}'
+        return "" if allows_objects else f'the type of arguments must be "object", not {repr(given)[:100]}'
 
     def text(self, free: Collection[str] = ()) -> str:
         """Returns a grammar in llguidance's Lark. free: tools whose arguments may be any object."""

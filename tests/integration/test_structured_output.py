@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema_rs
 import openai
 import pytest
@@ -267,3 +268,18 @@ def test_grammars_with_unknown_tokens_are_refused_by_the_worker(client: openai.O
     with pytest.raises(openai.BadRequestError, match="token"):
         chat(client, extra_body={"structured_outputs": {"grammar": "start: <|no_such_token|>"}})
     assert chat(client, max_completion_tokens=3).usage.completion_tokens == 3
+
+
+def test_a_tool_with_an_odd_schema_is_served_and_counted(client: openai.OpenAI, cluster: Cluster) -> None:
+    odd: Any = {"type": "object", "properties": {"a": {"type": "float", "pattern": "(?=a)b"}}, "required": None}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    answer = chat(client, tools=tools, max_completion_tokens=5, seed=1)
+    assert answer.usage.completion_tokens == 5
+    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=60).text
+    assert 'tandem_unconstrained_tools_total{reason="invalid"} 1.0' in text
+    assert 'tandem_unconstrained_tools_total{reason="size"} 0.0' in text
+    for choice in ("required", {"type": "function", "function": {"name": "odd"}}):
+        with pytest.raises(
+            openai.BadRequestError, match=r"tool 'odd' cannot be enforced, at parameters\.properties\.a: "
+        ):
+            chat(client, tools=tools, tool_choice=choice)

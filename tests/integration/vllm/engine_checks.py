@@ -20,7 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import msgspec
 from engine_driver import BLOCK_SIZE, EngineDriver  # type: ignore[import-not-found]
 
+from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions, Thinking
+from tandem.runtime.errors import InvalidRequest
+from tandem.vllm_worker.engine.vllm_sampling import check_supported
 from tandem.vllm_worker.vllm_host import kv_layout
 
 NUM_TOKENS = 40
@@ -313,6 +316,24 @@ def grammars(driver: EngineDriver) -> dict[str, dict[str, Any]]:
     return found
 
 
+def supported() -> dict[str, str]:
+    """Returns why messages are refused; "" for those that are not."""
+    found = {}
+    for name, max_tokens in (("thinking", None), ("a thinking budget", 9)):
+        sampling = SamplingParams(thinking=Thinking(True, (41,), (42,), (42,), max_tokens))
+        message = StartPrefill(
+            proxy_id="p", attempt_ids=["a"], transfer_id="t", token_ids=b"", sampling=sampling, seeds=[0],
+            stop=StopConditions(1), deadline_s=1.0, num_generated=0, cache_salt="", decode_worker_id=None,
+            decode_epoch=None,
+        )  # fmt: skip
+        try:
+            check_supported(message)
+            found[name] = ""
+        except InvalidRequest as error:
+            found[name] = error.message
+    return found
+
+
 def logprobs(driver: EngineDriver) -> dict[str, dict[str, Any]]:
     """Returns what is reported for requests with other logprobs, alone and in the same steps: [logprob, rank, top]."""
     cases = {
@@ -365,6 +386,7 @@ def main() -> None:
         "moved": moved(driver),
         "aborts": aborts(driver),
         "logprobs": logprobs(driver),
+        "supported": supported(),
         "pauses": pauses(driver),
         "grammars": grammars(driver),
         "refusals": refusals(driver),

@@ -143,6 +143,11 @@ def test_a_grammar_applies_after_the_thinking(found: dict[str, Any]) -> None:
     assert cases["without thinking"] == answer
 
 
+def test_only_a_budget_of_thinking_is_refused(found: dict[str, Any]) -> None:
+    supported = found["supported"]
+    assert supported["thinking"] == "" and "leave out the thinking budget" in supported["a thinking budget"]
+
+
 def test_an_optional_grammar_that_fails_does_not_end_its_request(found: dict[str, Any]) -> None:
     for name, case in found["grammars"].items():
         if name.startswith("optional"):

@@ -193,7 +193,8 @@ def test_descriptions_take_no_room() -> None:
 def test_a_forced_call_of_many_tools_is_served_too(options: dict[str, Any]) -> None:
     schemas = {f"tool_{i}": argument({"const": f"{i}" + "x" * 2000}) for i in range(100)}
     assert GrammarChecks().checked(calls(schemas, **options)).num_free_tools["size"] < 60
-    with pytest.raises(InvalidRequest, match=f"tools is too large: .* at most {MAX_GRAMMAR_BYTES}"):
+    schemas["largest"] = argument({"const": "x" * 9999})
+    with pytest.raises(InvalidRequest, match=f"tools is too large: .* at most {MAX_GRAMMAR_BYTES}.*'largest'"):
         GrammarChecks().checked(calls(schemas, strict=frozenset(schemas), **options))
 
 
