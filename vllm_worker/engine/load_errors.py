@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from tandem.runtime.errors import ConfigError, InternalError, TandemError, first_line
 
@@ -63,7 +64,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             pending += (detail.get("ctx", {}).get("error") for detail in _details(each))
 
 
-def _details(error: BaseException) -> list[dict[str, object]]:
+def _details(error: BaseException) -> list[dict[str, Any]]:
     """Returns the details of pydantic's ValidationError; none of another error."""
     return error.errors() if hasattr(error, "errors") and type(error).__name__ == "ValidationError" else []
 
