@@ -204,7 +204,8 @@ class _FreeTools:
             return grammar_bytes(wanted.text({*self.kinds, *chain(*groups[:number])})) <= MAX_GRAMMAR_BYTES
 
         reason = f"all tools together have {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}"
-        self.add(chain(*groups[: bisect_left(range(len(groups)), True, key=fits)]), "size", reason)
+        number = bisect_left(range(len(groups)), True, key=fits) if fits(len(groups)) else len(groups)
+        self.add(chain(*groups[:number]), "size", reason)
         return wanted.text(self.kinds)
 
     def outcome(self, text: str | None) -> CheckedGrammar:
