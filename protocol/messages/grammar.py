@@ -13,7 +13,6 @@ from typing import NamedTuple
 from llguidance import LLMatcher, LLParserLimits
 
 from tandem.protocol.messages.grammar_depth import grammar_depth
-from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.stack import call_with_stack
 
 MAX_GRAMMAR_BYTES = 128 * 1024
@@ -57,7 +56,7 @@ class GrammarCheck(NamedTuple):
     """Processor time of the library's work."""
 
 
-def try_grammar(text: str) -> GrammarCheck:
+def check_grammar(text: str) -> GrammarCheck:
     """Validates a grammar. Takes up to 2 s. One that overflows the stack of the validating thread ends the process.
 
     Everything that a proxy has llguidance do with a client's grammar happens here.
@@ -74,17 +73,6 @@ def try_grammar(text: str) -> GrammarCheck:
             "Write rules that only name another one, or chains of $ref, in place"
         )
     return call_with_stack(_CHECK_STACK_BYTES, lambda: _validate(text))
-
-
-def check_grammar(text: str, param: str) -> str:
-    """Validates a grammar like `try_grammar`, and returns what it does not enforce.
-
-    Raises InvalidRequest for `param` with a one-line message.
-    """
-    check = try_grammar(text)
-    if check.error:
-        raise InvalidRequest(f"{param} cannot be served as a grammar: {check.error}.", param)
-    return check.ignored
 
 
 def grammar_bytes(text: str) -> int:

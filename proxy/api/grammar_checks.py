@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, GrammarCheck, grammar_bytes, try_grammar
+from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, GrammarCheck, check_grammar, grammar_bytes
 from tandem.proxy.api.chat_messages import JsonObject
 from tandem.proxy.api.gbnf import to_lark
 from tandem.proxy.api.json_schemas import find_fault
@@ -54,9 +54,9 @@ class CheckedGrammar(NamedTuple):
 
 
 class GrammarChecks:
-    """Checks grammars, and keeps the last ones that were served. check: see `try_grammar`."""
+    """Checks grammars, and keeps the last ones that were served. check: see `check_grammar`."""
 
-    def __init__(self, check: Callable[[str], GrammarCheck] = try_grammar) -> None:
+    def __init__(self, check: Callable[[str], GrammarCheck] = check_grammar) -> None:
         self._check = check
         self._kept: OrderedDict[bytes, CheckedGrammar] = OrderedDict()
 

@@ -304,10 +304,8 @@ def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Any) -> N
     ],
 )
 def test_unsupported_grammars_are_refused_with_one_line(text: str, says: str) -> None:
-    with pytest.raises(InvalidRequest) as raised:
-        check_grammar(text, "response_format")
-    assert says in raised.value.message and "\n" not in raised.value.message and len(raised.value.message) < 500
-    assert raised.value.param == "response_format"
+    error = check_grammar(text).error
+    assert says in error and "\n" not in error and len(error) < 500
 
 
 def test_hostile_grammars_stay_within_limits() -> None:
@@ -321,7 +319,7 @@ def test_hostile_grammars_stay_within_limits() -> None:
     ]
     for text in hostile:
         try:
-            check_grammar(text, "structured_outputs.grammar")
+            assert "\n" not in check_grammar(text).error
             allowed(matcher_of(text), [])
         except InvalidRequest as error:
             assert "\n" not in error.message

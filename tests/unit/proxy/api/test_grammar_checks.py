@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, GrammarCheck, grammar_bytes, try_grammar
+from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, GrammarCheck, check_grammar, grammar_bytes
 from tandem.proxy.api.grammar_checks import MAX_CHECKS, MAX_CHECKS_CPU_S, CheckedGrammar, GrammarChecks
 from tandem.proxy.api.json_schemas import without_annotations
 from tandem.proxy.api.output_grammar import CallGrammar, TextGrammar
@@ -100,7 +100,7 @@ class CountingChecks:
     def __call__(self, text: str) -> GrammarCheck:
         self.texts.append(text)
         if self._cpu_s is None:
-            return try_grammar(text)
+            return check_grammar(text)
         return GrammarCheck("too complex" if self._refused in text else "", "", self._cpu_s)
 
 
@@ -114,7 +114,7 @@ def test_a_faulty_schema_frees_the_arguments_of_its_tool_only(kind: str, caplog:
     assert checked == CheckedGrammar(
         calls({"before": GOOD, "odd": schema, "after": GOOD}).text({"odd"}), {"invalid": 1}
     )
-    assert try_grammar(text).error == ""
+    assert check_grammar(text).error == ""
     [message] = caplog.messages
     assert "'odd'" in message and "before" not in message and len(message) < 300 and message.isprintable()
 
@@ -130,6 +130,12 @@ def test_where_it_is_asked_for_the_error_names_tool_place_and_reason(kind: str, 
     assert raised.value.param == "tools" and "'odd'" in message and f"at {place}" in message
     assert len(message) < 600 and message.isprintable()
     assert f"leave out {'strict' if asked == 'strict' else 'tool_choice'}" in message
+
+
+def test_a_format_that_was_asked_for_does_not_make_tools_asked_for() -> None:
+    wanted = calls({"fine": GOOD, "odd": argument({"type": "float"})}, content=TextGrammar("p", schema={"enum": [1]}))
+    assert not wanted.is_optional
+    assert GrammarChecks().checked(wanted) == CheckedGrammar(wanted.text({"odd"}), {"invalid": 1})
 
 
 def test_a_strict_tool_does_not_need_the_others_to_be_valid() -> None:
@@ -258,7 +264,7 @@ def test_tools_with_the_same_schema_share_a_rule(name: ToolFamilyName) -> None:
     schemas = {f"get_{i}": GOOD for i in range(50)} | {"get": GOOD, "get_1_more": argument({"type": "string"})}
     text = calls(schemas, name, is_required=True).text()
     assert text.count(A_RULE) == 2, "as a property and as a required one"
-    assert try_grammar(text).error == ""
+    assert check_grammar(text).error == ""
 
 
 _NAMES = st.sampled_from(["a", "b", "type", "$ref", "properties"])
@@ -277,7 +283,7 @@ _VALUES = st.recursive(
 def test_any_schema_is_served_and_its_arguments_are_read(properties: dict[str, Any], more: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": properties} | more
     checked = GrammarChecks().checked(calls({"f": schema, "g": GOOD}))
-    assert checked.text is not None and A_RULE in checked.text and try_grammar(checked.text).error == ""
+    assert checked.text is not None and A_RULE in checked.text and check_grammar(checked.text).error == ""
     types = ToolArguments.of(schema)
     for name in (*properties, "unknown"):
         json.loads(typed_value("5", types.of_argument(name)))
