@@ -81,11 +81,9 @@ class DecodePrompt:
         prompt = cls(request, number, now, hasher, hashes, adapter=adapter)
         for index, (attempt_id, seed) in enumerate(zip(request.attempt_ids, request.seeds, strict=True)):
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
-            state = (
-                grammar.new_state(request.stop.stop_token_ids, request.sampling.thinking)
-                if grammar is not None
-                else None
-            )
+            state = None
+            if grammar is not None:
+                state = grammar.new_state(request.stop.stop_token_ids, sampling.thinking, sampling.is_grammar_optional)
             prompt.sequences[attempt_id] = DecodeSequence(prompt, attempt_id, (number, index), sampling, state)
         return prompt
 

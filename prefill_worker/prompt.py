@@ -75,9 +75,9 @@ class PrefillPrompt:
         adapter: Adapter | None = None,
     ) -> PrefillPrompt:
         token_ids = unpack_token_ids(request.token_ids)
-        state = (
-            grammar.new_state(request.stop.stop_token_ids, request.sampling.thinking) if grammar is not None else None
-        )
+        sampling, state = request.sampling, None
+        if grammar is not None:
+            state = grammar.new_state(request.stop.stop_token_ids, sampling.thinking, sampling.is_grammar_optional)
         samples = _first_samples(request, token_ids, state) if request.pooling is None else []
         open_ids = set(request.attempt_ids)
         return cls(

@@ -70,6 +70,14 @@ class ProxyMetrics:
         )
         for reason in ("queue_full", "client_limit", "slo", "no_room", "connections"):
             self.rejected.labels(reason)  # exported from the start, so that `increase` sees the first one
+        self.free_tools = self._counter(
+            "tandem_unconstrained_tools",
+            "Tools of requests whose calls are not held to the tool's schema, by reason: invalid (the schema, or a "
+            "keyword that is not supported), size (of all tools together) or limits (on the work of checking).",
+            "reason",
+        )
+        for reason in ("invalid", "size", "limits"):
+            self.free_tools.labels(reason)
         self.running = self._gauge("tandem_num_requests_running", "Sequences in flight.", "livesum")
         self.waiting = self._gauge(
             "tandem_num_requests_waiting", "Sequences that wait for their first token.", "livesum"

@@ -199,7 +199,8 @@ class Worker:
         now = self._loop.time()
         if not self._host.loaded.has_head and (isinstance(message, PrepareDecode) or message.pooling is None):
             raise InvalidRequest("this model has no output head: it generates no text and serves /v1/embeddings only")
-        grammar = self._host.grammars.get(message.sampling.grammar, client_of(message.cache_salt))
+        sampling, client = message.sampling, client_of(message.cache_salt)
+        grammar = self._host.grammars.get(sampling.grammar, client, sampling.is_grammar_optional)
         adapter = self._host.adapters.get(message.adapter)
         if isinstance(message, PrepareDecode):
             return self._scheduler.decode.on_prepare(now, message, grammar, adapter)

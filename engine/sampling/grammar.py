@@ -7,6 +7,7 @@ migrated or preempted, or whose grammar's process had to be replaced, therefore 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import weakref
 from collections import deque
@@ -17,6 +18,8 @@ from typing import NamedTuple, Protocol
 from tandem.engine.sampling.grammar_messages import FillMask, Mask, NewState
 from tandem.protocol.messages.sampling import Thinking
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
+
+log = logging.getLogger(__name__)
 
 MASKS_TIMEOUT_S = 3.0
 """Wait of a step for the masks of all its sequences. It is for loaded machines; a slow grammar ends much earlier."""
@@ -38,14 +41,23 @@ class MaskRequest(NamedTuple):
 class GrammarState:
     """One sequence's state in its grammar. stop_token_ids: allowed only where the grammar may end.
 
-    thinking: the grammar applies after it; thinking itself is free but for stop_token_ids.
-    Everything but `is_ready` and `grammar` belongs to the thread that computes masks.
+    thinking: the grammar applies after it; thinking itself is free but for stop_token_ids. is_optional: the sequence
+    goes on without the grammar when it fails. Everything but `is_ready`, `grammar` and `is_optional` belongs to the
+    thread that computes masks.
     """
 
     _ids = itertools.count()
 
-    def __init__(self, grammar: Grammar, stop_token_ids: Collection[int], thinking: Thinking | None = None) -> None:
+    def __init__(
+        self,
+        grammar: Grammar,
+        stop_token_ids: Collection[int],
+        thinking: Thinking | None = None,
+        is_optional: bool = False,
+    ) -> None:
         self.grammar = grammar
+        self.is_optional = is_optional
+        self.has_failed = False
         self._new = NewState(list(stop_token_ids), thinking)
         self._id = next(self._ids)
         self._num_sent = 0
@@ -55,6 +67,14 @@ class GrammarState:
     @property
     def is_ready(self) -> bool:
         return self.grammar.is_compiled
+
+    def give_up(self, reason: str) -> None:
+        """Stops constraining the sequence. Logs the reason, once for each grammar."""
+        assert self.is_optional
+        self.has_failed = True
+        if not self.grammar.is_reported:
+            self.grammar.is_reported = True
+            log.warning("calls of tools go on without their grammar: %r", reason)
 
     def request(self, request: MaskRequest, process_number: int) -> FillMask:
         """Returns a request with the tokens that the process does not have yet."""
@@ -86,14 +106,24 @@ class Grammar:
         self._compiled = compiled
         self.client = client
         self.ended_state_ids: deque[int] = deque()
+        self.is_reported = False  # its failure, in the log
 
     @property
     def is_compiled(self) -> bool:
         """True also if compilation failed; `process` then raises."""
         return self._compiled.done()
 
-    def new_state(self, stop_token_ids: Collection[int], thinking: Thinking | None = None) -> GrammarState:
-        return GrammarState(self, stop_token_ids, thinking)
+    @classmethod
+    def failed(cls, error: TandemError) -> Grammar:
+        """Returns a grammar that could not be compiled."""
+        compiled: Future[MaskProcess] = Future()
+        compiled.set_exception(copy_of(error))
+        return cls(compiled)
+
+    def new_state(
+        self, stop_token_ids: Collection[int], thinking: Thinking | None = None, is_optional: bool = False
+    ) -> GrammarState:
+        return GrammarState(self, stop_token_ids, thinking, is_optional)
 
     def process(self) -> MaskProcess:
         """Waits for the compilation. Raises InvalidRequest if it failed."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,16 @@ class StepMask:
     """uint8 [num_masks, 4 * num_words], one bit per token."""
     errors: dict[int, ErrorInfo]
     """Errors by row of the logits; such rows are not masked."""
+    banned: dict[int, Collection[int]] = field(default_factory=dict)
+    """Tokens that rows without a mask must not get, by row: their optional grammars have failed."""
 
     def apply(self, logits: torch.Tensor) -> None:
         """Sets forbidden tokens to -inf in place. logits: [num_rows, vocab_size]."""
+        for row, token_ids in self.banned.items():
+            [index] = upload(
+                [np.array([each for each in token_ids if each < logits.shape[-1]], np.int64)], logits.device
+            )
+            logits[row].index_fill_(0, index, float("-inf"))
         if not self.rows:
             return
         arrays: list[Array] = [self.bits, np.array(self.rows, np.int64), np.array(self.mask_rows, np.int64)]
@@ -83,16 +90,20 @@ def compute_masks(samples: Sequence[Sample], rows: list[int], timeout_s: float =
     """Has the grammars' processes compute the masks of the samples in `rows`, all grammars at the same time.
 
     Sequences that begin together share a state and its mask. timeout_s: for all masks together; sequences whose masks
-    are late get an error.
+    are late get an error. Those whose grammar is optional go on without it instead.
     """
     deadline = time.monotonic() + timeout_s
     users: dict[int, list[int]] = {}
     requests: dict[int, dict[int, MaskRequest]] = {}  # by grammar and state
     grammars: dict[int, Grammar] = {}
+    free: list[int] = []
     for row in rows:
         sample = samples[row]
         state = sample.grammar
         assert state is not None
+        if state.has_failed:
+            free.append(row)
+            continue
         users.setdefault(id(state), []).append(row)
         grammars[id(state.grammar)] = state.grammar
         request = MaskRequest(state, sample.output_token_ids, sample.banned_token_ids)
@@ -113,14 +124,19 @@ def compute_masks(samples: Sequence[Sample], rows: list[int], timeout_s: float =
         else:
             masks = grammar.receive(list(of_grammar.values()), deadline)
         for state_key, mask in zip(of_grammar, masks, strict=True):
-            if mask.error is not None:
-                errors |= dict.fromkeys(users[state_key], mask.error)
-            else:
+            state = of_grammar[state_key].state
+            if mask.error is None:
                 mask_row_of |= dict.fromkeys(users[state_key], len(found))
                 found.append(mask.bits)
-    constrained = [row for row in rows if row not in errors]
+            elif state.is_optional:
+                state.give_up(mask.error.message)
+                free += users[state_key]
+            else:
+                errors |= dict.fromkeys(users[state_key], mask.error)
+    constrained = [row for row in rows if row in mask_row_of]
     bits = np.frombuffer(bytearray().join(found), np.uint8).reshape(len(found), -1 if found else 0)
-    return StepMask(constrained, [mask_row_of[row] for row in constrained], bits, errors)
+    banned = {row: samples[row].banned_token_ids for row in free if samples[row].banned_token_ids}
+    return StepMask(constrained, [mask_row_of[row] for row in constrained], bits, errors, banned)
 
 
 def _error_info(error: Exception) -> ErrorInfo:

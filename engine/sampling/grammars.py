@@ -95,16 +95,22 @@ class Grammars:
         self._lanes = ThreadPoolExecutor(_NUM_LANES, "grammars", show_thread_name)
         self._server = self._lanes.submit(lambda: GrammarServer(read_tokenizer(model, vocab_size)))
 
-    def get(self, text: str | None, client: str = "") -> Grammar | None:
+    def get(self, text: str | None, client: str = "", is_optional: bool = False) -> Grammar | None:
         """Returns the grammar for `SamplingParams.grammar`. Call on the event loop. Raises Overloaded.
 
-        client: whose turn it is to compile; different for different API keys.
+        client: whose turn it is to compile; different for different API keys. is_optional: returns a failed one instead
+        of raising Overloaded.
         """
         if text is None:
             return None
         grammar = self._cached.get(text)
         if grammar is None:
-            self._make_room(client)
+            try:
+                self._make_room(client)
+            except Overloaded as error:
+                if is_optional:
+                    return Grammar.failed(error)
+                raise
             compiled: Future[MaskProcess] = Future()
             compiled.add_done_callback(lambda _: self._on_compiled())
             grammar = self._cached[text] = Grammar(compiled, client)

@@ -6,10 +6,13 @@ come from clients, so their size and, by `parser_limits`, the time and memory to
 
 from __future__ import annotations
 
+import re
+import time
+from typing import NamedTuple
+
 from llguidance import LLMatcher, LLParserLimits
 
 from tandem.protocol.messages.grammar_depth import grammar_depth
-from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.stack import call_with_stack
 
 MAX_GRAMMAR_BYTES = 128 * 1024
@@ -22,6 +25,10 @@ _CHECK_STACK_BYTES = COMPILE_STACK_BYTES // 4
 """Stack of the thread that validates, so that what passes compiles with a wide margin: 10 MB for MAX_GRAMMAR_DEPTH, and
 6 MB for as many properties as fit in MAX_GRAMMAR_BYTES, at 0.35 kB each."""
 _MAX_ERROR_CHARACTERS = 300
+_SCHEMA_ERROR = re.compile(r"\Aat \d++\(\d++\): failed to compile JSON schema: (.*?)(?:\n +1 \| .*)?\Z", re.DOTALL)
+"""An error of a JSON schema, which the library follows by an excerpt of the grammar around it."""
+_NEEDS_TOKENIZER = "no tokenizer"
+"""Beginning of warnings about special tokens, which only workers can look up."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -38,46 +45,54 @@ def parser_limits() -> LLParserLimits:
     )
 
 
-def check_grammar(text: str, param: str) -> str:
-    """Validates a grammar. Returns in one line what it asks for and does not enforce; mostly "".
+class GrammarCheck(NamedTuple):
+    """Whether a grammar can be served."""
 
-    Raises InvalidRequest for `param` with a one-line message.
+    error: str = ""
+    """Why it cannot be served, in one line; empty if it can."""
+    ignored: str = ""
+    """What it asks for and does not enforce, in one line; mostly empty."""
+    cpu_s: float = 0.0
+    """Processor time of the library's work."""
 
-    Takes up to 2 s. A grammar that overflows the stack of the validating thread ends the process.
+
+def check_grammar(text: str) -> GrammarCheck:
+    """Validates a grammar. Takes up to 2 s. One that overflows the stack of the validating thread ends the process.
+
+    Everything that a proxy has llguidance do with a client's grammar happens here.
     """
-    check_grammar_size(text, param)
+    if (size := grammar_bytes(text)) > MAX_GRAMMAR_BYTES:
+        return GrammarCheck(f"it is too large: {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}")
     try:
         depth = grammar_depth(text)
     except RecursionError:
         depth = MAX_GRAMMAR_DEPTH + 1
     if depth > MAX_GRAMMAR_DEPTH:
-        raise InvalidRequest(
-            f"{param} is too deeply nested: references and nested values have more than {MAX_GRAMMAR_DEPTH} levels. "
-            "Write rules that only name another one, or chains of $ref, in place.",
-            param,
+        return GrammarCheck(
+            f"it is too deeply nested: references and nested values have more than {MAX_GRAMMAR_DEPTH} levels. "
+            "Write rules that only name another one, or chains of $ref, in place"
         )
-    is_error, message = call_with_stack(_CHECK_STACK_BYTES, lambda: _validate(text))
-    if is_error:
-        raise InvalidRequest(f"{param} cannot be served as a grammar: {one_line(message)}.", param)
-    return one_line(message)
+    return call_with_stack(_CHECK_STACK_BYTES, lambda: _validate(text))
 
 
-def check_grammar_size(text: str, param: str) -> None:
-    """Raises InvalidRequest for `param` if the text is longer than MAX_GRAMMAR_BYTES."""
-    size = len(text.encode(errors="replace"))
-    if size > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"{param} is too large: {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}.", param)
+def grammar_bytes(text: str) -> int:
+    """Returns the size that MAX_GRAMMAR_BYTES limits."""
+    return len(text.encode(errors="replace"))
 
 
-def _validate(text: str) -> tuple[bool, str]:
-    """Returns whether there is an error, and its message or warnings."""
+def _validate(text: str) -> GrammarCheck:
+    """Runs on a thread of its own, whose processor time is the library's."""
     try:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     except BaseException as panic:  # from the library's Rust code; not an Exception
         if type(panic).__name__ != "PanicException":
             raise
-        return True, str(panic)
-    return is_error, messages[0] if is_error else "; ".join(messages)
+        is_error, messages = True, [str(panic)]
+    cpu_s = time.thread_time()
+    if is_error:
+        return GrammarCheck(one_line(_SCHEMA_ERROR.sub(r"\1", messages[0])), "", cpu_s)
+    ignored = [message for message in messages if not message.startswith(_NEEDS_TOKENIZER)]
+    return GrammarCheck("", one_line("; ".join(ignored)), cpu_s)
 
 
 def one_line(message: str) -> str:

@@ -78,6 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Reported after the sampled token in place of the most likely ones; empty reports those."""
     grammar: str | None = None
     """See `protocol.messages.grammar`."""
+    is_grammar_optional: bool = False
+    """Whether the sequence goes on without its grammar where a worker cannot serve it, instead of ending."""
     thinking: Thinking | None = None
 
     @property

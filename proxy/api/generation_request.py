@@ -11,6 +11,7 @@ import msgspec
 from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
 from tandem.protocol.messages.sampling import Pooling, SamplingParams, StopConditions
 from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
+from tandem.proxy.api.output_grammar import FreeReason, OutputGrammar
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_api.responses_request import ResponseOptions
 from tandem.proxy.cluster.adapter_table import NamedAdapter
@@ -48,7 +49,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_param: str
     """Field of the body that max_tokens comes from, for errors."""
     base_sampling: SamplingParams
-    """Sampling parameters without a seed."""
+    """Sampling parameters without a seed; without the grammar too until `output_grammar` has been checked."""
     default_max_tokens: int | None = None
     stop: list[str] = []
     ignore_eos: bool = False
@@ -56,6 +57,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Number of top tokens to request from prefill; an echo with logprobs needs them too."""
     is_prompt_only: bool = False
     """Whether nothing is to be generated. max_tokens is 1 then, because workers generate at least one token."""
+    output_grammar: OutputGrammar | None = None
+    """What the answer should follow; None once `base_sampling` has the grammar."""
+    num_free_tools: dict[FreeReason, int] = {}
+    """Tools whose arguments may be any object although they have a schema."""
     grammar_param: str = ""
     """Field of the body that the grammar comes from, for errors."""
     tool_format: ToolFormat | None = None

@@ -13,8 +13,8 @@ _SAME_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_
 """Fields of a body that `SamplingParams` has too. Null means their default."""
 
 
-def sampling_params(request: GenerationFields, grammar: str | None) -> SamplingParams:
-    """Returns all but the seed and the bad words, which are tokenised later."""
+def sampling_params(request: GenerationFields) -> SamplingParams:
+    """Returns all but the seed, the bad words, which are tokenised later, and the grammar, which is checked later."""
     given, top_k = given_fields(request, _SAME_NAMES), max(request.top_k or 0, 0)  # -1 also means all
     if given.get("top_p") == 0:  # the smallest nucleus: the most likely token
         del given["top_p"]
@@ -26,7 +26,6 @@ def sampling_params(request: GenerationFields, grammar: str | None) -> SamplingP
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
         logprobs=_num_reported(request),
         logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
-        grammar=grammar,
     )
 
 

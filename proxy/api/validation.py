@@ -278,7 +278,7 @@ class BodyDecoder:
             raise InvalidRequest(f"{output.param} is not supported with use_beam_search; leave one out.", output.param)
         if isinstance(prompt, ChatPrompt):
             prompt = msgspec.structs.replace(prompt, tools=output.tools)
-        sampling = sampling_params(request, output.grammar)
+        sampling = sampling_params(request)
         return GenerationRequest(
             prompt=prompt,
             max_tokens=max_tokens,
@@ -292,6 +292,7 @@ class BodyDecoder:
             prompt_logprobs=None if request.stream else num_top(request.prompt_logprobs),
             num_prompt_logprobs=num_prompt_logprobs(request),
             is_prompt_only=is_prompt_only,
+            output_grammar=output.grammar,
             grammar_param=output.param or "",
             tool_format=self._tool_format.with_tools(output.arguments or {}) if output.may_call else None,
             has_short_call_ids=self._has_short_call_ids,

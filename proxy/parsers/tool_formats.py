@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -69,16 +69,16 @@ class ToolFormat(msgspec.Struct, frozen=True):
         is_parallel: bool,
         content: str | None = None,
     ) -> str | None:
-        """Returns a grammar in llguidance's Lark, or None where the format cannot be enforced in free text.
+        """Returns a grammar in llguidance's Lark, or None where the format cannot be enforced (`is_constrained`).
 
-        tools: the JSON schema of the arguments, with llguidance's options, by the name of the tool. is_required: the
-        answer consists of calls only. content: the grammar rule for answers without calls; None allows any text.
-        Arguments that are not written as JSON are free text up to the end of the call.
+        tools: the JSON schema of the arguments, with llguidance's options, by the name of the tool. Tools with the same
+        schema share a rule. is_required: the answer consists of calls only. content: the grammar rule for answers
+        without calls; None allows any text. Arguments that are not written as JSON are free text up to the end of the
+        call.
         """
-        family, writing = TOOL_FAMILIES[self.name], self.writing
+        family, writing, is_json = TOOL_FAMILIES[self.name], self.writing, self.writes_json
         opening = family.markers[0] if family.markers else ""  # without a marker, calls begin the answer
-        is_json = self.name == "openai" or family.shapes[0].arguments == "json"
-        if not is_required and content is None and (not is_json or self.name == "openai"):
+        if not self.is_constrained(is_required=is_required, has_content=content is not None):
             return None
         if self.name == "openai":
             is_parallel = False  # a call ends the answer
@@ -106,17 +106,26 @@ class ToolFormat(msgspec.Struct, frozen=True):
         else:
             start, text_rules = self._free_text(opening, is_parallel)
             rules += [*text_rules, *([] if opening else [calls])]
-        options = " | ".join(f"call_{number}" for number in range(len(tools)))
-        rules.append(f"call: {options}")
-        for number, (name, schema) in enumerate(tools.items()):
-            if is_json:
-                arguments = f"%json {json.dumps(schema, ensure_ascii=False)} {self._terms(writing.after)}"
-            else:
-                arguments = "arguments"
-            rules.append(f"call_{number}: {self._terms(before, name)} {arguments}")
+        names_of: dict[str, list[str]] = {}
+        for name, schema in tools.items():
+            rule = f"%json {json.dumps(schema, ensure_ascii=False)}" if is_json else "arguments"
+            names_of.setdefault(rule, []).append(name)
+        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(names_of))))
+        after = self._terms(writing.after) if is_json else ""
+        for number, (arguments, names) in enumerate(names_of.items()):
+            rules.append(f"call_{number}: {self._terms(before, names)} {arguments} {after}")
         if not is_json:
             rules += self._free_arguments(writing.after)
         return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+
+    def is_constrained(self, *, is_required: bool, has_content: bool) -> bool:
+        """Returns whether a grammar can enforce calls. In free text it can only if arguments are written as JSON."""
+        return is_required or has_content or (self.writes_json and self.name != "openai")
+
+    @property
+    def writes_json(self) -> bool:
+        """Whether arguments are written as JSON, so that a grammar can enforce their schemas."""
+        return self.name == "openai" or TOOL_FAMILIES[self.name].shapes[0].arguments == "json"
 
     @property
     def writing(self) -> Writing:
@@ -125,20 +134,24 @@ class ToolFormat(msgspec.Struct, frozen=True):
             return Writing('{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]")
         return writing
 
-    def _terms(self, text: str, name: str = "") -> str:
-        """Returns grammar terms for a text: quoted pieces, token ids of added tokens, NAME and INDEX replaced."""
+    def _terms(self, text: str, names: Sequence[str] = ()) -> str:
+        """Returns grammar terms for a text: quoted pieces, token ids of added tokens.
+
+        NAME stands for one of the names, INDEX for a number.
+        """
         markers = "|".join(re.escape(token) for token in sorted(self.tokens, key=len, reverse=True))
-        pieces = re.split(f"({markers})", text) if markers else [text]
         terms = []
-        for piece in pieces:
+        for piece in re.split(f"({markers})", text) if markers else [text]:
             if piece in self.tokens:
                 terms.append(f"<[{self.tokens[piece]}]>")
                 continue
-            for number, part in enumerate(piece.replace("NAME", name).split("INDEX")):
-                if number:
+            for part in re.split("(NAME|INDEX)", piece):
+                if part == "NAME":
+                    terms.append(f"({' | '.join(map(_quoted, names))})")
+                elif part == "INDEX":
                     terms.append("/[0-9]+/")
-                if part:
-                    terms.append(json.dumps(part, ensure_ascii=False))
+                elif part:
+                    terms.append(_quoted(part))
         return " ".join(terms)
 
     def _free_text(self, opening: str, is_parallel: bool) -> tuple[str, list[str]]:
@@ -168,3 +181,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
         tokens = f"(ANY? <[{','.join(added)}]>)* " if added else ""
         closing = f"closing[lazy]: ANY? {first}"
         return [f"arguments: {tokens}closing{' <[' + rest if rest else ''}", closing, r"ANY: /(.|\n)+/"]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -13,10 +13,11 @@ from tandem.protocol.messages.client_salt import scoped_salt
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.api.answer_bodies import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.grammar_checks import GrammarChecks
 from tandem.proxy.api.messages_api.messages_response import TokenCount
+from tandem.proxy.api.output_grammar import CallGrammar, OutputGrammar
 from tandem.proxy.api.responses_api.response_store import ItemLookup
 from tandem.proxy.api.responses_api.responses_request import InputItem
-from tandem.proxy.api.structured_output import checked_grammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.parsers.parser_names import reasoning_format, tool_format
@@ -69,7 +70,9 @@ class BodyReader:
         self._soonest_priority = config.admission.soonest_priority
         self._tokenizer = text.tokenizer
         self._num_token_ids = text.num_token_ids
+        self._eos_token_ids = text.eos_token_ids
         self.renderer = Renderer(text)
+        self._grammars = GrammarChecks()
         self._responses = config.response_store()
 
     @classmethod
@@ -116,10 +119,9 @@ class BodyReader:
         return self.render(request, limits)
 
     def render(self, request: GenerationRequest, limits: ModelLimits) -> GenerationRequest:
-        """Tokenises a decoded request, and compiles its grammar if it has one. Raises InvalidRequest."""
-        if request.base_sampling.grammar is not None:
-            grammar = checked_grammar(request.base_sampling.grammar, request.grammar_param)
-            request = _with_sampling(request, grammar=grammar)
+        """Tokenises a decoded request, and checks its grammar if it has one. Raises InvalidRequest."""
+        if request.output_grammar is not None:
+            request = self._with_grammar(request, request.output_grammar)
         request = request.with_vocabulary(limits.vocab_size, self._settings)
         max_tokens = request.max_prompt_tokens(limits)
         room = None if max_tokens is None else Room(max_tokens, request.truncation_side == "left")
@@ -142,6 +144,16 @@ class BodyReader:
         if request.bad_words:
             request = _with_sampling(request, bad_words=self.renderer.bad_words(request.bad_words))
         return request
+
+    def _with_grammar(self, request: GenerationRequest, wanted: OutputGrammar) -> GenerationRequest:
+        is_optional = isinstance(wanted, CallGrammar) and wanted.is_optional
+        request = msgspec.structs.replace(request, output_grammar=None)
+        if is_optional and not (request.stop_token_ids or self._eos_token_ids):
+            return request  # without a token that ends the answer, it could not end where the grammar does
+        with _decoding():
+            checked = self._grammars.checked(wanted)
+        request = msgspec.structs.replace(request, num_free_tools=checked.num_free_tools)
+        return _with_sampling(request, grammar=checked.text, is_grammar_optional=is_optional)
 
     def tokenize(self, body: bytes, max_model_len: int | None) -> bytes:
         """Returns the JSON answer of `/tokenize`. Raises InvalidRequest."""

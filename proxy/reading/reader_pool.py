@@ -123,7 +123,7 @@ class ReaderPool:
             if isinstance(prompt, CompletionPrompt) and prompt.num_prompts(MAX_INLINE_PROMPTS) > MAX_INLINE_PROMPTS:
                 is_short = False
             # The client decides how long its own template or grammar takes.
-            if is_short and not has_own_template(request.prompt) and request.base_sampling.grammar is None:
+            if is_short and not has_own_template(request.prompt) and request.output_grammar is None:
                 return self._reader.render(request, limits)
         return await self.run(BodyReader.read, body, kind, limits, cache_scope, client=cache_scope)
 

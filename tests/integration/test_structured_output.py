@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema_rs
 import openai
 import pytest
@@ -253,7 +254,8 @@ def quotes(noise_model: Path) -> list[int]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}, "strict": True}}]},
+         "tools"),
     ],
 )  # fmt: skip
 def test_invalid_grammars_are_refused_by_the_proxy(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
@@ -267,3 +269,23 @@ def test_grammars_with_unknown_tokens_are_refused_by_the_worker(client: openai.O
     with pytest.raises(openai.BadRequestError, match="token"):
         chat(client, extra_body={"structured_outputs": {"grammar": "start: <|no_such_token|>"}})
     assert chat(client, max_completion_tokens=3).usage.completion_tokens == 3
+
+
+def test_a_tool_with_an_odd_schema_is_served_and_counted(client: openai.OpenAI, cluster: Cluster) -> None:
+    odd: Any = {"type": "object", "properties": {"a": {"type": "float", "pattern": "(?=a)b"}}, "required": None}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
+
+    def num_free(reason: str) -> float:
+        text = httpx.get(f"{cluster.admin_url}/metrics", timeout=60).text
+        [found] = re.findall(rf'tandem_unconstrained_tools_total\{{reason="{reason}"\}} (\S+)', text)
+        return float(found)
+
+    before = num_free("invalid")
+    answer = chat(client, tools=tools, max_completion_tokens=5, seed=1)
+    assert answer.usage.completion_tokens == 5
+    assert num_free("invalid") == before + 1 and num_free("size") == 0
+    for choice in ("required", {"type": "function", "function": {"name": "odd"}}):
+        with pytest.raises(
+            openai.BadRequestError, match=r"tool 'odd' cannot be enforced, at parameters\.properties\.a: "
+        ):
+            chat(client, tools=tools, tool_choice=choice)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import vllm.envs as vllm_envs
-from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
@@ -31,10 +29,12 @@ from vllm.v1.request import Request
 
 from tandem.engine.steps.step_deadline import StepDeadline
 from tandem.protocol.messages.sampling import FinishReason as SamplingFinish
-from tandem.runtime.errors import ConfigError, InternalError, TandemError, first_line
+from tandem.runtime.errors import InternalError, TandemError, first_line
 from tandem.runtime.threads import show_thread_name
+from tandem.vllm_worker.engine.load_errors import load_error
 from tandem.vllm_worker.engine.loras import Loras
 from tandem.vllm_worker.engine.prefix_events import CollectedEvents, PrefixEvents
+from tandem.vllm_worker.engine.step_pause import StepPause
 from tandem.vllm_worker.engine.vllm_grammars import VllmGrammars
 from tandem.vllm_worker.engine.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankKV
@@ -50,10 +50,6 @@ from tandem.vllm_worker.scheduler.engine_orders import (
 )
 
 log = logging.getLogger(__name__)
-
-_MAX_REASON_CHARACTERS = 400
-_POLL_S = 0.002
-"""Pause while requests wait for a grammar or for KV, and nothing computes."""
 
 
 class VllmEngine:
@@ -83,10 +79,11 @@ class VllmEngine:
         self._num_preempted = 0
         self._ended_at: float | None = None  # of the last step, if it computed and there was work afterwards
         self._deadline = StepDeadline()
+        self._pause = StepPause()
         self._prefixes = PrefixEvents()
 
     def start(self) -> Future[None]:
-        """Loads the model. The result is there when the engine can take requests; ConfigError if vLLM refuses."""
+        """Loads the model. The result is there when the engine can take requests; else an error of `load_error`."""
         self._thread.start()
         return self._ready
 
@@ -154,7 +151,9 @@ class VllmEngine:
         try:
             self._load()
         except BaseException as error:
-            self._ready.set_exception(error if isinstance(error, ConfigError) else ConfigError(_why_refused(error)))
+            loading = load_error(error)
+            loading.__cause__ = error
+            self._ready.set_exception(loading)
             return
         self._ready.set_result(None)
         max_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
@@ -176,23 +175,29 @@ class VllmEngine:
         self._scheduler: Any = self._core.scheduler
         self._loras = Loras(self._core)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
-        grammars = VllmGrammars(self._arguments.model, self._vocab_size)
+        grammars = VllmGrammars(self._arguments.model, self._vocab_size, lambda: self._orders.put(_wake))
         self._grammars = self._core.structured_output_manager = self._scheduler.structured_output_manager = grammars
         self._events = self._scheduler.kv_event_publisher = CollectedEvents()
         self._block_size = vllm_config.cache_config.block_size
         self._connector: TandemConnector = self._scheduler.connector
 
     def _carry_out(self) -> bool:
-        """Carries out orders, and waits for one while there is nothing to do. Returns False at the end."""
+        """Carries out orders. Waits for one while there is nothing to do, and for a while if a step could do nothing.
+
+        Returns False at the end.
+        """
         is_idle = not self._scheduler.has_requests() and not self._waiting
+        timeout_s = None if is_idle else self._pause.pause_s
         while True:
             try:
-                order = self._orders.get(block=is_idle)
+                order = self._orders.get(timeout=timeout_s) if timeout_s != 0.0 else self._orders.get_nowait()
             except queue.Empty:
                 return True
             if order is None:
                 return False
             order()
+            self._pause.on_order()
+            timeout_s = 0.0
             if is_idle:
                 is_idle, self._ended_at = False, None
 
@@ -206,8 +211,7 @@ class VllmEngine:
         self._core.post_step(has_computed)
         outputs = [each for out in (outputs or {}).values() for each in out.outputs]
         self._post(self._report(outputs, step_s if has_computed else 0.0, gap_s))
-        if not has_computed and self._orders.empty():
-            time.sleep(_POLL_S)
+        self._pause.on_step(has_computed or bool(outputs))
 
     def _report(self, outputs: list[EngineCoreOutput], step_s: float, gap_s: float | None) -> StepReport:
         connector, step = self._connector, self._connector.last_step
@@ -388,9 +392,5 @@ class VllmEngine:
         self._events.events += self._scheduler.kv_cache_manager.take_events() or []  # vLLM waits for a step
 
 
-def _why_refused(error: BaseException) -> str:
-    """vLLM's reason in one line. Some list every model that it knows."""
-    reason = first_line(error)
-    if isinstance(error, ValidationError):  # its first line says how many reasons follow
-        reason = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
-    return f"vLLM refused the model or its settings: {textwrap.shorten(reason, _MAX_REASON_CHARACTERS)}"
+def _wake() -> None:
+    """An order that ends the pause before the next step, which adds requests whose grammars are compiled."""

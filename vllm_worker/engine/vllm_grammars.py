@@ -6,7 +6,7 @@ whose grammar fails go on without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from tandem.engine.sampling.grammars import Grammars
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import TandemError
+from tandem.vllm_worker.engine.vllm_sampling import GRAMMAR_OPTIONS
 
 _NO_PARAMETERS = SamplingParams()
 
@@ -26,18 +27,22 @@ _NO_PARAMETERS = SamplingParams()
 class VllmGrammars:
     """Takes the place of vLLM's StructuredOutputManager. Call it on the engine's thread.
 
-    model: a folder or a hub id. vocab_size: of the logits.
+    model: a folder or a hub id. vocab_size: of the logits. on_compiled: called after each compilation, on
+    another thread.
     """
 
-    def __init__(self, model: str, vocab_size: int) -> None:
-        self._grammars = Grammars(model, vocab_size, lambda: None)
+    def __init__(self, model: str, vocab_size: int, on_compiled: Callable[[], object]) -> None:
+        self._grammars = Grammars(model, vocab_size, on_compiled)
         self._num_words = -(-vocab_size // 32)
         self._errors: dict[str, TandemError] = {}
 
     def why_refused(self, request: Request) -> TandemError | None:
-        """Returns why a grammar that is compiled cannot be served."""
+        """Returns why a grammar that is compiled cannot be served; None also if the request goes on without it."""
+        state = request.structured_output_request.grammar
+        if state.is_optional:
+            return None
         try:
-            request.structured_output_request.grammar.grammar.process()
+            state.grammar.process()
         except TandemError as error:
             return error
         return None
@@ -49,18 +54,25 @@ class VllmGrammars:
     # ---- what vLLM calls
 
     def grammar_init(self, request: Request) -> None:
-        """Begins to compile. The request's state is ready when it has been compiled. Raises Overloaded."""
+        """Begins to compile. The request's state is ready when it has been compiled. Raises Overloaded.
+
+        The state frees the tokens of the thinking, so vLLM's own reasoning parsers are not needed.
+        """
         params = request.sampling_params
-        grammar = self._grammars.get(params.structured_outputs.grammar, client_of(request.cache_salt or ""))
+        thinking, is_optional = params.extra_args[GRAMMAR_OPTIONS]
+        client = client_of(request.cache_salt or "")
+        grammar = self._grammars.get(params.structured_outputs.grammar, client, is_optional)
         assert grammar is not None
-        request.structured_output_request.grammar = grammar.new_state(params.all_stop_token_ids)
+        state = grammar.new_state(params.all_stop_token_ids, thinking, is_optional)
+        request.structured_output_request.grammar = state
 
     def grammar_bitmask(
         self, requests: Mapping[str, Request], engine_ids: list[str], _: Mapping[str, list[int]]
     ) -> npt.NDArray[np.int32]:
         """Returns the tokens that may follow, one bit each, int32 [num_requests, num_words].
 
-        A request whose grammar fails may get any token, with which `accept_tokens` ends it.
+        A request whose grammar fails may get any token, with which `accept_tokens` ends it unless the grammar is
+        optional.
         """
         found = [requests[each] for each in engine_ids]
         samples = [

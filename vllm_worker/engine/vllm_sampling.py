@@ -14,6 +14,8 @@ from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.runtime.errors import InvalidRequest
 from tandem.vllm_worker.extensions.resumed_sequences import OUTPUT
 
+GRAMMAR_OPTIONS = "tandem_grammar"
+"""Name in vLLM's extra arguments of what `GrammarState` needs to know besides the grammar: thinking and is_optional."""
 _MIN_TEMPERATURE = 1e-2
 """vLLM raises lower temperatures to this, with a warning for each."""
 
@@ -22,10 +24,10 @@ def check_supported(message: PromptMessage) -> None:
     """Raises InvalidRequest for what a vLLM worker cannot do, with the way out."""
     if isinstance(message, StartPrefill) and message.pooling is not None:
         raise InvalidRequest("this worker runs vLLM, which makes no embeddings here; use a worker of Tandem's engine")
-    if message.sampling.thinking is not None:
+    if message.sampling.thinking is not None and message.sampling.thinking.max_tokens is not None:
         raise InvalidRequest(
-            "this worker runs vLLM, which neither limits thinking nor combines it with a grammar; leave out "
-            "the thinking budget and the response format, or switch thinking off"
+            "this worker runs vLLM, which does not limit thinking here; leave out the thinking budget, or switch "
+            "thinking off"
         )
 
 
@@ -80,7 +82,11 @@ def vllm_sampling(
         ignore_eos=True,  # the proxy has put the model's end tokens among the stop tokens
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={"kv_transfer_params": kv_params or None, OUTPUT: generated},
+        extra_args={
+            "kv_transfer_params": kv_params or None,
+            OUTPUT: generated,
+            GRAMMAR_OPTIONS: (given.thinking, given.is_grammar_optional),
+        },
         skip_clone=True,
     )
     # What vLLM's input processor would do with a tokeniser, which runs in the proxy here.

@@ -189,7 +189,7 @@ async def _read(
         state.admission.check(client, priority=soonest_priority)  # before the work of tokenising
         try:
             async with asyncio.timeout(timeout_s):
-                return await _read_body(state, kind, body, client, cache_scope)
+                read = await _read_body(state, kind, body, client, cache_scope)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from error
     except TandemError as error:
@@ -197,6 +197,9 @@ async def _read(
         if (reason := rejection_reason(error)) is not None:
             state.metrics.rejected.labels(reason).inc()
         raise
+    for free_reason, number in read.num_free_tools.items():
+        state.metrics.free_tools.labels(free_reason).inc(number)
+    return read
 
 
 async def _read_body(

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import msgspec
 from engine_driver import BLOCK_SIZE, EngineDriver  # type: ignore[import-not-found]
 
-from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions, Thinking
+from tandem.runtime.errors import InvalidRequest
+from tandem.vllm_worker.engine.vllm_sampling import check_supported
 from tandem.vllm_worker.vllm_host import kv_layout
 
 NUM_TOKENS = 40
@@ -272,6 +276,64 @@ def aborts(driver: EngineDriver) -> dict[str, dict[str, bool]]:
     return found
 
 
+def pauses(driver: EngineDriver) -> dict[str, Any]:
+    """Returns how many reports come in a second in which a request waits for KV, and how soon it goes on then."""
+    waiting = driver.add(prompt(70, 100), receives=True, stop=StopConditions(3))
+    driver.wait(lambda: waiting in driver.allocated)
+    before = driver.num_reports
+    time.sleep(1.0)
+    num_reports = driver.num_reports - before
+    driver.engine.on_received(waiting, 7)
+    tokens = driver.result(waiting)
+    return {"num_reports": num_reports, "num_tokens": len(tokens), "all_free": driver.all_free()}
+
+
+def grammars(driver: EngineDriver) -> dict[str, dict[str, Any]]:
+    """Returns the tokens and the endings of requests whose grammars follow thinking, or are optional.
+
+    The model's tokens are random, so one after the other soon ends the thinking.
+    """
+    stop = StopConditions(60, frozenset({2}))
+    thinking = Thinking(True, (41,), (42,), (42,))
+    answer = 'start: "abc"'
+    only = tuple(range(40, 50))
+    cases: dict[str, tuple[SamplingParams, list[int]]] = {
+        "answer": (SamplingParams(grammar=answer), []),
+        "after thinking": (SamplingParams(grammar=answer, thinking=thinking), [45, 46, 42]),
+        "while it thinks": (SamplingParams(grammar=answer, thinking=thinking, allowed_token_ids=only), [45, 46]),
+        "without thinking": (
+            SamplingParams(grammar=answer, thinking=Thinking(False, (41,), (42,), (42,)), logit_bias=((41, -100.0),)),
+            [],
+        ),
+        "optional and invalid": (SamplingParams(grammar="start: ((", is_grammar_optional=True), []),
+        "optional, not followed": (SamplingParams(grammar=ARRAY, is_grammar_optional=True), [5]),
+        "optional and slow": (SamplingParams(grammar=SLOW, is_grammar_optional=True), []),
+    }
+    found = {}
+    for name, (sampling, generated) in cases.items():
+        added = driver.add(prompt(80, 40), generated=generated, sampling=sampling, stop=stop)
+        found[name] = {"tokens": driver.result(added), "ending": driver.endings[added]}
+    return found
+
+
+def supported() -> dict[str, str]:
+    """Returns why messages are refused; "" for those that are not."""
+    found = {}
+    for name, max_tokens in (("thinking", None), ("a thinking budget", 9)):
+        sampling = SamplingParams(thinking=Thinking(True, (41,), (42,), (42,), max_tokens))
+        message = StartPrefill(
+            proxy_id="p", attempt_ids=["a"], transfer_id="t", token_ids=b"", sampling=sampling, seeds=[0],
+            stop=StopConditions(1), deadline_s=1.0, num_generated=0, cache_salt="", decode_worker_id=None,
+            decode_epoch=None,
+        )  # fmt: skip
+        try:
+            check_supported(message)
+            found[name] = ""
+        except InvalidRequest as error:
+            found[name] = error.message
+    return found
+
+
 def logprobs(driver: EngineDriver) -> dict[str, dict[str, Any]]:
     """Returns what is reported for requests with other logprobs, alone and in the same steps: [logprob, rank, top]."""
     cases = {
@@ -324,6 +386,9 @@ def main() -> None:
         "moved": moved(driver),
         "aborts": aborts(driver),
         "logprobs": logprobs(driver),
+        "supported": supported(),
+        "pauses": pauses(driver),
+        "grammars": grammars(driver),
         "refusals": refusals(driver),
     }
     driver.engine.stop(10.0)

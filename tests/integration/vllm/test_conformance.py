@@ -126,3 +126,29 @@ def test_what_is_refused_ends_one_request_only(found: dict[str, Any]) -> None:
     assert refusals["tokens against the grammar"].startswith("invalid_request: the grammar cannot be followed: ")
     assert refusals["slow grammar"].startswith("invalid_request: the grammar is too complex: ")
     assert refusals["top_p"].startswith("internal_error: vLLM has refused the request: top_p must be")
+
+
+def test_a_request_that_waits_for_kv_costs_few_steps(found: dict[str, Any]) -> None:
+    pauses = found["pauses"]
+    assert pauses["num_reports"] <= 20 and pauses["num_tokens"] == 2 and pauses["all_free"]
+
+
+def test_a_grammar_applies_after_the_thinking(found: dict[str, Any]) -> None:
+    cases = found["grammars"]
+    answer = cases["answer"]
+    assert answer["ending"] == "stop" and 2 <= len(answer["tokens"]) <= 4
+    assert cases["after thinking"] == answer
+    thought = cases["while it thinks"]["tokens"]
+    assert (len(thought) > 1 and 42 in thought) or cases["while it thinks"]["ending"] == "length"
+    assert cases["without thinking"] == answer
+
+
+def test_only_a_budget_of_thinking_is_refused(found: dict[str, Any]) -> None:
+    supported = found["supported"]
+    assert supported["thinking"] == "" and "leave out the thinking budget" in supported["a thinking budget"]
+
+
+def test_an_optional_grammar_that_fails_does_not_end_its_request(found: dict[str, Any]) -> None:
+    for name, case in found["grammars"].items():
+        if name.startswith("optional"):
+            assert case["ending"] in ("length", "stop") and case["tokens"], f"{name}: {case}"

@@ -78,7 +78,7 @@ def test_a_ping_is_answered_on_its_connection_with_the_epoch() -> None:
 
 
 class BrokenGrammars:
-    def get(self, text: str | None, client: str) -> None:
+    def get(self, text: str | None, client: str, is_optional: bool) -> None:
         raise RuntimeError("can't start new thread")
 
 

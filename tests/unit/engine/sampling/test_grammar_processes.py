@@ -237,6 +237,10 @@ def test_one_client_cannot_use_all_processes(noise_model: Any, monkeypatch: pyte
         held = [grammars.get(f'start: "{i}"', "a") for i in range(2)]
         with pytest.raises(Overloaded, match="2 of them yours"):
             grammars.get('start: "2"', "a")
+        optional = grammars.get('start: "2"', "a", is_optional=True)
+        assert optional is not None and optional.is_compiled
+        mask = step((optional.new_state({END}, is_optional=True), []))
+        assert mask.rows == [] and mask.errors == {}, "it is not constrained"
         held += [grammars.get(f'start: "{i}"', "b") for i in range(3, 5)]
         with pytest.raises(Overloaded, match="at most 4"):
             grammars.get('start: "5"', "c")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tandem.proxy.admission.admission import MAX_INPUTS, Admission
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.output_grammar import CallGrammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.proxy.text.prompt import ChatPrompt
@@ -143,9 +144,9 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 def test_only_allowed_tools_are_shown_and_called() -> None:
     request = chat(tools=TOOLS, tool_choice=allowed("auto", "find", "add"))
     assert [tool["function"]["name"] for tool in prompt_of(request).tools or ()] == ["add", "find"]
-    grammar = request.base_sampling.grammar or ""
-    assert "find" in grammar and "send" not in grammar
-    assert grammar != chat(tools=TOOLS, tool_choice=allowed("required", "find", "add")).base_sampling.grammar
+    grammar = request.output_grammar
+    assert isinstance(grammar, CallGrammar) and list(grammar.schemas) == ["add", "find"]
+    assert grammar != chat(tools=TOOLS, tool_choice=allowed("required", "find", "add")).output_grammar
     assert prompt_of(chat(tools=TOOLS, tool_choice="auto")).tools == prompt_of(chat(tools=TOOLS)).tools
     with pytest.raises(InvalidRequest, match="'other', which is not in tools"):
         chat(tools=TOOLS, tool_choice=allowed("auto", "other", "add"))
@@ -155,14 +156,12 @@ def test_allowed_tools_of_responses_are_those_of_chats() -> None:
     tools = [{"type": "function", "name": name} for name in ("add", "find", "send")]
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "find"}]}
     request = response(tools=tools, tool_choice=choice)
-    assert (
-        request.base_sampling.grammar
-        == chat(tools=TOOLS, tool_choice=allowed("required", "find")).base_sampling.grammar
-    )
+    wanted = chat(tools=TOOLS, tool_choice=allowed("required", "find")).output_grammar
+    assert request.output_grammar == wanted is not None
     assert request.response is not None
     named = response(tools=tools, tool_choice={"type": "function", "name": "find"})
     function = {"type": "function", "function": {"name": "find"}}
-    assert named.base_sampling.grammar == chat(tools=TOOLS, tool_choice=function).base_sampling.grammar
+    assert named.output_grammar == chat(tools=TOOLS, tool_choice=function).output_grammar is not None
 
 
 def test_text_in_other_blocks_of_anthropic_is_text() -> None:

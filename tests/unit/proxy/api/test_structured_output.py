@@ -25,7 +25,7 @@ from tandem.runtime.errors import InvalidRequest
 
 LIMITS = ModelLimits(max_model_len=2048, vocab_size=2048)
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": 1}}}},
 }
@@ -141,6 +141,83 @@ def test_errors_name_the_field(reader: BodyReader, fields: dict[str, Any], param
         read(reader, fields)
     assert says in raised.value.message and "\n" not in raised.value.message
     assert raised.value.param == param
+
+
+ODD = {"type": "object", "properties": {"a": {"type": "float"}, "b": {"$ref": "#/nothing"}}, "required": None}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", ["chat", "message", "response"])
+def test_a_tool_with_an_odd_schema_is_served_by_all_apis(
+    reader: BodyReader, tokenizer: Any, kind: Any, strict: bool
+) -> None:
+    function = {"name": "odd", "strict": strict, "parameters": ODD}
+    fine = {"name": "fine", "parameters": TOOL["function"]["parameters"]}
+    bodies: dict[str, Any] = {
+        "chat": CHAT | {"tools": [{"type": "function", "function": each} for each in (function, fine)]},
+        "message": CHAT | {"max_tokens": 9, "tools": [
+            {"name": each["name"], "input_schema": each["parameters"], "strict": each.get("strict")}
+            for each in (function, fine)
+        ]},
+        "response": {"input": "Hello", "tools": [{"type": "function"} | each for each in (function, fine)]},
+    }  # fmt: skip
+    body = msgspec.json.encode({"model": "m"} | bodies[kind])
+    if strict:
+        with pytest.raises(
+            InvalidRequest, match=r"tool 'odd' cannot be enforced, at parameters\.properties\.a: Invalid type: float"
+        ):
+            reader.read(body, kind, LIMITS)
+        return
+    request = reader.read(body, kind, LIMITS)
+    assert request.num_free_tools == {"invalid": 1} and request.output_grammar is None
+    assert request.base_sampling.is_grammar_optional
+
+    def takes(name: str, arguments: str) -> bool:
+        matcher: LLMatcher = compile_grammar(tokenizer, request.base_sampling.grammar or "")
+        ids = tokenizer.tokenize_str(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert takes("odd", '{"a": [1.5]}') and not takes("odd", "[]") and not takes("other", "{}")
+    assert takes("fine", '{"a": 1}') and not takes("fine", '{"a": 2}')
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_optional"),
+    [
+        ({"tools": [TOOL]}, True),
+        ({"tools": [TOOL], "tool_choice": "auto"}, True),
+        ({"tools": [TOOL], "tool_choice": "required"}, False),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, False),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, False),
+        ({"tools": [{"type": "function", "function": TOOL["function"] | {"strict": True}}]}, False),
+        ({"response_format": {"type": "json_object"}}, False),
+    ],
+)
+def test_workers_may_give_up_only_what_nobody_asked_for(
+    reader: BodyReader, fields: dict[str, Any], is_optional: bool
+) -> None:
+    request = read(reader, fields)
+    assert request.base_sampling.grammar and request.base_sampling.is_grammar_optional == is_optional
+    for field in ({"bad_words": ["no"]}, {"allowed_token_ids": [5, 6]}):
+        if is_optional:
+            assert read(reader, fields | field).base_sampling.grammar is None
+        else:
+            with pytest.raises(InvalidRequest, match="exclude each other"):
+                read(reader, fields | field)
+
+
+def test_a_model_without_an_end_token_gets_tools_without_a_grammar(
+    text: ModelText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "eos_token_ids", frozenset())
+    endless = BodyReader(text, ProxyConfig("proxy-0", "", "m", "m"))
+    request = read(endless, {"tools": [TOOL]})
+    assert request.base_sampling.grammar is None and request.tool_format is not None
+    request.stop_conditions(5, LIMITS, frozenset())
+    assert read(endless, {"tools": [TOOL], "stop_token_ids": [7]}).base_sampling.grammar is not None
+    forced = read(endless, {"tools": [TOOL], "tool_choice": "required"})
+    with pytest.raises(InvalidRequest, match="give one in stop_token_ids"):
+        forced.stop_conditions(5, LIMITS, frozenset())
 
 
 def test_ignored_keywords_of_a_schema_are_logged_once(reader: BodyReader, caplog: pytest.LogCaptureFixture) -> None:

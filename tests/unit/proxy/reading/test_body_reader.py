@@ -49,6 +49,7 @@ class CountingTokenizer:
 
 class FakeModelText:
     chat_template = None
+    eos_token_ids: frozenset[int] = frozenset()
     sampling_defaults = SamplingDefaults()
     embedding_defaults = EmbeddingDefaults()
     requires_short_call_ids = False

@@ -1,0 +1,233 @@
+"""Checks the grammars of requests, and leaves out of a grammar for calls what cannot be enforced and nobody asked for.
+
+One check of the whole is the rule. Only if it fails, each tool's schema is checked by itself, within limits: a client
+may send many tools whose schemas all take long.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from itertools import chain
+from typing import NamedTuple
+
+import msgspec
+
+from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, GrammarCheck, check_grammar, grammar_bytes
+from tandem.proxy.api.chat_messages import JsonObject
+from tandem.proxy.api.gbnf import to_lark
+from tandem.proxy.api.json_schemas import find_fault
+from tandem.proxy.api.output_grammar import (
+    CallGrammar,
+    FreeReason,
+    OutputGrammar,
+    TextGrammar,
+    json_rule,
+    lark_of,
+)
+from tandem.runtime.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+MAX_CHECKS_CPU_S = 2.0
+"""Processor time after which no further check of a single schema begins. The first one, of the whole, has ended by
+then; with the last one, they take less than a reader's limit (`proxy.reading.reader_connection.JOB_CPU_S`)."""
+MAX_CHECKS = 1500
+"""Checks of a request. A grammar of MAX_GRAMMAR_BYTES has fewer different schemas."""
+_NUM_KEPT = 32
+_NUM_LOGGED = 5
+"""Tools that a log line names."""
+_MAX_LOGGED_CHARACTERS = 120
+"""Of a reason, which has text of the client."""
+
+
+class CheckedGrammar(NamedTuple):
+    """A grammar that workers can compile."""
+
+    text: str | None
+    """In llguidance's Lark; None if nothing is left to enforce."""
+    num_free_tools: dict[FreeReason, int] = {}  # noqa: RUF012
+    """Tools whose arguments may be any object although they have a schema."""
+
+
+class GrammarChecks:
+    """Checks grammars, and keeps the last ones that were served. check: see `check_grammar`."""
+
+    def __init__(self, check: Callable[[str], GrammarCheck] = check_grammar) -> None:
+        self._check = check
+        self._kept: OrderedDict[bytes, CheckedGrammar] = OrderedDict()
+
+    def checked(self, wanted: OutputGrammar) -> CheckedGrammar:
+        """Takes up to 5 s. Raises InvalidRequest for what the client has asked for and cannot be enforced."""
+        key = blake2b(msgspec.msgpack.encode(wanted), digest_size=16).digest()
+        if (found := self._kept.pop(key, None)) is None:
+            found = self._checked_text(wanted) if isinstance(wanted, TextGrammar) else self._checked_calls(wanted)
+        self._kept[key] = found
+        while len(self._kept) > _NUM_KEPT:
+            self._kept.popitem(last=False)
+        return found
+
+    # ---- the answer's text
+
+    def _checked_text(self, wanted: TextGrammar) -> CheckedGrammar:
+        text = wanted.text()
+        if wanted.schema is None:
+            if (size := grammar_bytes(text)) > MAX_GRAMMAR_BYTES:
+                raise _too_large(wanted.param, size)
+            text = to_lark(text, wanted.param)
+        check = self._check(text)
+        if check.error:
+            raise self._text_error(wanted, check.error)
+        if check.ignored:
+            log.warning(
+                "%s is served without keywords that cannot be enforced; with strict: true they are refused",
+                wanted.param,
+            )
+        return CheckedGrammar(text)
+
+    def _text_error(self, wanted: TextGrammar, reason: str) -> InvalidRequest:
+        place = self._place(wanted.schema, wanted.is_strict, reason) if wanted.schema is not None else ""
+        return InvalidRequest(f"{wanted.param}{place} cannot be served as a grammar: {reason}.", wanted.param)
+
+    def _place(self, schema: JsonObject, is_strict: bool, reason: str) -> str:
+        return find_fault(schema, reason, lambda part: self._check(lark_of(json_rule(part, is_strict))))
+
+    # ---- calls
+
+    def _checked_calls(self, wanted: CallGrammar) -> CheckedGrammar:
+        free = _FreeTools(wanted)
+        for name in wanted.schemas if wanted.tool_format.writes_json else ():
+            if reason := wanted.why_no_object(name):
+                if wanted.is_asked_for(name):
+                    raise _tool_error(wanted, name, ".type", reason)
+                free.add([name], "invalid", reason)
+        text = free.fit()
+        if (size := grammar_bytes(text)) > MAX_GRAMMAR_BYTES:
+            if not wanted.is_optional:
+                raise _too_large(wanted.param, size, free.largest())
+            free.add_rest("size", "even the names of the tools are too large as a grammar")
+            return free.outcome(None)
+        whole = self._check(text)
+        if whole.error:
+            return free.outcome(self._without_faults(wanted, free, whole))
+        if whole.ignored:
+            log.warning("tools are served without keywords that cannot be enforced; with strict: true they are refused")
+        return free.outcome(text)
+
+    def _without_faults(self, wanted: CallGrammar, free: _FreeTools, whole: GrammarCheck) -> str | None:
+        """Returns a grammar without the schemas that cannot be enforced; None if not even names can be.
+
+        whole: the check that has failed.
+        """
+        if wanted.content is not None:
+            check = self._check(wanted.content.text())
+            if check.error:
+                raise self._text_error(wanted.content, check.error)
+        if wanted.tool_format.writes_json:
+            whole = self._free_faulty(wanted, free, whole)
+            if not whole.error:
+                return wanted.text(free.kinds)
+            free.add_rest("limits", f"the schemas of all tools are too much together: {whole.error}")
+            whole = self._check(wanted.text(free.kinds))
+            if not whole.error:
+                return wanted.text(free.kinds)
+        if wanted.is_optional:
+            return None
+        raise InvalidRequest(f"{wanted.param} cannot be served as a grammar: {whole.error}.", wanted.param)
+
+    def _free_faulty(self, wanted: CallGrammar, free: _FreeTools, whole: GrammarCheck) -> GrammarCheck:
+        """Checks each schema by itself, small ones first, and returns the check of the grammar without faulty ones."""
+        cpu_s, num_found = whole.cpu_s, 0
+        for number, (rule, names) in enumerate(sorted(free.names_by_rule().items(), key=lambda each: len(each[0]))):
+            if cpu_s >= MAX_CHECKS_CPU_S or number >= MAX_CHECKS:
+                return whole
+            check = self._check(lark_of(rule))
+            cpu_s += check.cpu_s
+            if not check.error:
+                continue
+            for name in names:
+                if wanted.is_asked_for(name):
+                    place = self._place(wanted.arguments(name), name in wanted.strict, check.error)
+                    raise _tool_error(wanted, name, place, check.error)
+            free.add(names, "invalid", check.error)
+            num_found += 1
+        return self._check(wanted.text(free.kinds)) if num_found and cpu_s < MAX_CHECKS_CPU_S else whole
+
+
+class _FreeTools:
+    """The tools whose arguments may be any object although they have a schema, and why."""
+
+    def __init__(self, wanted: CallGrammar) -> None:
+        self._wanted = wanted
+        self._reasons: dict[str, str] = {}
+        self.kinds: dict[str, FreeReason] = {}
+
+    def names_by_rule(self) -> dict[str, list[str]]:
+        """Returns the other tools, by the rule for their arguments."""
+        found: dict[str, list[str]] = {}
+        for name in self._wanted.schemas:
+            if name not in self.kinds:
+                rule = json_rule(self._wanted.arguments(name), name in self._wanted.strict)
+                found.setdefault(rule, []).append(name)
+        return found
+
+    def largest(self) -> str:
+        """Returns one of the other tools, with the largest schema; "" if there is no other."""
+        rules = self.names_by_rule()
+        return rules[max(rules, key=len)][0] if rules else ""
+
+    def add(self, names: Iterable[str], kind: FreeReason, reason: str) -> None:
+        for name in names:
+            self.kinds[name], self._reasons[name] = kind, reason
+
+    def add_rest(self, kind: FreeReason, reason: str) -> None:
+        """Frees all tools that are not strict. Limits are the server's, and `required` asks for a call."""
+        for names in self.names_by_rule().values():
+            self.add([name for name in names if name not in self._wanted.strict], kind, reason)
+
+    def fit(self) -> str:
+        """Frees the tools with the largest schemas until the grammar is small enough, and returns it.
+
+        It is still too large if the names are, or the strict tools.
+        """
+        wanted = self._wanted
+        text = wanted.text(self.kinds)
+        if (size := grammar_bytes(text)) <= MAX_GRAMMAR_BYTES or not wanted.tool_format.writes_json:
+            return text
+        by_size = sorted(self.names_by_rule().items(), key=lambda each: len(each[0]), reverse=True)
+        groups = [names for _, names in by_size if wanted.strict.isdisjoint(names)]
+
+        def fits(number: int) -> bool:
+            return grammar_bytes(wanted.text({*self.kinds, *chain(*groups[:number])})) <= MAX_GRAMMAR_BYTES
+
+        reason = f"all tools together have {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}"
+        number = bisect_left(range(len(groups)), True, key=fits) if fits(len(groups)) else len(groups)
+        self.add(chain(*groups[:number]), "size", reason)
+        return wanted.text(self.kinds)
+
+    def outcome(self, text: str | None) -> CheckedGrammar:
+        """text: None if not even calls are constrained."""
+        if self.kinds:
+            shown = [f"{name!r} ({self._reasons[name][:_MAX_LOGGED_CHARACTERS]!r})" for name in self.kinds]
+            more = f" and {len(shown) - _NUM_LOGGED} more" if len(shown) > _NUM_LOGGED else ""
+            log.warning(
+                "arguments of tools are not constrained by their schemas: %s%s", ", ".join(shown[:_NUM_LOGGED]), more
+            )
+        return CheckedGrammar(text, dict(Counter(self.kinds.values())))
+
+
+def _too_large(param: str, size: int, largest: str = "") -> InvalidRequest:
+    """largest: name of the tool that takes most of it."""
+    more = f" The largest schema is that of tool {largest!r}." if largest else ""
+    return InvalidRequest(f"{param} is too large: {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}.{more}", param)
+
+
+def _tool_error(wanted: CallGrammar, name: str, place: str, reason: str) -> InvalidRequest:
+    way_out = "leave out strict" if name in wanted.strict else "leave out tool_choice"
+    return InvalidRequest(
+        f"The schema of tool {name!r} cannot be enforced, at parameters{place}: {reason}. Correct it, or {way_out}.",
+        wanted.param,
+    )
