@@ -21,6 +21,9 @@ from tandem.proxy.api.responses_api.responses_answer import (
     RESPONSE_ID_PREFIX,
     ArgumentsDone,
     ArgumentsPiece,
+    CustomCallItem,
+    CustomInputDone,
+    CustomInputPiece,
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -51,6 +54,7 @@ from tandem.proxy.api.responses_api.responses_answer import (
     ResponseUsage,
     item_id,
 )
+from tandem.proxy.api.responses_api.responses_request import CalledTool
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.parsed import Parsed
@@ -68,9 +72,9 @@ _ITEM_BYTES = 1024
 class ItemWriter:
     """Makes the events of output items from parsed text, and keeps the items. Only one item is open at a time."""
 
-    def __init__(self, namespaces: Mapping[str, str] | None = None, response_id: str = "") -> None:
-        """namespaces: of functions that have one, by name."""
-        self._namespaces = namespaces or {}
+    def __init__(self, called: Mapping[str, CalledTool] | None = None, response_id: str = "") -> None:
+        """called: what the answer calls functions, by the names that the model knows, where it is not the same."""
+        self._called = called or {}
         self._response_id = response_id
         self._items: list[OutputItem] = []
         self._pieces: list[str] = []  # of the open item, not added to its text yet
@@ -97,7 +101,8 @@ class ItemWriter:
         for number in sorted(parsed.names.keys() | parsed.arguments.keys()):
             if number in parsed.names:
                 yield from self._begin(number, parsed)
-            if arguments := parsed.arguments.get(number):
+            arguments = parsed.arguments.get(number)
+            if arguments and self._open == number:
                 yield from self._grow(arguments)
 
     def end(self, status: ItemStatus = "completed") -> Iterator[ItemEvent]:
@@ -111,6 +116,8 @@ class ItemWriter:
         match item:
             case FunctionCallItem():
                 yield ArgumentsDone(item_id=item.id, output_index=index, name=item.name, arguments=item.arguments)
+            case CustomCallItem():
+                yield CustomInputDone(item_id=item.id, output_index=index, input=item.input)
             case OutputMessage(content=[part]):
                 yield OutputTextDone(item_id=item.id, output_index=index, text=part.text)
                 yield PartDone(item_id=item.id, output_index=index, part=part)
@@ -128,7 +135,12 @@ class ItemWriter:
         if isinstance(kind, int):
             call_id = parsed.ids.get(kind) or f"call_{secrets.token_hex(12)}"
             name = parsed.names[kind]
-            item = FunctionCallItem(self._new_id("fc"), call_id, name, namespace=self._namespaces.get(name))
+            tool = self._called.get(name) or CalledTool(name)
+            item: FunctionCallItem | CustomCallItem
+            if tool.is_custom:
+                item = CustomCallItem(self._new_id("ctc"), call_id, tool.name, namespace=tool.namespace)
+            else:
+                item = FunctionCallItem(self._new_id("fc"), call_id, tool.name, namespace=tool.namespace)
             self._items.append(item)
             yield ItemAdded(output_index=index, item=item)
             return
@@ -155,6 +167,8 @@ class ItemWriter:
         match item:
             case FunctionCallItem():
                 yield ArgumentsPiece(item_id=item.id, output_index=index, delta=text)
+            case CustomCallItem():
+                yield CustomInputPiece(item_id=item.id, output_index=index, delta=text)
             case OutputMessage():
                 yield OutputTextPiece(item_id=item.id, output_index=index, delta=text)
             case ReasoningItem():
@@ -168,6 +182,8 @@ class ItemWriter:
         match self._items[-1]:
             case FunctionCallItem() as call:
                 call.arguments += text
+            case CustomCallItem() as custom:
+                custom.input += text
             case OutputMessage(content=[part]) | ReasoningItem(content=[part]):
                 part.text += text
 
@@ -182,7 +198,7 @@ class ResponseAnswers(ParsedAnswers):
         self._store, self._scope = store, cache_scope
         assert self._request.response is not None
         self._options = self._request.response
-        self._writer = ItemWriter(self._options.namespaces, self._id)
+        self._writer = ItemWriter(self._options.called, self._id)
         self._num_events = 0
         self._is_incomplete = False
 

@@ -16,8 +16,9 @@ from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest, to_chat
 from tandem.proxy.api.request_settings import RequestSettings
+from tandem.proxy.api.responses_api.response_tools import ResponseTools
 from tandem.proxy.api.responses_api.responses_chat import to_chat as response_to_chat
-from tandem.proxy.api.responses_api.responses_chat import without_references
+from tandem.proxy.api.responses_api.responses_chat import without_references, without_unknown
 from tandem.proxy.api.responses_api.responses_request import InputItem, ResponseRequest, options_of
 from tandem.proxy.api.sampling_fields import given_fields, num_prompt_logprobs, num_top, sampling_params
 from tandem.proxy.api.schema import (
@@ -30,6 +31,7 @@ from tandem.proxy.api.schema import (
     TokenizeRequest,
     neutral_values,
 )
+from tandem.proxy.api.served_tools import custom_names, keep_served_tools
 from tandem.proxy.api.structured_output import plan_output
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import InvalidMedia
@@ -122,7 +124,9 @@ class BodyDecoder:
         return msgspec.structs.replace(checked, echo=bool(request.echo))
 
     def chat(self, body: bytes) -> GenerationRequest:
-        return self._checked_chat(self._decode(self._chat, body))
+        request = self._decode(self._chat, body)
+        keep_served_tools(request)
+        return self._checked_chat(request)
 
     def message(self, body: bytes) -> GenerationRequest:
         request = self._decode(self._message, body)
@@ -141,11 +145,15 @@ class BodyDecoder:
         request = self._decode(self._response, body)
         before = history(request.previous_response_id) if request.previous_response_id is not None else []
         if not isinstance(request.input, str):
-            request.input = without_references(request.input, before, find)
-        checked = self._checked_chat(*response_to_chat(request, before))
+            request.input = without_references(without_unknown(request.input), before, find)
+        tools = ResponseTools(request, before)
+        checked = self._checked_chat(*response_to_chat(request, before, tools))
         most = checked.default_max_tokens if request.max_output_tokens is None else request.max_output_tokens
         return msgspec.structs.replace(
-            checked, response=options_of(request), default_max_tokens=most, max_tokens_param="max_output_tokens"
+            checked,
+            response=options_of(request, tools.called),
+            default_max_tokens=most,
+            max_tokens_param="max_output_tokens",
         )
 
     def counted_prompt(self, body: bytes) -> ChatPrompt:
@@ -196,6 +204,7 @@ class BodyDecoder:
             raise InvalidRequest("Send either prompt (a string) or messages (a list).", "prompt")
         if request.prompt is not None:
             return request.prompt, request.add_special_tokens is not False, bool(request.return_token_strs)
+        keep_served_tools(request)
         prompt = self._chats.prompt(request, request.messages or [])
         if prompt.media:
             raise InvalidMedia(
@@ -224,7 +233,10 @@ class BodyDecoder:
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         checked = self._check(request, prompt, getattr(request, param), param)
         prefix = prompt.last_text if request.echo else ""
-        return msgspec.structs.replace(checked, is_chat=True, role=prompt.answer_role, prefix=prefix)
+        custom = custom_names(request)
+        return msgspec.structs.replace(
+            checked, is_chat=True, role=prompt.answer_role, prefix=prefix, custom_tools=custom
+        )
 
     def _check_num_prompts(self, num_prompts: Callable[[int], int], n: int, param: str) -> None:
         """num_prompts: counts the prompts up to one more than its argument."""
