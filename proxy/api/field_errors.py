@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from tandem.proxy.api.whole_numbers import decode_whole
+from tandem.proxy.text.whole_numbers import decode_whole
 from tandem.runtime.errors import InvalidRequest
 
 R = TypeVar("R")

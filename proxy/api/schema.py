@@ -122,7 +122,7 @@ class GenerationFields(NotServed):
     The types check each field by itself; `validation` checks combinations of fields.
     """
 
-    model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
+    model: Annotated[str | None, doc("a name from /v1/models; null and  select the served model")] = None
     temperature: Annotated[Temperature | None, doc("0 is greedy decoding; null: the model's default, else 1")] = None
     top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = None
     top_k: Annotated[TopK | None, doc("samples from this many most likely tokens; 0 or -1: all")] = None
@@ -251,7 +251,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     """OpenAI's `/v1/embeddings`, with vLLM's extensions."""
 
     input: Prompts
-    model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
+    model: Annotated[str | None, doc("a name from /v1/models; null and  select the served model")] = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None, doc("base64: of little-endian float32 values; by default float")
     ] = "float"

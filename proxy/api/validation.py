@@ -14,7 +14,14 @@ from tandem.proxy.api.chat_prompts import ChatPromptBuilder
 from tandem.proxy.api.field_checks import check_beam_search, check_logprobs, check_truncation
 from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
-from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest, to_chat
+from tandem.proxy.api.messages_api.messages_request import (
+    BLOCK_TYPES,
+    RESULT_BLOCK_TYPES,
+    CountTokensRequest,
+    MessageRequest,
+    to_chat,
+)
+from tandem.proxy.api.messages_api.unknown_blocks import without_unknown_blocks
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_api.response_tools import ResponseTools
 from tandem.proxy.api.responses_api.responses_chat import to_chat as response_to_chat
@@ -129,8 +136,10 @@ class BodyDecoder:
         return self._checked_chat(request)
 
     def message(self, body: bytes) -> GenerationRequest:
-        request = self._decode(self._message, body)
+        request = self._decode_blocks(self._message, body)
         checked = self._checked_chat(*to_chat(request, self._reasoning is not None))
+        if request.max_tokens == 0:
+            return msgspec.structs.replace(checked, max_tokens=1, is_prompt_only=True, max_tokens_param="max_tokens")
         # An answer may end where the model's context does, so that clients need not know the length of their prompt.
         return msgspec.structs.replace(checked, default_max_tokens=request.max_tokens, max_tokens_param="max_tokens")
 
@@ -156,17 +165,10 @@ class BodyDecoder:
             max_tokens_param="max_output_tokens",
         )
 
-    def counted_prompt(self, body: bytes) -> ChatPrompt:
-        """Returns the prompt of a request to count tokens."""
-        request = self._decode(self._count_tokens, body)
-        prompt = self._checked_chat(*to_chat(request, self._reasoning is not None)).prompt
-        assert isinstance(prompt, ChatPrompt)
-        if prompt.media:
-            raise InvalidMedia(
-                "count_tokens supports text only; the usage of a message shows how many tokens its images have.",
-                prompt.media[0].param,
-            )
-        return prompt
+    def count(self, body: bytes) -> GenerationRequest:
+        """Returns a request to count the tokens of a message's prompt."""
+        request = self._decode_blocks(self._count_tokens, body)
+        return self._checked_chat(*to_chat(request, self._reasoning is not None))
 
     def embedding(self, body: bytes) -> GenerationRequest:
         request = self._decode(self._embedding, body)
@@ -219,14 +221,23 @@ class BodyDecoder:
 
     def _decode(self, decoder: msgspec.json.Decoder[R], body: bytes) -> R:
         request = decode_body(decoder, body)
-        if request.model not in (None, self._served_model_name) and self._adapter(request.model) is None:
+        if request.model not in (None, "", self._served_model_name) and self._adapter(request.model) is None:
             raise ModelNotFound(
                 f"The model {request.model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
             )
         return request
 
+    def _decode_blocks(self, decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+        """Decodes a body whose messages may have blocks of types that are skipped."""
+        try:
+            return self._decode(decoder, body)
+        except InvalidRequest:
+            if (kept := without_unknown_blocks(body, BLOCK_TYPES, RESULT_BLOCK_TYPES)) is None:
+                raise
+        return self._decode(decoder, kept)
+
     def _adapter(self, model: str | None) -> NamedAdapter | None:
-        return None if model is None or model == self._served_model_name else self._adapters.get(model)
+        return self._adapters.get(model) if model and model != self._served_model_name else None
 
     def _checked_chat(self, request: ChatCompletionRequest, params: list[str] | None = None) -> GenerationRequest:
         prompt = self._chats.prompt(request, request.messages, params)

@@ -66,7 +66,9 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True):
             )
 
     def check_dimensions(self, dimensions: int) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest. All values of an embedding may be asked for from any model."""
+        if dimensions == self.size:
+            return
         if not self.is_matryoshka:
             raise InvalidRequest(
                 f"dimensions is {dimensions}, but this model's embeddings cannot be shortened; leave it out.",

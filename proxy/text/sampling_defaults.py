@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from tandem.proxy.text.whole_numbers import decode_whole
 from tandem.runtime.errors import ConfigError
 
 FILE_NAME = "generation_config.json"
@@ -40,7 +41,9 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
         given = Path(source).expanduser()
         file = model_folder / FILE_NAME if source == "auto" else given / FILE_NAME if given.is_dir() else given
         try:
-            return msgspec.json.decode(file.read_bytes(), type=cls)
+            # Some files have integers such as 50.0.
+            defaults: SamplingDefaults = decode_whole(msgspec.json.Decoder(cls), file.read_bytes())
+            return defaults
         except FileNotFoundError as error:
             if source == "auto":
                 return cls()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from email.message import EmailMessage
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -104,7 +105,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
     async def upload(request: Request) -> Response:
         store = store_of(request)
         receive = state.bodies.limited(_paced(request.receive), request.headers, MAX_FILE_BYTES + _FORM_BYTES)
-        limited = Request(request.scope, receive)
+        limited = Request(request.scope, _without_preamble(receive, request.headers.get("content-type", "")))
         try:
             with uploads.hold(client_of(request)), storage_errors():
                 async with limited.form(max_files=1, max_fields=8, max_part_size=_FORM_BYTES) as form:
@@ -123,7 +124,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
             raise InvalidRequest(f"The form is malformed: {error.detail}", "file") from error
 
     async def files(request: Request) -> Response:
-        purpose = request.query_params.get("purpose")
+        purpose = request.query_params.get("purpose") or None
 
         def find(store: BatchStore, file_id: str) -> StoredFile | None:
             stored = store.files.find(file_id)
@@ -184,6 +185,30 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         ApiRoute("POST", "/v1/batches/{batch_id}/cancel", cancel, "Cancel a batch.", BatchObject,
             more_errors=(400, 404, 501, 507)),
     ]  # fmt: skip
+
+
+def _without_preamble(receive: Receive, content_type: str) -> Receive:
+    """Returns `receive` for a form, without what may stand before its first boundary (RFC 2046, 5.1.1).
+
+    Starlette's parser takes that for a malformed form.
+    """
+    header = EmailMessage()
+    header["content-type"] = content_type
+    delimiter = b"\n--" + (header.get_boundary() or "").encode("latin-1", "replace")
+    # The delimiter begins a line; the first line needs no line end before it. None once it was found.
+    held: bytes | None = b"\n"
+
+    async def receive_form() -> Message:
+        nonlocal held
+        message = await receive()
+        if held is None or message["type"] != "http.request":
+            return message
+        data = held + message.get("body", b"")
+        begin = data.find(delimiter)
+        held = data[1 - len(delimiter) :] if begin < 0 else None
+        return {**message, "body": b"" if begin < 0 else data[begin + 1 :]}
+
+    return receive_form
 
 
 def _paced(receive: Receive) -> Receive:
