@@ -21,6 +21,7 @@ from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
+from tandem.proxy.text.whole_numbers import decode_whole
 from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
 
 log = logging.getLogger(__name__)
@@ -143,10 +144,13 @@ class _TokenConfig(msgspec.Struct):
     text_config: _TokenConfig | None = None
 
 
+_token_config = msgspec.json.Decoder(_TokenConfig)
+
+
 def _config(folder: Path, name: str) -> _TokenConfig:
     """Returns what a configuration of the model says of its tokens, also for its text part. Raises ConfigError."""
     try:
-        config = msgspec.json.decode((folder / name).read_bytes(), type=_TokenConfig)
+        config: _TokenConfig = decode_whole(_token_config, (folder / name).read_bytes())
     except FileNotFoundError:
         return _TokenConfig()
     except (OSError, msgspec.DecodeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from email.message import EmailMessage
 from typing import Annotated, Literal, TypeVar
@@ -195,6 +196,7 @@ def _without_preamble(receive: Receive, content_type: str) -> Receive:
     header = EmailMessage()
     header["content-type"] = content_type
     delimiter = b"\n--" + (header.get_boundary() or "").encode("latin-1", "replace")
+    searched = re.compile(re.escape(delimiter) + rb"[\r\n\t -]")
     # The delimiter begins a line; the first line needs no line end before it. None once it was found.
     held: bytes | None = b"\n"
 
@@ -204,9 +206,9 @@ def _without_preamble(receive: Receive, content_type: str) -> Receive:
         if held is None or message["type"] != "http.request":
             return message
         data = held + message.get("body", b"")
-        begin = data.find(delimiter)
-        held = data[1 - len(delimiter) :] if begin < 0 else None
-        return {**message, "body": b"" if begin < 0 else data[begin + 1 :]}
+        found = searched.search(data)
+        held = data[-len(delimiter) :] if found is None else None
+        return {**message, "body": b"" if found is None else data[found.start() + 1 :]}
 
     return receive_form
 
