@@ -246,7 +246,7 @@ class OutputConfig(msgspec.Struct):
 class PromptFields(msgspec.Struct, kw_only=True):
     """Fields that make the prompt, and that both routes take. Unknown fields are ignored."""
 
-    model: Annotated[str | None, doc("a name from /v1/models; null and  select the served model")] = None
+    model: Annotated[str | None, doc("a name from /v1/models; null and empty select the served model")] = None
     messages: Annotated[
         Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_CHAT_MESSAGES)],
         doc("the chat; an answer continues a last message of the assistant"),

@@ -189,7 +189,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         str | Annotated[list[InputItem], Meta(max_length=MAX_CHAT_MESSAGES)],
         doc("a text, or messages, calls, their outputs and earlier thinking"),
     ]
-    model: Annotated[str | None, doc("a name from /v1/models; null and  select the served model")] = None
+    model: Annotated[str | None, doc("a name from /v1/models; null and empty select the served model")] = None
     instructions: Annotated[str | None, doc("a system message before the input; not kept for later responses")] = None
     previous_response_id: Annotated[
         str | None, doc("continues a stored response: its input and output come before the input")
