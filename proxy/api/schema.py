@@ -260,7 +260,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     dimensions: Annotated[
         Annotated[int, Meta(ge=1, lt=2**31)] | None,
         doc(
-            "values of each embedding: all, or fewer where the model's config says that they may be shortened (Matryoshka)"
+            "values of an embedding: all, or fewer if the model's config says that they may be shortened (Matryoshka)"
         ),
     ] = None
     normalize: Annotated[

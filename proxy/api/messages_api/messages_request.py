@@ -386,8 +386,7 @@ class _MessageTurns(ChatTurns):
                 _check_role(role, "assistant", "redacted_thinking", block_param)
                 self.turn(role, param)
             case CompactionBlock():
-                if block.content:
-                    self.add_parts(role, param, [ContentPart("text", block.content)])
+                self.add_parts(role, param, [ContentPart("text", block.content)] if block.content else [])
             case OtherBlock():
                 self.turn(role, param)
             case TextBlock() | ImageBlock() | DocumentBlock() | SearchResultBlock():
