@@ -259,9 +259,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     ] = "float"
     dimensions: Annotated[
         Annotated[int, Meta(ge=1, lt=2**31)] | None,
-        doc(
-            "values of an embedding: all, or fewer if the model's config says that they may be shortened (Matryoshka)"
-        ),
+        doc("values of an embedding: all, or fewer if the model's config says that they may be shortened (Matryoshka)"),
     ] = None
     normalize: Annotated[
         OptionalBool, doc("scales each embedding to length 1; by default as the model's files say, else true")

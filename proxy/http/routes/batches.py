@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from email.message import EmailMessage
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -40,6 +39,7 @@ MIN_UPLOAD_BYTES_PER_S, UPLOAD_GRACE_S = 64 * 1024, 30.0
 """Mean pace that an upload must keep after the grace period, so that it gives its place to others within an hour."""
 MAX_CALLS, MAX_CALLS_PER_CLIENT = 64, 16
 """Other calls of these routes at a time on one proxy. Some read the objects of all files of their client."""
+_BOUNDARY = re.compile(r';\s*boundary\s*=\s*(?:"([^"\\]{1,70})"|([^\s;",]{1,70}))', re.IGNORECASE)
 _REQUEST = msgspec.json.Decoder(BatchRequest)
 
 T = TypeVar("T")
@@ -193,9 +193,9 @@ def _without_preamble(receive: Receive, content_type: str) -> Receive:
 
     Starlette's parser takes that for a malformed form.
     """
-    header = EmailMessage()
-    header["content-type"] = content_type
-    delimiter = b"\n--" + (header.get_boundary() or "").encode("latin-1", "replace")
+    if (named := _BOUNDARY.search(content_type)) is None:
+        return receive
+    delimiter = b"\n--" + (named[1] or named[2]).encode("latin-1", "replace")
     searched = re.compile(re.escape(delimiter) + rb"[\r\n\t -]")
     # The delimiter begins a line; the first line needs no line end before it. None once it was found.
     held: bytes | None = b"\n"
