@@ -37,7 +37,7 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True):
         defaults = cls(
             is_matryoshka=bool(known or config.get("is_matryoshka")),
             matryoshka_dimensions=known,
-            size=config.get("hidden_size") or 0,
+            size=_size(config),
         )
         modules = _read(folder / "modules.json")
         if not isinstance(modules, list):
@@ -78,6 +78,16 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True):
         if (known and dimensions not in known) or (self.size and dimensions > self.size):
             allowed = f"one of {', '.join(map(str, known))}" if known else f"at most {self.size}"
             raise InvalidRequest(f"dimensions is {dimensions}, but must be {allowed}.", "dimensions")
+
+
+def _size(config: dict[str, Any]) -> int:
+    """Returns the number of values that the model's hidden states have; 0 if the config does not say it."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for name in ("hidden_size", "n_embd", "d_model"):
+            if isinstance(size := part.get(name), int | float):
+                return int(size)
+    return 0
 
 
 def _read(file: Path) -> Any:

@@ -166,9 +166,8 @@ async def _transform(
 
 async def _count_tokens(state: AppState, request: Request, body: bytes | SpooledBody) -> bytes:
     """Returns the JSON answer. Images are read as those of a message are, so they need a ready worker."""
-    if state.media is None or not mentions_media(body):
-        with suppress(HasMedia):
-            return await state.readers.transform(BodyReader.count_tokens, body)
+    with suppress(HasMedia):
+        return await state.readers.transform(BodyReader.count_tokens, body)
     assert state.media is not None
     limits = await state.readiness.limits()
     counted = await state.media.read("count", body, limits, client_of(request), cache_scope_of(request))

@@ -133,3 +133,17 @@ def test_codex_applies_a_patch(tmp_path: Path) -> None:
         assert (tmp_path / "work" / "hello.txt").read_text() == CONTENT and FINAL in output
         last = [prompt for prompt in workers.prompts if "<|tool|>" in prompt][-1]
         assert "Begin Patch" in last and "Success" in last
+
+
+@pytest.mark.timeout(TIMEOUT_S + 120)
+def test_codex_runs_code(tmp_path: Path) -> None:
+    """To the newest models that it knows by name, Codex gives its tools in an item of the input, in namespaces."""
+    code = "text(await tools.exec_command({cmd: 'printf %s done > hello.txt; echo it is done'}))"
+
+    def script(prompt: str) -> str:
+        return FINAL if "<|tool|>" in prompt else tool_call("exec", input=code)
+
+    with scripted_model(tmp_path, script, name="gpt-6-sol") as (url, workers):
+        output = run_codex(tmp_path, url, "gpt-6-sol")
+        assert (tmp_path / "work" / "hello.txt").read_text() == "done" and FINAL in output
+        assert any("it is done" in prompt for prompt in workers.prompts)
