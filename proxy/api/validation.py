@@ -14,14 +14,8 @@ from tandem.proxy.api.chat_prompts import ChatPromptBuilder
 from tandem.proxy.api.field_checks import check_beam_search, check_logprobs, check_truncation
 from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
-from tandem.proxy.api.messages_api.messages_request import (
-    BLOCK_TYPES,
-    RESULT_BLOCK_TYPES,
-    CountTokensRequest,
-    MessageRequest,
-    to_chat,
-)
-from tandem.proxy.api.messages_api.unknown_blocks import without_unknown_blocks
+from tandem.proxy.api.messages_api.content_blocks import without_unknown_blocks
+from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest, to_chat
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_api.response_tools import ResponseTools
 from tandem.proxy.api.responses_api.responses_chat import to_chat as response_to_chat
@@ -232,7 +226,7 @@ class BodyDecoder:
         try:
             return self._decode(decoder, body)
         except InvalidRequest:
-            if (kept := without_unknown_blocks(body, BLOCK_TYPES, RESULT_BLOCK_TYPES)) is None:
+            if (kept := without_unknown_blocks(body)) is None:
                 raise
         return self._decode(decoder, kept)
 

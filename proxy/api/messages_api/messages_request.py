@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -10,7 +10,25 @@ from msgspec import Meta
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
 from tandem.proxy.api.field_errors import refuse_unsupported
 from tandem.proxy.api.messages_api.client_tools import client_function
-from tandem.proxy.api.messages_api.unknown_blocks import OTHER
+from tandem.proxy.api.messages_api.content_blocks import (
+    AnyTextBlock,
+    Block,
+    CompactionBlock,
+    DocumentBlock,
+    ImageBlock,
+    McpToolResultBlock,
+    McpToolUseBlock,
+    OtherBlock,
+    PlainTextSource,
+    RedactedThinkingBlock,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UrlSource,
+)
 from tandem.proxy.api.output_fields import (
     MAX_FUNCTIONS,
     FunctionDefinition,
@@ -45,141 +63,13 @@ _CHANGING_SYSTEM_TEXT = "x-anthropic-billing-header:"
 """Claude Code's first block of system text begins with this. It differs in every request, so no request would find the
 prefix of another one in a cache."""
 
-# ---- content
 
-
-class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference"):
-    """A tool that a search has found. The model sees all tools, so it gets the name as text."""
-
-    tool_name: str
-
-
-class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
-    """The model gets it as text; citations are ignored."""
-
-    content: list[TextBlock]
-    source: str
-    title: str
-
-
-class PlainTextSource(msgspec.Struct, tag_field="type", tag="text"):
-    data: str
-
-
-class TextContentSource(msgspec.Struct, tag_field="type", tag="content"):
-    content: str | list[TextBlock]
-
-
-class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
-    """source: of text. Citations are ignored."""
-
-    source: PlainTextSource | TextContentSource
-    title: str | None = None
-    context: str | None = None
-
-
-class Base64Source(msgspec.Struct, tag_field="type", tag="base64"):
-    data: str
-    media_type: Annotated[str, Meta(max_length=256, description="image/png, image/jpeg, image/webp or image/gif")]
-
-
-class UrlSource(msgspec.Struct, tag_field="type", tag="url"):
-    url: str
-
-
-class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
-    source: Base64Source | UrlSource
-
-
-class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """input: an object; other values, which models write by mistake, are taken too."""
-
-    id: str
-    name: str
-    input: Any
-
-
-class OtherBlock(msgspec.Struct, tag_field="type", tag=OTHER):
-    """Stands for a block of a type that the model cannot be shown. Ignored."""
-
-
-ResultContent = (
-    str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | OtherBlock] | None
-)
-
-
-class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
-    """is_error is ignored: the content says what went wrong."""
-
-    tool_use_id: str
-    content: ResultContent = None
-
-
-class McpToolUseBlock(msgspec.Struct, tag_field="type", tag="mcp_tool_use"):
-    """A call that Anthropic's server has made. The model gets it as a call of its own."""
-
-    id: str
-    name: str
-    input: Any
-
-
-class McpToolResultBlock(msgspec.Struct, tag_field="type", tag="mcp_tool_result"):
-    tool_use_id: str
-    content: ResultContent = None
-
-
-class CompactionBlock(msgspec.Struct, tag_field="type", tag="compaction"):
-    """A summary of what came before. The model gets it as text."""
-
-    content: str | None = None
-
-
-class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Earlier thinking. Its signature is ignored."""
-
-    thinking: str
-
-
-class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """Ignored: only the server that encrypted it can read it."""
-
-
-AnyTextBlock = TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
-Block = (
-    TextBlock
-    | ImageBlock
-    | DocumentBlock
-    | SearchResultBlock
-    | ToolUseBlock
-    | ToolResultBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-    | McpToolUseBlock
-    | McpToolResultBlock
-    | CompactionBlock
-    | OtherBlock
-)
-
-
-def _tags(*kinds: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(str(kind.__struct_config__.tag) for kind in kinds)
-
-
-BLOCK_TYPES = _tags(*get_args(Block))
-"""Blocks of other types are skipped, also in tool results."""
-RESULT_BLOCK_TYPES = _tags(TextBlock, ImageBlock, DocumentBlock, SearchResultBlock, ToolReferenceBlock, OtherBlock)
+# ---- messages, tools and output
 
 
 class InputMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
-
-
-# ---- tools and output
 
 
 class InputTool(msgspec.Struct):
