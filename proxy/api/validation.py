@@ -21,6 +21,7 @@ from tandem.proxy.api.responses_api.response_tools import ResponseTools
 from tandem.proxy.api.responses_api.responses_chat import to_chat as response_to_chat
 from tandem.proxy.api.responses_api.responses_chat import without_references, without_unknown
 from tandem.proxy.api.responses_api.responses_request import InputItem, ResponseRequest, options_of
+from tandem.proxy.api.responses_api.unknown_parts import without_unknown_fields
 from tandem.proxy.api.sampling_fields import given_fields, num_prompt_logprobs, num_top, sampling_params
 from tandem.proxy.api.schema import (
     ChatCompletionRequest,
@@ -130,7 +131,7 @@ class BodyDecoder:
         return self._checked_chat(request)
 
     def message(self, body: bytes) -> GenerationRequest:
-        request = self._decode_blocks(self._message, body)
+        request = self._decode_known(self._message, body, without_unknown_blocks)
         checked = self._checked_chat(*to_chat(request, self._reasoning is not None))
         if request.max_tokens == 0:
             return msgspec.structs.replace(checked, max_tokens=1, is_prompt_only=True, max_tokens_param="max_tokens")
@@ -145,7 +146,7 @@ class BodyDecoder:
     ) -> GenerationRequest:
         """history: returns the items of a stored response and of those before it; may raise InvalidRequest. find:
         returns an item of a stored answer by its id."""
-        request = self._decode(self._response, body)
+        request = self._decode_known(self._response, body, without_unknown_fields)
         before = history(request.previous_response_id) if request.previous_response_id is not None else []
         if not isinstance(request.input, str):
             request.input = without_references(without_unknown(request.input), before, find)
@@ -161,7 +162,7 @@ class BodyDecoder:
 
     def count(self, body: bytes) -> GenerationRequest:
         """Returns a request to count the tokens of a message's prompt."""
-        request = self._decode_blocks(self._count_tokens, body)
+        request = self._decode_known(self._count_tokens, body, without_unknown_blocks)
         return self._checked_chat(*to_chat(request, self._reasoning is not None))
 
     def embedding(self, body: bytes) -> GenerationRequest:
@@ -221,12 +222,15 @@ class BodyDecoder:
             )
         return request
 
-    def _decode_blocks(self, decoder: msgspec.json.Decoder[R], body: bytes) -> R:
-        """Decodes a body whose messages may have blocks of types that are skipped."""
+    def _decode_known(
+        self, decoder: msgspec.json.Decoder[R], body: bytes, without_unknown: Callable[[bytes], bytes | None]
+    ) -> R:
+        """Decodes a body that may have parts of types that are skipped. without_unknown: returns the body without them,
+        or None if it has none."""
         try:
             return self._decode(decoder, body)
         except InvalidRequest:
-            if (kept := without_unknown_blocks(body)) is None:
+            if (kept := without_unknown(body)) is None:
                 raise
         return self._decode(decoder, kept)
 

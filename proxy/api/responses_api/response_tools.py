@@ -21,6 +21,7 @@ from tandem.proxy.api.output_fields import (
 )
 from tandem.proxy.api.responses_api.responses_request import (
     TOOL_LISTS,
+    TOOL_TYPES,
     CalledTool,
     InputItem,
     ResponseRequest,
@@ -130,7 +131,7 @@ class ResponseTools:
 
 
 def _is_served(tool: ResponseTool) -> bool:
-    if tool.type in ("function", "custom", "namespace"):
+    if tool.type in TOOL_TYPES:
         return True
     log_skipped("tools", tool.type)
     return False

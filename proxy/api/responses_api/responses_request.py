@@ -45,6 +45,8 @@ ITEM_TYPES = (
     "additional_tools", "item_reference",
 )  # fmt: skip
 """Items of other types are skipped."""
+TOOL_TYPES = ("function", "custom", "namespace")
+"""Tools of other types are skipped."""
 _ITEM_STATUSES = ("in_progress", "completed", "incomplete")
 MAX_ITEM_ID_LENGTH = 256
 """Items with longer ids are stored under new ones."""

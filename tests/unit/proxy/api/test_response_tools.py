@@ -31,6 +31,7 @@ HOSTED: list[dict[str, Any]] = [
     {"type": "apply_patch"},
     {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}},
     {"type": "of next year", "tools": None},
+    {"type": "odd", "name": "a name", "tools": {"a": 1}, "format": "png", "parameters": [], "description": 3},
 ]
 
 
@@ -132,6 +133,7 @@ DROPPED: list[dict[str, Any]] = [
     {"type": "compaction_trigger"},
     {"type": "reasoning", "id": "rs", "summary": [], "content": None, "encrypted_content": "gAAA"},
     {"type": "of next year", "value": [1, {"a": None}]},
+    {"type": "odd", "role": "critic", "content": {"a": 1}, "summary": "s", "id": 3, "name": [], "status": {}},
 ]
 
 
