@@ -96,7 +96,7 @@ def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
             (429,), error=MessagesError),
         ApiRoute("POST", "/v1/messages/count_tokens", count_tokens,
             "The number of tokens that a message's prompt would have.", TokenCount, CountTokensRequest,
-            error=MessagesError),
+            more_errors=(429,), error=MessagesError),
         ApiRoute("POST", "/tokenize", tokenize, "The tokens of a prompt or of a chat.", TokenizeResponse,
             TokenizeRequest),
         ApiRoute("POST", "/detokenize", detokenize, "The text of tokens.", DetokenizeResponse, DetokenizeRequest),
