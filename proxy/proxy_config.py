@@ -58,6 +58,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File of the adapters once one was loaded or unloaded, shared by the proxies of a host; empty refuses both."""
     response_folder: str = ""
     """Folder of stored responses, shared by the proxies of a host; empty keeps none."""
+    signing_key: str = ""
+    """Secret of the cluster by which its proxies sign thinking blocks; empty draws one for this proxy."""
     data_folder: str = ""
     """Folder of clients' files and batches; empty refuses them."""
     shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0
@@ -75,7 +77,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def without_secrets(self) -> ProxyConfig:
         """Returns the configuration of a process that parses untrusted data."""
-        return msgspec.structs.replace(self, http=HttpSettings())
+        return msgspec.structs.replace(self, http=HttpSettings(), signing_key="")
 
 
 def read_config(file: Path) -> ProxyConfig:

@@ -186,6 +186,7 @@ class ProxyServer:
             timelines=Timelines(self._context, requests, config.peer_endpoints),
             media=media,
             adapters=config.adapter_table(),
+            signing_key=(config.signing_key or secrets.token_hex(32)).encode(),
             responses=config.response_store(),
             batches=batches,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 import typing
 from collections.abc import Mapping
@@ -90,6 +91,7 @@ class ProcessConfigs:
     ) -> None:
         self._cluster = cluster
         self._keys = keys
+        self._signing_key = secrets.token_hex(32)
         self._ranks_per_gpu = ranks_per_gpu
         self._on_gpus = on_gpus
         http = cluster.http
@@ -133,6 +135,7 @@ class ProcessConfigs:
             adapters=self._adapters,
             lora_file=place.lora_file,
             response_folder=place.response_folder,
+            signing_key=self._signing_key,
             data_folder=str(expanded(cluster.data_dir).absolute()) if cluster.data_dir else "",
             shutdown_grace_s=PROXY_GRACE_S,
             drain_timeout_s=cluster.drain_timeout_s,

@@ -67,6 +67,12 @@ class UnsupportedContentCoding(InvalidRequest):
     code = "unsupported_content_coding"
 
 
+class UnsupportedTransferCoding(InvalidRequest):
+    """The body has a transfer coding besides chunked."""
+
+    code = "unsupported_transfer_coding"
+
+
 class ClientTooSlow(RequestAborted):
     """The request did not arrive in time."""
 
@@ -120,6 +126,7 @@ _STATUS: dict[type[TandemError], int] = {
     FileNotFound: 404,
     BatchNotFound: 404,
     BatchesDisabled: 501,
+    UnsupportedTransferCoding: 501,
     StorageFull: 507,
     RoleRefused: 409,
     BodyTooLarge: 413,

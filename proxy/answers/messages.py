@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
+from base64 import b64encode
 from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from itertools import chain
 from typing import Any, ClassVar
 
 import msgspec
@@ -27,6 +31,7 @@ from tandem.proxy.api.messages_api.messages_response import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    SignaturePiece,
     StopReason,
     TextPiece,
     ThinkingPiece,
@@ -49,16 +54,22 @@ def encode_event(event: msgspec.Struct) -> bytes:
 class BlockWriter:
     """Makes the events of content blocks from parsed text. Only one block is open at a time."""
 
-    def __init__(self, shows_thinking: bool, has_short_ids: bool = False) -> None:
-        """has_short_ids: see `call_ids.new_call_id`."""
+    def __init__(self, shows_thinking: bool, has_short_ids: bool = False, signing_key: bytes = b"") -> None:
+        """has_short_ids: see `call_ids.new_call_id`. signing_key: of the signatures of thinking blocks."""
         self._shows_thinking = shows_thinking
         self._has_short_ids = has_short_ids
+        self._signing_key = signing_key
+        self._signature: hmac.HMAC | None = None  # of the open block, if it is one of thinking
         self._index = -1
         self._open: str | int | None = None  # "thinking", "text" or the number of a call
 
     def push(self, parsed: Parsed) -> Iterator[BlockEvent]:
         if parsed.reasoning and self._shows_thinking:
-            yield from self._begin("thinking", AnsweredThinking())
+            if self._open != "thinking":
+                yield from self._begin("thinking", AnsweredThinking())
+                self._signature = hmac.new(self._signing_key, digestmod=sha256)
+            assert self._signature is not None
+            self._signature.update(parsed.reasoning.encode())
             yield BlockDelta(self._index, ThinkingPiece(parsed.reasoning))
         if parsed.content:
             yield from self._begin("text", AnsweredText())
@@ -71,9 +82,13 @@ class BlockWriter:
                 yield BlockDelta(self._index, InputPiece(arguments))
 
     def end(self) -> Iterator[BlockEvent]:
-        if self._open is not None:
-            self._open = None
-            yield BlockStop(self._index)
+        if self._open is None:
+            return
+        self._open = None
+        if self._signature is not None:
+            signature, self._signature = b64encode(self._signature.digest()).decode(), None
+            yield BlockDelta(self._index, SignaturePiece(signature))
+        yield BlockStop(self._index)
 
     def _begin(self, kind: str | int, block: AnsweredBlock) -> Iterator[BlockEvent]:
         if self._open != kind:
@@ -97,6 +112,8 @@ def joined_blocks(events: Iterable[BlockEvent]) -> list[AnsweredBlock]:
                     written[index] = written.get(index, "") + delta.partial_json
                 elif isinstance(delta, ThinkingPiece) and isinstance(block, AnsweredThinking):
                     block.thinking += delta.thinking
+                elif isinstance(delta, SignaturePiece) and isinstance(block, AnsweredThinking):
+                    block.signature = delta.signature
                 elif isinstance(delta, TextPiece) and isinstance(block, AnsweredText):
                     block.text += delta.text
     for index, text in written.items():
@@ -118,10 +135,11 @@ class MessageAnswers(ParsedAnswers):
     END: ClassVar[bytes] = encode_event(MessageStop())
     KEEP_ALIVE: ClassVar[bytes] = encode_event(MessagePing())
 
-    def __init__(self, generation: Generation, model: str) -> None:
+    def __init__(self, generation: Generation, model: str, signing_key: bytes = b"") -> None:
         super().__init__(generation, model)
         self._id = f"msg_{generation.record.request_id}"
-        self._writer = BlockWriter(self._request.include_reasoning, self._request.has_short_call_ids)
+        request = self._request
+        self._writer = BlockWriter(request.include_reasoning, request.has_short_call_ids, signing_key)
 
     def chunk(self, delta: TextDelta) -> Iterable[bytes]:
         if not self._has_begun:
@@ -145,7 +163,7 @@ class MessageAnswers(ParsedAnswers):
     def _whole(self, choices: list[Any]) -> list[Part]:
         [choice] = choices
         parsed, finish_reason = choice.parsed()
-        blocks = joined_blocks(self._writer.push(parsed))
+        blocks = joined_blocks(chain(self._writer.push(parsed), self._writer.end()))
         return [encode(self._message_of(blocks, *self._stop(finish_reason, choice.stop_reason)))]
 
     def _message_of(

@@ -10,10 +10,12 @@ from msgspec.structs import replace
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.chat import ChatAnswers, EncodedChatChoice
+from tandem.proxy.answers.custom_input import CustomInputs
 from tandem.proxy.answers.json_parts import Holes
 from tandem.proxy.api.answer_bodies import (
     AnsweredToolCall,
     AssistantMessage,
+    CalledCustomTool,
     CalledFunction,
     ChatDelta,
     ChatFinishReason,
@@ -37,8 +39,10 @@ _CALL_BYTES = 1024
 class ParsedChoice(EncodedChatChoice):
     """One choice of a whole answer, parsed while it is generated."""
 
-    def __init__(self, index: int, held: HeldAnswer, parser: OutputParser) -> None:
+    def __init__(self, index: int, held: HeldAnswer, parser: OutputParser, custom: CustomInputs) -> None:
+        """custom: of this sequence."""
         super().__init__(index, held)
+        self.custom = custom
         self._parser = parser
         self._grow = held.grow
         self._pieces = ParsedPieces()
@@ -57,7 +61,9 @@ class ParsedChoice(EncodedChatChoice):
     def parsed(self) -> tuple[Parsed, ChatFinishReason | None]:
         """Returns the parts of the whole text, and why the sequence ends. Called once."""
         self._parse(is_end=True)
-        return self._pieces.parsed(), _reason(self.finish_reason, self._parser)
+        parsed = self._pieces.parsed()
+        self.custom.convert(parsed)
+        return parsed, _reason(self.finish_reason, self._parser)
 
     def _parse(self, is_end: bool) -> None:
         parsed = self._parser.push("".join(self._unparsed), is_end)
@@ -73,24 +79,27 @@ class ParsedAnswers(ChatAnswers):
         super().__init__(generation, model)
         self._parsers: dict[int, OutputParser] = {}  # by index of the sequence, as are the counters
         self._counters: dict[int, ReasoningCounter] = {}
+        self._custom: dict[int, CustomInputs] = {}
 
     def _parse(self, delta: TextDelta) -> tuple[Parsed, ChatFinishReason | None]:
         """Returns the parts of a streamed delta, and why the sequence ends."""
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = self._parser(delta.index)
+            self._custom[delta.index] = CustomInputs(self._request.custom_tools)
         self._count(delta.index, delta.tokens)
         parsed = parser.push(delta.text, is_end=delta.finish_reason is not None)
+        self._custom[delta.index].convert(parsed)
         return parsed, _reason(delta.finish_reason, parser)
 
     def _new_choice(self, index: int) -> ParsedChoice:
-        return ParsedChoice(index, self._held, self._parser(index))
+        return ParsedChoice(index, self._held, self._parser(index), CustomInputs(self._request.custom_tools))
 
     def _content(self, delta: TextDelta) -> tuple[ChatDelta, ChatFinishReason | None]:
         parsed, finish_reason = self._parse(delta)
         content = ChatDelta(
             content=parsed.content or UNSET,
-            tool_calls=self._calls(parsed) or UNSET,
+            tool_calls=self._calls(parsed, self._custom[delta.index]) or UNSET,
             reasoning=(parsed.reasoning if self._request.include_reasoning else "") or UNSET,
         )
         return content, finish_reason
@@ -105,22 +114,28 @@ class ParsedAnswers(ChatAnswers):
         reasoning = parsed.reasoning if self._request.include_reasoning else ""
         message = AssistantMessage(content, self._request.role, reasoning=reasoning or None)
         if parsed.names:
-            calls = [replace(call, index=UNSET) for call in self._calls(parsed)]
+            calls = [replace(call, index=UNSET) for call in self._calls(parsed, choice.custom)]
             message = replace(message, content=content or None, tool_calls=calls)
         elif parsed.reasoning and not content:
             message = replace(message, content=None)
         return message, finish_reason
 
-    def _calls(self, parsed: Parsed) -> list[AnsweredToolCall]:
-        return [
-            AnsweredToolCall(
-                index=index,
-                id=self._call_id(parsed, index) if index in parsed.names else UNSET,
-                type="function" if index in parsed.names else UNSET,
-                function=CalledFunction(arguments, parsed.names.get(index, UNSET)),
-            )
-            for index, arguments in parsed.arguments.items()
-        ]
+    def _calls(self, parsed: Parsed, custom: CustomInputs) -> list[AnsweredToolCall]:
+        calls = []
+        for index, text in parsed.arguments.items():
+            name = parsed.names.get(index)
+            is_custom = index in custom
+            if is_custom and name is None and not text:
+                continue  # the text is part of the arguments, but not of the input
+            call = AnsweredToolCall(index=index)
+            if is_custom:
+                call = replace(call, custom=CalledCustomTool(text, UNSET if name is None else name))
+            else:
+                call = replace(call, function=CalledFunction(text, UNSET if name is None else name))
+            if name is not None:
+                call = replace(call, id=self._call_id(parsed, index), type="custom" if is_custom else "function")
+            calls.append(call)
+        return calls
 
     def _call_id(self, parsed: Parsed, index: int) -> str:
         return parsed.ids.get(index) or new_call_id("call_", self._request.has_short_call_ids)

@@ -20,6 +20,9 @@ from tandem.proxy.api.responses_api.responses_answer import (
     RESPONSE_ID_PREFIX,
     ArgumentsDone,
     ArgumentsPiece,
+    CustomCallItem,
+    CustomInputDone,
+    CustomInputPiece,
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -50,6 +53,7 @@ from tandem.proxy.api.responses_api.responses_answer import (
     ResponseUsage,
     item_id,
 )
+from tandem.proxy.api.responses_api.responses_request import CalledTool
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.parsed import Parsed
@@ -69,10 +73,13 @@ class ItemWriter:
     """Makes the events of output items from parsed text, and keeps the items. Only one item is open at a time."""
 
     def __init__(
-        self, namespaces: Mapping[str, str] | None = None, response_id: str = "", has_short_ids: bool = False
+        self, called: Mapping[str, CalledTool] | None = None, response_id: str = "", has_short_ids: bool = False
     ) -> None:
-        """namespaces: of functions that have one, by name. has_short_ids: see `call_ids.new_call_id`."""
-        self._namespaces = namespaces or {}
+        """called: what the answer calls functions, by the names that the model knows, where it is not the same.
+
+        has_short_ids: see `call_ids.new_call_id`.
+        """
+        self._called = called or {}
         self._has_short_ids = has_short_ids
         self._response_id = response_id
         self._items: list[OutputItem] = []
@@ -100,7 +107,8 @@ class ItemWriter:
         for number in sorted(parsed.names.keys() | parsed.arguments.keys()):
             if number in parsed.names:
                 yield from self._begin(number, parsed)
-            if arguments := parsed.arguments.get(number):
+            arguments = parsed.arguments.get(number)
+            if arguments and self._open == number:
                 yield from self._grow(arguments)
 
     def end(self, status: ItemStatus = "completed") -> Iterator[ItemEvent]:
@@ -114,6 +122,8 @@ class ItemWriter:
         match item:
             case FunctionCallItem():
                 yield ArgumentsDone(item_id=item.id, output_index=index, name=item.name, arguments=item.arguments)
+            case CustomCallItem():
+                yield CustomInputDone(item_id=item.id, output_index=index, input=item.input)
             case OutputMessage(content=[part]):
                 yield OutputTextDone(item_id=item.id, output_index=index, text=part.text)
                 yield PartDone(item_id=item.id, output_index=index, part=part)
@@ -131,7 +141,12 @@ class ItemWriter:
         if isinstance(kind, int):
             call_id = parsed.ids.get(kind) or new_call_id("call_", self._has_short_ids)
             name = parsed.names[kind]
-            item = FunctionCallItem(self._new_id("fc"), call_id, name, namespace=self._namespaces.get(name))
+            tool = self._called.get(name) or CalledTool(name)
+            item: FunctionCallItem | CustomCallItem
+            if tool.is_custom:
+                item = CustomCallItem(self._new_id("ctc"), call_id, tool.name, namespace=tool.namespace)
+            else:
+                item = FunctionCallItem(self._new_id("fc"), call_id, tool.name, namespace=tool.namespace)
             self._items.append(item)
             yield ItemAdded(output_index=index, item=item)
             return
@@ -158,6 +173,8 @@ class ItemWriter:
         match item:
             case FunctionCallItem():
                 yield ArgumentsPiece(item_id=item.id, output_index=index, delta=text)
+            case CustomCallItem():
+                yield CustomInputPiece(item_id=item.id, output_index=index, delta=text)
             case OutputMessage():
                 yield OutputTextPiece(item_id=item.id, output_index=index, delta=text)
             case ReasoningItem():
@@ -171,6 +188,8 @@ class ItemWriter:
         match self._items[-1]:
             case FunctionCallItem() as call:
                 call.arguments += text
+            case CustomCallItem() as custom:
+                custom.input += text
             case OutputMessage(content=[part]) | ReasoningItem(content=[part]):
                 part.text += text
 
@@ -185,7 +204,7 @@ class ResponseAnswers(ParsedAnswers):
         self._store, self._scope = store, cache_scope
         assert self._request.response is not None
         self._options = self._request.response
-        self._writer = ItemWriter(self._options.namespaces, self._id, self._request.has_short_call_ids)
+        self._writer = ItemWriter(self._options.called, self._id, self._request.has_short_call_ids)
         self._num_events = 0
         self._is_incomplete = False
 

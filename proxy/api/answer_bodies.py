@@ -113,13 +113,22 @@ class CalledFunction(msgspec.Struct, frozen=True):
     name: str | UnsetType = UNSET
 
 
+class CalledCustomTool(msgspec.Struct, frozen=True):
+    """A stream's first chunk of a call has the name, and each chunk adds input."""
+
+    input: str
+    name: str | UnsetType = UNSET
+
+
 class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """index: in streams only. id, type: in complete answers and in a call's first chunk."""
+    """index: in streams only. id, type: in complete answers and in a call's first chunk. function, custom: one of them,
+    as the type says."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: CalledFunction
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustomTool | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):

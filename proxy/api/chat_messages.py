@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from tandem.protocol.messages.media import MediaKind
 from tandem.proxy.media.source import MediaSource
@@ -66,10 +66,29 @@ class FunctionCall(msgspec.Struct):
     ] = None
 
 
+class CustomCall(msgspec.Struct):
+    """A call of a custom tool, which the model knows as a function with the argument `input`."""
+
+    name: str
+    input: str
+
+
+_NO_CALL = FunctionCall("")
+
+
 class ToolCall(msgspec.Struct):
-    function: FunctionCall
+    function: FunctionCall = field(default_factory=lambda: _NO_CALL)
+    """Required unless the type is custom."""
     id: str | None = None
     type: str | None = "function"
+    custom: CustomCall | None = None
+    """Required if the type is custom."""
+
+    def __post_init__(self) -> None:
+        if self.custom is not None:
+            self.function = FunctionCall(self.custom.name, {"input": self.custom.input})
+        elif self.type == "custom" or self.function is _NO_CALL:
+            raise ValueError(f"Object missing required field `{'custom' if self.type == 'custom' else 'function'}`")
 
 
 class ChatMessage(msgspec.Struct):
@@ -169,9 +188,9 @@ def template_message(param: str, message: ChatMessage, media: list[MediaSource] 
         rendered["reasoning"] = rendered["reasoning_content"] = reasoning
         if calls and not content:  # GPT-OSS's name; its template takes it only here
             rendered["thinking"] = reasoning
-    for field in ("name", "tool_call_id"):
-        if (value := getattr(message, field)) is not None:
-            rendered[field] = value
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            rendered[name] = value
     if calls:
         rendered["tool_calls"] = [_template_call(call) for call in calls]
     return rendered

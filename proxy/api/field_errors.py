@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from tandem.proxy.api.whole_numbers import decode_whole
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.whole_numbers import decode_whole
 
 R = TypeVar("R")
 MAX_SHOWN_CHARACTERS = 80

@@ -86,6 +86,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Set if embeddings are wanted instead of text."""
     response: ResponseOptions | None = None
     """Set for the Responses API."""
+    custom_tools: list[str] = []
+    """Names of the functions that stand for custom tools."""
     begins_thinking: list[bool] = []
     """For each prompt, whether it ends with the opening of the thinking; empty before tokenising."""
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from tandem.proxy.api.chat_messages import JsonObject
 
 MAX_FUNCTIONS = 1024
 """Functions of a request of the Messages or Responses API, those in namespaces included."""
+CUSTOM_INPUT = "input"
+"""The one argument of the function that the model gets for a custom tool."""
+
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 GrammarText = Annotated[str, Meta(min_length=1, max_length=131072)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(min_length=1, max_length=10000)]
@@ -45,24 +49,107 @@ class StructuredOutputs(msgspec.Struct):
 class FunctionDefinition(msgspec.Struct):
     """parameters: JSON schema of the arguments. strict: true refuses schema keywords that cannot be enforced."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
 
 
+class InputGrammar(msgspec.Struct):
+    definition: str
+    syntax: str = "lark"
+
+
+class InputFormat(msgspec.Struct, omit_defaults=True):
+    """Format of a custom tool's input. The model is told a grammar, which is not enforced."""
+
+    type: str = field(default_factory=lambda: "text")  # always shown
+    definition: str | None = None
+    """Of a grammar, in the Responses API."""
+    syntax: str | None = None
+    grammar: InputGrammar | None = None
+    """The same in chat completions."""
+
+    @property
+    def given_grammar(self) -> InputGrammar | None:
+        if self.definition is not None:
+            return InputGrammar(self.definition, self.syntax or "lark")
+        return self.grammar
+
+
+class CustomTool(msgspec.Struct):
+    """A tool whose input is any text. The model gets it as a function with one string as its argument."""
+
+    name: FunctionName
+    description: str | None = None
+    format: InputFormat | None = None
+
+    def function(self) -> FunctionDefinition:
+        grammar = None if self.format is None else self.format.given_grammar
+        said = "The tool's input, as plain text."
+        if grammar is not None:
+            said = f"The tool's input, as plain text that follows this {grammar.syntax} grammar:\n{grammar.definition}"
+        schema = {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: {"type": "string", "description": said}},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        }
+        return FunctionDefinition(self.name, self.description, schema)
+
+
+_NO_DEFINITION = FunctionDefinition("")
+
+
 class Tool(msgspec.Struct):
-    function: FunctionDefinition
-    type: Literal["function"] = "function"
+    """A function, or a custom tool. Tools of other types, which OpenAI's servers run, are skipped."""
+
+    function: FunctionDefinition = field(default_factory=lambda: _NO_DEFINITION)
+    """Required if the type is function."""
+    type: str = "function"
+    custom: CustomTool | None = None
+    """Required if the type is custom."""
+
+    def __post_init__(self) -> None:
+        if self.type == "custom":
+            if self.custom is None:
+                raise ValueError("Object missing required field `custom`")
+            self.function = self.custom.function()
+        elif self.type == "function" and self.function is _NO_DEFINITION:
+            raise ValueError("Object missing required field `function`")
+
+    @property
+    def is_served(self) -> bool:
+        return self.type in ("function", "custom")
 
 
 class NamedFunction(msgspec.Struct):
     name: str
 
 
+_NO_FUNCTION = NamedFunction("")
+
+
 class NamedTool(msgspec.Struct):
-    function: NamedFunction
-    type: Literal["function"] = "function"
+    """A function or a custom tool. Tools of other types are never called."""
+
+    function: NamedFunction = field(default_factory=lambda: _NO_FUNCTION)
+    """Required if the type is function."""
+    type: str = "function"
+    custom: NamedFunction | None = None
+    """Required if the type is custom."""
+
+    def __post_init__(self) -> None:
+        if self.type == "custom":
+            if self.custom is None:
+                raise ValueError("Object missing required field `custom`")
+            self.function = self.custom
+        elif self.type == "function" and self.function is _NO_FUNCTION:
+            raise ValueError("Object missing required field `function`")
+
+    @property
+    def is_served(self) -> bool:
+        return self.type in ("function", "custom")
 
 
 class AllowedTools(msgspec.Struct):
@@ -74,8 +161,23 @@ class AllowedTools(msgspec.Struct):
 
 
 class NamedToolChoice(msgspec.Struct):
-    """function: required if the type is function. allowed_tools: required if the type is allowed_tools."""
+    """Tools that the answer must or may call. A choice of another type names a tool that OpenAI's servers run, and
+    counts as auto."""
 
     function: NamedFunction | None = None
-    type: Literal["function", "allowed_tools"] = "function"
+    """Required if the type is function."""
+    type: str = "function"
     allowed_tools: AllowedTools | None = None
+    """Required if the type is allowed_tools."""
+    custom: NamedFunction | None = None
+    """Required if the type is custom."""
+
+    def __post_init__(self) -> None:
+        if self.type == "custom":
+            if self.custom is None:
+                raise ValueError("Object missing required field `custom`")
+            self.type, self.function = "function", self.custom
+
+    @property
+    def is_served(self) -> bool:
+        return self.type in ("function", "allowed_tools")

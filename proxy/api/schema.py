@@ -122,7 +122,7 @@ class GenerationFields(NotServed):
     The types check each field by itself; `validation` checks combinations of fields.
     """
 
-    model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
+    model: Annotated[str | None, doc("a name from /v1/models; null and empty select the served model")] = None
     temperature: Annotated[Temperature | None, doc("0 is greedy decoding; null: the model's default, else 1")] = None
     top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = None
     top_k: Annotated[TopK | None, doc("samples from this many most likely tokens; 0 or -1: all")] = None
@@ -205,7 +205,9 @@ Messages = Annotated[
     Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_CHAT_MESSAGES)],
     doc("the chat, for the model's chat template"),
 ]
-Tools = Annotated[Annotated[list[Tool], Meta(max_length=128)] | None, doc("functions that the model may call")]
+Tools = Annotated[
+    Annotated[list[Tool], Meta(max_length=128)] | None, doc("functions and custom tools that the model may call")
+]
 AddGenerationPrompt = Annotated[
     OptionalBool, doc("the prompt ends with the beginning of an answer; by default true without continue_final_message")
 ]
@@ -257,13 +259,13 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     """OpenAI's `/v1/embeddings`, with vLLM's extensions."""
 
     input: Prompts
-    model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
+    model: Annotated[str | None, doc("a name from /v1/models; null and empty select the served model")] = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None, doc("base64: of little-endian float32 values; by default float")
     ] = "float"
     dimensions: Annotated[
         Annotated[int, Meta(ge=1, lt=2**31)] | None,
-        doc("values of each embedding; only for models whose config says that they may be shortened (Matryoshka)"),
+        doc("values of an embedding: all, or fewer if the model's config says that they may be shortened (Matryoshka)"),
     ] = None
     normalize: Annotated[
         OptionalBool, doc("scales each embedding to length 1; by default as the model's files say, else true")

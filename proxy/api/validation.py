@@ -14,11 +14,14 @@ from tandem.proxy.api.chat_prompts import ChatPromptBuilder
 from tandem.proxy.api.field_checks import check_beam_search, check_logprobs, check_truncation
 from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
+from tandem.proxy.api.messages_api.content_blocks import without_unknown_blocks
 from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest, to_chat
 from tandem.proxy.api.request_settings import RequestSettings
+from tandem.proxy.api.responses_api.response_tools import ResponseTools
 from tandem.proxy.api.responses_api.responses_chat import to_chat as response_to_chat
-from tandem.proxy.api.responses_api.responses_chat import without_references
+from tandem.proxy.api.responses_api.responses_chat import without_references, without_unknown
 from tandem.proxy.api.responses_api.responses_request import InputItem, ResponseRequest, options_of
+from tandem.proxy.api.responses_api.unknown_parts import without_unknown_fields
 from tandem.proxy.api.sampling_fields import given_fields, num_prompt_logprobs, num_top, sampling_params
 from tandem.proxy.api.schema import (
     ChatCompletionRequest,
@@ -30,6 +33,7 @@ from tandem.proxy.api.schema import (
     TokenizeRequest,
     neutral_values,
 )
+from tandem.proxy.api.served_tools import custom_names, keep_served_tools
 from tandem.proxy.api.structured_output import plan_output
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import InvalidMedia
@@ -124,11 +128,15 @@ class BodyDecoder:
         return msgspec.structs.replace(checked, echo=bool(request.echo))
 
     def chat(self, body: bytes) -> GenerationRequest:
-        return self._checked_chat(self._decode(self._chat, body))
+        request = self._decode(self._chat, body)
+        keep_served_tools(request)
+        return self._checked_chat(request)
 
     def message(self, body: bytes) -> GenerationRequest:
-        request = self._decode(self._message, body)
+        request = self._decode_known(self._message, body, without_unknown_blocks)
         checked = self._checked_chat(*to_chat(request, self._reasoning is not None))
+        if request.max_tokens == 0:
+            return msgspec.structs.replace(checked, max_tokens=1, is_prompt_only=True, max_tokens_param="max_tokens")
         # An answer may end where the model's context does, so that clients need not know the length of their prompt.
         return msgspec.structs.replace(checked, default_max_tokens=request.max_tokens, max_tokens_param="max_tokens")
 
@@ -140,27 +148,24 @@ class BodyDecoder:
     ) -> GenerationRequest:
         """history: returns the items of a stored response and of those before it; may raise InvalidRequest. find:
         returns an item of a stored answer by its id."""
-        request = self._decode(self._response, body)
+        request = self._decode_known(self._response, body, without_unknown_fields)
         before = history(request.previous_response_id) if request.previous_response_id is not None else []
         if not isinstance(request.input, str):
-            request.input = without_references(request.input, before, find)
-        checked = self._checked_chat(*response_to_chat(request, before))
+            request.input = without_references(without_unknown(request.input), before, find)
+        tools = ResponseTools(request, before)
+        checked = self._checked_chat(*response_to_chat(request, before, tools))
         most = checked.default_max_tokens if request.max_output_tokens is None else request.max_output_tokens
         return msgspec.structs.replace(
-            checked, response=options_of(request), default_max_tokens=most, max_tokens_param="max_output_tokens"
+            checked,
+            response=options_of(request, tools.called),
+            default_max_tokens=most,
+            max_tokens_param="max_output_tokens",
         )
 
-    def counted_prompt(self, body: bytes) -> ChatPrompt:
-        """Returns the prompt of a request to count tokens."""
-        request = self._decode(self._count_tokens, body)
-        prompt = self._checked_chat(*to_chat(request, self._reasoning is not None)).prompt
-        assert isinstance(prompt, ChatPrompt)
-        if prompt.media:
-            raise InvalidMedia(
-                "count_tokens supports text only; the usage of a message shows how many tokens its images have.",
-                prompt.media[0].param,
-            )
-        return prompt
+    def count(self, body: bytes) -> GenerationRequest:
+        """Returns a request to count the tokens of a message's prompt."""
+        request = self._decode_known(self._count_tokens, body, without_unknown_blocks)
+        return self._checked_chat(*to_chat(request, self._reasoning is not None))
 
     def embedding(self, body: bytes) -> GenerationRequest:
         request = self._decode(self._embedding, body)
@@ -198,6 +203,7 @@ class BodyDecoder:
             raise InvalidRequest("Send either prompt (a string) or messages (a list).", "prompt")
         if request.prompt is not None:
             return request.prompt, request.add_special_tokens is not False, bool(request.return_token_strs)
+        keep_served_tools(request)
         prompt = self._chats.prompt(request, request.messages or [])
         if prompt.media:
             raise InvalidMedia(
@@ -212,21 +218,36 @@ class BodyDecoder:
 
     def _decode(self, decoder: msgspec.json.Decoder[R], body: bytes) -> R:
         request = decode_body(decoder, body)
-        if request.model not in (None, self._served_model_name) and self._adapter(request.model) is None:
+        if request.model not in (None, "", self._served_model_name) and self._adapter(request.model) is None:
             raise ModelNotFound(
                 f"The model {request.model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
             )
         return request
 
+    def _decode_known(
+        self, decoder: msgspec.json.Decoder[R], body: bytes, without_unknown: Callable[[bytes], bytes | None]
+    ) -> R:
+        """Decodes a body that may have parts of types that are skipped. without_unknown: returns the body without them,
+        or None if it has none."""
+        try:
+            return self._decode(decoder, body)
+        except InvalidRequest:
+            if (kept := without_unknown(body)) is None:
+                raise
+        return self._decode(decoder, kept)
+
     def _adapter(self, model: str | None) -> NamedAdapter | None:
-        return None if model is None or model == self._served_model_name else self._adapters.get(model)
+        return self._adapters.get(model) if model and model != self._served_model_name else None
 
     def _checked_chat(self, request: ChatCompletionRequest, params: list[str] | None = None) -> GenerationRequest:
         prompt = self._chats.prompt(request, request.messages, params)
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         checked = self._check(request, prompt, getattr(request, param), param)
         prefix = prompt.last_text if request.echo else ""
-        return msgspec.structs.replace(checked, is_chat=True, role=prompt.answer_role, prefix=prefix)
+        custom = custom_names(request)
+        return msgspec.structs.replace(
+            checked, is_chat=True, role=prompt.answer_role, prefix=prefix, custom_tools=custom
+        )
 
     def _check_num_prompts(self, num_prompts: Callable[[int], int], n: int, param: str) -> None:
         """num_prompts: counts the prompts up to one more than its argument."""

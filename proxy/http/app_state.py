@@ -30,6 +30,8 @@ class AppState(GenerationServices):
     media: MediaPool | None
     """None where the model takes text only."""
     adapters: AdapterTable
+    signing_key: bytes
+    """Of the signatures of thinking blocks."""
     responses: ResponseStore | None
     """None where no responses are stored."""
     batches: BatchRunner | None

@@ -33,15 +33,15 @@ class PageQuery:
 
     @classmethod
     def of(cls, request: Request) -> PageQuery:
-        """Reads `after`, `limit` and `order`. Raises InvalidRequest."""
-        given = request.query_params.get("limit", "20")
+        """Reads `after`, `limit` and `order`; an empty value counts as none. Raises InvalidRequest."""
+        given = request.query_params.get("limit") or "20"
         limit = int(given) if given.isdecimal() and len(given) < 6 else 0
         if not 1 <= limit <= MAX_LISTED:
             raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}, not {given[:20]!r}.", "limit")
-        order = request.query_params.get("order", "desc")
+        order = request.query_params.get("order") or "desc"
         if order not in ("asc", "desc"):
             raise InvalidRequest(f"order must be 'asc' (oldest first) or 'desc', not {order[:20]!r}.", "order")
-        return cls(limit, order == "desc", request.query_params.get("after"))
+        return cls(limit, order == "desc", request.query_params.get("after") or None)
 
 
 def page(query: PageQuery, oldest_first: Sequence[str], load: Callable[[int], bytes | None]) -> bytes:

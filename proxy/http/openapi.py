@@ -34,7 +34,7 @@ ERRORS = {
     429: "this client has too many running requests; see Retry-After",
     431: "the headers or trailers are too large or too many",
     500: "the server failed",
-    501: "the server was started without --data-dir",
+    501: "the server was started without --data-dir, or the body has a transfer coding besides chunked",
     503: "no worker could take the request in time, or too many attempts failed; see Retry-After",
     504: "the request was not finished in time",
     507: "the disk is full",
@@ -96,7 +96,7 @@ def openapi_document(routes: Sequence[ApiRoute], served_model_name: str, has_api
         component.update(_REQUIRED_TOGETHER.get(name, {}))
         model = component.get("properties", {}).get("model", {})
         if {"type": "null"} in model.pop("anyOf", ()):  # of a request
-            model["enum"] = [None, served_model_name]
+            model["enum"] = [None, "", served_model_name]
     paths: Json = {}
     for route in routes:
         paths.setdefault(documented_path(route), {})[route.method.lower()] = _operation(route, schema_of, has_api_key)

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes, urljoin, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
 
 import httpcore
 
@@ -40,6 +40,7 @@ _HEADERS = [
     (b"Accept-Encoding", b"identity"),
 ]
 _MAX_SHOWN = 100
+_STANDARD_ALPHABET = str.maketrans("-_", "+/")
 
 
 class _CheckedAddress(httpcore.AsyncNetworkBackend):
@@ -232,10 +233,12 @@ def _decode_data_url(source: MediaSource, limits: MediaLimits) -> bytes:
     head, comma, data = source.url.partition(",")
     if not comma:
         raise source.refused("its data URL has no comma; it must look like data:image/png;base64,AAAA")
-    media_type = head[5:].partition(";")[0].lower()
+    media_type = head[5:].partition(";")[0].strip().lower()
     if media_type and not media_type.startswith(f"{source.kind}/") and media_type != "application/octet-stream":
         raise source.refused(f"its data URL is of type {media_type[:_MAX_SHOWN]}, not {source.kind}")
-    is_base64 = head.lower().endswith(";base64")
+    is_base64 = "".join(head.lower().split()).endswith(";base64")
+    if is_base64:
+        data = _plain_base64(data)
     _check_num_bytes(source, int(len(data) * (3 / 4 if is_base64 else 1 / 3)) - 3, limits)  # before decoding
     try:
         decoded = base64.b64decode(data, validate=True) if is_base64 else unquote_to_bytes(data)
@@ -243,6 +246,17 @@ def _decode_data_url(source: MediaSource, limits: MediaLimits) -> bytes:
         raise source.refused(f"its data URL is not valid base64: {error}") from error
     _check_num_bytes(source, len(decoded), limits)
     return decoded
+
+
+def _plain_base64(data: str) -> str:
+    """Returns base64 in the standard alphabet on one line with its padding.
+
+    Clients send it in lines, with the alphabet for URLs, percent-encoded and without padding.
+    """
+    if "%" in data:
+        data = unquote(data)
+    data = "".join(data.split()).translate(_STANDARD_ALPHABET).rstrip("=")
+    return data + "=" * (-len(data) % 4)
 
 
 def _read_file(source: MediaSource, limits: MediaLimits) -> bytes:

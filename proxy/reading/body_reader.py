@@ -34,8 +34,8 @@ MAX_TOKENIZED_BYTES = 4 << 20
 MAX_DETOKENIZED_CHARACTERS = 16 << 20
 """Text that `/detokenize` returns."""
 
-BodyKind = Literal["completion", "chat", "embedding", "message", "response"]
-"""message: of Anthropic's Messages API. response: of OpenAI's Responses API."""
+BodyKind = Literal["completion", "chat", "embedding", "message", "count", "response"]
+"""message: of Anthropic's Messages API. count: of its tokens. response: of OpenAI's Responses API."""
 
 _STORED = (b'"previous_response_id"', b'"item_reference"', b"\\u")
 """A key may be written with escapes too."""
@@ -91,6 +91,7 @@ class BodyReader:
             "chat": self._decoder.chat,
             "embedding": self._decoder.embedding,
             "message": self._decoder.message,
+            "count": self._decoder.count,
             "response": lambda body: self._decoder.response(
                 body, partial(self._history, cache_scope), self._find_item(cache_scope)
             ),
@@ -164,9 +165,12 @@ class BodyReader:
         return msgspec.json.encode(TokenizeResponse(len(token_ids), max_model_len, token_ids, strings))
 
     def count_tokens(self, body: bytes) -> bytes:
-        """Returns the JSON answer of `/v1/messages/count_tokens`. Raises InvalidRequest."""
+        """Returns the JSON answer of `/v1/messages/count_tokens`. Raises InvalidRequest, HasMedia."""
         with _decoding():
-            prompt = self._decoder.counted_prompt(body)
+            prompt = self._decoder.count(body).prompt
+        assert isinstance(prompt, ChatPrompt)
+        if prompt.media:
+            raise HasMedia("the request has images")
         return msgspec.json.encode(TokenCount(len(self._encode(prompt, prompt.add_special_tokens))))
 
     def _encode(self, prompt: str | ChatPrompt, add_special_tokens: bool) -> list[int]:

@@ -37,7 +37,7 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True):
         defaults = cls(
             is_matryoshka=bool(known or config.get("is_matryoshka")),
             matryoshka_dimensions=known,
-            size=config.get("hidden_size") or 0,
+            size=_size(config),
         )
         modules = read_model_json(folder / "modules.json", list[dict[str, Any]])
         if modules is None:
@@ -66,7 +66,9 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True):
             )
 
     def check_dimensions(self, dimensions: int) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest. All values of an embedding may be asked for from any model."""
+        if dimensions == self.size:
+            return
         if not self.is_matryoshka:
             raise InvalidRequest(
                 f"dimensions is {dimensions}, but this model's embeddings cannot be shortened; leave it out.",
@@ -76,3 +78,13 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True):
         if (known and dimensions not in known) or (self.size and dimensions > self.size):
             allowed = f"one of {', '.join(map(str, known))}" if known else f"at most {self.size}"
             raise InvalidRequest(f"dimensions is {dimensions}, but must be {allowed}.", "dimensions")
+
+
+def _size(config: dict[str, Any]) -> int:
+    """Returns the number of values that the model's hidden states have; 0 if the config does not say it."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for name in ("hidden_size", "n_embd", "d_model"):
+            if isinstance(size := part.get(name), int | float):
+                return int(size)
+    return 0

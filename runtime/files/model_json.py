@@ -1,7 +1,8 @@
 """Reads JSON of a model's folder as Python's json does, which writes most of it.
 
 Python writes numbers that JSON does not have (`Infinity`, `NaN`) and reads more than the standard allows: halves of
-surrogate pairs, a byte order mark, several values under one name (the last one counts).
+surrogate pairs, a byte order mark, several values under one name (the last one counts). Some files have
+integers such as `50.0`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import msgspec.inspect
 
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.regular_file import read_regular
+from tandem.runtime.whole_numbers import with_integers
 
 _MAX_BYTES = 64 << 20
 
@@ -23,7 +26,8 @@ T = TypeVar("T")
 def read_model_json(file: Path, kind: type[T]) -> T | None:
     """Returns what the file says, as a `kind`, or None if there is no file. Raises ConfigError."""
     try:
-        return msgspec.convert(decode_model_json(read_regular(file, _MAX_BYTES)), kind)
+        content = decode_model_json(read_regular(file, _MAX_BYTES))
+        return msgspec.convert(with_integers(content, msgspec.inspect.type_info(kind)), kind)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, msgspec.ValidationError) as error:

@@ -116,6 +116,27 @@ def test_text_that_mentions_image_url_is_served_as_text(served: MediaProxy) -> N
     assert tokenized.status_code == 400 and "supports text only" in tokenized.text
 
 
+def test_tokens_of_a_message_with_an_image_are_counted(served: MediaProxy) -> None:
+    def body(media_type: str, data: str) -> dict[str, object]:
+        source = {"type": "base64", "media_type": media_type, "data": data}
+        content = [{"type": "image", "source": source}, {"type": "text", "text": "what is it?"}]
+        return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+
+    data = data_url(encoded(picture(seed=50))).partition(",")[2]
+    lines = "\n".join(data[i : i + 76] for i in range(0, len(data), 76))
+    counts = []
+    for media_type, given in (("image/png", data), ("image/jpg", lines), ("IMAGE/PNG", data.rstrip("="))):
+        counted = httpx.post(f"{served.url}/v1/messages/count_tokens", json=body(media_type, given), timeout=PATIENCE_S)
+        assert counted.status_code == 200, counted.text
+        counts.append(counted.json()["input_tokens"])
+    answered = httpx.post(f"{served.url}/v1/messages", json=body("image/png", data), timeout=PATIENCE_S).json()
+    usage = answered["usage"]
+    assert counts == [usage["input_tokens"] + usage["cache_read_input_tokens"]] * 3
+    wrong = httpx.post(f"{served.url}/v1/messages/count_tokens", json=body("image/png", "A*"), timeout=PATIENCE_S)
+    assert wrong.status_code == 400 and "not valid base64" in wrong.text
+    wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
+
+
 def test_requests_that_miss_the_ttft_slo_are_refused(tmp_path: Path) -> None:
     with media_proxy(tmp_path, ttft_slo_ms=500) as served:
         pid = media_process(served)

@@ -7,6 +7,7 @@ body, and `end SECONDS BYTES` after it: the CPU time and the memory that reading
 from __future__ import annotations
 
 import io
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -96,4 +97,5 @@ def status_bytes(name: str) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # of parts that are skipped; what goes to stderr is an error
     main(int(sys.argv[1]), sys.argv[2:])

@@ -184,3 +184,23 @@ def test_each_message_has_its_own_limits() -> None:
         framing.check()
         framing.on_complete()
     assert framing.error is None and framing.num_complete == 3
+
+
+@pytest.mark.parametrize(
+    ("coding", "status"),
+    [
+        (b"gzip, chunked", 501), (b"identity, chunked", 501), (b"gzip", 501),
+        (b"gzip\r\nTransfer-Encoding: chunked", 501), (b"chunked;q=1", 501), (b"chunked", 200), (b" CHUNKED ", 200),
+    ],
+)  # fmt: skip
+def test_transfer_codings_besides_chunked_are_refused(coding: bytes, status: int) -> None:
+    """RFC 9112, 6.1. The parser took the body as it is where the last coding was chunked."""
+
+    async def test() -> None:
+        async with served(echo) as server:
+            head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\nTransfer-Encoding: " + coding
+            answer = await send_all(server, head + b"\r\n\r\n3\r\nabc\r\n0\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 %d " % status) and answer.count(b"HTTP/1.1") == 1
+            assert status == 200 or b"unsupported_transfer_coding" in answer
+
+    play(test)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -48,10 +49,12 @@ class ScriptedWorkers(FakeWorkers):
 
 
 @contextmanager
-def scripted_model(folder: Path, script: Script) -> Iterator[tuple[str, ScriptedWorkers]]:
-    """Yields the URL of a proxy that serves the script as MODEL, and its workers."""
+def scripted_model(
+    folder: Path, script: Script, name: str = MODEL, **settings: Any
+) -> Iterator[tuple[str, ScriptedWorkers]]:
+    """Yields the URL of a proxy that serves the script under a name, and its workers. settings: of the proxy."""
     tokenizer = make_tokenizer(folder, _TEMPLATE)
-    with Proxy(folder, served_model_name=MODEL, max_body_mib=64) as proxy:
+    with Proxy(folder, served_model_name=name, max_body_mib=64, **settings) as proxy:
         workers = ScriptedWorkers(folder, [proxy.control], tokenizer, script)
         try:
             proxy.wait_for(200)

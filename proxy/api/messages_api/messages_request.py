@@ -10,9 +10,30 @@ from msgspec import Meta
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
 from tandem.proxy.api.chat_prompts import thinking_switches
 from tandem.proxy.api.field_errors import refuse_unsupported
+from tandem.proxy.api.messages_api.client_tools import client_function
+from tandem.proxy.api.messages_api.content_blocks import (
+    AnyTextBlock,
+    Block,
+    CompactionBlock,
+    DocumentBlock,
+    ImageBlock,
+    McpToolResultBlock,
+    McpToolUseBlock,
+    OtherBlock,
+    PlainTextSource,
+    RedactedThinkingBlock,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UrlSource,
+)
 from tandem.proxy.api.output_fields import (
     MAX_FUNCTIONS,
     FunctionDefinition,
+    FunctionName,
     JsonSchemaFormat,
     NamedFunction,
     NamedToolChoice,
@@ -22,10 +43,10 @@ from tandem.proxy.api.output_fields import (
 from tandem.proxy.api.schema import (
     CacheSalt,
     ChatCompletionRequest,
-    MaxTokens,
+    MaxTokensOrZero,
     OptionalBool,
     Priority,
-    StopStrings,
+    StopString,
     Temperature,
     TopK,
     TopP,
@@ -33,100 +54,18 @@ from tandem.proxy.api.schema import (
     doc,
     neutral_values,
 )
+from tandem.proxy.api.served_tools import served_choice
+from tandem.proxy.api.skipped_kinds import log_skipped
 from tandem.runtime.errors import InvalidRequest
 
+MAX_STOP_CHARACTERS = 16 * 1024
+"""Characters of all stop sequences of a message."""
 _CHANGING_SYSTEM_TEXT = "x-anthropic-billing-header:"
 """Claude Code's first block of system text begins with this. It differs in every request, so no request would find the
 prefix of another one in a cache."""
 
-# ---- content
 
-
-class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference"):
-    """A tool that a search has found. The model sees all tools, so it gets the name as text."""
-
-    tool_name: str
-
-
-class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
-    """The model gets it as text; citations are ignored."""
-
-    content: list[TextBlock]
-    source: str
-    title: str
-
-
-class PlainTextSource(msgspec.Struct, tag_field="type", tag="text"):
-    data: str
-
-
-class TextContentSource(msgspec.Struct, tag_field="type", tag="content"):
-    content: str | list[TextBlock]
-
-
-class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
-    """source: of text. Citations are ignored."""
-
-    source: PlainTextSource | TextContentSource
-    title: str | None = None
-    context: str | None = None
-
-
-class Base64Source(msgspec.Struct, tag_field="type", tag="base64"):
-    data: str
-    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
-
-
-class UrlSource(msgspec.Struct, tag_field="type", tag="url"):
-    url: str
-
-
-class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
-    source: Base64Source | UrlSource
-
-
-class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """input: an object; other values, which models write by mistake, are taken too."""
-
-    id: str
-    name: str
-    input: Any
-
-
-class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
-    """is_error is ignored: the content says what went wrong."""
-
-    tool_use_id: str
-    content: str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock] | None = None
-
-
-class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Earlier thinking. Its signature is ignored."""
-
-    thinking: str
-
-
-class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """Ignored: only the server that encrypted it can read it."""
-
-    data: str
-
-
-AnyTextBlock = TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
-Block = (
-    TextBlock
-    | ImageBlock
-    | DocumentBlock
-    | SearchResultBlock
-    | ToolUseBlock
-    | ToolResultBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-)
+# ---- messages, tools and output
 
 
 class InputMessage(msgspec.Struct):
@@ -134,17 +73,32 @@ class InputMessage(msgspec.Struct):
     content: str | list[Block]
 
 
-# ---- tools and output
-
-
 class InputTool(msgspec.Struct):
-    """type: only tools of the client. input_schema: JSON schema of the arguments."""
+    """A tool that the client runs. Tools that Anthropic's servers run, which have no input_schema, are skipped.
 
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    input_schema: JsonObject
+    type: null and custom require name and input_schema. bash, text_editor and memory, with their dates, have schemas
+    of their own. input_schema: JSON schema of the arguments.
+    """
+
+    name: FunctionName | None = None
+    input_schema: JsonObject | None = None
     description: str | None = None
     strict: bool | None = None
-    type: Literal["custom"] | None = None
+    type: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type in (None, "custom"):
+            for field in ("name", "input_schema"):
+                if getattr(self, field) is None:
+                    raise ValueError(f"Object missing required field `{field}`")
+
+    def function(self) -> FunctionDefinition | None:
+        """Returns the function that the model gets; None for a tool that is skipped."""
+        if self.name is None:
+            return None
+        if self.input_schema is not None:
+            return FunctionDefinition(self.name, self.description, self.input_schema, self.strict)
+        return client_function(self.type or "", self.name)
 
 
 class ToolChoice(msgspec.Struct):
@@ -183,7 +137,7 @@ class OutputConfig(msgspec.Struct):
 class PromptFields(msgspec.Struct, kw_only=True):
     """Fields that make the prompt, and that both routes take. Unknown fields are ignored."""
 
-    model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
+    model: Annotated[str | None, doc("a name from /v1/models; null and empty select the served model")] = None
     messages: Annotated[
         Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_CHAT_MESSAGES)],
         doc("the chat; an answer continues a last message of the assistant"),
@@ -198,15 +152,21 @@ class PromptFields(msgspec.Struct, kw_only=True):
         doc("sets `enable_thinking` and `thinking` for the chat template; without effect if the model does not think"),
     ] = None
     output_config: Annotated[OutputConfig | None, doc("JSON output with a schema; effort of thinking")] = None
-    mcp_servers: Annotated[Any, accepts([])] = None
+    mcp_servers: Annotated[list[JsonObject] | None, doc("ignored: the model cannot call their tools")] = None
     container: Annotated[Any, accepts()] = None
 
 
 class MessageRequest(PromptFields, kw_only=True):
     """Anthropic's `/v1/messages`."""
 
-    max_tokens: Annotated[MaxTokens, doc("fewer are generated if fewer fit")]
-    stop_sequences: Annotated[StopStrings | None, doc("strings that end the text; not part of it")] = None
+    max_tokens: Annotated[
+        MaxTokensOrZero,
+        doc("fewer are generated if fewer fit; 0 computes the prompt, for the prefix cache, and no answer"),
+    ]
+    stop_sequences: Annotated[
+        Annotated[list[StopString], Meta(max_length=256)] | None,
+        doc(f"strings that end the text, of at most {MAX_STOP_CHARACTERS} characters together; not part of it"),
+    ] = None
     stream: Annotated[OptionalBool, doc("server-sent events")] = False
     temperature: Annotated[Temperature | None, doc("0 is greedy decoding; null: the model's default, else 1")] = None
     top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = None
@@ -231,9 +191,21 @@ def to_chat(request: MessageRequest | CountTokensRequest, can_think: bool) -> tu
     chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
     is_prefilled = request.messages[-1].role == "assistant"
     chat.continue_final_message, chat.add_generation_prompt = is_prefilled, not is_prefilled
-    chat.tools = [_tool(tool) for tool in request.tools or ()] or None
+    given = request.tools or []
+    functions = [tool.function() for tool in given]
+    chat.tools = [Tool(function) for function in functions if function is not None] or None
+    skipped = [tool for tool, function in zip(given, functions, strict=True) if function is None]
+    for tool in skipped:
+        log_skipped("tools", tool.type or "")
+    if request.mcp_servers:
+        log_skipped("tools", "mcp_servers")
     if request.tool_choice is not None:
-        chat.tool_choice = _tool_choice(request.tool_choice)
+        chat.tool_choice = served_choice(
+            _tool_choice(request.tool_choice),
+            chat.tools or [],
+            has_skipped=bool(skipped or request.mcp_servers),
+            skipped_names={tool.name for tool in skipped if tool.name is not None},
+        )
         chat.parallel_tool_calls = not request.tool_choice.disable_parallel_tool_use
     if (thinking := request.thinking) is not None:
         is_wanted = thinking.type != "disabled"
@@ -248,6 +220,12 @@ def to_chat(request: MessageRequest | CountTokensRequest, can_think: bool) -> tu
                 "json_schema", JsonSchemaFormat("answer", schema=output.format.schema, strict=True)
             )
     if isinstance(request, MessageRequest):
+        if sum(map(len, request.stop_sequences or ())) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"stop_sequences have more than {MAX_STOP_CHARACTERS} characters together, the limit; send fewer or "
+                "shorter ones.",
+                "stop_sequences",
+            )
         chat.stop, chat.stream = request.stop_sequences, request.stream
         chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
         chat.priority, chat.cache_salt = request.priority, request.cache_salt
@@ -278,17 +256,18 @@ class _MessageTurns(ChatTurns):
 
     def _add(self, role: str, block: Block, param: str, block_param: str) -> None:
         match block:
-            case ToolResultBlock():
-                _check_role(role, "user", "tool_result", block_param)
+            case ToolResultBlock() | McpToolResultBlock():
+                if isinstance(block, ToolResultBlock):
+                    _check_role(role, "user", "tool_result", block_param)
                 content = block.content
                 blocks = [TextBlock(content)] if isinstance(content, str) else content or []
                 answer = self.begin("tool", param)
                 answer.tool_call_id = block.tool_use_id
-                answer.content = [_part(each) for each in blocks if not isinstance(each, ImageBlock)]
+                answer.content = [_part(each) for each in blocks if not isinstance(each, ImageBlock | OtherBlock)]
                 for each in blocks:
                     if isinstance(each, ImageBlock):  # templates of tool messages take text only
                         self._add("user", each, param, block_param)
-            case ToolUseBlock():
+            case ToolUseBlock() | McpToolUseBlock():
                 _check_role(role, "assistant", "tool_use", block_param)
                 self.add_call(param, ToolCall(FunctionCall(block.name, block.input), block.id))
             case ThinkingBlock():
@@ -296,6 +275,10 @@ class _MessageTurns(ChatTurns):
                 self.add_thoughts(param, [block.thinking])
             case RedactedThinkingBlock():
                 _check_role(role, "assistant", "redacted_thinking", block_param)
+                self.turn(role, param)
+            case CompactionBlock():
+                self.add_parts(role, param, [ContentPart("text", block.content)] if block.content else [])
+            case OtherBlock():
                 self.turn(role, param)
             case TextBlock() | ImageBlock() | DocumentBlock() | SearchResultBlock():
                 self.add_parts(role, param, [_part(block)])
@@ -326,10 +309,6 @@ def _text(block: AnyTextBlock) -> str:
             content = source.data if isinstance(source, PlainTextSource) else source.content
             text = content if isinstance(content, str) else "\n".join(each.text for each in content)
             return "\n".join([each for each in (block.title, block.context) if each] + [text])
-
-
-def _tool(tool: InputTool) -> Tool:
-    return Tool(FunctionDefinition(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
 def _tool_choice(choice: ToolChoice) -> Any:

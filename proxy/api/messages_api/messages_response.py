@@ -29,7 +29,7 @@ class AnsweredText(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class AnsweredThinking(msgspec.Struct, tag_field="type", tag="thinking"):
-    """signature: empty, because thinking is not encrypted here."""
+    """signature: HMAC of the text. Clients that send thinking back keep signed blocks only; here it is not checked."""
 
     thinking: str = ""
     signature: str = ""
@@ -85,6 +85,12 @@ class ThinkingPiece(msgspec.Struct, tag_field="type", tag="thinking_delta"):
     thinking: str
 
 
+class SignaturePiece(msgspec.Struct, tag_field="type", tag="signature_delta"):
+    """Comes at the end of a thinking block."""
+
+    signature: str
+
+
 class InputPiece(msgspec.Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
@@ -100,7 +106,7 @@ class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextPiece | ThinkingPiece | InputPiece
+    delta: TextPiece | ThinkingPiece | SignaturePiece | InputPiece
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):

@@ -60,7 +60,18 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     namespace: str | None = None
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+class CustomCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    """input: any text."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    status: ItemStatus = "in_progress"
+    namespace: str | None = None
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
@@ -208,6 +219,14 @@ class ArgumentsDone(_GrowthEvent, tag="response.function_call_arguments.done"):
     arguments: str
 
 
+class CustomInputPiece(_GrowthEvent, tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class CustomInputDone(_GrowthEvent, tag="response.custom_tool_call_input.done"):
+    input: str
+
+
 ItemEvent = (
     ItemAdded
     | ItemDone
@@ -219,6 +238,8 @@ ItemEvent = (
     | ReasoningDone
     | ArgumentsPiece
     | ArgumentsDone
+    | CustomInputPiece
+    | CustomInputDone
 )
 ResponseEvent = (
     ResponseCreated | ResponseInProgress | ItemEvent | ResponseCompleted | ResponseIncomplete | ResponseFailed

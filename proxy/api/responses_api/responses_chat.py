@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from tandem.proxy.api.chat_messages import ChatTurns, ContentPart, FunctionCall, ToolCall
 from tandem.proxy.api.field_errors import refuse_unsupported
-from tandem.proxy.api.output_fields import (
-    MAX_FUNCTIONS,
-    AllowedTools,
-    FunctionDefinition,
-    JsonSchemaFormat,
-    NamedFunction,
-    NamedTool,
-    NamedToolChoice,
-    ResponseFormat,
-    Tool,
-)
+from tandem.proxy.api.output_fields import CUSTOM_INPUT, JsonSchemaFormat, ResponseFormat
+from tandem.proxy.api.responses_api.response_tools import ResponseTools, listed_tools
 from tandem.proxy.api.responses_api.responses_request import (
+    CALL_OUTPUTS,
+    CLIENT_CALLS,
     ITEM_TYPES,
     PART_TYPES,
+    Content,
     InputItem,
     InputPart,
     ResponseRequest,
-    ResponseTool,
-    ResponseToolChoice,
-    functions_of,
+    output_content,
 )
 from tandem.proxy.api.schema import ChatCompletionRequest, neutral_values
+from tandem.proxy.api.skipped_kinds import log_skipped
 from tandem.runtime.errors import InvalidRequest
 
 _NEUTRAL_VALUES = neutral_values(ResponseRequest)
@@ -58,7 +53,17 @@ def without_references(
     return found
 
 
-def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCompletionRequest, list[str]]:
+def without_unknown(items: Sequence[InputItem]) -> list[InputItem]:
+    """Returns the items without those of types that the model cannot be shown, which are logged."""
+    for item in items:
+        if item.type is not None and item.type not in ITEM_TYPES:
+            log_skipped("input items", item.type)
+    return [item for item in items if item.type is None or item.type in ITEM_TYPES]
+
+
+def to_chat(
+    request: ResponseRequest, history: list[InputItem], tools: ResponseTools
+) -> tuple[ChatCompletionRequest, list[str]]:
     """Returns the chat, and for each of its messages the item that it begins with, for errors.
 
     history: items of the earlier responses. Raises InvalidRequest.
@@ -68,7 +73,7 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
         raise InvalidRequest(
             "include asks for logprobs, which responses do not have here; chat completions have them.", "include"
         )
-    turns = _ItemTurns()
+    turns = _ItemTurns(tools)
     if request.instructions:
         turns.begin("system", "instructions").content = request.instructions
     for item in history:
@@ -80,12 +85,14 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
             turns.add(item, f"input[{number}]")
     turns.finish()
     if not turns.messages:
-        raise InvalidRequest("input has no items; send a text or at least one item.", "input")
+        raise InvalidRequest(
+            f"input has no items that the model can be shown; send a text or at least one item of type "
+            f"{', '.join(ITEM_TYPES)}.",
+            "input",
+        )
     chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
     chat.temperature, chat.top_p = request.temperature, request.top_p
-    chat.tools = _tools(request.tools or []) or None
-    choice = request.tool_choice
-    chat.tool_choice = _tool_choice(choice) if isinstance(choice, ResponseToolChoice) else choice
+    chat.tools, chat.tool_choice = tools.functions or None, tools.choice
     chat.parallel_tool_calls, chat.stream = request.parallel_tool_calls, request.stream
     if request.text is not None and (wanted := request.text.format) is not None:
         schema = None
@@ -103,34 +110,66 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
 class _ItemTurns(ChatTurns):
     """Consecutive items of the assistant are one message."""
 
+    def __init__(self, tools: ResponseTools) -> None:
+        super().__init__()
+        self._tools = tools
+
     def add(self, item: InputItem, param: str) -> None:
         match item.type:
             case None | "message":
                 if item.role is None:
                     raise InvalidRequest(f"{param} has no role; add it, or a type of {', '.join(ITEM_TYPES)}.", param)
-                parts = _parts(item.content, f"{param}.content")
                 if item.role == "assistant":
-                    self.add_parts(item.role, param, parts)
+                    self.add_parts(item.role, param, _parts(item.content or [], f"{param}.content"))
                 else:
-                    self.begin(item.role, param).content = parts
+                    self.begin(item.role, param).content = _parts(item.content, f"{param}.content")
             case "reasoning":
-                parts = _parts(item.content or item.summary or [], f"{param}.content")
-                self.add_thoughts(param, [part.text or "" for part in parts])
+                given: Content = item.content or [*(item.summary or ())]
+                parts = _parts(given, f"{param}.content")
+                if thoughts := [part.text for part in parts if part.text]:  # else they are encrypted
+                    self.add_thoughts(param, thoughts)
             case "function_call":
-                name, call_id = _given(item, "name", param), _given(item, "call_id", param)
-                self.add_call(param, ToolCall(FunctionCall(name, item.arguments), call_id))
-            case "function_call_output":
-                parts = _parts(item.output, f"{param}.output")
-                answer = self.begin("tool", param)
-                answer.tool_call_id = _given(item, "call_id", param)
-                answer.content = [part for part in parts if part.type == "text"]
-                if images := [part for part in parts if part.type != "text"]:  # templates of tool messages take text
-                    self.begin("user", param).content = images
-            case other:
-                raise InvalidRequest(
-                    f"{param}.type is {other!r}; this server supports items of type {', '.join(ITEM_TYPES)}.",
-                    f"{param}.type",
-                )
+                self._add_call(item, param, item.arguments)
+            case "custom_tool_call":
+                text = item.input if isinstance(item.input, str) else msgspec.json.encode(item.input).decode()
+                self._add_call(item, param, {CUSTOM_INPUT: text})
+            case "mcp_call":
+                call_id = item.call_id or item.id or ""
+                self.add_call(param, ToolCall(FunctionCall(_given(item, "name", param), item.arguments), call_id))
+                if parts := _output_parts(item, param):
+                    self._add_output(call_id, param, parts)
+            case kind if kind in CLIENT_CALLS:
+                arguments: object = item.arguments or item.action or item.operation or {}
+                self.add_call(param, ToolCall(FunctionCall(CLIENT_CALLS[kind], arguments), item.call_id or item.id))
+            case kind if kind in CALL_OUTPUTS:
+                # The output of a local shell has its call's id as its own.
+                is_local = kind == "local_shell_call_output" and item.call_id is None
+                call_id = _given(item, "id" if is_local else "call_id", param)
+                self._add_output(call_id, param, _output_parts(item, param))
+            case _:
+                pass  # tools, which `ResponseTools` has read
+
+    def _add_call(self, item: InputItem, param: str, arguments: object) -> None:
+        name = self._tools.name(item.namespace, _given(item, "name", param))
+        self.add_call(param, ToolCall(FunctionCall(name, arguments), _given(item, "call_id", param)))
+
+    def _add_output(self, call_id: str, param: str, parts: list[ContentPart]) -> None:
+        answer = self.begin("tool", param)
+        answer.tool_call_id = call_id
+        answer.content = [part for part in parts if part.type == "text"]
+        if images := [part for part in parts if part.type != "text"]:  # templates of tool messages take text
+            self.begin("user", param).content = images
+
+
+def _output_parts(item: InputItem, param: str) -> list[ContentPart]:
+    """Returns the output of a call. JSON that is neither a text nor parts is shown as it is."""
+    content: Content | msgspec.Raw = output_content(item)
+    if isinstance(content, msgspec.Raw):
+        return [ContentPart("text", bytes(content).decode(errors="replace"))]
+    if item.type == "tool_search_output":
+        names = [tool.name or "" for tool in listed_tools(item, param)]
+        return [ContentPart("text", "Found: " + ", ".join(names))]
+    return _parts(content or [], f"{param}.output")
 
 
 def _given(item: InputItem, field: str, param: str) -> str:
@@ -140,7 +179,7 @@ def _given(item: InputItem, field: str, param: str) -> str:
     return value
 
 
-def _parts(content: str | list[InputPart] | None, param: str) -> list[ContentPart]:
+def _parts(content: Content, param: str) -> list[ContentPart]:
     if content is None:
         raise InvalidRequest(f"{param} is null; send a string or a list of parts.", param)
     if isinstance(content, str):
@@ -148,49 +187,16 @@ def _parts(content: str | list[InputPart] | None, param: str) -> list[ContentPar
     return [_part(part, f"{param}[{number}]") for number, part in enumerate(content)]
 
 
-def _part(part: InputPart, param: str) -> ContentPart:
-    if part.type not in PART_TYPES:
+def _part(part: InputPart | str, param: str) -> ContentPart:
+    if isinstance(part, str):
+        return ContentPart("text", part)
+    if part.type is not None and part.type not in PART_TYPES:
         raise InvalidRequest(
             f"{param}.type is {part.type!r}; this server supports parts of type {', '.join(PART_TYPES)}.",
             f"{param}.type",
         )
-    field = {"input_image": "image_url", "refusal": "refusal"}.get(part.type, "text")
+    field = {"input_image": "image_url", "refusal": "refusal"}.get(part.type or "text", "text")
     value: str | None = getattr(part, field)
     if value is None:
         raise InvalidRequest(f"{param} has type {part.type!r} but no {field}; add it.", param)
     return ContentPart("image_url", image_url=value) if field == "image_url" else ContentPart("text", value)
-
-
-def _tool_choice(choice: ResponseToolChoice) -> NamedToolChoice:
-    if choice.type == "function":
-        return NamedToolChoice(NamedFunction(choice.name) if choice.name is not None else None)
-    if choice.mode is None or choice.tools is None:
-        raise InvalidRequest("tool_choice of type 'allowed_tools' requires mode and tools; add them.", "tool_choice")
-    tools = [NamedTool(NamedFunction(tool.name)) for tool in choice.tools]
-    return NamedToolChoice(None, "allowed_tools", AllowedTools(choice.mode, tools))
-
-
-def _tools(given: list[ResponseTool]) -> list[Tool]:
-    """Returns the functions, also those in namespaces. Chat templates know no namespaces, so names must differ."""
-    tools: dict[str, Tool] = {}
-    for number, tool in enumerate(given):
-        param = f"tools[{number}]"
-        members = [(param, tool)]
-        if tool.type == "namespace":
-            members = [(f"{param}.tools[{index}]", each) for index, each in enumerate(functions_of(tool))]
-        if len(tools) + len(members) > MAX_FUNCTIONS:
-            raise InvalidRequest(
-                f"tools have more than {MAX_FUNCTIONS} functions, those in namespaces included; send fewer.", param
-            )
-        for each_param, each in members:
-            if each.type != "function":
-                raise InvalidRequest(
-                    f"{each_param}.type is {each.type!r}; this server runs no tools and supports functions only.",
-                    f"{each_param}.type",
-                )
-            if each.name is None:
-                raise InvalidRequest(f"{each_param} has no name; add it.", f"{each_param}.name")
-            if each.name in tools:
-                raise InvalidRequest(f"{each_param} has the name of another function; rename it.", f"{each_param}.name")
-            tools[each.name] = Tool(FunctionDefinition(each.name, each.description, each.parameters, each.strict))
-    return list(tools.values())

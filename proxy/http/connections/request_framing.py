@@ -12,7 +12,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tandem.proxy.answers.errors import HeadTooLarge
+from tandem.proxy.answers.errors import HeadTooLarge, UnsupportedTransferCoding
 from tandem.runtime.errors import InvalidRequest, TandemError
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -56,7 +56,10 @@ class RequestFraming:
         if num_waiting >= MAX_PIPELINED:
             self._fail(InvalidRequest(f"More than {MAX_PIPELINED} requests wait on this connection; read the answers."))
 
-    def on_header(self) -> None:
+    def on_header(self, name: bytes = b"", value: bytes = b"") -> None:
+        """A header or trailer. The parser itself takes a body whose last coding is chunked for a plain one."""
+        if name.lower() == b"transfer-encoding" and self.is_in_head and value.strip().lower() != b"chunked":
+            self._fail(UnsupportedTransferCoding("The only Transfer-Encoding that is supported is chunked."))
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             self._fail(HeadTooLarge(f"The request has more than {MAX_HEADERS} headers and trailers."))
@@ -150,7 +153,7 @@ class FramedHttpProtocol(HttpToolsProtocol):
         self.scope["state"]["connection"] = self.transport
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._framing.on_header()
+        self._framing.on_header(name, value)
         self._stop_at_limit()
         super().on_header(name, value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
@@ -38,6 +39,7 @@ MIN_UPLOAD_BYTES_PER_S, UPLOAD_GRACE_S = 64 * 1024, 30.0
 """Mean pace that an upload must keep after the grace period, so that it gives its place to others within an hour."""
 MAX_CALLS, MAX_CALLS_PER_CLIENT = 64, 16
 """Other calls of these routes at a time on one proxy. Some read the objects of all files of their client."""
+_BOUNDARY = re.compile(r';\s*boundary\s*=\s*(?:"([^"\\]{1,70})"|([^\s;",]{1,70}))', re.IGNORECASE)
 _REQUEST = msgspec.json.Decoder(BatchRequest)
 
 T = TypeVar("T")
@@ -104,7 +106,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
     async def upload(request: Request) -> Response:
         store = store_of(request)
         receive = state.bodies.limited(_paced(request.receive), request.headers, MAX_FILE_BYTES + _FORM_BYTES)
-        limited = Request(request.scope, receive)
+        limited = Request(request.scope, _without_preamble(receive, request.headers.get("content-type", "")))
         try:
             with uploads.hold(client_of(request)), storage_errors():
                 async with limited.form(max_files=1, max_fields=8, max_part_size=_FORM_BYTES) as form:
@@ -123,7 +125,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
             raise InvalidRequest(f"The form is malformed: {error.detail}", "file") from error
 
     async def files(request: Request) -> Response:
-        purpose = request.query_params.get("purpose")
+        purpose = request.query_params.get("purpose") or None
 
         def find(store: BatchStore, file_id: str) -> StoredFile | None:
             stored = store.files.find(file_id)
@@ -184,6 +186,31 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         ApiRoute("POST", "/v1/batches/{batch_id}/cancel", cancel, "Cancel a batch.", BatchObject,
             more_errors=(400, 404, 501, 507)),
     ]  # fmt: skip
+
+
+def _without_preamble(receive: Receive, content_type: str) -> Receive:
+    """Returns `receive` for a form, without what may stand before its first boundary (RFC 2046, 5.1.1).
+
+    Starlette's parser takes that for a malformed form.
+    """
+    if (named := _BOUNDARY.search(content_type)) is None:
+        return receive
+    delimiter = b"\n--" + (named[1] or named[2]).encode("latin-1", "replace")
+    searched = re.compile(re.escape(delimiter) + rb"[\r\n\t -]")
+    # The delimiter begins a line; the first line needs no line end before it. None once it was found.
+    held: bytes | None = b"\n"
+
+    async def receive_form() -> Message:
+        nonlocal held
+        message = await receive()
+        if held is None or message["type"] != "http.request":
+            return message
+        data = held + message.get("body", b"")
+        found = searched.search(data)
+        held = data[-len(delimiter) :] if found is None else None
+        return {**message, "body": b"" if found is None else data[found.start() + 1 :]}
+
+    return receive_form
 
 
 def _paced(receive: Receive) -> Receive:

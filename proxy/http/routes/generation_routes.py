@@ -7,9 +7,11 @@ import math
 import re
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -55,6 +57,7 @@ from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, cache_scope_of
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
+from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
 from tandem.runtime.logs import serving
 
@@ -73,7 +76,7 @@ def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
         )
 
     async def count_tokens(request: Request) -> Response:
-        return await _transform(request, state, lambda body: readers.transform(BodyReader.count_tokens, body))
+        return await _transform(request, state, partial(_count_tokens, state, request))
 
     async def detokenize(request: Request) -> Response:
         return await _transform(request, state, lambda body: readers.transform(BodyReader.detokenize, body))
@@ -93,7 +96,7 @@ def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
             (429,), error=MessagesError),
         ApiRoute("POST", "/v1/messages/count_tokens", count_tokens,
             "The number of tokens that a message's prompt would have.", TokenCount, CountTokensRequest,
-            error=MessagesError),
+            more_errors=(429,), error=MessagesError),
         ApiRoute("POST", "/tokenize", tokenize, "The tokens of a prompt or of a chat.", TokenizeResponse,
             TokenizeRequest),
         ApiRoute("POST", "/detokenize", detokenize, "The text of tokens.", DetokenizeResponse, DetokenizeRequest),
@@ -161,13 +164,27 @@ async def _transform(
     return WholeAnswer([transformed], id_header(request), held.release)
 
 
+async def _count_tokens(state: AppState, request: Request, body: bytes | SpooledBody) -> bytes:
+    """Returns the JSON answer. Images are read as those of a message are, so they need a ready worker."""
+    with suppress(HasMedia):
+        return await state.readers.transform(BodyReader.count_tokens, body)
+    assert state.media is not None
+    limits = await state.readiness.limits()
+    counted = await state.media.read("count", body, limits, client_of(request), cache_scope_of(request))
+    try:
+        assert isinstance(counted.prompt, RenderedPrompts)
+        return msgspec.json.encode(TokenCount(sum(prompt.num_tokens for prompt in counted.prompt.prompts)))
+    finally:
+        counted.release_media()
+
+
 def _answers(
     kind: BodyKind, state: AppState, generation: Generation, model: str, cache_scope: str
 ) -> Answers | EmbeddingAnswer:
     if generation.request.embedding is not None:
         return EmbeddingAnswer(generation, model)
     if kind == "message":
-        return MessageAnswers(generation, model)
+        return MessageAnswers(generation, model, state.signing_key)
     if kind == "response":
         return ResponseAnswers(generation, model, state.responses, cache_scope)
     if not generation.request.is_chat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.cluster import MODEL, Cluster
+from tests.support.scripted_model import scripted_model
 
 KEY = "secret"
 SCHEMA = {
@@ -102,6 +104,42 @@ def test_structured_output_and_stop_sequences(client: anthropic.Anthropic) -> No
     assert stopped.content[0].type == "text" and stopped.content[0].text == whole.text.partition(word)[0]
 
 
+def test_no_tokens_fill_the_prefix_cache(client: anthropic.Anthropic) -> None:
+    story: Any = [{"role": "user", "content": "Once there was a mouse that lived in a hollow tree. " * 20}]
+    for run in (create, streamed):
+        warm = run(client, messages=story, max_tokens=0)
+        assert (warm.content, warm.stop_reason, warm.usage.output_tokens) == ([], "max_tokens", 0)
+    usage = create(client, messages=story).usage
+    assert (usage.cache_read_input_tokens or 0) > usage.input_tokens
+
+
+def test_many_stop_sequences(client: anthropic.Anthropic) -> None:
+    whole = create(client).content[0]
+    assert whole.type == "text"
+    word = whole.text.split()[2]
+    stopped = create(client, stop_sequences=[*(f"<{number}>" for number in range(60)), word])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
+
+
+@pytest.mark.parametrize("run", [create, streamed])
+def test_thinking_is_signed_and_may_be_sent_back(run: Any, tmp_path: Path) -> None:
+    def script(prompt: str) -> str:
+        return "<think>hm</think>yes"
+
+    with (
+        scripted_model(tmp_path, script, reasoning_parser="qwen3") as (url, _workers),
+        anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0, timeout=60) as thinker,
+    ):
+        answer = run(thinker, model="scripted")
+        thought, said = answer.content
+        assert (thought.type, thought.thinking, said.text) == ("thinking", "hm", "yes") and len(thought.signature) > 20
+        forged: Any = {"type": "thinking", "thinking": "hm", "signature": "forged"}
+        hidden: Any = {"type": "redacted_thinking", "data": "x"}
+        for blocks in (answer.content, [forged, said], [hidden, said]):
+            following = [*HELLO, {"role": "assistant", "content": blocks}, *HELLO]
+            assert run(thinker, model="scripted", messages=following).content[0].signature == thought.signature
+
+
 def test_an_answer_ends_with_the_context(client: anthropic.Anthropic) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 5000}
     answer = create(client, output_config={"format": {"type": "json_schema", "schema": schema}}, max_tokens=100_000)
@@ -122,7 +160,7 @@ def test_errors_have_the_types_of_the_client(cluster: Cluster, client: anthropic
         "request_id": missing.value.response.headers["x-request-id"],
     }
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        create(client, max_tokens=0)
+        create(client, max_tokens=-1)
     with pytest.raises(anthropic.BadRequestError, match="takes text only"):
         source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
         create(client, messages=[{"role": "user", "content": [{"type": "image", "source": source}]}])

@@ -89,10 +89,22 @@ def test_qwen_code_uses_chat_completions(tmp_path: Path) -> None:
         check(file, output, workers)
 
 
+def run_codex(folder: Path, url: str, model: str) -> str:
+    """Runs Codex with its defaults in an empty folder `work`."""
+    home = folder / "codex"
+    home.mkdir()
+    provider = f'name = "Tandem"\nbase_url = "{url}/v1"\nwire_api = "responses"\nenv_key = "KEY"\n'
+    settings = f'model = "{model}"\nmodel_provider = "tandem"\n'
+    (home / "config.toml").write_text(f"{settings}[model_providers.tandem]\n{provider}")
+    work = folder / "work"
+    work.mkdir()
+    command = [agent("codex"), "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "write a file"]
+    return run(command, work, CODEX_HOME=str(home), KEY="none")
+
+
 @pytest.mark.timeout(TIMEOUT_S + 120)
-def test_codex_uses_the_responses_api(tmp_path: Path) -> None:
-    command, file = agent("codex"), tmp_path / "work" / "hello.txt"
-    file.parent.mkdir()
+def test_codex_runs_a_command(tmp_path: Path) -> None:
+    file = tmp_path / "work" / "hello.txt"
 
     def script(prompt: str) -> str:
         if "<|tool|>" in prompt:
@@ -103,16 +115,35 @@ def test_codex_uses_the_responses_api(tmp_path: Path) -> None:
         return tool_call(shell, **{key: line if shell != "shell" else ["sh", "-c", line]})
 
     with scripted_model(tmp_path, script) as (url, workers):
-        home = tmp_path / "codex"
-        home.mkdir()
-        provider = f'name = "Tandem"\nbase_url = "{url}/v1"\nwire_api = "responses"\nenv_key = "KEY"\n'
-        settings = f'model = "{MODEL}"\nmodel_provider = "tandem"\nweb_search = "disabled"\n'
-        (home / "config.toml").write_text(f"{settings}[model_providers.tandem]\n{provider}")
-        output = run(
-            [command, "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "write a file"],
-            file.parent,
-            CODEX_HOME=str(home),
-            KEY="none",
-        )
+        output = run_codex(tmp_path, url, MODEL)
         assert file.read_text() == CONTENT and FINAL in output
+        assert any("it is done" in prompt for prompt in workers.prompts)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 120)
+def test_codex_applies_a_patch(tmp_path: Path) -> None:
+    """Codex gives models that it knows by name a custom tool for patches, and expects patches as custom calls."""
+    patch = "*** Begin Patch\n*** Add File: hello.txt\n+written by a scripted model\n*** End Patch\n"
+
+    def script(prompt: str) -> str:
+        return FINAL if "<|tool|>" in prompt else tool_call("apply_patch", input=patch)
+
+    with scripted_model(tmp_path, script, name="gpt-5.5") as (url, workers):
+        output = run_codex(tmp_path, url, "gpt-5.5")
+        assert (tmp_path / "work" / "hello.txt").read_text() == CONTENT and FINAL in output
+        last = [prompt for prompt in workers.prompts if "<|tool|>" in prompt][-1]
+        assert "Begin Patch" in last and "Success" in last
+
+
+@pytest.mark.timeout(TIMEOUT_S + 120)
+def test_codex_runs_code(tmp_path: Path) -> None:
+    """To the newest models that it knows by name, Codex gives its tools in an item of the input, in namespaces."""
+    code = "text(await tools.exec_command({cmd: 'printf %s done > hello.txt; echo it is done'}))"
+
+    def script(prompt: str) -> str:
+        return FINAL if "<|tool|>" in prompt else tool_call("exec", input=code)
+
+    with scripted_model(tmp_path, script, name="gpt-6-sol") as (url, workers):
+        output = run_codex(tmp_path, url, "gpt-6-sol")
+        assert (tmp_path / "work" / "hello.txt").read_text() == "done" and FINAL in output
         assert any("it is done" in prompt for prompt in workers.prompts)

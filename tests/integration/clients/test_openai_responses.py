@@ -66,6 +66,42 @@ def test_functions_and_structured_output(client: openai.OpenAI) -> None:
     assert json.loads(create(client, text=text, max_output_tokens=100).output_text).keys() == {"colour"}
 
 
+NOTE: Any = {"type": "custom", "name": "note", "description": "Takes a note.", "format": {"type": "text"}}
+
+
+def test_custom_tools_beside_hosted_ones(client: openai.OpenAI) -> None:
+    fields: Any = {
+        "tools": [{"type": "web_search"}, NOTE, TOOL],
+        "tool_choice": {"type": "custom", "name": "note"},
+        "max_output_tokens": 60,
+    }
+    asked = create(client, **fields)
+    [call] = asked.output
+    assert (call.type, call.name) == ("custom_tool_call", "note") and call.input
+    assert [tool.type for tool in asked.tools] == ["custom", "function"]
+    events = list(create(client, stream=True, **fields))
+    pieces = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(pieces) == events[-1].response.output[0].input == call.input
+    answer = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "noted"}
+    search = {
+        "type": "web_search_call",
+        "id": "ws_1",
+        "status": "completed",
+        "action": {"type": "search", "query": "q"},
+    }
+    after = create(client, tools=[NOTE], tool_choice="none", input=[search, answer], previous_response_id=asked.id)
+    assert after.output_text
+    custom: Any = {"type": "custom", "custom": {"name": "note", "description": "Takes a note."}}
+    chosen: Any = {"type": "custom", "custom": {"name": "note"}}
+    story: Any = [{"role": "user", "content": "Tell me a story."}]
+    chat: Any = {"model": MODEL, "messages": story, "tools": [custom], "tool_choice": chosen, "temperature": 0}
+    [of_chat] = client.chat.completions.create(**chat, max_tokens=60).choices[0].message.tool_calls or ()
+    assert of_chat.type == "custom" and of_chat.custom.name == "note" and of_chat.custom.input
+    chunks = client.chat.completions.create(**chat, max_tokens=60, stream=True)
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(call.model_extra["custom"]["input"] for call in deltas) == of_chat.custom.input
+
+
 def test_a_conversation_is_continued_on_any_proxy(cluster: Cluster, client: openai.OpenAI) -> None:
     first = create(client, max_output_tokens=8)
     second = create(client, input="And then?", max_output_tokens=8, previous_response_id=first.id)

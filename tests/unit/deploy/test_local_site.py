@@ -131,6 +131,15 @@ def test_memory_is_reserved_for_pairs_over_nccl_only(settings: dict[str, Any], n
     assert ProcessConfigs(cluster).worker("decode", "decode-0", Place("ipc:///x")).engine.num_peers == num_peers
 
 
+def test_the_proxies_of_a_cluster_sign_with_one_key() -> None:
+    cluster = cluster_config(model="m")
+    configs, others = ProcessConfigs(cluster), ProcessConfigs(cluster)
+    first, second = (configs.proxy(name, Place("ipc:///x")) for name in ("proxy-0", "proxy-1"))
+    assert first.signing_key == second.signing_key and len(first.signing_key) >= 32
+    assert others.proxy("proxy-0", Place("ipc:///x")).signing_key != first.signing_key
+    assert first.without_secrets().signing_key == "", "processes that read untrusted data do not have it"
+
+
 def test_with_an_explicit_cache_size_any_number_of_workers_share_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+from base64 import b64encode
 from typing import Any, cast
 
 import msgspec
@@ -117,7 +119,7 @@ def test_fields_become_those_of_chats() -> None:
     )  # fmt: skip
     assert (chat["priority"], chat["cache_salt"], chat["parallel_tool_calls"]) == (3, "s", False)
     assert chat["tools"][0]["function"]["parameters"] == TOOLS[0]["input_schema"]
-    assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}, "allowed_tools": None}
+    assert (chat["tool_choice"]["type"], chat["tool_choice"]["function"]) == ("function", {"name": "f"})
     assert (chat["thinking_token_budget"], chat["include_reasoning"]) == (9, False)
     assert chat["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
     assert chat["reasoning_effort"] == "low" and chat["response_format"]["json_schema"]["schema"] == schema
@@ -143,13 +145,13 @@ def test_fields_become_those_of_chats() -> None:
         ({"messages": [{"role": "user", "content": text("a")}, {"role": "assistant", "content": "b"},
                        {"role": "user", "content": [IMAGE]}], "system": "s"},
          "messages[2].content[0]", "this model takes text only"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search", "input_schema": {}}]},
-         "tools[0].type", "web_search"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "input_schema"),
+        ({"tools": [{"type": "custom", "input_schema": {}}]}, "tools[0].name", "name"),
+        ({"stop_sequences": ["x"] * 257}, "stop_sequences", "length <= 256"),
+        ({"stop_sequences": ["x" * 1024] * 17}, "stop_sequences", "16384 characters"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name", "add the name"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice", "g"),
         ({"temperature": 3}, "temperature", "<= 2"),
-        ({"mcp_servers": [{"type": "url", "url": "https://h", "name": "n"}]}, "mcp_servers", "not supported"),
         ({"container": "c"}, "container", "not supported"),
         ({"thinking": {"type": "maybe"}}, "thinking.type", "maybe"),
         ({"stop_sequences": [""]}, "stop_sequences[0]", "length >= 1"),
@@ -165,7 +167,7 @@ def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], param: str, sa
 
 def test_other_models_are_not_found() -> None:
     body = {"model": "claude", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
-    for decode in (BodyDecoder("m").message, BodyDecoder("m").counted_prompt):
+    for decode in (BodyDecoder("m").message, BodyDecoder("m").count):
         with pytest.raises(ModelNotFound):
             decode(json.dumps(body).encode())
 
@@ -211,6 +213,8 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
                         block["text"] += delta["text"]
                     case "thinking_delta":
                         block["thinking"] += delta["thinking"]
+                    case "signature_delta":
+                        block["signature"] = delta["signature"]
                     case "input_json_delta":
                         written[open_block] = written.get(open_block, "") + delta["partial_json"]
             case "content_block_stop":
@@ -234,8 +238,9 @@ def test_thinking_text_and_calls_are_blocks(stream: bool, has_call: bool) -> Non
         body = joined(cast(list[dict[str, Any]], await task)) if stream else json.loads(cast(bytes, await task))
         blocks = body.pop("content")
         call_id = blocks[-1].pop("id", None)
+        signature = b64encode(hmac.digest(b"", b"hm", "sha256")).decode()
         assert blocks[:2] == [
-            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "thinking", "thinking": "hm", "signature": signature},
             {"type": "text", "text": "hello", "citations": None},
         ]
         assert blocks[2:] == ([{"type": "tool_use", "name": "f", "input": {"a": 1}}] if has_call else [])
@@ -281,6 +286,34 @@ def test_reasons_to_stop(fields: dict[str, Any], stop_reason: str, stop_sequence
             cluster.token(start.attempt_ids[0], EOS, "stop")
         body = json.loads(await asyncio.wait_for(task, 10))
         assert (body["stop_reason"], body["stop_sequence"]) == (stop_reason, stop_sequence)
+
+    play(test, max_model_len=400)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_are_an_answer_without_content(stream: bool) -> None:
+    """A client that asks for none fills the prefix cache."""
+
+    async def test(cluster: Cluster) -> None:
+        answers = answers_to(cluster, max_tokens=0, stream=stream, tools=TOOLS)
+        task = asyncio.create_task(streamed(answers) if stream else whole(answers))
+        start = await begun(cluster)
+        cluster.first(start.attempt_ids[0], cluster.text.ids("a")[0], "length")
+        answer = await asyncio.wait_for(task, 10)
+        body = joined(cast(list[dict[str, Any]], answer)) if stream else json.loads(cast(bytes, answer))
+        assert (body["content"], body["stop_reason"]) == ([], "max_tokens")
+        assert body["usage"]["output_tokens"] == 0 and body["usage"]["input_tokens"] > 0
+
+    play(test, max_model_len=400)
+
+
+def test_an_answer_ends_at_the_last_of_many_stop_sequences() -> None:
+    async def test(cluster: Cluster) -> None:
+        stops = [*(f"not {number}" for number in range(100)), "lo"]
+        task = asyncio.create_task(whole(answers_to(cluster, stop_sequences=stops)))
+        await generate(cluster, "hm</think>hello")
+        body = json.loads(await task)
+        assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "lo")
 
     play(test, max_model_len=400)
 
@@ -340,6 +373,9 @@ def test_blocks_follow_each_other_and_lose_nothing(before: list[Parsed], num_cal
     blocks = joined_blocks(events)
     thinking = "".join(block.thinking for block in blocks if isinstance(block, AnsweredThinking))
     assert thinking == ("".join(part.reasoning for part in before) if shows_thinking else "")
+    for block in blocks:
+        if isinstance(block, AnsweredThinking):
+            assert block.signature == b64encode(hmac.digest(b"", block.thinking.encode(), "sha256")).decode()
     assert "".join(getattr(block, "text", "") for block in blocks) == "".join(part.content for part in before)
     calls = [(block.name, block.input) for block in blocks if isinstance(block, AnsweredToolUse)]
     assert calls == [(f"f{i}", {"n": i}) for i in range(num_calls)]

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.proxy.admission.answer_budget import UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
+from tandem.proxy.answers.custom_input import CustomInputs
 from tandem.proxy.answers.parsed_answers import ParsedAnswers, ParsedChoice
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
@@ -161,7 +162,8 @@ def test_a_budget_is_refused_where_the_model_does_not_think() -> None:
 def test_each_call_counts_towards_the_memory_of_answers() -> None:
     budget = AnswerBudget()
     held = HeldAnswer(budget, "client")
-    choice = ParsedChoice(0, held, OutputParser(None, ToolFormat("mistral").with_tools({"f": {}}), is_open=False))
+    parser = OutputParser(None, ToolFormat("mistral").with_tools({"f": {}}), is_open=False)
+    choice = ParsedChoice(0, held, parser, CustomInputs([]))
     held.reserve(UNCOUNTED_BYTES)  # what follows counts
     held.grow(UNCOUNTED_BYTES)
     text = "[TOOL_CALLS]f{}" * 100

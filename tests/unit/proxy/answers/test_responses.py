@@ -22,6 +22,7 @@ from tandem.proxy.api.responses_api.response_store import (
     PreviousResponseNotFound,
     ResponseStore,
 )
+from tandem.proxy.api.responses_api.response_tools import ResponseTools
 from tandem.proxy.api.responses_api.responses_chat import to_chat
 from tandem.proxy.api.responses_api.responses_request import InputItem, ResponseRequest
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
@@ -40,7 +41,7 @@ NO_HISTORY: list[InputItem] = []
 def converted(history: list[InputItem] = NO_HISTORY, **fields: Any) -> dict[str, Any]:
     """Returns the chat that a body becomes, without fields that are null."""
     request = msgspec.json.decode(json.dumps({"input": "hi", **fields}), type=ResponseRequest)
-    chat = msgspec.to_builtins(to_chat(request, history)[0])
+    chat = msgspec.to_builtins(to_chat(request, history, ResponseTools(request, history))[0])
     return dict(json.loads(json.dumps(chat), object_hook=lambda o: {k: v for k, v in o.items() if v is not None}))
 
 
@@ -127,19 +128,20 @@ def test_fields_become_those_of_chats() -> None:
         ({"input": [{"content": "x"}]}, "input[0]", "no role"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool'"),
         ({"input": [{"role": "user"}]}, "input[0].content", "is null"),
-        ({"input": [{"type": "web_search_call", "id": "1"}]}, "input[0].type", "web_search_call"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "web_search_call"),
+        ({"input": [{"type": "web_search_call"}]}, "input", "no items"),
+        ({"input": [{"type": "additional_tools", "tools": {}}]}, "input[0].tools", "array"),
+        ({"input": [{"type": "custom_tool_call", "name": "c"}]}, "input[0].call_id", "no call_id"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name", "no name"),
+        ({"tools": TOOLS * 2}, "tools[1].name", "another"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom", "name": "g"}}, "tool_choice", "g"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{}]}}, "tool_choice.tools[0].name", "add"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_file"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0]", "no text"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://h/i"}]}]},
          "input[0].content[0]", "takes text only"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "no call_id"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "no call_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "runs no tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "no name"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]}]},
-         "tools[0].tools[0].type", "functions only"),
-        ({"tools": [*TOOLS, {"type": "namespace", "name": "n", "tools": TOOLS}]}, "tools[1].tools[0].name", "another"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "g"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "no schema"),
         ({"background": True}, "background", "true"),

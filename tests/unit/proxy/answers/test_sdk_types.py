@@ -192,6 +192,49 @@ def test_responses(writes: str, is_cut: bool) -> None:
     run(test_stream)
 
 
+CUSTOM_CALL = TEXT.replace('{"a": 1}', json.dumps({"input": 'a\n"b"'}))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_custom_tools(stream: bool) -> None:
+    custom = {"name": "f", "description": "d", "format": {"type": "text"}}
+    chat = {"messages": [{"role": "user", "content": OPEN}], "tools": [{"type": "custom", "custom": custom}]}
+    response = {**RESPONSE, "tools": [{"type": "custom", **custom}]}
+
+    async def test_response(cluster: Cluster) -> None:
+        data = await body_of(cluster, "response", {**response, "stream": stream}, CUSTOM_CALL)
+        body = data.decode()
+        if stream:
+            events = events_of(data)
+            for event in events:
+                assert checked(gpt_responses.ResponseStreamEvent, event) <= {
+                    *UNDECLARED,
+                    "item.status",
+                    "response.output.status",
+                }, event
+            body = json.dumps(json.loads(events[-1])["response"])
+            pieces = [json.loads(event) for event in events if "custom_tool_call_input" in event]
+            assert "".join(piece["delta"] for piece in pieces[:-1]) == pieces[-1]["input"] == 'a\n"b"'
+        assert checked(gpt_responses.Response, body) <= {"store", "output.status"}
+        call = json.loads(body)["output"][-1]
+        assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "f", 'a\n"b"')
+
+    async def test_chat(cluster: Cluster) -> None:
+        data = await body_of(cluster, "chat", {**chat, "stream": stream, "max_tokens": 200}, CUSTOM_CALL)
+        if not stream:
+            message = ChatCompletion.model_validate_json(data, strict=True).choices[0].message
+            [call] = message.tool_calls or ()
+            assert call.type == "custom" and (call.custom.name, call.custom.input) == ("f", 'a\n"b"')
+            return
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in events_of(data)]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert (calls[0]["type"], calls[0]["custom"]["name"], bool(calls[0]["id"])) == ("custom", "f", True)
+        assert "".join(call["custom"]["input"] for call in calls) == 'a\n"b"'
+
+    run(test_response)
+    run(test_chat)
+
+
 @pytest.mark.parametrize("error", [InternalError("a"), InvalidRequest("a"), ClientLimitExceeded("a", 1)])
 def test_a_response_that_fails_in_mid_stream(error: TandemError) -> None:
     async def test(cluster: Cluster) -> None:

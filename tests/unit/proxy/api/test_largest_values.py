@@ -106,7 +106,7 @@ TOO_MANY: dict[str, tuple[Callable[[bytes], GenerationRequest], dict[str, Any], 
     "functions of namespaces": (
         response,
         {"input": "a", "tools": [{"type": "namespace", "name": "n", "tools": functions(MAX_FUNCTIONS + 1)}]},
-        "tools[0]",
+        "tools[0].tools[1024]",
     ),
     "template variables": (
         chat,

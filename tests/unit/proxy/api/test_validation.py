@@ -352,3 +352,16 @@ def test_earlier_thinking_reaches_the_template_under_both_names(name: str) -> No
 def test_a_wrong_field_before_malformed_text_is_refused(rest: bytes) -> None:
     with pytest.raises(InvalidRequest, match="not valid JSON"):
         BodyDecoder("m").completion(b'{"prompt": "a", "max_tokens": "x", "user": ' + rest + b"}")
+
+
+def test_an_empty_model_is_the_served_one() -> None:
+    decoder = BodyDecoder("m")
+    turn = [{"role": "user", "content": "a"}]
+    for decode, fields in (
+        (decoder.chat, {"messages": turn}),
+        (decoder.completion, {"prompt": "a"}),
+        (decoder.message, {"messages": turn, "max_tokens": 1}),
+        (decoder.embedding, {"input": "a"}),
+        (lambda body: decoder.response(body, lambda _: []), {"input": "a"}),
+    ):
+        assert decode(json.dumps({"model": "", **fields}).encode()).adapter is None

@@ -75,6 +75,11 @@ def test_lists_come_in_pages_in_either_order(tmp_path: Path) -> None:
         assert await ids(client, "/v1/files", order="asc", limit=2) == (newest_first[:0:-1], True)
         assert await ids(client, "/v1/files", after=newest_first[1]) == (newest_first[2:], False)
         assert await ids(client, "/v1/files", after=newest_first[1], order="asc") == (newest_first[:1], False)
+        assert await ids(client, "/v1/files", after="", order="", limit="", purpose="", before="") == (
+            newest_first,
+            False,
+        )
+        assert await ids(client, "/v1/batches", after="") == ([], False)
         for query in ({"order": "up"}, {"limit": 0}, {"limit": "x"}, {"limit": 10**9}, {"after": "file-x"}):
             refused = await client.get("/v1/files", params=query)
             assert refused.status_code == 400 and refused.json()["error"]["param"] == next(iter(query))
@@ -124,6 +129,7 @@ def test_items_of_a_response_come_newest_first(tmp_path: Path) -> None:
         newest_first, _ = await ids(client, path)
         assert await ids(client, path, order="asc", limit=1) == (newest_first[2:], True)
         assert await ids(client, path, after=newest_first[0], limit=1) == (newest_first[1:2], True)
+        assert await ids(client, path, after="") == (newest_first, False)
         assert (await client.get("/v1/responses/resp_1")).json() == {"id": "resp_1"}
         refused = await client.get("/v1/responses/resp_1", params={"stream": "true"})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream"
@@ -271,5 +277,31 @@ def test_a_slow_upload_loses_its_place(tmp_path: Path, monkeypatch: pytest.Monke
                 assert (refused.status_code, refused.json()["error"]["code"]) == (408, "client_too_slow")
                 assert "64 KiB/s" in refused.json()["error"]["message"]
         assert (await upload(client)).status_code == 200
+
+    run(tmp_path, test)
+
+
+FORM = (
+    b'--a b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--a b\r\nContent-Disposition: form-data; name="file"; filename="in"\r\n\r\n{}\r\n--a b--\r\n'
+)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize(
+    "preamble", [b"", b"\r\n", b"This is a message\r\n--a bit\r\nin parts.\r\n", b"x" * 5000 + b"\n"]
+)
+def test_a_form_may_begin_with_a_preamble(preamble: bytes, size: int, tmp_path: Path) -> None:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        data = preamble + FORM
+        for begin in range(0, len(data), size):
+            yield data[begin : begin + size]
+
+    async def test(client: httpx.AsyncClient) -> None:
+        headers = {"content-type": 'multipart/form-data; boundary="a b"'}
+        stored = await client.post("/v1/files", content=pieces(), headers=headers)
+        assert stored.status_code == 200 and stored.json()["bytes"] == 2, stored.text
+        nothing = await client.post("/v1/files", content=preamble, headers=headers)
+        assert nothing.status_code == 400 and "has no file" in nothing.text
 
     run(tmp_path, test)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise, takewhile
@@ -244,6 +245,32 @@ def test_stop_strings_do_not_depend_on_how_text_is_split(text: str, stops: list[
     shown, stopped = expected
     assert stopped == any(stop in text for stop in stops)
     assert text.startswith(shown) and not any(stop in shown for stop in stops)
+
+
+@given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4), st.data())
+def test_stop_strings_are_found_where_a_plain_search_finds_them(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, len(text)))  # only from here on may a stop string be completed
+    checker = StopStrings(stops)
+    shown = ""
+    for number, character in enumerate(text):
+        piece, stopped = checker.push(character, may_end=number >= first)
+        shown += piece
+        ends = [stop for stop in stops if text[: number + 1].endswith(stop)] if number >= first else []
+        assert stopped == bool(ends)
+        if ends:
+            assert checker.matched == max(ends, key=len) and shown == text[: number + 1 - len(max(ends, key=len))]
+            return
+    assert shown + checker.flush() == text
+
+
+def test_text_that_almost_matches_stop_strings_takes_linear_time() -> None:
+    """256 stop strings whose last character never comes, the worst case."""
+    checker = StopStrings(["a" * 60 + chr(1000 + number) for number in range(256)])
+    began_at = time.process_time()
+    shown = "".join(checker.push("aaaa")[0] for _ in range(500))
+    assert len(shown) == 2000 - 60 and time.process_time() - began_at < 5
 
 
 def test_stop_strings_within_the_first_tokens_do_not_end_the_text() -> None:

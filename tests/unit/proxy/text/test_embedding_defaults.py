@@ -37,6 +37,10 @@ def test_pooling_and_normalize(tmp_path: Path) -> None:
 def test_dimensions(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="dimensions is 8, but this model's embeddings cannot be shortened"):
         write(tmp_path, None).check_dimensions(8)
+    write(tmp_path, None).check_dimensions(64)
+    write(tmp_path, None, matryoshka_dimensions=[16, 32]).check_dimensions(64)
+    write(tmp_path, None, hidden_size=None, text_config={"hidden_size": 32}).check_dimensions(32)
+    write(tmp_path, None, hidden_size=None, n_embd=16).check_dimensions(16)
     any_size = write(tmp_path, None, is_matryoshka=True)
     any_size.check_dimensions(64)
     with pytest.raises(InvalidRequest, match="dimensions is 65, but must be at most 64"):

@@ -62,3 +62,11 @@ def test_the_source_of_defaults(tmp_path: Path) -> None:
 
 def test_the_demo_model_has_defaults() -> None:
     assert SamplingDefaults.read(DEMO_MODEL) == SamplingDefaults(temperature=0.5, top_p=0.9)
+
+
+def test_integers_may_be_written_with_a_point(tmp_path: Path) -> None:
+    reader = decoder(tmp_path, top_k=50.0, max_new_tokens=9.0, temperature=1)
+    request = reader.chat(body())
+    assert (request.base_sampling.top_k, request.default_max_tokens) == (50, 9)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        decoder(tmp_path, top_k=50.5)
