@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.output_grammar import CallGrammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.runtime.errors import InvalidRequest
@@ -62,7 +63,8 @@ def test_a_tool_that_the_client_runs_has_its_documented_schema(type_: str, name:
     request = read(tools=[{"type": type_, "name": name, "max_characters": 9}, FUNCTION], tool_choice=choice)
     tools = tools_of(request)
     assert list(tools) == [name, "f"] and list(tools[name]["properties"])[: len(fields)] == fields
-    assert request.base_sampling.grammar is not None
+    wanted = request.output_grammar
+    assert isinstance(wanted, CallGrammar) and wanted.is_required and list(wanted.schemas) == [name]
 
 
 def test_a_tool_with_a_schema_is_a_function_whatever_its_type() -> None:

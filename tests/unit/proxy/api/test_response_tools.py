@@ -11,6 +11,7 @@ import pytest
 
 from tandem.proxy.api import skipped_kinds
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.output_grammar import CallGrammar
 from tandem.proxy.api.responses_api.responses_request import CalledTool, InputItem
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.text.prompt import ChatPrompt
@@ -62,7 +63,7 @@ def test_a_tool_that_openai_runs_is_skipped_and_the_functions_are_served(tool: d
     for choice in ("required", {"type": tool["type"]}, {"type": "function", "name": "f"}):
         assert list(tools_of(read(tools=[tool, FUNCTION], tool_choice=choice))) == ["f"]
     alone = read(tools=[tool], tool_choice="required")
-    assert tools_of(alone) == {} and alone.base_sampling.grammar is None
+    assert tools_of(alone) == {} and alone.output_grammar is None
     chosen = read(tools=[tool, FUNCTION], tool_choice={"type": tool["type"], "server_label": "l"})
     assert chosen.response is not None and chosen.response.shown["tool_choice"] == b'"auto"'
 
@@ -88,7 +89,8 @@ def test_a_custom_tool_is_a_function_with_one_string() -> None:
     assert request.response is not None
     assert request.response.called == {name: CalledTool(name, None, True) for name in tools}
     assert json.loads(request.response.shown["tools"])[0]["format"] == GRAMMAR
-    assert request.base_sampling.grammar is not None and "plain" in request.base_sampling.grammar
+    wanted = request.output_grammar
+    assert isinstance(wanted, CallGrammar) and wanted.is_required and list(wanted.schemas) == ["plain"]
 
 
 def test_names_that_stand_in_several_namespaces_are_told_apart() -> None:
@@ -221,7 +223,8 @@ def test_chat_completions_take_custom_tools_and_skip_hosted_ones() -> None:
     assert "[a-z]+" in str(tools_of(request)["c"])
     shown = messages_of(request)[1]["tool_calls"][0]
     assert shown == {"id": "1", "type": "function", "function": {"name": "c", "arguments": {"input": "abc"}}}
-    assert chat(tool_choice={"type": "custom", "custom": {"name": "c"}}).base_sampling.grammar is not None
+    wanted = chat(tool_choice={"type": "custom", "custom": {"name": "c"}}).output_grammar
+    assert isinstance(wanted, CallGrammar) and wanted.is_required and list(wanted.schemas) == ["c"]
     assert list(tools_of(chat(tool_choice={"type": "web_search"}))) == ["c", "f"]
     allowed = {"mode": "required", "tools": [{"type": "custom", "custom": {"name": "c"}}, {"type": "web_search"}]}
     assert list(tools_of(chat(tool_choice={"type": "allowed_tools", "allowed_tools": allowed}))) == ["c"]
