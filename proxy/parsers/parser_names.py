@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from tandem.proxy.parsers.reasoning import ReasoningFamilyName, ReasoningFormat, detect_reasoning_family
 from tandem.proxy.parsers.tool_families import ToolFamilyName
-from tandem.proxy.parsers.tool_formats import ToolFormat, detect_tool_family
+from tandem.proxy.parsers.tool_formats import DEFAULT_FAMILY, ToolFormat, detect_tool_family
 
 if TYPE_CHECKING:
     from tandem.proxy.text.model_text import ModelText  # imports transformers; the command line needs the names only
 
-ToolParserName = Literal["auto", ToolFamilyName]
+ToolParserName = Literal["auto", "none", ToolFamilyName]
 ReasoningParserName = Literal["auto", "none", ReasoningFamilyName]
 
 
 def tool_format(name: ToolParserName, text: ModelText) -> ToolFormat:
-    """auto: the family whose markers the chat template has; hermes if it has none."""
-    family = detect_tool_family(text.chat_template) if name == "auto" else name
-    return ToolFormat.of(family, text.tokenizer)
+    """auto: the family whose markers the chat template has. none, or a template of no known family: calls are read only
+    where a grammar forces them."""
+    family = detect_tool_family(text.chat_template) if name == "auto" else None if name == "none" else name
+    known = ToolFormat.of(family or DEFAULT_FAMILY, text.tokenizer)
+    return known if family is not None else msgspec.structs.replace(known, is_known=False)
 
 
 def reasoning_format(name: ReasoningParserName, text: ModelText) -> ReasoningFormat | None:

@@ -11,19 +11,26 @@ import msgspec
 from tokenizers import Tokenizer
 
 from tandem.proxy.parsers.argument_types import ToolArguments
-from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, Parameters, ToolFamilyName, Writing
+from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, ToolFamilyName
 from tandem.proxy.parsers.tool_parser import ToolParser
+from tandem.proxy.parsers.tool_shapes import Marked, Parameters, Writing
 
 DEFAULT_FAMILY: ToolFamilyName = "hermes"
-"""Family for chat templates that show no format."""
+"""Family for chat templates without tools, and for calls that a grammar forces where the family is not known."""
+_TOOLS = re.compile(r"\btools\b")
 
 
-def detect_tool_family(chat_template: str | None) -> ToolFamilyName:
-    """Chooses the family whose markers occur in the chat template."""
+def detect_tool_family(chat_template: str | None) -> ToolFamilyName | None:
+    """Chooses the family whose markers occur in the chat template; None if it has tools, but of no known family."""
+    template = chat_template or ""
     for name, family in TOOL_FAMILIES.items():
-        if any(all(part in (chat_template or "") for part in hint) for hint in family.hints):
+        if any(all(_occurs(part, template) for part in hint) for hint in family.hints):
             return name
-    return DEFAULT_FAMILY
+    return None if _TOOLS.search(template) else DEFAULT_FAMILY
+
+
+def _occurs(part: str, template: str) -> bool:
+    return part.removeprefix("!") not in template if part.startswith("!") else part in template
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
@@ -38,6 +45,8 @@ class ToolFormat(msgspec.Struct, frozen=True):
     """Whether the markers are special tokens, which detokenising then must not skip."""
     tools: dict[str, ToolArguments] | None = None
     """Tools of one request, by name; None if they are not known yet."""
+    is_known: bool = True
+    """Whether the model writes calls in this format by itself; if not, it does so only where a grammar forces it."""
 
     @classmethod
     def of(cls, name: ToolFamilyName, tokenizer: Tokenizer) -> ToolFormat:
@@ -45,19 +54,30 @@ class ToolFormat(msgspec.Struct, frozen=True):
         writing = family.writing
         written = "".join((writing.first, writing.before, writing.between, writing.after, writing.last))
         for shape in family.shapes:
-            written += "".join(shape.arguments.markers) if isinstance(shape.arguments, Parameters) else ""
+            written += "".join(shape.arguments.markers) if isinstance(shape.arguments, (Parameters, Marked)) else ""
         added = tokenizer.get_added_tokens_decoder()
         tokens = {token.content: i for i, token in added.items() if token.content and token.content in written}
         text_tokens = sorted(i for i, token in added.items() if not token.special and i not in tokens.values())
         special = {token.content for token in added.values() if token.special}
-        return cls(name, tokens, tuple(text_tokens), not special.isdisjoint((*tokens, *family.markers)))
+        has_special = not special.isdisjoint((*tokens, *family.markers, *family.slips))
+        return cls(name, tokens, tuple(text_tokens), has_special)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that begin calls."""
+        return TOOL_FAMILIES[self.name].markers
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """Texts that are no part of the answer at its end."""
+        return TOOL_FAMILIES[self.name].layout
 
     def parser(self) -> ToolParser:
         return ToolParser(TOOL_FAMILIES[self.name], self.tools)
 
     def with_tools(self, tools: Mapping[str, dict[str, Any]]) -> ToolFormat:
         """Returns the format with the tools of a request. tools: JSON schemas of arguments, by name."""
-        has_types = any(isinstance(shape.arguments, Parameters) for shape in TOOL_FAMILIES[self.name].shapes)
+        has_types = any(isinstance(shape.arguments, (Parameters, Marked)) for shape in TOOL_FAMILIES[self.name].shapes)
         known = {name: ToolArguments.of(schema) if has_types else ToolArguments() for name, schema in tools.items()}
         return msgspec.structs.replace(self, tools=known)
 
@@ -78,7 +98,9 @@ class ToolFormat(msgspec.Struct, frozen=True):
         family, writing = TOOL_FAMILIES[self.name], self.writing
         opening = family.markers[0] if family.markers else ""  # without a marker, calls begin the answer
         is_json = self.name == "openai" or family.shapes[0].arguments == "json"
-        if not is_required and content is None and (not is_json or self.name == "openai"):
+        if not is_required and not self.is_known:
+            return None if content is None else f"%llguidance {{}}\nstart: {content}"
+        if not is_required and content is None and (not is_json or self.name == "openai" or not self._call_start):
             return None
         if self.name == "openai":
             is_parallel = False  # a call ends the answer
@@ -125,6 +147,12 @@ class ToolFormat(msgspec.Struct, frozen=True):
             return Writing('{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]")
         return writing
 
+    @property
+    def _call_start(self) -> str:
+        """Text before the name of the first call."""
+        writing = self.writing
+        return (writing.first + writing.before).partition("NAME")[0]
+
     def _terms(self, text: str, name: str = "") -> str:
         """Returns grammar terms for a text: quoted pieces, token ids of added tokens, NAME and INDEX replaced."""
         markers = "|".join(re.escape(token) for token in sorted(self.tokens, key=len, reverse=True))
@@ -145,7 +173,8 @@ class ToolFormat(msgspec.Struct, frozen=True):
         """Returns the start expression and rules for any text in which every call that is begun is valid."""
         tokens = "".join(f" | <[{token_id}]>" for token_id in self.text_tokens)
         if not opening:
-            return "calls | text", [f"text: (TEXT{tokens})*", r'TEXT: /(.|\n)+/ & ~/\{"name": "(.|\n)*/']
+            call = re.escape(self._call_start).replace("/", r"\/")
+            return "calls | text", [f"text: (TEXT{tokens})*", rf"TEXT: /(.|\n)+/ & ~/{call}(.|\n)*/"]
         term = self._terms(opening)
         if term.startswith("<["):
             begun = [f"begun: text {term}"]
@@ -160,11 +189,14 @@ class ToolFormat(msgspec.Struct, frozen=True):
     def _free_arguments(self, after: str) -> list[str]:
         """Returns rules for arguments of any form, up to the text that ends a call."""
         terms = self._terms(after)
-        added = [str(i) for text, i in self.tokens.items() if text not in after] + list(map(str, self.text_tokens))
-        text = f"free: (ANY{''.join(f' | <[{i}]>' for i in added)})*"
         if terms.startswith("<["):
+            added = [str(i) for text, i in self.tokens.items() if text not in after] + list(map(str, self.text_tokens))
+            text = f"free: (ANY{''.join(f' | <[{i}]>' for i in added)})*"
             return [f"arguments: free {terms}", text, r"ANY: /(.|\n)+/"]
-        first, _, rest = terms.partition(" <[")
+        first, is_token, rest = terms.partition(" <[")
+        # A token within the text that ends a call, such as that of a namespace, may be one of the arguments' tags, too.
+        added = [str(i) for text, i in self.tokens.items() if is_token or text not in after]
+        added += map(str, self.text_tokens)
         tokens = f"(ANY? <[{','.join(added)}]>)* " if added else ""
-        closing = f"closing[lazy]: ANY? {first}"
+        closing = f"closing{'' if is_token else '[lazy]'}: ANY? {first}"
         return [f"arguments: {tokens}closing{' <[' + rest if rest else ''}", closing, r"ANY: /(.|\n)+/"]
