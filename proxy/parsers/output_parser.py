@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.proxy.parsers.answer_marks import AnswerMarks
 from tandem.proxy.parsers.harmony import HarmonyParser
-from tandem.proxy.parsers.held_text import HeldText, Markers, start_of_space
+from tandem.proxy.parsers.held_text import SPACE, HeldText, Markers, start_of_space
 from tandem.proxy.parsers.parsed import Cut, Parsed
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat
@@ -67,14 +67,14 @@ class OutputParser:
         if not parsed.names or (tools is not None and any(name not in tools for name in parsed.names.values())):
             return Parsed(reasoning=reasoning + held)
         self._tools = parser
-        parsed.reasoning, parsed.content = reasoning + parsed.content, ""
+        parsed.reasoning, parsed.content = reasoning + parsed.content.rstrip(SPACE), ""
         return parsed
 
 
 class _ThoughtWithCalls:
     """Holds thinking back from the first marker of a call on.
 
-    If the thinking ends, it was about calls. If the whole answer ends first, the model has forgotten to end its thinking.
+    If the thinking ends, it was about calls. If the answer ends first, the model has forgotten to end its thinking.
     """
 
     def __init__(self, markers: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -15,6 +16,18 @@ if TYPE_CHECKING:
 
 ToolParserName = Literal["auto", "none", ToolFamilyName]
 ReasoningParserName = Literal["auto", "none", ReasoningFamilyName]
+
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_unknown_tools(name: ToolParserName, text: ModelText) -> None:
+    """Logs a warning if calls stay in the text of answers because the format of the chat template is not known."""
+    if name == "auto" and detect_tool_family(text.chat_template) is None:
+        log.warning(
+            "the chat template has tools, but how the model writes calls is not known: with tool_choice auto they stay "
+            "in the answer's content. If it writes them in a known format, name it with --tool-call-parser."
+        )
 
 
 def tool_format(name: ToolParserName, text: ModelText) -> ToolFormat:

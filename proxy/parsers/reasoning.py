@@ -218,9 +218,7 @@ class ReasoningParser:
             if opening is not None and (is_end or not may_open):
                 held.at = start + len(opening)
                 self._state = "begun"
-            elif may_open and not is_end:
-                return "", ""
-            elif may_open and cut == "length" and start < len(held.text):
+            elif (may_open and not is_end) or (may_open and cut == "length" and start < len(held.text)):
                 return "", ""
             else:
                 return "", self._answer()

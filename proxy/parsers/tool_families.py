@@ -88,6 +88,7 @@ _GLM_PARAMETERS = Parameters(
     pattern(r"\s*<arg_key>\s*(?P<key>[^<]++)(?:</arg_key>\s*)++(?:<arg_value>|(?=[^<\s]))"),
     pattern(r"</arg_value>(?=\s{0,64}+(?:<arg_key>|</tool_call>))"),
     pattern(r"\s*</tool_call>"),
+    ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     markers=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -137,11 +138,11 @@ def _glm4(begins_answer: bool) -> Shape:
 
 
 def _dsml(block: str) -> ToolFamily:
-    """Returns the entry of DeepSeek's models that write `<｜DSML｜invoke name="NAME">`. block: name of the outer tag."""
+    """Returns the entry of DeepSeek's models that write `<｜DSML｜invoke name=...>`. block: name of the outer tag."""
     blocks = r"(?:function_calls|tool_?calls|tool)>"
     return ToolFamily(
         (f"<｜DSML｜{block}>",),
-        (invoke_tags("｜DSML｜", rf"(?:<｜DSML｜{blocks})?", rf"</｜DSML｜{blocks}"),),
+        (invoke_tags("｜DSML｜", rf"(?:<｜DSML｜{blocks})?", rf"</｜DSML｜{blocks}", attribute=' string="BOOLEAN"'),),
         Writing(
             '<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>\n", f"<｜DSML｜{block}>\n", last=f"</｜DSML｜{block}>"
         ),
@@ -261,7 +262,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     "qwen3_coder": ToolFamily(
         ("<tool_call>",),
         (
-            function_tags(r"<tool_call>\s*", "</tool_call>"),
+            function_tags(r"<tool_call>\s*", "</tool_call>", "\n"),
             function_tags("", "</tool_call>", needs_known_name=True),
             *in_tags("<tool_call>"),
         ),

@@ -17,6 +17,7 @@ from tandem.proxy.parsers.tool_shapes import Marked, Parameters, Writing
 
 DEFAULT_FAMILY: ToolFamilyName = "hermes"
 """Family for chat templates without tools, and for calls that a grammar forces where the family is not known."""
+_CHOICES = {"INDEX": "/[0-9]+/", "BOOLEAN": "/true|false/"}
 _TOOLS = re.compile(r"\btools\b")
 
 
@@ -93,14 +94,15 @@ class ToolFormat(msgspec.Struct, frozen=True):
 
         tools: the JSON schema of the arguments, with llguidance's options, by the name of the tool. is_required: the
         answer consists of calls only. content: the grammar rule for answers without calls; None allows any text.
-        Arguments that are not written as JSON are free text up to the end of the call.
+        Arguments that are not written as JSON are free text up to the end of each, or of the call.
         """
         family, writing = TOOL_FAMILIES[self.name], self.writing
         opening = family.markers[0] if family.markers else ""  # without a marker, calls begin the answer
         is_json = self.name == "openai" or family.shapes[0].arguments == "json"
         if not is_required and not self.is_known:
             return None if content is None else f"%llguidance {{}}\nstart: {content}"
-        if not is_required and content is None and (not is_json or self.name == "openai" or not self._call_start):
+        is_marked = bool(opening) or (not writing.first and not writing.before.startswith("NAME"))
+        if not is_required and content is None and (not is_json or self.name == "openai" or not is_marked):
             return None
         if self.name == "openai":
             is_parallel = False  # a call ends the answer
@@ -137,7 +139,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
                 arguments = "arguments"
             rules.append(f"call_{number}: {self._terms(before, name)} {arguments}")
         if not is_json:
-            rules += self._free_arguments(writing.after)
+            rules += self._arguments(writing.after)
         return "\n".join(["%llguidance {}", f"start: {start}", *rules])
 
     @property
@@ -146,12 +148,6 @@ class ToolFormat(msgspec.Struct, frozen=True):
         if self.name == "mistral" and "[ARGS]" not in self.tokens:  # tokenisers before version 11
             return Writing('{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]")
         return writing
-
-    @property
-    def _call_start(self) -> str:
-        """Text before the name of the first call."""
-        writing = self.writing
-        return (writing.first + writing.before).partition("NAME")[0]
 
     def _terms(self, text: str, name: str = "") -> str:
         """Returns grammar terms for a text: quoted pieces, token ids of added tokens, NAME and INDEX replaced."""
@@ -162,10 +158,10 @@ class ToolFormat(msgspec.Struct, frozen=True):
             if piece in self.tokens:
                 terms.append(f"<[{self.tokens[piece]}]>")
                 continue
-            for number, part in enumerate(piece.replace("NAME", name).split("INDEX")):
-                if number:
-                    terms.append("/[0-9]+/")
-                if part:
+            for part in re.split("(INDEX|BOOLEAN)", piece.replace("NAME", name)):
+                if part in _CHOICES:
+                    terms.append(_CHOICES[part])
+                elif part:
                     terms.append(json.dumps(part, ensure_ascii=False))
         return " ".join(terms)
 
@@ -173,7 +169,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
         """Returns the start expression and rules for any text in which every call that is begun is valid."""
         tokens = "".join(f" | <[{token_id}]>" for token_id in self.text_tokens)
         if not opening:
-            call = re.escape(self._call_start).replace("/", r"\/")
+            call = re.escape(self.writing.before.partition("NAME")[0]).replace(r"\ ", " ")
             return "calls | text", [f"text: (TEXT{tokens})*", rf"TEXT: /(.|\n)+/ & ~/{call}(.|\n)*/"]
         term = self._terms(opening)
         if term.startswith("<["):
@@ -186,17 +182,27 @@ class ToolFormat(msgspec.Struct, frozen=True):
         rules = [*begun, f"text: (TEXT{tokens})*", r"TEXT: /(.|\n)+/"]
         return ("(begun rest)* text" if is_parallel else "begun rest | text"), rules
 
-    def _free_arguments(self, after: str) -> list[str]:
-        """Returns rules for arguments of any form, up to the text that ends a call."""
-        terms = self._terms(after)
+    def _arguments(self, after: str) -> list[str]:
+        """Returns rules for arguments that are not JSON, and for the text that ends a call."""
+        arguments = TOOL_FAMILIES[self.name].shapes[0].arguments
+        if not isinstance(arguments, Parameters):
+            return self._until("arguments", after)
+        opening, between, closing = arguments.written
+        return [
+            f"arguments: parameter* {self._terms(after)}",
+            f"parameter: {self._terms(opening)} KEY {self._terms(between)} value",
+            r'KEY: /[^<>="\n]{1,256}/',
+            *self._until("value", closing),
+        ]
+
+    def _until(self, rule: str, end: str) -> list[str]:
+        """Returns rules for any text up to an end. rule: name of the rule for both."""
+        terms = self._terms(end)
+        added = [str(i) for text, i in self.tokens.items() if text not in end] + list(map(str, self.text_tokens))
         if terms.startswith("<["):
-            added = [str(i) for text, i in self.tokens.items() if text not in after] + list(map(str, self.text_tokens))
-            text = f"free: (ANY{''.join(f' | <[{i}]>' for i in added)})*"
-            return [f"arguments: free {terms}", text, r"ANY: /(.|\n)+/"]
+            return [f"{rule}: free {terms}", f"free: (ANY{''.join(f' | <[{i}]>' for i in added)})*", r"ANY: /(.|\n)+/"]
         first, is_token, rest = terms.partition(" <[")
-        # A token within the text that ends a call, such as that of a namespace, may be one of the arguments' tags, too.
-        added = [str(i) for text, i in self.tokens.items() if is_token or text not in after]
-        added += map(str, self.text_tokens)
         tokens = f"(ANY? <[{','.join(added)}]>)* " if added else ""
-        closing = f"closing{'' if is_token else '[lazy]'}: ANY? {first}"
-        return [f"arguments: {tokens}closing{' <[' + rest if rest else ''}", closing, r"ANY: /(.|\n)+/"]
+        # The text before a token may also occur where the token does not follow.
+        closing = f"closing+ <[{rest}" if is_token else "closing"
+        return [f"{rule}: {tokens}{closing}", f"closing[lazy]: ANY? {first}", r"ANY: /(.|\n)+/"]

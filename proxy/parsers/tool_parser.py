@@ -25,7 +25,7 @@ MAX_HEAD_CHARACTERS = 1024
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING_END = re.compile(r'["\\]')
 _CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
-_CUT_NAME = re.compile(r"[^\w\"]*([\w.-]*)\Z")
+_CUT_NAME = re.compile(r"[\s\[]*([\w.-]*)\s*\Z")
 _TEXT: Types = ("string",)
 
 

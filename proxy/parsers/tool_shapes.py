@@ -22,6 +22,8 @@ class Parameters:
     """Pattern after a value. If it has the group `key` too, the value ends only where a known argument begins."""
     close: regex.Pattern[str]
     """Pattern after the last value."""
+    written: tuple[str, str, str]
+    """How a grammar writes one: text before the key, between key and value, after the value. BOOLEAN is replaced."""
     strips_newline: bool = False
     """Whether one newline before a value is layout."""
     markers: tuple[str, ...] = ()
@@ -180,10 +182,10 @@ def in_block(opening: str, closing: str, is_bare: bool = False) -> tuple[Shape, 
 # ---- tags around each argument
 
 
-def function_tags(opening: str, closing: str, needs_known_name: bool = False) -> Shape:
+def function_tags(opening: str, closing: str, newline: str = "", needs_known_name: bool = False) -> Shape:
     """Returns the shape of Qwen3-Coder: `<function=NAME><parameter=KEY>VALUE</parameter></function>` in tags.
 
-    opening: pattern, empty where the model forgets it. closing: tag, as text.
+    opening: pattern, empty where the model forgets it. closing: tag, as text. newline: around written values.
     """
     parameters = Parameters(
         pattern(r"\s*<parameter=(?P<key>[^>\n<]++)>"),
@@ -194,6 +196,7 @@ def function_tags(opening: str, closing: str, needs_known_name: bool = False) ->
             r"|\n(?=<parameter=(?P<key>[^>\n<]{1,256}+)>)"
         ),
         pattern(r"\s*</function>"),
+        ("<parameter=", f">{newline}", f"{newline}</parameter>\n"),
         strips_newline=True,
     )
     return Shape(
@@ -204,10 +207,13 @@ def function_tags(opening: str, closing: str, needs_known_name: bool = False) ->
     )
 
 
-def invoke_tags(prefix: str, opening: str, closing: str, before: str = "", after: str = "") -> Shape:
+def invoke_tags(
+    prefix: str, opening: str, closing: str, before: str = "", after: str = "", attribute: str = ""
+) -> Shape:
     """Returns the shape `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` in a block.
 
     prefix: of the names of tags. opening, closing: patterns around all calls. before, after: patterns around each.
+    attribute: further text in the written tags of parameters.
     """
     name = r"\s+name\s*=\s*[\"']?"
     head = rf"{before}<{prefix}invoke{name}(?P<name>[^\"'>\n]++)[\"']?\s*>"
@@ -219,6 +225,7 @@ def invoke_tags(prefix: str, opening: str, closing: str, before: str = "", after
             rf"|\n?(?={last}\s{{0,64}}+(?:<{prefix}invoke\s|{after or closing}))"
         ),
         pattern(rf"\s*{last}"),
+        (f'{tag} name="', f'"{attribute}>', f"</{prefix}parameter>\n"),
         markers=(f"<{prefix}parameter", f"</{prefix}parameter>"),
     )
     return Shape(
