@@ -8,12 +8,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from tandem.proxy.parsers.family_shapes import (
+    APERTUS,
+    DEEPSEEK_BEGIN,
+    DEEPSEEK_END,
+    DEEPSEEK_SHAPES,
+    FUNCTION_TAG,
+    GIGACHAT,
+    GLM_HEAD,
+    GLM_PARAMETERS,
+    KIMI,
+    KIMI_SLIP,
+    LLAMA_END,
+    LLAMA_SHAPES,
+    LLAMA_TAG,
+    XLAM_FENCE,
+    glm4,
+    kimi,
+)
 from tandem.proxy.parsers.tool_shapes import (
-    OBJECT,
     OBJECTS,
     PYTHON_NAME,
     Marked,
-    Parameters,
     Shape,
     ToolFamily,
     Writing,
@@ -63,79 +79,6 @@ ToolFamilyName = Literal[
     "xlam",
 ]
 
-_LLAMA_TAG = r"\s*(?:<\|python_(?:tag|start)\|>)?"
-_LLAMA_END = r"\s*(?:\]|;|<\|python_end\|>)"
-_LLAMA_SHAPES = (
-    *(
-        Shape(
-            pattern(rf"{_LLAMA_TAG}\s*{head}"),
-            tail=pattern(tail),
-            more=pattern(rf"\s*[;,]?\s*{head}"),
-            end=pattern(_LLAMA_END),
-            needs_known_name=True,
-            begins_answer=True,
-        )
-        for head, tail in OBJECTS
-    ),
-    *in_list(_LLAMA_TAG, _LLAMA_END, is_bare=True),
-)
-_FUNCTION_TAG = Shape(
-    pattern(r"<function=(?P<name>[^>\s<]++)>\s*(?=\{)"), tail=pattern(r"\s*</function>"), needs_known_name=True
-)
-# Hunyuan's later models put a list and a separator around GLM's tags.
-_GLM_HEAD = r"(?:<tool_calls>\s*)?<tool_call>\s*(?P<name>[\w.-]++)\s*(?:<tool_sep>\s*)?"
-_GLM_PARAMETERS = Parameters(
-    pattern(r"\s*<arg_key>\s*(?P<key>[^<]++)(?:</arg_key>\s*)++(?:<arg_value>|(?=[^<\s]))"),
-    pattern(r"</arg_value>(?=\s{0,64}+(?:<arg_key>|</tool_call>))"),
-    pattern(r"\s*</tool_call>"),
-    ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-    markers=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-)
-_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_DEEPSEEK_V3 = r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n<]++)\n```json\s*" + OBJECT
-_DEEPSEEK_V31 = r"<｜tool▁call▁begin｜>(?P<name>[^\n<]++)<｜tool▁sep｜>\s*" + OBJECT
-_KIMI = (
-    r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]++):\d++)\s*"
-    r"<\|tool_call_argument_begin\|>\s*" + OBJECT
-)
-_KIMI_SLIP = (
-    r"<\|tool_call_begin\|>\s*(?P<id>functions\.?(?P<name>[\w-]{1,64}?):?\d{1,4}+)\s*"
-    r"<\|tool_call_argument_begin\|>\s*" + OBJECT
-)
-_APERTUS = r'\{\s*"(?P<name>[^"\\]++)"\s*:\s*' + OBJECT
-_GIGACHAT = r"(?:<\|message_sep\|>\s*)?(?:function call<\|role_sep\|>|<\|function_call\|>)"
-_XLAM_FENCE = r"(?:```(?:json)?|\[TOOL_CALLS\]|<tool_call>)"
-
-
-def _deepseek(call: str, tail: str) -> Shape:
-    return Shape(
-        pattern(rf"(?:{_DEEPSEEK_BEGIN}\s*)?{call}"),
-        tail=pattern(tail),
-        more=pattern(rf"\s*{call}"),
-        end=pattern(rf"\s*{_DEEPSEEK_END}"),
-    )
-
-
-def _kimi(call: str, needs_known_name: bool = False) -> Shape:
-    return Shape(
-        pattern(r"(?:<\|tool_calls?_section_begin\|>\s*)?" + call),
-        tail=pattern(r"\s*<\|tool_call_end\|>"),
-        more=pattern(r"\s*" + call),
-        end=pattern(r"\s*<\|tool_calls?_section_end\|>"),
-        needs_known_name=needs_known_name,
-    )
-
-
-def _glm4(begins_answer: bool) -> Shape:
-    role = r"\s*" if begins_answer else r"<\|assistant\|>\s*"
-    call = r"(?P<name>[\w.-]++)[ \t]*+\n\s*(?=\{)"
-    return Shape(
-        pattern(role + call),
-        more=pattern(r"\s*<\|assistant\|>\s*" + call),
-        needs_known_name=True,
-        begins_answer=begins_answer,
-    )
-
 
 def _dsml(block: str) -> ToolFamily:
     """Returns the entry of DeepSeek's models that write `<｜DSML｜invoke name=...>`. block: name of the outer tag."""
@@ -155,10 +98,6 @@ def _dsml(block: str) -> ToolFamily:
     )
 
 
-_DEEPSEEK_SHAPES = (
-    _deepseek(_DEEPSEEK_V3, r"\s*```\s*<｜tool▁call▁end｜>"),
-    _deepseek(_DEEPSEEK_V31, r"\s*<｜tool▁call▁end｜>"),
-)
 _DEEPSEEK_SLIPS = ("<｜tool▁call▁begin｜>",)
 _TOOL_CALLS = ToolFamily(
     ("<tool_calls>",),
@@ -176,7 +115,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "kimi_k2": ToolFamily(
         ("<|tool_calls_section_begin|>",),
-        (_kimi(_KIMI), _kimi(_KIMI_SLIP, needs_known_name=True)),
+        (kimi(KIMI), kimi(KIMI_SLIP, needs_known_name=True)),
         Writing(
             "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>",
             "<|tool_call_end|>",
@@ -187,28 +126,28 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
         slips=("<|tool_call_section_begin|>", "<|tool_call_begin|>"),
     ),
     "deepseek_v3": ToolFamily(
-        (_DEEPSEEK_BEGIN,),
-        _DEEPSEEK_SHAPES,
+        (DEEPSEEK_BEGIN,),
+        DEEPSEEK_SHAPES,
         Writing(
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
             "\n```<｜tool▁call▁end｜>",
-            _DEEPSEEK_BEGIN,
+            DEEPSEEK_BEGIN,
             "\n",
-            _DEEPSEEK_END,
+            DEEPSEEK_END,
         ),
-        ((_DEEPSEEK_BEGIN, "```json"),),
+        ((DEEPSEEK_BEGIN, "```json"),),
         slips=_DEEPSEEK_SLIPS,
     ),
     "deepseek_v31": ToolFamily(
-        (_DEEPSEEK_BEGIN,),
-        _DEEPSEEK_SHAPES,
+        (DEEPSEEK_BEGIN,),
+        DEEPSEEK_SHAPES,
         Writing(
             "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
             "<｜tool▁call▁end｜>",
-            _DEEPSEEK_BEGIN,
-            last=_DEEPSEEK_END,
+            DEEPSEEK_BEGIN,
+            last=DEEPSEEK_END,
         ),
-        ((_DEEPSEEK_BEGIN,),),
+        ((DEEPSEEK_BEGIN,),),
         slips=_DEEPSEEK_SLIPS,
     ),
     "deepseek_v32": _dsml("function_calls"),
@@ -273,10 +212,8 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     "glm45": ToolFamily(
         ("<tool_call>",),
         (
-            Shape(
-                pattern(rf"{_GLM_HEAD}(?=<arg_key>|</tool_call>)"), _GLM_PARAMETERS, end=pattern(r"\s*</tool_calls>")
-            ),
-            Shape(pattern(rf"{_GLM_HEAD}(?=\{{)"), tail=pattern(r"\s*</tool_call>"), end=pattern(r"\s*</tool_calls>")),
+            Shape(pattern(rf"{GLM_HEAD}(?=<arg_key>|</tool_call>)"), GLM_PARAMETERS, end=pattern(r"\s*</tool_calls>")),
+            Shape(pattern(rf"{GLM_HEAD}(?=\{{)"), tail=pattern(r"\s*</tool_call>"), end=pattern(r"\s*</tool_calls>")),
             *in_tags("<tool_call>"),
         ),
         Writing("<tool_call>NAME\n", "</tool_call>", between="\n"),
@@ -285,7 +222,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "glm4": ToolFamily(
         (),
-        (_glm4(begins_answer=True), _glm4(begins_answer=False)),
+        (glm4(begins_answer=True), glm4(begins_answer=False)),
         Writing("NAME\n", ""),
         (("<|observation|>", "!<tool_call>"),),
         slips=("<|assistant|>",),
@@ -345,9 +282,9 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
         ("<|tools_prefix|>",),
         (
             Shape(
-                pattern(rf"<\|tools_prefix\|>\s*\[\s*{_APERTUS}"),
+                pattern(rf"<\|tools_prefix\|>\s*\[\s*{APERTUS}"),
                 tail=pattern(r"\s*\}"),
-                more=pattern(rf"\s*,\s*{_APERTUS}"),
+                more=pattern(rf"\s*,\s*{APERTUS}"),
                 end=pattern(r"\s*(?:\]|<\|tools_suffix\|>)"),
             ),
         ),
@@ -362,7 +299,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "gigachat3": ToolFamily(
         ("<|function_call|>",),
-        tuple(Shape(pattern(rf"{_GIGACHAT}\s*{head}"), tail=pattern(tail)) for head, tail in OBJECTS),
+        tuple(Shape(pattern(rf"{GIGACHAT}\s*{head}"), tail=pattern(tail)) for head, tail in OBJECTS),
         Writing('<|function_call|>{"name": "NAME", "arguments": ', "}", between="\n"),
         (("<|role_sep|>", "function call"), ("<|function_call|>",)),
         slips=("function call<|role_sep|>", "<|message_sep|>"),
@@ -433,7 +370,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "xlam": ToolFamily(
         (),
-        (*in_list("", r"\s*\]", is_bare=True), *in_block(_XLAM_FENCE, r"```|</tool_call>", is_bare=True)),
+        (*in_list("", r"\s*\]", is_bare=True), *in_block(XLAM_FENCE, r"```|</tool_call>", is_bare=True)),
         Writing('{"name": "NAME", "arguments": ', "}", "[", ", ", "]"),
         (("single JSON array", "arguments"), ("more tool calls as required", "arguments")),
         slips=("```", "[TOOL_CALLS]", "<tool_call>"),
@@ -442,13 +379,13 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
         (),
         (
             Shape(
-                pattern(rf"{_LLAMA_TAG}\s*\[\s*{PYTHON_NAME}"),
+                pattern(rf"{LLAMA_TAG}\s*\[\s*{PYTHON_NAME}"),
                 "python",
                 more=pattern(rf"\s*,\s*{PYTHON_NAME}"),
-                end=pattern(_LLAMA_END),
+                end=pattern(LLAMA_END),
                 needs_known_name=True,
             ),
-            *_LLAMA_SHAPES,
+            *LLAMA_SHAPES,
         ),
         Writing("NAME(", ")", "[", ", ", "]"),
         (("[func_name1(",), ("[func1(",), ("<|header_start|>", '!"parameters"')),
@@ -456,7 +393,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "llama3_json": ToolFamily(
         (),
-        (*_LLAMA_SHAPES, _FUNCTION_TAG),
+        (*LLAMA_SHAPES, FUNCTION_TAG),
         Writing('{"name": "NAME", "parameters": ', "}", between="; "),
         (("<|start_header_id|>", '"parameters"'), ("<|header_start|>", '"parameters"')),
         slips=("<function=",),

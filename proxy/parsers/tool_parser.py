@@ -13,20 +13,18 @@ from collections.abc import Callable, Mapping
 
 import regex
 
-from tandem.proxy.parsers.argument_types import JSON_TYPES, ToolArguments, Types, typed_value
+from tandem.proxy.parsers.argument_types import TEXT, ToolArguments, Types, decoded_string, marked_types, typed_value
 from tandem.proxy.parsers.held_text import HeldText, Markers, start_of_space
 from tandem.proxy.parsers.marked_arguments import MarkedArguments
 from tandem.proxy.parsers.parsed import MAX_TOOL_CALLS, Cut, Parsed, ParsedPieces
-from tandem.proxy.parsers.python_arguments import PythonArguments, whole_characters
+from tandem.proxy.parsers.python_arguments import PythonArguments
 from tandem.proxy.parsers.tool_shapes import Marked, Parameters, Shape, ToolFamily
 
 MAX_HEAD_CHARACTERS = 1024
 """Text between a marker and the arguments, and between two calls."""
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING_END = re.compile(r'["\\]')
-_CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _CUT_NAME = re.compile(r"[\s\[]*([\w.-]*)\s*\Z")
-_TEXT: Types = ("string",)
 
 
 class ToolParser:
@@ -43,6 +41,7 @@ class ToolParser:
         self._read: Callable[[bool], bool] = self._read_content if family.markers else self._read_head
         self._before_head = ""  # white space before a marker: content if no call follows
         self._marker = ""
+        self._follows_call = False  # whether nothing but white space follows the last call
         self._shape = family.shapes[0]
         self._cut: Cut | None = None
         self._is_first = not family.markers  # whether the head is at the beginning of the answer
@@ -78,14 +77,16 @@ class ToolParser:
         found = self._markers.find(held)
         if found is None:
             certain = self._markers.end_of_certain(held)
+            space = start_of_space(held.text, held.at, certain)
             if is_end and (self._cut != "length" or certain == len(held.text)):
-                self._pieces.content.append(held.take())
+                self._add_content(held.take(space if space == held.at and self._follows_call else None))
             else:
-                self._pieces.content.append(held.take(start_of_space(held.text, held.at, certain)))
-                held.take(None if is_end else held.at)  # a marker that is cut is no content
+                self._add_content(held.take(space))
+            if is_end:
+                held.take()  # white space after calls, and the beginning of a marker, which was cut
             return False
         # White space before a call is layout.
-        self._pieces.content.append(held.take(start_of_space(held.text, held.at, found.start())))
+        self._add_content(held.take(start_of_space(held.text, held.at, found.start())))
         self._before_head = held.take(found.start())
         self._marker = found[0]
         self._read = self._read_head
@@ -108,7 +109,7 @@ class ToolParser:
         if is_cut:
             self._held.take()
         else:
-            self._pieces.content += (self._before_head, self._marker)
+            self._add_content(self._before_head + self._marker)
             self._held.at += len(self._marker)
         self._before_head = self._marker = ""
         self._is_first = False
@@ -220,7 +221,7 @@ class ToolParser:
     def _end_nameless(self) -> bool:
         """Ends arguments whose call has no name: they are content, unless the text was cut."""
         if self._cut is None or self._held.num_left:
-            self._pieces.content += (self._before_head, self._head, *self._value)
+            self._add_content("".join((self._before_head, self._head, *self._value)))
         self._value = []
         self._before_head = self._marker = ""
         self._read = self._read_content
@@ -256,13 +257,13 @@ class ToolParser:
             if found[0] == '"':
                 self._value.append(held.take(found.start()))
                 held.at = place
-                self._add_arguments(_decoded("".join(self._value)))
+                self._add_arguments(decoded_string("".join(self._value)))
                 self._read = self._read_tail
                 return True
             self._is_escaped = True
         self._value.append(held.take())
         if is_end:
-            self._add_arguments(_decoded("".join(self._value)))
+            self._add_arguments(decoded_string("".join(self._value)))
             self._value = []
         return False
 
@@ -280,7 +281,7 @@ class ToolParser:
             self._add_arguments(self._python.json)
             self._read = self._read_next
         else:
-            self._pieces.content += (self._before_head, self._head, *self._python.source)
+            self._add_content("".join((self._before_head, self._head, *self._python.source)))
             self._before_head = self._marker = ""
             self._read = self._read_content
         self._python = PythonArguments()
@@ -295,8 +296,10 @@ class ToolParser:
             comma = ", " if self._num_parameters else ""
             self._num_parameters += 1
             tool = (self._tools or {}).get(self._name)
-            self._types = _marked_types(tool.of_argument(name) if tool is not None else (), key)
-            quote = '"' if self._types == _TEXT else ""
+            self._types = marked_types(
+                tool.of_argument(name) if tool is not None else (), key.groupdict().get("string")
+            )
+            quote = '"' if self._types == TEXT else ""
             self._add_arguments(f"{comma}{json.dumps(name, ensure_ascii=False)}: {quote}")
             self._at_value_start = parameters.strips_newline
             self._value = []
@@ -330,7 +333,7 @@ class ToolParser:
             held.at = len(held.text) if end.partial else end.end()
         if self._cut is not None and (end is None or end.partial):
             return False  # the value may go on
-        self._add_arguments('"' if self._types == _TEXT else typed_value("".join(self._value), self._types))
+        self._add_arguments('"' if self._types == TEXT else typed_value("".join(self._value), self._types))
         self._read = self._read_key
         return True
 
@@ -352,7 +355,7 @@ class ToolParser:
         return None
 
     def _add_value(self, text: str) -> None:
-        if self._types == _TEXT:
+        if self._types == TEXT:
             self._add_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         else:
             self._value.append(text)
@@ -406,29 +409,16 @@ class ToolParser:
         assert isinstance(self._shape.arguments, Parameters)
         return self._shape.arguments
 
+    def _add_content(self, text: str) -> None:
+        if text:
+            self._pieces.content.append(text)
+            self._follows_call = False
+
     def _add_call(self, call_id: str | None) -> None:
+        self._follows_call = True
         self._pieces.begin_call(self.num_calls, self._name, call_id)
         self.num_calls += 1
         self._before_head = self._marker = ""
 
     def _add_arguments(self, text: str) -> None:
         self._pieces.add_arguments(self.num_calls - 1, text)
-
-
-def _marked_types(types: Types, key: regex.Match[str]) -> Types:
-    """Returns the types of a parameter, of which some formats say whether it is a string."""
-    is_string = key.groupdict().get("string")
-    if is_string == "true" and (not types or "string" in types):
-        return _TEXT
-    if is_string == "false" and types != _TEXT:
-        return tuple(kind for kind in types or sorted(JSON_TYPES) if kind != "string")
-    return types
-
-
-def _decoded(text: str) -> str:
-    """Returns the value of a JSON string without its quotes, or the text itself if it is none."""
-    try:
-        value: str = json.loads(f'"{_CUT_ESCAPE.sub("", text)}"', strict=False)
-    except ValueError:
-        return text
-    return whole_characters(value)
