@@ -252,6 +252,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
         ),
         Writing("<|tool_call>call:NAME{", "<tool_call|>"),
         (("<|tool_call>",), ("<|tool>", "<tool|>")),
+        layout=("<|tool_response>", "<turn|>"),
     ),
     "functiongemma": ToolFamily(
         ("<start_function_call>",),
@@ -264,6 +265,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
         ),
         Writing("<start_function_call>call:NAME{", "<end_function_call>"),
         (("<start_function_call>",), ("<start_function_declaration>",)),
+        layout=("<start_function_response>", "<end_of_turn>"),
     ),
     "cohere": ToolFamily(
         ("<|START_ACTION|>",),

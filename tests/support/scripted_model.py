@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,9 +48,11 @@ class ScriptedWorkers(FakeWorkers):
 
 
 @contextmanager
-def scripted_model(folder: Path, script: Script) -> Iterator[tuple[str, ScriptedWorkers]]:
-    """Yields the URL of a proxy that serves the script as MODEL, and its workers."""
-    tokenizer = make_tokenizer(folder, _TEMPLATE)
+def scripted_model(
+    folder: Path, script: Script, template: str = _TEMPLATE, markers: Sequence[str] = ()
+) -> Iterator[tuple[str, ScriptedWorkers]]:
+    """Yields the URL of a proxy that serves the script as MODEL, and its workers. markers: special tokens."""
+    tokenizer = make_tokenizer(folder, template, markers)
     with Proxy(folder, served_model_name=MODEL, max_body_mib=64) as proxy:
         workers = ScriptedWorkers(folder, [proxy.control], tokenizer, script)
         try:
