@@ -92,7 +92,7 @@ ANSWERS = [
         'Hm.</think>I see.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter '
         'name="city" string="true">Paris</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3'
         '</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="get-time">\n<｜DSML｜parameter name="at" '
-        'string="false">{"h": "</div>"}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        'string="false">{"h": "</div>"}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
         "Hm.",
         "I see.",
         [WEATHER, ("get-time", {"at": {"h": "</div>"}})],
@@ -306,7 +306,7 @@ ANSWERS = [
         True,
         "Hm.\n</think>\nI see.<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke "
         'name="get_weather">\n<steptml:parameter name="city">Paris</steptml:parameter>\n<steptml:parameter '
-        'name="days">3</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>",
+        'name="days">3</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>',
         "Hm.",
         "I see.",
         [WEATHER],
