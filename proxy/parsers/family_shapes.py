@@ -81,7 +81,7 @@ def glm4(begins_answer: bool) -> Shape:
     call = r"(?P<name>[\w.-]++)[ \t]*+\n\s*(?=\{)"
     return Shape(
         pattern(role + call),
-        more=pattern(r"\s*<\|assistant\|>\s*" + call),
+        more=pattern(r"\s*(?:<\|assistant\|>\s*)?" + call),
         needs_known_name=True,
         begins_answer=begins_answer,
     )

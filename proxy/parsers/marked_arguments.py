@@ -60,6 +60,9 @@ class MarkedArguments:
             self._write_word()
         elif self._state == "string":
             self._end_string()
+        elif self._state in ("key", "quoted key"):
+            self._write_key("".join(self._text).strip())
+            self._written.append("null")
         elif self._state in ("colon", "value") and self._closes[-1] == "}":
             self._written.append("null")
         while self._closes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from tandem.proxy.parsers.answer_marks import AnswerMarks
 from tandem.proxy.parsers.harmony import HarmonyParser
 from tandem.proxy.parsers.held_text import SPACE, HeldText, Markers, start_of_space
-from tandem.proxy.parsers.parsed import Cut, Parsed
+from tandem.proxy.parsers.parsed import Cut, Parsed, ParsedPieces
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat
+from tandem.proxy.parsers.tool_parser import ToolParser
 
 
 class OutputParser:
@@ -23,13 +24,13 @@ class OutputParser:
         tools = tool_format.tools if tool_format is not None else None
         self._harmony = HarmonyParser(tool_format is not None, tools or ()) if is_harmony else None
         self._reasoning = reasoning.parser(is_open) if reasoning is not None else None
-        self._format = tool_format
         self._tools = tool_format.parser() if tool_format is not None and not is_harmony else None
         openings, closings = reasoning.answer_marks if reasoning is not None else ((), ())
         closings += tool_format.layout if tool_format is not None else ()
         self._marks = AnswerMarks(openings, closings) if openings or closings else None
-        markers = tool_format.markers if self._tools is not None and tool_format is not None else ()
-        self._thought = _ThoughtWithCalls(markers) if self._reasoning is not None and markers else None
+        self._thought: _ThoughtWithCalls | None = None
+        if reasoning is not None and tool_format is not None and tool_format.markers and not is_harmony:
+            self._thought = _ThoughtWithCalls(tool_format)
 
     @property
     def num_calls(self) -> int:
@@ -51,23 +52,13 @@ class OutputParser:
                     reasoning += self._thought.take()
                     self._thought = None
                 elif is_end:
-                    return self._end_thought(reasoning, self._thought.take(), cut)
+                    self._tools, parsed = self._thought.end(cut)
+                    parsed.reasoning = reasoning + parsed.reasoning
+                    return parsed
         parsed = Parsed(content=answer) if self._tools is None else self._tools.push(answer, is_end, cut)
         if self._marks is not None:
             parsed.content = self._marks.push(parsed.content, is_end, cut)
         parsed.reasoning = reasoning
-        return parsed
-
-    def _end_thought(self, reasoning: str, held: str, cut: Cut | None) -> Parsed:
-        """Looks for calls in thinking that has not ended. held: thinking from the first marker on."""
-        assert self._format is not None
-        parser = self._format.parser()
-        parsed = parser.push(held, is_end=True, cut=cut)
-        tools = self._format.tools
-        if not parsed.names or (tools is not None and any(name not in tools for name in parsed.names.values())):
-            return Parsed(reasoning=reasoning + held)
-        self._tools = parser
-        parsed.reasoning, parsed.content = reasoning + parsed.content.rstrip(SPACE), ""
         return parsed
 
 
@@ -75,28 +66,46 @@ class _ThoughtWithCalls:
     """Holds thinking back from the first marker of a call on.
 
     If the thinking ends, it was about calls. If the answer ends first, the model has forgotten to end its thinking.
+    What is held is parsed as it arrives, so that the end of a long answer takes no longer than other text.
     """
 
-    def __init__(self, markers: tuple[str, ...]) -> None:
-        self._markers = Markers(markers)
+    def __init__(self, tool_format: ToolFormat) -> None:
+        self._tools = tool_format.tools
+        self._parser = tool_format.parser()
+        self._markers = Markers(tool_format.markers)
         self._held = HeldText()
-        self._pieces: list[str] = []
+        self._pieces: list[str] = []  # from the marker on
+        self._parsed = ParsedPieces()
 
     def push(self, text: str) -> str:
         """Returns the thinking up to the first marker, or to what may become one."""
         if self._pieces:
-            self._pieces.append(text)
+            self._hold(text)
             return ""
         held = self._held
         held.push(text)
         found = self._markers.find(held)
-        if found is None:
-            return held.take(start_of_space(held.text, held.at, self._markers.end_of_certain(held)))
-        thinking = held.take(start_of_space(held.text, held.at, found.start()))
-        self._pieces.append(held.take())
+        end = self._markers.end_of_certain(held) if found is None else found.start()
+        thinking = held.take(start_of_space(held.text, held.at, end))
+        if found is not None:
+            self._hold(held.take())
         return thinking
+
+    def _hold(self, text: str) -> None:
+        self._pieces.append(text)
+        self._parsed.add(self._parser.push(text))
 
     def take(self) -> str:
         """Returns what is held back."""
         pieces, self._pieces = [*self._pieces, self._held.take()], []
         return "".join(pieces)
+
+    def end(self, cut: Cut | None) -> tuple[ToolParser | None, Parsed]:
+        """Returns what is held back at the end of the answer, and its parser if it has calls of the request's tools."""
+        self._parsed.add(self._parser.push("", is_end=True, cut=cut))
+        parsed = self._parsed.parsed()
+        names = parsed.names.values()
+        if not names or (self._tools is not None and any(name not in self._tools for name in names)):
+            return None, Parsed(reasoning=self.take())
+        parsed.reasoning, parsed.content = parsed.content.rstrip(SPACE), ""
+        return self._parser, parsed

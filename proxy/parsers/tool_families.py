@@ -223,7 +223,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     "glm4": ToolFamily(
         (),
         (glm4(begins_answer=True), glm4(begins_answer=False)),
-        Writing("NAME\n", ""),
+        Writing("NAME\n", "", between="\n"),
         (("<|observation|>", "!<tool_call>"),),
         slips=("<|assistant|>",),
     ),
