@@ -85,7 +85,7 @@ def _dsml(block: str) -> ToolFamily:
     blocks = r"(?:function_calls|tool_?calls|tool)>"
     return ToolFamily(
         (f"<｜DSML｜{block}>",),
-        (invoke_tags("｜DSML｜", rf"(?:<｜DSML｜{blocks})?", rf"</｜DSML｜{blocks}", attribute=' string="BOOLEAN"'),),
+        invoke_tags("｜DSML｜", rf"(?:<｜DSML｜{blocks})?", rf"</｜DSML｜{blocks}", attribute=' string="BOOLEAN"'),
         Writing(
             '<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>\n", f"<｜DSML｜{block}>\n", last=f"</｜DSML｜{block}>"
         ),
@@ -154,14 +154,12 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     "deepseek_v4": replace(_dsml("tool_calls"), hints=(("｜DSML｜",),)),
     "step3": ToolFamily(
         ("<｜tool_calls_begin｜>",),
-        (
-            invoke_tags(
-                "steptml:",
-                "(?:<｜tool_calls_begin｜>)?",
-                "<｜tool_calls_end｜>",
-                before=r"(?:<｜tool_sep｜>\s*)?<｜tool_call_begin｜>\s*(?:function\s*)?(?:<｜tool_sep｜>\s*)?",
-                after="<｜tool_call_end｜>",
-            ),
+        invoke_tags(
+            "steptml:",
+            "(?:<｜tool_calls_begin｜>)?",
+            "<｜tool_calls_end｜>",
+            before=r"(?:<｜tool_sep｜>\s*)?<｜tool_call_begin｜>\s*(?:function\s*)?(?:<｜tool_sep｜>\s*)?",
+            after="<｜tool_call_end｜>",
         ),
         Writing(
             '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">\n',
@@ -175,14 +173,14 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "minimax_m2": ToolFamily(
         ("<minimax:tool_call>",),
-        (invoke_tags("", "<minimax:tool_call>", "</minimax:tool_call>"),),
+        invoke_tags("", "<minimax:tool_call>", "</minimax:tool_call>"),
         Writing('<invoke name="NAME">\n', "</invoke>\n", "<minimax:tool_call>\n", last="</minimax:tool_call>"),
         (("<minimax:tool_call>",),),
     ),
     "dots": ToolFamily(
         ("<dots_function_call>",),
         (
-            invoke_tags("", "<dots_function_call>", "</dots_function_call>"),
+            *invoke_tags("", "<dots_function_call>", "</dots_function_call>"),
             *in_tags("<dots_function_call>", r"\s*</dots_function_call>"),
         ),
         Writing('<invoke name="NAME">\n', "</invoke>\n", "<dots_function_call>\n", last="</dots_function_call>"),
@@ -372,10 +370,14 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "xlam": ToolFamily(
         (),
-        (*in_list("", r"\s*\]", is_bare=True), *in_block(XLAM_FENCE, r"```|</tool_call>", is_bare=True)),
+        (
+            *in_list("", is_bare=True),
+            *in_list("", is_bare=True, begins_answer=False),
+            *in_block(XLAM_FENCE, r"```|</tool_call>", is_bare=True),
+        ),
         Writing('{"name": "NAME", "arguments": ', "}", "[", ", ", "]"),
         (("single JSON array", "arguments"), ("more tool calls as required", "arguments")),
-        slips=("```", "[TOOL_CALLS]", "<tool_call>"),
+        slips=("```", "[TOOL_CALLS]", "<tool_call>", "["),
     ),
     "pythonic": ToolFamily(
         (),

@@ -209,8 +209,8 @@ def function_tags(opening: str, closing: str, newline: str = "", needs_known_nam
 
 def invoke_tags(
     prefix: str, opening: str, closing: str, before: str = "", after: str = "", attribute: str = ""
-) -> Shape:
-    """Returns the shape `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` in a block.
+) -> tuple[Shape, ...]:
+    """Returns the shapes of `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` in a block.
 
     prefix: of the names of tags. opening, closing: patterns around all calls. before, after: patterns around each.
     attribute: further text in the written tags of parameters.
@@ -228,12 +228,23 @@ def invoke_tags(
         (f'{tag} name="', f'"{attribute}>', f"</{prefix}parameter>\n"),
         markers=(f"<{prefix}parameter", f"</{prefix}parameter>"),
     )
-    return Shape(
-        pattern(rf"{opening}\s*{head}"),
-        parameters,
-        tail=pattern(rf"\s*{after}") if after else None,
-        more=pattern(rf"\s*{head}"),
-        end=pattern(rf"\s*{closing}"),
+    end, rest = pattern(rf"\s*{closing}"), rf"\s*{after}" if after else ""
+    tags, braces = r"(?=\s*[^\s{])", r"\s*(?=\{)"
+    return (
+        Shape(
+            pattern(rf"{opening}\s*{head}{tags}"),
+            parameters,
+            tail=pattern(rest) if rest else None,
+            more=pattern(rf"\s*{head}{tags}"),
+            end=end,
+        ),
+        # A slip: all arguments in one JSON object.
+        Shape(
+            pattern(rf"{opening}\s*{head}{braces}"),
+            tail=pattern(rf"\s*{last}{rest}"),
+            more=pattern(rf"\s*{head}{braces}"),
+            end=end,
+        ),
     )
 
 

@@ -118,13 +118,28 @@ def test_thinking_content_and_calls_are_apart_in_all_apis(url: str) -> None:
 
 
 def test_a_limit_leaves_no_markup_in_the_content(url: str) -> None:
-    for max_tokens in range(1, 200, 13):
+    for max_tokens in range(1, 200, 17):
         parts = chat(url, tools=TOOLS, max_tokens=max_tokens)
         assert streamed(url, tools=TOOLS, max_tokens=max_tokens) == parts
         reasoning, content, calls, reason = parts
         assert "Hm.".startswith(reasoning.rstrip()) and "I see.".startswith(content.rstrip())
         assert all(name == "get_weather" and '{"city": "Paris"}'.startswith(arguments) for name, arguments in calls)
         assert reason == "length" or (content, len(calls)) == ("I see.", 1)
+
+        function: Any = TOOLS[0]["function"]
+        tools = [{"name": function["name"], "input_schema": function["parameters"]}]
+        user = [{"role": "user", "content": "?"}]
+        body = post(url, "/v1/messages", messages=user, max_tokens=max_tokens, tools=tools).json()
+        assert "".join(block["text"] for block in body["content"] if block["type"] == "text") == content
+        assert [block["name"] for block in body["content"] if block["type"] == "tool_use"] == [
+            name for name, _ in calls
+        ]
+
+        tools = [{"type": "function", **function}]
+        items = post(url, "/v1/responses", input="?", max_output_tokens=max_tokens, tools=tools).json()["output"]
+        texts = [part["text"] for item in items if item["type"] == "message" for part in item["content"]]
+        assert "".join(texts) == content
+        assert [item["arguments"] for item in items if item["type"] == "function_call"] == [text for _, text in calls]
 
 
 def test_a_format_that_is_not_known_is_said_at_the_start_and_its_text_is_content(tmp_path: Path) -> None:

@@ -110,6 +110,17 @@ ANSWERS = [
         [WEATHER],
     ),
     Answer(
+        "DeepSeek V3.2, JSON in place of parameters",
+        None,
+        "deepseek_v32",
+        False,
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n{"city": "Paris", "days": 3}\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        "",
+        "",
+        [WEATHER],
+    ),
+    Answer(
         "MiniMax M2",
         "minimax_m2",
         "minimax_m2",
@@ -237,6 +248,9 @@ ANSWERS = [
         "",
         [WEATHER, WEATHER],
     ),
+    Answer("xLAM 2, text before", None, "xlam", False, f"I see. [{JSON}]", "", "I see.", [WEATHER]),
+    Answer("xLAM 2, tags", None, "xlam", False, f"I see.\n<tool_call>[{JSON}]</tool_call>", "", "I see.", [WEATHER]),
+    Answer("xLAM 2, marker", None, "xlam", False, f"I see.[TOOL_CALLS][{JSON}]", "", "I see.", [WEATHER]),
     Answer("xLAM 2, JSON that is no call", None, "xlam", False, '[{"name": "Paris"}]', "", '[{"name": "Paris"}]'),
     Answer("Granite 20B", None, "granite_20b_fc", False, f"<function_call> {JSON}", "", "", [WEATHER]),
     Answer(
