@@ -28,6 +28,7 @@ class OutputParser:
         openings, closings = reasoning.answer_marks if reasoning is not None else ((), ())
         closings += tool_format.layout if tool_format is not None else ()
         self._marks = AnswerMarks(openings, closings) if openings or closings else None
+        self._later = reasoning.later_thinking() if reasoning is not None else None
         self._thought: _ThoughtWithCalls | None = None
         if reasoning is not None and tool_format is not None and tool_format.markers and not is_harmony:
             self._thought = _ThoughtWithCalls(tool_format)
@@ -56,6 +57,9 @@ class OutputParser:
                     parsed.reasoning = reasoning + parsed.reasoning
                     return parsed
         parsed = Parsed(content=answer) if self._tools is None else self._tools.push(answer, is_end, cut)
+        if self._later is not None:
+            later, parsed.content = self._later.push(parsed.content, is_end, cut)
+            reasoning += later
         if self._marks is not None:
             parsed.content = self._marks.push(parsed.content, is_end, cut)
         parsed.reasoning = reasoning

@@ -59,6 +59,8 @@ class ReasoningFamily:
     """Other texts before the thinking."""
     endings: tuple[str, ...] = ()
     """Other texts after the thinking."""
+    repeats: bool = False
+    """Whether the opening, which is no text, begins thinking in the middle of an answer, too."""
     answer_openings: tuple[str, ...] = ()
     """Texts before the answer that are no part of it."""
     answer_closings: tuple[str, ...] = ()
@@ -72,18 +74,22 @@ REASONING_FAMILIES: dict[ReasoningFamilyName, ReasoningFamily] = {
         "<|end|><|start|>assistant",
         (("<|channel|>analysis<|message|>",),),
         "<|channel|>final<|message|>",
+        repeats=True,
     ),
     "mistral": ReasoningFamily("[THINK]", "[/THINK]", (("[THINK]",),)),
     "kimi_vl": ReasoningFamily("◁think▷", "◁/think▷", (("◁think▷",),)),
-    "gemma4": ReasoningFamily("<|channel>thought\n", "<channel|>", (("<|channel>",), ("<|think|>", "<|turn>"))),
+    "gemma4": ReasoningFamily(
+        "<|channel>thought\n", "<channel|>", (("<|channel>",), ("<|think|>", "<|turn>")), repeats=True
+    ),
     "cohere": ReasoningFamily(
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         (("<|START_THINKING|>",),),
+        repeats=True,
         answer_openings=("<|START_RESPONSE|>", "<|START_TEXT|>"),
         answer_closings=("<|END_RESPONSE|>", "<|END_TEXT|>"),
     ),
-    "apertus": ReasoningFamily("<|inner_prefix|>", "<|inner_suffix|>", (("<|inner_prefix|>",),)),
+    "apertus": ReasoningFamily("<|inner_prefix|>", "<|inner_suffix|>", (("<|inner_prefix|>",),), repeats=True),
     "seed_oss": ReasoningFamily(
         "<seed:think>",
         "</seed:think>",
@@ -180,6 +186,11 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         family = REASONING_FAMILIES[self.name]
         return family.answer_openings, family.answer_closings
 
+    def later_thinking(self) -> LaterThinking | None:
+        """Returns a parser of thinking within the answer, if the family repeats it."""
+        family = REASONING_FAMILIES[self.name]
+        return LaterThinking((family.opening, *family.openings), (family.ending,)) if family.repeats else None
+
     def parser(self, is_open: bool) -> ReasoningParser:
         family = REASONING_FAMILIES[self.name]
         openings = sorted((family.opening, *family.openings), key=len, reverse=True)
@@ -263,6 +274,31 @@ class ReasoningParser:
         return self._held.take()
 
 
+class LaterThinking:
+    """Separates thinking that begins in the middle of one sequence's answer."""
+
+    def __init__(self, openings: Sequence[str], endings: Sequence[str]) -> None:
+        self._openings, self._endings = Markers(openings), Markers(endings)
+        self._is_thinking = False
+        self._held = HeldText()
+
+    def push(self, content: str, is_end: bool = False, cut: Cut | None = None) -> tuple[str, str]:
+        """Returns what the content adds to the thinking and to the answer."""
+        held = self._held
+        held.push(content)
+        thinking, answer = list[str](), list[str]()
+        while True:
+            markers, part = (self._endings, thinking) if self._is_thinking else (self._openings, answer)
+            found = markers.find(held)
+            if found is None:
+                break
+            part.append(held.take(found.start()))
+            held.at = found.end()
+            self._is_thinking = not self._is_thinking
+        part.append(held.take(None if is_end and cut != "length" else markers.end_of_certain(held)))
+        return "".join(thinking), "".join(answer)
+
+
 class ReasoningCounter:
     """Counts the tokens of one sequence's thinking, without the tokens of its markers."""
 
@@ -272,7 +308,7 @@ class ReasoningCounter:
         self._is_open = is_open
         self._last: tuple[int, ...] = ()
         self._may_open = True
-        self._repeats = reasoning_format.name == "openai_gptoss"
+        self._repeats = REASONING_FAMILIES[reasoning_format.name].repeats
         self.num_tokens = 0
 
     def add(self, token_id: int) -> None:

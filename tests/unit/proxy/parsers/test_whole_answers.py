@@ -64,6 +64,17 @@ ANSWERS = [
     ),
     Answer("Gemma 4", "gemma4", "gemma4", False, "<|channel>thought\n<channel|>Yes.<turn|>", "", "Yes."),
     Answer(
+        "Gemma 4, which thinks again",
+        "gemma4",
+        "gemma4",
+        False,
+        '<|channel>thought\nA<channel|>I <|channel>thought\nB<channel|>see.<|tool_call>call:get_weather{city:<|"|>Paris'
+        '<|"|>,days:3}<tool_call|><|channel>thought\nC<channel|>',
+        "ABC",
+        "I see.",
+        [WEATHER],
+    ),
+    Answer(
         "Gemma 4, quoted names, a word for a string, a string for a number, no end",
         "gemma4",
         "gemma4",
