@@ -9,13 +9,14 @@ import json
 import re
 from typing import Literal
 
-from tandem.proxy.parsers.argument_types import ToolArguments, Types, typed_value
+from tandem.proxy.parsers.argument_types import ToolArguments, Types, decoded_string, typed_value
 from tandem.proxy.parsers.held_text import SPACE, HeldText, Markers
 from tandem.proxy.parsers.tool_shapes import Marked
 
 _MAX_DEPTH = 64
 """Brackets within brackets; further ones are part of a word."""
 _WORDS = {"True": "true", "False": "false", "None": "null", "none": "null", "nil": "null"}
+_JSON_TEXT = re.compile(r'[^"\\<]+')
 _PLAIN = re.compile(f"[^{SPACE},]")
 
 
@@ -32,7 +33,9 @@ class MarkedArguments:
         stops = f"{re.escape(marked.end)}|{re.escape(marked.quote)}"
         self._key_end = re.compile(rf":|\}}|{stops}")
         self._word_end = re.compile(rf"[,}}\]]|{stops}")
-        self._state: Literal["member", "key", "quoted key", "colon", "value", "word", "string", "next"] = "member"
+        self._state: Literal["member", "key", "quoted key", "colon", "value", "word", "string", "json string"] = (
+            "member"
+        )
         self._closes = ["}"]
         self._num_members = [0]
         self._text: list[str] = []  # of a key, a word or a string that can be converted only as a whole
@@ -60,6 +63,8 @@ class MarkedArguments:
             self._write_word()
         elif self._state == "string":
             self._end_string()
+        elif self._state == "json string":
+            self._end_json_string()
         elif self._state in ("key", "quoted key"):
             self._write_key("".join(self._text).strip())
             self._written.append("null")
@@ -78,6 +83,9 @@ class MarkedArguments:
             return
         if self._state == "word":
             self._read_word(held)
+            return
+        if self._state == "json string":
+            self._read_json_string(held)
             return
         found = _PLAIN.search(text, held.at)
         held.at = len(text) if found is None else found.start()
@@ -132,6 +140,8 @@ class MarkedArguments:
 
     def _write_key(self, key: str) -> None:
         self._text = []
+        if len(key) > 1 and key[0] == key[-1] == '"':  # as in JSON
+            key = key[1:-1]
         self._written.append(f"{json.dumps(key, ensure_ascii=False)}: ")
         if len(self._closes) == 1 and self._tool is not None:
             self._types = self._tool.of_argument(key)
@@ -148,6 +158,9 @@ class MarkedArguments:
             if not self._is_whole:
                 self._written.append('"')
             self._state = "string"
+        elif character == '"':
+            held.at += 1
+            self._state = "json string"
         elif character in "{[" and len(self._closes) < _MAX_DEPTH:
             held.at += 1
             self._written.append(character)
@@ -168,6 +181,29 @@ class MarkedArguments:
         if not self._types:
             word = _WORDS.get(word, word)
         self._written.append(typed_value(word, self._types))
+
+    def _read_json_string(self, held: HeldText) -> None:
+        """Reads a string in JSON's quotes, which models write by mistake."""
+        text = held.text
+        while held.at < len(text) and not self._may_be_marker(held):
+            if text[held.at] == '"' or text.startswith(self._end, held.at):
+                held.at += text[held.at] == '"'
+                self._end_json_string()
+                return
+            if text[held.at] != "\\":
+                found = _JSON_TEXT.match(text, held.at)
+                self._text.append(held.take(held.at + 1 if found is None else found.end()))
+            elif held.num_left > 1:
+                self._text.append(held.take(held.at + 2))
+            else:
+                return
+
+    def _end_json_string(self) -> None:
+        value = decoded_string("".join(self._text))
+        self._text = []
+        is_text = not self._types or "string" in self._types
+        self._written.append(json.dumps(value, ensure_ascii=False) if is_text else typed_value(value, self._types))
+        self._state = "member"
 
     def _read_quoted(self, held: HeldText) -> None:
         found = self._quotes.find(held)

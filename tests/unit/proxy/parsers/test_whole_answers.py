@@ -85,6 +85,17 @@ ANSWERS = [
         [WEATHER],
     ),
     Answer(
+        "Gemma 4, strings as in JSON",
+        None,
+        "gemma4",
+        False,
+        '<|tool_call>call:get-time{"zone": "a, \\"b\\"}<\\u00e9", "tags": ["x", ""]}<tool_call|>'
+        '<|tool_call>call:get_weather{city:"Paris","days":"3"}<tool_call|>',
+        "",
+        "",
+        [("get-time", {"zone": 'a, "b"}<é', "tags": ["x", ""]}), WEATHER],
+    ),
+    Answer(
         "FunctionGemma",
         None,
         "functiongemma",
