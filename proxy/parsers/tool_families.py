@@ -399,7 +399,11 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
         (),
         (*LLAMA_SHAPES, FUNCTION_TAG),
         Writing('{"name": "NAME", "parameters": ', "}", between="; "),
-        (("<|start_header_id|>", '"parameters"'), ("<|header_start|>", '"parameters"')),
+        (
+            ("<|start_header_id|>", '"parameters"'),
+            ("<|header_start|>", '"parameters"'),
+            ("</function>", "!<tool_call>"),
+        ),
         slips=("<function=",),
     ),
 }

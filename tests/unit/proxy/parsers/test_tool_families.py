@@ -88,6 +88,7 @@ def test_text_after_a_broken_call_is_kept(case: str) -> None:
         ("<tool_call>{{ name }}<arg_key>", "glm45"),
         ('<|start_header_id|>ipython {"name": , "parameters": }', "llama3_json"),
         ('<|header_start|>assistant {"name": , "parameters": }', "llama3_json"),
+        ("<|start_header_id|>{{ tools }}<function=f>{}</function>", "llama3_json"),  # Functionary 3.1
         ("<|header_start|>assistant [func(a=b)]", "pythonic"),
         ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral"),
         ("<｜tool▁calls▁begin｜>function```json", "deepseek_v3"),
