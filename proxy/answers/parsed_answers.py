@@ -25,7 +25,7 @@ from tandem.proxy.api.answer_bodies import (
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.output_parser import OutputParser
-from tandem.proxy.parsers.parsed import Parsed, ParsedPieces
+from tandem.proxy.parsers.parsed import Cut, Parsed, ParsedPieces
 from tandem.proxy.parsers.reasoning import ReasoningCounter
 from tandem.proxy.text.call_ids import new_call_id
 
@@ -60,13 +60,13 @@ class ParsedChoice(EncodedChatChoice):
 
     def parsed(self) -> tuple[Parsed, ChatFinishReason | None]:
         """Returns the parts of the whole text, and why the sequence ends. Called once."""
-        self._parse(is_end=True)
+        self._parse(is_end=True, cut=_cut(self.finish_reason, self.stop_reason))
         parsed = self._pieces.parsed()
         self.custom.convert(parsed)
         return parsed, _reason(self.finish_reason, self._parser)
 
-    def _parse(self, is_end: bool) -> None:
-        parsed = self._parser.push("".join(self._unparsed), is_end)
+    def _parse(self, is_end: bool, cut: Cut | None = None) -> None:
+        parsed = self._parser.push("".join(self._unparsed), is_end, cut)
         self._grow(_CALL_BYTES * len(parsed.names))
         self._pieces.add(parsed)
         self._unparsed, self._num_unparsed = [], 0
@@ -88,7 +88,8 @@ class ParsedAnswers(ChatAnswers):
             parser = self._parsers[delta.index] = self._parser(delta.index)
             self._custom[delta.index] = CustomInputs(self._request.custom_tools)
         self._count(delta.index, delta.tokens)
-        parsed = parser.push(delta.text, is_end=delta.finish_reason is not None)
+        cut = _cut(delta.finish_reason, delta.stop_reason)
+        parsed = parser.push(delta.text, is_end=delta.finish_reason is not None, cut=cut)
         self._custom[delta.index].convert(parsed)
         return parsed, _reason(delta.finish_reason, parser)
 
@@ -164,6 +165,13 @@ class ParsedAnswers(ChatAnswers):
             counter = self._counters[index] = ReasoningCounter(self._request.reasoning, self._is_open(index))
         for token in tokens:
             counter.add(token.token_id)
+
+
+def _cut(finish_reason: FinishReason | None, stop_reason: int | str | None) -> Cut | None:
+    """Returns what ended the text before the model did."""
+    if finish_reason == "length":
+        return "length"
+    return "stop" if isinstance(stop_reason, str) else None
 
 
 def _reason(finish_reason: FinishReason | None, parser: OutputParser) -> ChatFinishReason | None:

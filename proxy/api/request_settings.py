@@ -15,7 +15,8 @@ class RequestSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # fmt: off
     tool_call_parser: Annotated[ToolParserName, setting("model", description=
-        "Format in which the model writes tool calls; auto chooses by the chat template.")] = "auto"
+        "Format in which the model writes tool calls; auto chooses by the chat template, none leaves calls in the "
+        "answer unless the request requires them.")] = "auto"
     reasoning_parser: Annotated[ReasoningParserName, setting("model", description=
         "Format in which the model writes its thinking; auto chooses by the chat template, none leaves it in the "
         "answer.")] = "auto"

@@ -150,7 +150,9 @@ def _with_tools(
         )
     shown = tools if is_named else allowed  # no template says which of its tools must not be called
     arguments = {tool.function.name: tool.function.parameters or {} for tool in shown}
-    return OutputPlan(grammar, "tools", [template_tool(tool) for tool in shown], may_call=True, arguments=arguments)
+    # Calls in a format that is not known are read only where the grammar has written them.
+    may_call = tool_format.is_known or is_required
+    return OutputPlan(grammar, "tools", [template_tool(tool) for tool in shown], may_call, arguments)
 
 
 def _chosen(choice: NamedToolChoice) -> tuple[set[str], bool, bool]:

@@ -6,12 +6,13 @@ Families that write arguments in tags (`<parameter=zip>90210</parameter>`) do no
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from tandem.proxy.parsers.python_arguments import python_value
+from tandem.proxy.parsers.python_arguments import python_value, whole_characters
 
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 _MAX_DEPTH = 32
@@ -22,6 +23,8 @@ what they name, so the number is not limited by the schema's size."""
 
 Types = tuple[str, ...]
 """JSON types that a value may have; empty if any."""
+TEXT: Types = ("string",)
+_CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 
 
 class ToolArguments(msgspec.Struct, frozen=True):
@@ -154,7 +157,7 @@ def typed_value(text: str, types: Types) -> str:
     Python's spellings are taken too. Text that is no allowed value stays what it is: JSON where it is JSON, else a
     string. The client checks it against the schema.
     """
-    if types == ("string",):
+    if types == TEXT:
         return json.dumps(text, ensure_ascii=False)
     is_json, value = _decoded(text)
     if is_json and not types:
@@ -197,3 +200,21 @@ def _spelt_value(text: str, types: Types) -> str | None:
     if opening not in types or _decoded(text)[0]:
         return None
     return python_value(text)
+
+
+def marked_types(types: Types, is_string: str | None) -> Types:
+    """Returns the types of an argument whose tag says whether it is a string. is_string: "true", "false" or None."""
+    if is_string == "true" and (not types or "string" in types):
+        return TEXT
+    if is_string == "false" and types != TEXT:
+        return tuple(kind for kind in types or sorted(JSON_TYPES) if kind != "string")
+    return types
+
+
+def decoded_string(text: str) -> str:
+    """Returns the value of a JSON string without its quotes, or the text itself if it is none."""
+    try:
+        value: str = json.loads(f'"{_CUT_ESCAPE.sub("", text)}"', strict=False)
+    except ValueError:
+        return text
+    return whole_characters(value)

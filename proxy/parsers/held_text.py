@@ -61,3 +61,12 @@ def start_of_space(text: str, start: int, end: int) -> int:
     """Returns where the white space at the end of text[start:end] begins, of which at most so much is layout."""
     first = max(start, end - MAX_SPACE_CHARACTERS)
     return first + len(text[first:end].rstrip(SPACE))
+
+
+_NO_SPACE = re.compile(f"[^{SPACE}]")
+
+
+def after_space(held: HeldText) -> int:
+    """Returns where the white space at the beginning of the unparsed text ends."""
+    found = _NO_SPACE.search(held.text, held.at)
+    return len(held.text) if found is None else found.start()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from tandem.proxy.parsers.answer_marks import AnswerMarks
 from tandem.proxy.parsers.harmony import HarmonyParser
-from tandem.proxy.parsers.parsed import Parsed
+from tandem.proxy.parsers.held_text import SPACE, HeldText, Markers, start_of_space
+from tandem.proxy.parsers.parsed import Cut, Parsed, ParsedPieces
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat
+from tandem.proxy.parsers.tool_parser import ToolParser
 
 
 class OutputParser:
@@ -18,9 +21,17 @@ class OutputParser:
         is_harmony = (reasoning is not None and reasoning.name == "openai_gptoss") or (
             tool_format is not None and tool_format.name == "openai"
         )
-        self._harmony = HarmonyParser(tool_format is not None) if is_harmony else None
+        tools = tool_format.tools if tool_format is not None else None
+        self._harmony = HarmonyParser(tool_format is not None, tools or ()) if is_harmony else None
         self._reasoning = reasoning.parser(is_open) if reasoning is not None else None
         self._tools = tool_format.parser() if tool_format is not None and not is_harmony else None
+        openings, closings = reasoning.answer_marks if reasoning is not None else ((), ())
+        closings += tool_format.layout if tool_format is not None else ()
+        self._marks = AnswerMarks(openings, closings) if openings or closings else None
+        self._later = reasoning.later_thinking() if reasoning is not None else None
+        self._thought: _ThoughtWithCalls | None = None
+        if reasoning is not None and tool_format is not None and tool_format.markers and not is_harmony:
+            self._thought = _ThoughtWithCalls(tool_format)
 
     @property
     def num_calls(self) -> int:
@@ -29,13 +40,76 @@ class OutputParser:
             return self._harmony.num_calls
         return 0 if self._tools is None else self._tools.num_calls
 
-    def push(self, text: str, is_end: bool = False) -> Parsed:
-        """is_end: the text of the sequence ends here, so nothing is held back."""
+    def push(self, text: str, is_end: bool = False, cut: Cut | None = None) -> Parsed:
+        """is_end: the text of the sequence ends here, so nothing is held back. cut: what ended it, if not the model."""
         if self._harmony is not None:
-            return self._harmony.push(text, is_end)
+            return self._harmony.push(text, is_end, cut)
         reasoning, answer = "", text
         if self._reasoning is not None:
-            reasoning, answer = self._reasoning.push(text, is_end)
-        parsed = Parsed(content=answer) if self._tools is None else self._tools.push(answer, is_end)
+            reasoning, answer = self._reasoning.push(text, is_end, cut)
+            if self._thought is not None:
+                reasoning = self._thought.push(reasoning)
+                if self._reasoning.has_ended:
+                    reasoning += self._thought.take()
+                    self._thought = None
+                elif is_end:
+                    self._tools, parsed = self._thought.end(cut)
+                    parsed.reasoning = reasoning + parsed.reasoning
+                    return parsed
+        parsed = Parsed(content=answer) if self._tools is None else self._tools.push(answer, is_end, cut)
+        if self._later is not None:
+            later, parsed.content = self._later.push(parsed.content, is_end, cut)
+            reasoning += later
+        if self._marks is not None:
+            parsed.content = self._marks.push(parsed.content, is_end, cut)
         parsed.reasoning = reasoning
         return parsed
+
+
+class _ThoughtWithCalls:
+    """Holds thinking back from the first marker of a call on.
+
+    If the thinking ends, it was about calls. If the answer ends first, the model has forgotten to end its thinking.
+    What is held is parsed as it arrives, so that the end of a long answer takes no longer than other text.
+    """
+
+    def __init__(self, tool_format: ToolFormat) -> None:
+        self._tools = tool_format.tools
+        self._parser = tool_format.parser()
+        self._markers = Markers(tool_format.markers)
+        self._held = HeldText()
+        self._pieces: list[str] = []  # from the marker on
+        self._parsed = ParsedPieces()
+
+    def push(self, text: str) -> str:
+        """Returns the thinking up to the first marker, or to what may become one."""
+        if self._pieces:
+            self._hold(text)
+            return ""
+        held = self._held
+        held.push(text)
+        found = self._markers.find(held)
+        end = self._markers.end_of_certain(held) if found is None else found.start()
+        thinking = held.take(start_of_space(held.text, held.at, end))
+        if found is not None:
+            self._hold(held.take())
+        return thinking
+
+    def _hold(self, text: str) -> None:
+        self._pieces.append(text)
+        self._parsed.add(self._parser.push(text))
+
+    def take(self) -> str:
+        """Returns what is held back."""
+        pieces, self._pieces = [*self._pieces, self._held.take()], []
+        return "".join(pieces)
+
+    def end(self, cut: Cut | None) -> tuple[ToolParser | None, Parsed]:
+        """Returns what is held back at the end of the answer, and its parser if it has calls of the request's tools."""
+        self._parsed.add(self._parser.push("", is_end=True, cut=cut))
+        parsed = self._parsed.parsed()
+        names = parsed.names.values()
+        if not names or (self._tools is not None and any(name not in self._tools for name in names)):
+            return None, Parsed(reasoning=self.take())
+        parsed.reasoning, parsed.content = parsed.content.rstrip(SPACE), ""
+        return self._parser, parsed

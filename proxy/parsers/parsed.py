@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+Cut = Literal["length", "stop"]
+"""What ends a text before the model ends it: its limit of tokens, or a stop string that the client asked for."""
 MAX_TOOL_CALLS = 256
 """Calls in one answer; further ones are text. A call takes about a kilobyte, and a model needs three tokens for it."""
 

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from tandem.proxy.parsers.reasoning import ReasoningFamilyName, ReasoningFormat, detect_reasoning_family
 from tandem.proxy.parsers.tool_families import ToolFamilyName
-from tandem.proxy.parsers.tool_formats import ToolFormat, detect_tool_family
+from tandem.proxy.parsers.tool_formats import DEFAULT_FAMILY, ToolFormat, detect_tool_family
 
 if TYPE_CHECKING:
     from tandem.proxy.text.model_text import ModelText  # imports transformers; the command line needs the names only
 
-ToolParserName = Literal["auto", ToolFamilyName]
+ToolParserName = Literal["auto", "none", ToolFamilyName]
 ReasoningParserName = Literal["auto", "none", ReasoningFamilyName]
 
 
+log = logging.getLogger(__name__)
+
+
+def warn_of_unknown_tools(name: ToolParserName, text: ModelText) -> None:
+    """Logs a warning if calls stay in the text of answers because the format of the chat template is not known."""
+    if name == "auto" and detect_tool_family(text.chat_template) is None:
+        log.warning(
+            "the chat template has tools, but how the model writes calls is not known: with tool_choice auto they stay "
+            "in the answer's content. If it writes them in a known format, name it with --tool-call-parser."
+        )
+
+
 def tool_format(name: ToolParserName, text: ModelText) -> ToolFormat:
-    """auto: the family whose markers the chat template has; hermes if it has none."""
-    family = detect_tool_family(text.chat_template) if name == "auto" else name
-    return ToolFormat.of(family, text.tokenizer)
+    """auto: the family whose markers the chat template has. none, or a template of no known family: calls are read only
+    where a grammar forces them."""
+    family = detect_tool_family(text.chat_template) if name == "auto" else None if name == "none" else name
+    known = ToolFormat.of(family or DEFAULT_FAMILY, text.tokenizer)
+    return known if family is not None else msgspec.structs.replace(known, is_known=False)
 
 
 def reasoning_format(name: ReasoningParserName, text: ModelText) -> ReasoningFormat | None:

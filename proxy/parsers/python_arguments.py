@@ -37,6 +37,7 @@ _SIMPLE_ESCAPES = {
     "\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t",
     "v": "\v",
 }  # fmt: skip
+_CUT_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|N[^}]{0,99})?\Z")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _STRING_ENDS = {
     quote: re.compile(rf"(?P<escape>\\.)|{quote}|(?P<cut>\\\Z)", re.DOTALL) for quote in ('"', "'", '"""', "'''")
@@ -77,6 +78,15 @@ class PythonArguments:
     def json(self) -> str:
         """The JSON object, once `read` has returned True."""
         return "".join(self._written)
+
+    def unfinished(self) -> str:
+        """Returns the beginning of the JSON object, if the text was cut."""
+        if self._expected != "string":
+            return self.json
+        value = "".join(self._string)
+        if self._prefix not in ("r", "R"):
+            value = _unescaped(_CUT_ESCAPE.sub("", value))
+        return self.json + json.dumps(whole_characters(value), ensure_ascii=False)[:-1]
 
     def read(self, held: HeldText, is_end: bool) -> bool | None:
         """Reads as much as there is. Returns True when the arguments are complete, and False if they are none.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,9 +11,36 @@ from tokenizers import Tokenizer
 
 from tandem.protocol.messages.sampling import Thinking
 from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.proxy.parsers.held_text import MAX_SPACE_CHARACTERS, SPACE, HeldText, Markers, start_of_space
+from tandem.proxy.parsers.held_text import (
+    MAX_SPACE_CHARACTERS,
+    SPACE,
+    HeldText,
+    Markers,
+    after_space,
+    start_of_space,
+)
+from tandem.proxy.parsers.parsed import Cut
 
-ReasoningFamilyName = Literal["deepseek_r1", "qwen3", "glm45", "kimi_k2", "kimi_vl", "mistral", "openai_gptoss"]
+ReasoningFamilyName = Literal[
+    "apertus",
+    "apriel",
+    "cohere",
+    "deepseek_r1",
+    "ernie45",
+    "exaone",
+    "gemma4",
+    "glm45",
+    "granite",
+    "hunyuan_a13b",
+    "kimi_k2",
+    "kimi_vl",
+    "minicpm3",
+    "minimax_m2",
+    "mistral",
+    "openai_gptoss",
+    "qwen3",
+    "seed_oss",
+]
 
 
 @dataclass(frozen=True)
@@ -24,10 +51,20 @@ class ReasoningFamily:
     """Text before the thinking."""
     ending: str
     """Text after the thinking; the answer follows it."""
-    hints: tuple[str, ...]
-    """Parts of chat templates, all of which must occur."""
+    hints: tuple[tuple[str, ...], ...]
+    """Parts of chat templates that tell the family. All parts of one hint must occur."""
     to_answer: str = ""
     """Text that a forced ending adds, so that the model cannot think again."""
+    openings: tuple[str, ...] = ()
+    """Other texts before the thinking."""
+    endings: tuple[str, ...] = ()
+    """Other texts after the thinking."""
+    repeats: bool = False
+    """Whether the opening, which is no text, begins thinking in the middle of an answer, too."""
+    answer_openings: tuple[str, ...] = ()
+    """Texts before the answer that are no part of it."""
+    answer_closings: tuple[str, ...] = ()
+    """Texts after the answer that are no part of it."""
 
 
 _THINK = ("<think>", "</think>")
@@ -35,27 +72,70 @@ REASONING_FAMILIES: dict[ReasoningFamilyName, ReasoningFamily] = {
     "openai_gptoss": ReasoningFamily(
         "<|channel|>analysis<|message|>",
         "<|end|><|start|>assistant",
-        ("<|channel|>analysis<|message|>",),
+        (("<|channel|>analysis<|message|>",),),
         "<|channel|>final<|message|>",
+        repeats=True,
     ),
-    "mistral": ReasoningFamily("[THINK]", "[/THINK]", ("[THINK]",)),
-    "kimi_vl": ReasoningFamily("◁think▷", "◁/think▷", ("◁think▷",)),
-    "kimi_k2": ReasoningFamily(*_THINK, ("</think>", "<|im_middle|>")),
-    "glm45": ReasoningFamily(*_THINK, ("</think>", "<|observation|>")),
-    "deepseek_r1": ReasoningFamily(*_THINK, ("</think>", "<｜Assistant｜>")),
-    "qwen3": ReasoningFamily(*_THINK, ("</think>",)),
+    "mistral": ReasoningFamily("[THINK]", "[/THINK]", (("[THINK]",),)),
+    "kimi_vl": ReasoningFamily("◁think▷", "◁/think▷", (("◁think▷",),)),
+    "gemma4": ReasoningFamily(
+        "<|channel>thought\n", "<channel|>", (("<|channel>",), ("<|think|>", "<|turn>")), repeats=True
+    ),
+    "cohere": ReasoningFamily(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        (("<|START_THINKING|>",),),
+        repeats=True,
+        answer_openings=("<|START_RESPONSE|>", "<|START_TEXT|>"),
+        answer_closings=("<|END_RESPONSE|>", "<|END_TEXT|>"),
+    ),
+    "apertus": ReasoningFamily("<|inner_prefix|>", "<|inner_suffix|>", (("<|inner_prefix|>",),), repeats=True),
+    "seed_oss": ReasoningFamily(
+        "<seed:think>",
+        "</seed:think>",
+        (("<seed:think>",),),
+        openings=("<seed:think><seed:cot_budget_reflect>",),  # of prompts that allow no thinking
+    ),
+    "minicpm3": ReasoningFamily("<|thought_start|>", "<|thought_end|>", (("<|thought_start|>",),)),
+    "granite": ReasoningFamily(
+        "Here is my thought process:",
+        "Here is my response:",
+        (("Here is my thought process:",),),
+        openings=("Here's my thought process:",),
+        endings=("Here's my response:",),
+    ),
+    "apriel": ReasoningFamily(
+        "Here are my reasoning steps:",
+        "[BEGIN FINAL RESPONSE]",
+        (("[BEGIN FINAL RESPONSE]",),),
+        answer_closings=("[END FINAL RESPONSE]", "<|end|>"),
+    ),
+    "exaone": ReasoningFamily("<thought>", "</thought>", (("<thought>", "</thought>"),)),
+    "minimax_m2": ReasoningFamily(*_THINK, (("</think>", "<minimax:tool_call>"),)),
+    "hunyuan_a13b": ReasoningFamily(
+        *_THINK,
+        (("</think>", "<answer>"), ("</think>", "助手：")),
+        answer_openings=("<answer>", "助手："),
+        answer_closings=("</answer>",),
+    ),
+    "ernie45": ReasoningFamily(
+        *_THINK, (("</think>", "<response>"),), answer_openings=("<response>",), answer_closings=("</response>",)
+    ),
+    "kimi_k2": ReasoningFamily(*_THINK, (("</think>", "<|im_middle|>"),)),
+    "glm45": ReasoningFamily(*_THINK, (("</think>", "<|observation|>"),)),
+    "deepseek_r1": ReasoningFamily(*_THINK, (("</think>", "<｜Assistant｜>"),)),
+    "qwen3": ReasoningFamily(*_THINK, (("</think>",),)),
 }
 """`detect_reasoning_family` tries them in this order: a hint of an earlier family is more specific."""
 
 _NUM_LAST_TOKENS = 32
 """Tokens at the end of a prompt in which an opening is looked for."""
-_NO_SPACE = re.compile(f"[^{SPACE}]")
 
 
 def detect_reasoning_family(chat_template: str | None) -> ReasoningFamilyName | None:
     """Chooses the family whose markers occur in the chat template; None for models that do not think."""
     for name, family in REASONING_FAMILIES.items():
-        if all(part in (chat_template or "") for part in family.hints):
+        if any(all(part in (chat_template or "") for part in hint) for hint in family.hints):
             return name
     return None
 
@@ -92,55 +172,76 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         """
         last = unpack_token_ids(prompt_token_ids[-4 * _NUM_LAST_TOKENS :])
         text = tokenizer.decode(last, skip_special_tokens=False)
-        return text.rstrip(SPACE).endswith(REASONING_FAMILIES[self.name].opening)
+        family = REASONING_FAMILIES[self.name]
+        return text.rstrip(SPACE).endswith(tuple(opening.rstrip() for opening in (family.opening, *family.openings)))
 
     def thinking(self, is_open: bool, max_tokens: int | None, is_constrained: bool) -> Thinking:
         """Returns what workers need to know. is_constrained: a grammar or tools decide how the answer begins."""
         forced = self.ending_ids if is_constrained else self.forced_ids
         return Thinking(is_open, self.opening_ids, self.ending_ids, forced, max_tokens)
 
+    @property
+    def answer_marks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Texts before and after the answer that are no part of it."""
+        family = REASONING_FAMILIES[self.name]
+        return family.answer_openings, family.answer_closings
+
+    def later_thinking(self) -> LaterThinking | None:
+        """Returns a parser of thinking within the answer, if the family repeats it."""
+        family = REASONING_FAMILIES[self.name]
+        return LaterThinking((family.opening, *family.openings), (family.ending,)) if family.repeats else None
+
     def parser(self, is_open: bool) -> ReasoningParser:
         family = REASONING_FAMILIES[self.name]
-        return ReasoningParser(family.opening, family.ending, is_open)
+        openings = sorted((family.opening, *family.openings), key=len, reverse=True)
+        return ReasoningParser(openings, (family.ending, *family.endings), is_open)
 
 
 class ReasoningParser:
     """Separates one sequence's thinking from its answer. is_open: the prompt ends with the opening."""
 
-    def __init__(self, opening: str, ending: str, is_open: bool) -> None:
-        self._opening = opening
-        self._ending = ending
-        self._endings = Markers([ending])
+    def __init__(self, openings: Sequence[str], endings: Sequence[str], is_open: bool) -> None:
+        self._openings = openings
+        self._endings = Markers(endings)
         self._held = HeldText()
         self._may_repeat = is_open  # some models write the opening again
         self._state: Literal["before", "begun", "thinking", "ended", "answer"] = "begun" if is_open else "before"
 
-    def push(self, text: str, is_end: bool = False) -> tuple[str, str]:
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thinking has ended, or there is none."""
+        return self._state in ("ended", "answer")
+
+    def push(self, text: str, is_end: bool = False, cut: Cut | None = None) -> tuple[str, str]:
         """Returns what the text adds to the thinking and to the answer. Space around the thinking is layout.
 
-        is_end: the text of the sequence ends here, so nothing is held back.
+        is_end: the text of the sequence ends here, so nothing is held back. cut: what ended it, if not the model.
         """
         if self._state == "answer":
             return "", text
         held = self._held
         held.push(text)
         if self._state == "before":
-            start = _after_space(held)
+            start = after_space(held)
             is_layout = start - held.at <= MAX_SPACE_CHARACTERS
-            if is_layout and held.text.startswith(self._opening, start):
-                held.at = start + len(self._opening)
+            may_open = is_layout and self._may_open(start)
+            opening = self._opening_at(start) if is_layout else None
+            if opening is not None and (is_end or not may_open):
+                held.at = start + len(opening)
                 self._state = "begun"
-            elif is_layout and self._may_open(start) and not is_end:
+            elif (may_open and not is_end) or (may_open and cut == "length" and start < len(held.text)):
                 return "", ""
             else:
                 return "", self._answer()
         if self._state == "begun":
-            held.at = _after_space(held)
-            if self._may_repeat and held.text.startswith(self._opening, held.at):
+            held.at = after_space(held)
+            may_open = self._may_open(held.at)
+            opening = self._opening_at(held.at)
+            if self._may_repeat and opening is not None and (is_end or not may_open):
                 self._may_repeat = False
-                held.at += len(self._opening)
-                held.at = _after_space(held)
-            elif self._may_repeat and self._may_open(held.at) and not is_end:
+                held.at += len(opening)
+                held.at = after_space(held)
+            elif self._may_repeat and may_open and (not is_end or cut == "length"):
                 return "", ""
             if not held.num_left:
                 return "", ""
@@ -149,29 +250,53 @@ class ReasoningParser:
         if self._state == "thinking":
             found = self._endings.find(held)
             if found is None:
-                end = len(held.text)
-                if not is_end:
-                    end = start_of_space(held.text, held.at, self._endings.end_of_certain(held))
-                return held.take(end), ""
+                certain = self._endings.end_of_certain(held)
+                if is_end and (cut != "length" or certain == len(held.text)):
+                    return held.take(), ""
+                return held.take(start_of_space(held.text, held.at, certain)), ""
             reasoning = held.take(start_of_space(held.text, held.at, found.start()))
             held.at = found.end()
             self._state = "ended"
-        held.at = _after_space(held)
+        held.at = after_space(held)
         return reasoning, self._answer() if held.num_left else ""
 
     def _may_open(self, start: int) -> bool:
-        """Returns whether the rest of the text may be the beginning of the opening. start: of the rest."""
-        return self._opening.startswith(self._held.text[start : start + len(self._opening)])
+        """Returns whether more text may make the rest an opening, or a longer one. start: of the rest."""
+        rest = self._held.text[start : start + len(self._openings[0])]
+        return any(opening.startswith(rest) and opening != rest for opening in self._openings)
+
+    def _opening_at(self, start: int) -> str | None:
+        """Returns the longest opening at a place in the text."""
+        return next((opening for opening in self._openings if self._held.text.startswith(opening, start)), None)
 
     def _answer(self) -> str:
         self._state = "answer"
         return self._held.take()
 
 
-def _after_space(held: HeldText) -> int:
-    """Returns where the white space at the beginning of the unparsed text ends."""
-    found = _NO_SPACE.search(held.text, held.at)
-    return len(held.text) if found is None else found.start()
+class LaterThinking:
+    """Separates thinking that begins in the middle of one sequence's answer."""
+
+    def __init__(self, openings: Sequence[str], endings: Sequence[str]) -> None:
+        self._openings, self._endings = Markers(openings), Markers(endings)
+        self._is_thinking = False
+        self._held = HeldText()
+
+    def push(self, content: str, is_end: bool = False, cut: Cut | None = None) -> tuple[str, str]:
+        """Returns what the content adds to the thinking and to the answer."""
+        held = self._held
+        held.push(content)
+        thinking, answer = list[str](), list[str]()
+        while True:
+            markers, part = (self._endings, thinking) if self._is_thinking else (self._openings, answer)
+            found = markers.find(held)
+            if found is None:
+                break
+            part.append(held.take(found.start()))
+            held.at = found.end()
+            self._is_thinking = not self._is_thinking
+        part.append(held.take(None if is_end and cut != "length" else markers.end_of_certain(held)))
+        return "".join(thinking), "".join(answer)
 
 
 class ReasoningCounter:
@@ -183,7 +308,7 @@ class ReasoningCounter:
         self._is_open = is_open
         self._last: tuple[int, ...] = ()
         self._may_open = True
-        self._repeats = reasoning_format.name == "openai_gptoss"
+        self._repeats = REASONING_FAMILIES[reasoning_format.name].repeats
         self.num_tokens = 0
 
     def add(self, token_id: int) -> None:

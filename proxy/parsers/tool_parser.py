@@ -1,7 +1,8 @@
 """Incremental parser of tool calls in generated text. Pure; the result does not depend on how the text is split.
 
-See `proxy.parsers.tool_families` for the formats. Text that begins like a call but is none becomes content. Arguments
-are emitted as they arrive, before the call is complete, except where they can be converted only as a whole.
+See `proxy.parsers.tool_families` for the formats. Text that begins like a call but is none becomes content, unless
+the text was cut within it. Arguments are emitted as they arrive, before the call is complete, except where they can be
+converted only as a whole.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from collections.abc import Callable, Mapping
 
 import regex
 
-from tandem.proxy.parsers.argument_types import ToolArguments, Types, typed_value
+from tandem.proxy.parsers.argument_types import TEXT, ToolArguments, Types, decoded_string, marked_types, typed_value
 from tandem.proxy.parsers.held_text import HeldText, Markers, start_of_space
-from tandem.proxy.parsers.parsed import MAX_TOOL_CALLS, Parsed, ParsedPieces
-from tandem.proxy.parsers.python_arguments import PythonArguments, whole_characters
-from tandem.proxy.parsers.tool_families import Parameters, Shape, ToolFamily
+from tandem.proxy.parsers.marked_arguments import MarkedArguments
+from tandem.proxy.parsers.parsed import MAX_TOOL_CALLS, Cut, Parsed, ParsedPieces
+from tandem.proxy.parsers.python_arguments import PythonArguments
+from tandem.proxy.parsers.tool_shapes import Marked, Parameters, Shape, ToolFamily
 
 MAX_HEAD_CHARACTERS = 1024
 """Text between a marker and the arguments, and between two calls."""
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING_END = re.compile(r'["\\]')
-_CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
-_TEXT: Types = ("string",)
+_CUT_NAME = re.compile(r"[\s\[]*([\w.-]*)\s*\Z")
 
 
 class ToolParser:
@@ -40,7 +41,9 @@ class ToolParser:
         self._read: Callable[[bool], bool] = self._read_content if family.markers else self._read_head
         self._before_head = ""  # white space before a marker: content if no call follows
         self._marker = ""
+        self._follows_call = False  # whether nothing but white space follows the last call
         self._shape = family.shapes[0]
+        self._cut: Cut | None = None
         self._is_first = not family.markers  # whether the head is at the beginning of the answer
         self.num_calls = 0
         # of the call that is being read:
@@ -49,14 +52,16 @@ class ToolParser:
         self._depth = 0
         self._in_string = self._is_escaped = False
         self._python = PythonArguments()
+        self._marked: MarkedArguments | None = None
         self._num_parameters = 0
         self._types: Types = ()
         self._at_value_start = False
         self._value: list[str] = []  # what can be converted only as a whole
 
-    def push(self, text: str, is_end: bool = False) -> Parsed:
-        """is_end: the text of the sequence ends here, so nothing is held back."""
+    def push(self, text: str, is_end: bool = False, cut: Cut | None = None) -> Parsed:
+        """is_end: the text of the sequence ends here, so nothing is held back. cut: what ended it, if not the model."""
         self._held.push(text)
+        self._cut = cut if is_end else None
         self._pieces = ParsedPieces()
         while self._read(is_end):
             pass
@@ -71,19 +76,24 @@ class ToolParser:
             return False
         found = self._markers.find(held)
         if found is None:
-            end = len(held.text)
-            if not is_end:
-                end = start_of_space(held.text, held.at, self._markers.end_of_certain(held))
-            self._pieces.content.append(held.take(end))
+            certain = self._markers.end_of_certain(held)
+            space = start_of_space(held.text, held.at, certain)
+            if is_end and (self._cut != "length" or certain == len(held.text)):
+                self._add_content(held.take(space if space == held.at and self._follows_call else None))
+            else:
+                self._add_content(held.take(space))
+            if is_end:
+                held.take()  # white space after calls, and the beginning of a marker, which was cut
             return False
         # White space before a call is layout.
-        self._pieces.content.append(held.take(start_of_space(held.text, held.at, found.start())))
+        self._add_content(held.take(start_of_space(held.text, held.at, found.start())))
         self._before_head = held.take(found.start())
         self._marker = found[0]
         self._read = self._read_head
         return True
 
     def _read_head(self, is_end: bool) -> bool:
+        is_cut = False
         for shape in self._family.shapes:
             match = None if shape.begins_answer and not self._is_first else self._match(shape.head)
             if match is None:
@@ -91,12 +101,16 @@ class ToolParser:
             if match.partial:
                 if not self._is_decided(is_end):
                     return False
+                is_cut |= self._is_cut(match) and self._may_be_cut(shape)
             elif self._may_begin(shape, match):
                 self._shape, self._is_first = shape, False
                 self._begin_call(match)
                 return True
-        self._pieces.content += (self._before_head, self._marker)
-        self._held.at += len(self._marker)
+        if is_cut:
+            self._held.take()
+        else:
+            self._add_content(self._before_head + self._marker)
+            self._held.at += len(self._marker)
         self._before_head = self._marker = ""
         self._is_first = False
         self._read = self._read_content
@@ -111,16 +125,32 @@ class ToolParser:
         """Returns whether a partial match cannot become a match."""
         return is_end or self._held.num_left >= MAX_HEAD_CHARACTERS
 
+    def _is_cut(self, match: regex.Match[str]) -> bool:
+        """Returns whether the text was cut within a match, so that the rest is neither a call nor content."""
+        return match.partial and self._cut is not None and self._held.num_left < MAX_HEAD_CHARACTERS
+
+    def _may_be_cut(self, shape: Shape) -> bool:
+        """Returns whether a cut head may have become a call; a word that begins no tool's name is text."""
+        if not shape.needs_known_name or self._tools is None:
+            return True
+        word = _CUT_NAME.match(self._held.text, self._held.at)
+        return word is None or any(name.startswith(word[1]) for name in self._tools)
+
     def _may_begin(self, shape: Shape, match: regex.Match[str]) -> bool:
-        is_known = self._tools is None or match["name"] in self._tools
+        is_known = self._tools is None or match.groupdict().get("name") in self._tools
         return self.num_calls < MAX_TOOL_CALLS and (is_known or not shape.needs_known_name)
 
     def _begin_call(self, match: regex.Match[str]) -> None:
-        self._name = match["name"]
+        self._name = match.groupdict().get("name", "")
         self._head = self._held.take(match.end())
         if self._shape.arguments == "python":  # a call only if its arguments can be read
             self._python = PythonArguments()
             self._read = self._read_python
+            return
+        if self._shape.name_after is not None:
+            self._depth, self._in_string, self._is_escaped = 0, False, False
+            self._value = []
+            self._read = self._read_json
             return
         self._add_call(match.groupdict().get("id"))
         if self._shape.arguments == "json":
@@ -129,6 +159,10 @@ class ToolParser:
             self._held.at += is_encoded
             self._value = []
             self._read = self._read_encoded if is_encoded else self._read_json
+        elif isinstance(self._shape.arguments, Marked):
+            self._marked = MarkedArguments(self._shape.arguments, (self._tools or {}).get(self._name))
+            self._add_arguments("{")
+            self._read = self._read_marked
         else:
             self._num_parameters = 0
             self._add_arguments("{")
@@ -137,6 +171,8 @@ class ToolParser:
     def _read_json(self, is_end: bool) -> bool:
         held = self._held
         text, place = held.text, held.at
+        is_named = self._shape.name_after is None
+        add = self._add_arguments if is_named else self._value.append
         while place < len(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -156,11 +192,54 @@ class ToolParser:
             else:
                 self._depth -= 1
                 if self._depth == 0:
-                    self._add_arguments(held.take(place))
-                    self._read = self._read_tail
+                    add(held.take(place))
+                    self._read = self._read_tail if is_named else self._read_late_name
                     return True
-        self._add_arguments(held.take())
+        add(held.take())
+        if is_end and not is_named:
+            return self._end_nameless()
         return False
+
+    def _read_late_name(self, is_end: bool) -> bool:
+        """Reads the name of a call whose arguments were written first."""
+        assert self._shape.name_after is not None
+        match = self._match(self._shape.name_after)
+        if match is not None and match.partial and not self._is_decided(is_end):
+            return False
+        if match is None or match.partial:
+            if match is not None and self._is_cut(match):
+                self._held.take()
+            return self._end_nameless()
+        self._held.at = match.end()
+        self._name = match["name"]
+        arguments, self._value = "".join(self._value), []
+        self._add_call(None)
+        self._add_arguments(arguments)
+        self._read = self._read_tail
+        return True
+
+    def _end_nameless(self) -> bool:
+        """Ends arguments whose call has no name: they are content, unless the text was cut."""
+        if self._cut is None or self._held.num_left:
+            self._add_content("".join((self._before_head, self._head, *self._value)))
+        self._value = []
+        self._before_head = self._marker = ""
+        self._read = self._read_content
+        return True
+
+    def _read_marked(self, is_end: bool) -> bool:
+        assert self._marked is not None
+        is_complete = self._marked.read(self._held)
+        if is_end and not is_complete and self._cut is None:
+            self._marked.finish()
+        self._add_arguments(self._marked.take())
+        if is_end and not is_complete:
+            self._held.take()
+        elif not is_complete:
+            return False
+        self._marked = None
+        self._read = self._read_tail
+        return True
 
     def _read_encoded(self, is_end: bool) -> bool:
         """Reads arguments that are written as a JSON string which contains the object."""
@@ -178,19 +257,23 @@ class ToolParser:
             if found[0] == '"':
                 self._value.append(held.take(found.start()))
                 held.at = place
-                self._add_arguments(_decoded("".join(self._value)))
+                self._add_arguments(decoded_string("".join(self._value)))
                 self._read = self._read_tail
                 return True
             self._is_escaped = True
         self._value.append(held.take())
         if is_end:
-            self._add_arguments(_decoded("".join(self._value)))
+            self._add_arguments(decoded_string("".join(self._value)))
             self._value = []
         return False
 
     def _read_python(self, is_end: bool) -> bool:
         """Reads `a=1, b="x")` as a whole."""
-        is_read = self._python.read(self._held, is_end)
+        is_read = self._python.read(self._held, is_end and self._cut is None)
+        if is_read is None and self._cut is not None:
+            self._add_call(None)
+            self._add_arguments(self._python.unfinished())
+            self._held.take()
         if is_read is None:
             return False
         if is_read:
@@ -198,7 +281,7 @@ class ToolParser:
             self._add_arguments(self._python.json)
             self._read = self._read_next
         else:
-            self._pieces.content += (self._before_head, self._head, *self._python.source)
+            self._add_content("".join((self._before_head, self._head, *self._python.source)))
             self._before_head = self._marker = ""
             self._read = self._read_content
         self._python = PythonArguments()
@@ -213,8 +296,10 @@ class ToolParser:
             comma = ", " if self._num_parameters else ""
             self._num_parameters += 1
             tool = (self._tools or {}).get(self._name)
-            self._types = tool.of_argument(name) if tool is not None else ()
-            quote = '"' if self._types == _TEXT else ""
+            self._types = marked_types(
+                tool.of_argument(name) if tool is not None else (), key.groupdict().get("string")
+            )
+            quote = '"' if self._types == TEXT else ""
             self._add_arguments(f"{comma}{json.dumps(name, ensure_ascii=False)}: {quote}")
             self._at_value_start = parameters.strips_newline
             self._value = []
@@ -225,6 +310,9 @@ class ToolParser:
         if close is not None and not close.partial:
             held.at = close.end()
         elif (key is not None or close is not None) and not self._is_decided(is_end):
+            return False
+        elif self._cut is not None and (key is not None or close is not None):
+            held.take()
             return False
         elif close is not None and is_end:  # the text ends within the closing marker
             held.take()
@@ -243,7 +331,9 @@ class ToolParser:
         if end is not None:
             self._add_value(held.take(end.start()))
             held.at = len(held.text) if end.partial else end.end()
-        self._add_arguments('"' if self._types == _TEXT else typed_value("".join(self._value), self._types))
+        if self._cut is not None and (end is None or end.partial):
+            return False  # the value may go on
+        self._add_arguments('"' if self._types == TEXT else typed_value("".join(self._value), self._types))
         self._read = self._read_key
         return True
 
@@ -265,7 +355,7 @@ class ToolParser:
         return None
 
     def _add_value(self, text: str) -> None:
-        if self._types == _TEXT:
+        if self._types == TEXT:
             self._add_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         else:
             self._value.append(text)
@@ -289,6 +379,8 @@ class ToolParser:
         if match is not None:
             if match.partial and not self._is_decided(is_end):
                 return False
+            if self._is_cut(match) and self._may_be_cut(self._shape):
+                self._held.take()
             if not match.partial and self._may_begin(self._shape, match):
                 self._begin_call(match)
                 return True
@@ -304,6 +396,8 @@ class ToolParser:
                 return True
             if not self._is_decided(is_end):
                 return False
+            if self._is_cut(match):
+                self._held.take()
         self._before_head = self._marker = ""
         self._read = self._read_content
         return True
@@ -315,19 +409,16 @@ class ToolParser:
         assert isinstance(self._shape.arguments, Parameters)
         return self._shape.arguments
 
+    def _add_content(self, text: str) -> None:
+        if text:
+            self._pieces.content.append(text)
+            self._follows_call = False
+
     def _add_call(self, call_id: str | None) -> None:
+        self._follows_call = True
         self._pieces.begin_call(self.num_calls, self._name, call_id)
         self.num_calls += 1
         self._before_head = self._marker = ""
 
     def _add_arguments(self, text: str) -> None:
         self._pieces.add_arguments(self.num_calls - 1, text)
-
-
-def _decoded(text: str) -> str:
-    """Returns the value of a JSON string without its quotes, or the text itself if it is none."""
-    try:
-        value: str = json.loads(f'"{_CUT_ESCAPE.sub("", text)}"', strict=False)
-    except ValueError:
-        return text
-    return whole_characters(value)

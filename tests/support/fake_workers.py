@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -242,12 +243,13 @@ class FakeWorkers:
         self._thread.join(5)
 
 
-def make_tokenizer(folder: Path, chat_template: str = TEMPLATE) -> Tokenizer:
+def make_tokenizer(folder: Path, chat_template: str = TEMPLATE, markers: Sequence[str] = ()) -> Tokenizer:
+    """Writes the text files of a model whose tokens are bytes. markers: texts that are special tokens besides."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({"</s>": 0} | {c: i for i, c in enumerate(alphabet, start=1)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.add_special_tokens(["</s>", *markers])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

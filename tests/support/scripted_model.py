@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,18 @@ class ScriptedWorkers(FakeWorkers):
 
 @contextmanager
 def scripted_model(
-    folder: Path, script: Script, name: str = MODEL, **settings: Any
+    folder: Path,
+    script: Script,
+    name: str = MODEL,
+    template: str = _TEMPLATE,
+    markers: Sequence[str] = (),
+    **settings: Any,
 ) -> Iterator[tuple[str, ScriptedWorkers]]:
-    """Yields the URL of a proxy that serves the script under a name, and its workers. settings: of the proxy."""
-    tokenizer = make_tokenizer(folder, _TEMPLATE)
+    """Yields the URL of a proxy that serves the script under a name, and its workers.
+
+    markers: special tokens. settings: of the proxy.
+    """
+    tokenizer = make_tokenizer(folder, template, markers)
     with Proxy(folder, served_model_name=name, max_body_mib=64, **settings) as proxy:
         workers = ScriptedWorkers(folder, [proxy.control], tokenizer, script)
         try:

@@ -173,6 +173,30 @@ def test_each_call_counts_towards_the_memory_of_answers() -> None:
     assert budget.num_held_bytes >= len(text) + 100 * 1024
 
 
+@pytest.mark.parametrize(
+    ("text", "finish_reason", "stop_reason", "content", "arguments"),
+    [
+        ('Hm.\n<tool_call>\n{"name": "f", "arg', "length", None, "Hm.", None),
+        ('Hm.\n<tool_call>\n{"name": "f", "arguments": {"a": 1', "length", None, "Hm.", '{"a": 1'),
+        ("Hm.\n<tool", "length", None, "Hm.", None),
+        ("Hm.\n<tool_call>", "stop", "\n", "Hm.", None),
+        ("Hm.\n<tool", "stop", "b", "Hm.\n<tool", None),
+        ("Hm.\n<tool_call>", "stop", None, "Hm.\n<tool_call>", None),
+        ("Hm.\n<tool_call>", "stop", 7, "Hm.\n<tool_call>", None),
+    ],
+)
+def test_what_ends_an_answer_decides_what_a_call_that_has_begun_is(
+    text: str, finish_reason: Any, stop_reason: int | str | None, content: str, arguments: str | None
+) -> None:
+    """The model itself may end with text that looks like a call; a limit only cuts calls."""
+    parser = OutputParser(None, ToolFormat("hermes").with_tools({"f": {}}), is_open=False)
+    choice = ParsedChoice(0, HeldAnswer(AnswerBudget(), "client"), parser, CustomInputs(()))
+    choice.add(TextDelta(0, text, [], 0, finish_reason, stop_reason=stop_reason))
+    parsed, reason = choice.parsed()
+    assert (parsed.content, parsed.arguments.get(0)) == (content, arguments)
+    assert reason == (finish_reason if arguments is None or finish_reason == "length" else "tool_calls")
+
+
 def test_tokens_that_have_piled_up_are_parsed_in_slices() -> None:
     """A client that reads slowly must not make the loop parse all of its answer at once."""
 

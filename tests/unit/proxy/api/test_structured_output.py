@@ -15,6 +15,7 @@ from tandem.engine.sampling.grammar_matcher import compile_grammar, make_tokeniz
 from tandem.engine.sampling.grammar_server import read_tokenizer
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
@@ -247,6 +248,25 @@ def test_the_template_sees_tools_that_may_be_called(reader: BodyReader) -> None:
 
     assert num_tokens(tools=[TOOL]) > num_tokens() + 10
     assert num_tokens(tools=[TOOL], tool_choice="none") == num_tokens()
+
+
+@pytest.fixture(scope="module")
+def unknown(text: ModelText) -> BodyReader:
+    """Reads requests for a model whose calls are of no known format."""
+    return BodyReader(text, ProxyConfig("proxy-0", "", "m", "m", requests=RequestSettings(tool_call_parser="none")))
+
+
+def test_calls_of_no_known_format_are_read_where_a_grammar_forces_them(unknown: BodyReader, tokenizer: Any) -> None:
+    free = read(unknown, {"tools": [TOOL]})
+    assert free.base_sampling.grammar is None and free.tool_format is None
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        forced = read(unknown, {"tools": [TOOL], "tool_choice": choice})
+        assert forced.tool_format is not None and forced.base_sampling.grammar is not None
+        assert not LLMatcher(tokenizer, forced.base_sampling.grammar).is_error()
+        parsed = forced.tool_format.parser().push('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
+        assert parsed.names == {0: "f"}
+    both = read(unknown, {"tools": [TOOL], "response_format": {"type": "json_object"}})
+    assert both.base_sampling.grammar is not None and both.tool_format is None
 
 
 class _NoRendering(BodyReader):

@@ -27,8 +27,31 @@ BEGINNINGS: dict[str, list[str]] = {
     "llama3_json": ['{"name": "f", "parameters": {"a": "', '[{"name": "f", "arguments": "{'],
     "pythonic": ["[f(a='", "[f(a=[", "[f("],
     "openai": ["<|channel|>commentary to=functions.f<|message|>"],
+    "gemma4": ['<|tool_call>call:f{a:<|"|>', "<|tool_call>call:f{b:[", "<|tool_call>call:f{b:", "<|tool_call>call:f{"],
+    "minimax_m2": ['<minimax:tool_call><invoke name="f"><parameter name="b">'],
+    "deepseek_v4": ['<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">'],
+    "olmo3": ["<function_calls>f(a='", "<function_calls>f()"],
+    "dots": ['<dots_function_call>{"arguments": {"a": "'],
+    "jamba": ['<tool_calls>[{"name": "f", "arguments": {}}'],
 }
-REPEATED = [" ", "<", '"', "\\", "[", "{", "</parameter>", "\n<parameter=a>", "<|start|>", "<|end|>", "'a', "]
+REPEATED = [
+    " ",
+    '<|"|>',
+    ",",
+    "a:",
+    "</｜DSML｜parameter>",
+    "\nf()",
+    "<",
+    '"',
+    "\\",
+    "[",
+    "{",
+    "</parameter>",
+    "\n<parameter=a>",
+    "<|start|>",
+    "<|end|>",
+    "'a', ",
+]
 
 
 def seconds(text: str, tools: ToolFamilyName | None, reasoning: ReasoningFamilyName | None, *, step: int) -> float:
@@ -68,8 +91,13 @@ def test_tool_calls(name: ToolFamilyName) -> None:
 def test_thinking(name: ReasoningFamilyName) -> None:
     family = REASONING_FAMILIES[name]
     for begun in ("", family.opening):
-        for repeated in (" ", family.opening, family.ending[:-1], " <"):
+        for repeated in (" ", family.opening, family.ending[:-1], " <", *family.answer_closings):
             check(begun, repeated, None, name)
+
+
+def test_calls_in_thinking() -> None:
+    for repeated in ("<tool_call>", " <", "</thin"):
+        check("<think>", repeated, "hermes", "qwen3")
 
 
 def test_a_call_too_many_is_text() -> None:

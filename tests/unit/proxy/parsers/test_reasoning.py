@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.parsers.output_parser import OutputParser
+from tandem.proxy.parsers.parsed import Cut
 from tandem.proxy.parsers.reasoning import (
     REASONING_FAMILIES,
     ReasoningCounter,
@@ -43,12 +44,18 @@ def ids(text: str) -> list[int]:
     return found
 
 
-def parse(name: ReasoningFamilyName, cuts: list[str], is_open: bool = False, has_tools: bool = False) -> Any:
+def parse(
+    name: ReasoningFamilyName,
+    cuts: list[str],
+    is_open: bool = False,
+    has_tools: bool = False,
+    cut: Cut | None = None,
+) -> Any:
     """Returns the thinking, the answer, and the names of the calls."""
     parser = OutputParser(FORMATS[name], ToolFormat() if has_tools else None, is_open)
     reasoning, content, names = "", "", list[str]()
-    for number, cut in enumerate(cuts, start=1):
-        parsed = parser.push(cut, is_end=number == len(cuts))
+    for number, piece in enumerate(cuts, start=1):
+        parsed = parser.push(piece, is_end=number == len(cuts), cut=cut)
         reasoning += parsed.reasoning
         content += parsed.content
         names += parsed.names.values()
@@ -94,11 +101,14 @@ def test_splitting_any_text_does_not_change_the_result(
     family = REASONING_FAMILIES[name]
     whole_text = text_of(name, "a", "b")
     pieces = [family.opening, family.ending, whole_text[:9], whole_text[5:], "<tool_call>", "x", " ", "\n", *MARKERS]
+    pieces += (*family.openings, *family.endings, *family.answer_openings, *family.answer_closings)
+    pieces.append('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
     text = data.draw(st.lists(st.sampled_from(pieces), max_size=10).map("".join))
-    for has_tools in (False, name != "openai_gptoss"):
-        whole = parse(name, [text], is_open, has_tools)
-        assert parse(name, cut_up(text, places), is_open, has_tools) == whole
-        assert parse(name, [*text, ""], is_open, has_tools) == whole
+    cuts: tuple[Cut | None, ...] = (None, "length", "stop")
+    for has_tools, cut in product((False, name != "openai_gptoss"), cuts):
+        whole = parse(name, [text], is_open, has_tools, cut)
+        assert parse(name, cut_up(text, places), is_open, has_tools, cut) == whole
+        assert parse(name, [*text, ""], is_open, has_tools, cut) == whole
 
 
 @pytest.mark.parametrize("name", [name for name in REASONING_FAMILIES if name != "openai_gptoss"])
@@ -153,6 +163,13 @@ def test_a_prompt_that_ends_with_the_opening_begins_thinking() -> None:
     assert found.is_open(pack_token_ids(ids("user: <think> x assistant: <think>\n")), TOKENIZER)
     assert not found.is_open(pack_token_ids(ids("assistant: <think>\n\n</think>\n\n")), TOKENIZER)
     assert not found.is_open(pack_token_ids(ids("what is <think>? assistant:")), TOKENIZER)
+    assert FORMATS["apriel"].is_open(pack_token_ids(ids("Here are my reasoning steps:\n")), TOKENIZER)
+
+
+def test_granite_may_shorten_its_phrases() -> None:
+    text = "Here's my thought process: Hm. Here's my response: Yes"
+    for cuts in ([text], list(text)):
+        assert parse("granite", cuts) == ("Hm.", "Yes", [])
 
 
 def test_the_end_of_thinking_is_forced_after_the_budget() -> None:
@@ -189,6 +206,19 @@ def test_a_grammar_may_follow_a_forced_end() -> None:
         ("◁think▷", "kimi_vl"),
         ("[SYSTEM_PROMPT][THINK]", "mistral"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "openai_gptoss"),
+        ("<|turn>model\n<|channel>thought", "gemma4"),
+        ("<|turn>system\n<|think|>", "gemma4"),
+        ("<|START_THINKING|>", "cohere"),
+        ("<|inner_prefix|>", "apertus"),
+        ("<seed:think>", "seed_oss"),
+        ("<|thought_start|>", "minicpm3"),
+        ("thoughts after 'Here is my thought process:' and", "granite"),
+        ("between <think></think> and <response></response>", "ernie45"),
+        ("<response></response> <minimax:tool_call> </think>", "minimax_m2"),
+        ("<think>\n\n</think>\n 助手：", "hunyuan_a13b"),
+        ("</think> <answer>", "hunyuan_a13b"),
+        ("Here are my reasoning steps:\n [BEGIN FINAL RESPONSE]", "apriel"),
+        ("<thought> </thought>", "exaone"),
         ("<|im_start|>", None),
         (None, None),
     ],
