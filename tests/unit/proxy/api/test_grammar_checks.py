@@ -23,7 +23,9 @@ from tandem.runtime.errors import InvalidRequest
 GOOD: dict[str, Any] = {"type": "object", "properties": {"day": {"type": "integer"}}, "required": ["day"]}
 A_RULE = '"day"'
 JSON_FAMILIES: list[ToolFamilyName] = [name for name in TOOL_FAMILIES if ToolFormat(name).writes_json]
-AUTO_FAMILIES: list[ToolFamilyName] = [name for name in JSON_FAMILIES if name != "openai"]
+AUTO_FAMILIES: list[ToolFamilyName] = [
+    name for name in JSON_FAMILIES if ToolFormat(name).is_constrained(is_required=False, has_content=False)
+]
 
 
 def argument(schema: Any) -> dict[str, Any]:
