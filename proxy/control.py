@@ -98,7 +98,7 @@ class Control:
                 answer = self._unchanged[known, self._table.needs_restart(message.epoch)]
                 self._socket.send(identity, answer)
             case WorkerLeft():
-                self._apply(self._table.on_left(message.epoch, message.exits))
+                self._apply(self._table.on_left(message.epoch, message.cause, message.attempt_ids))
             case DrainWorker():
                 error = self._order(message.worker_id, LeaveCluster())
                 if not error:
@@ -195,7 +195,9 @@ class Control:
         for gone in change.lost:
             log.warning("lost %s (epoch %s): %s", gone.worker.worker_id, gone.worker.epoch, gone.reason)
             self._identities.pop(gone.worker.epoch, None)
-            self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed, gone.has_left)
+            self._state.dispatcher.on_worker_lost(
+                gone.worker, gone.reason, gone.has_crashed, gone.has_left, gone.attempt_ids
+            )
             self._connections.close(gone.worker, is_gone=gone.is_gone)
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)

@@ -57,7 +57,7 @@ from tandem.vllm_worker.scheduler.vllm_scheduler import VllmScheduler
 from tandem.vllm_worker.vllm_host import ENGINE, VllmHost, engine_arguments, kv_layout
 from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig
 from tandem.worker.kv_traffic import KVTraffic
-from tandem.worker.presence import Presence, new_worker_info
+from tandem.worker.presence import EngineFailed, Presence, new_worker_info
 from tandem.worker.to_proxy import ProxyAnswers
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class VllmWorker:
         self._stopping = asyncio.Event()
         self._presence: Presence[VllmAction] | None = None
         self._metrics = WorkerMetrics()
-        self._failure: BaseException | None = None
+        self._failure: EngineFailed | None = None
         self._hashed: tuple[PromptMessage | None, list[bytes]] = (None, [])
 
     def stop(self) -> None:
@@ -103,7 +103,7 @@ class VllmWorker:
         host = self._host = VllmHost(pools, pids, block_bytes, connectors, config.engine.device)
         for pid in pids:
             if pid != os.getpid():
-                host.watch_exit(pid, partial(self._on_failed, InternalError(f"its rank {pid} has ended")))
+                host.watch_exit(pid, partial(self._on_failed, InternalError(f"its rank {pid} has ended"), []))
         layout, facts = pools.layout, engine.facts
         self._vocab_size, self._max_model_len = facts.vocab_size, facts.max_model_len
         scheduler = self._scheduler = VllmScheduler(
@@ -173,7 +173,7 @@ class VllmWorker:
 
     def _on_tick(self, now: float) -> None:
         if self._failure is not None:
-            raise InternalError(f"vLLM's engine has failed: {self._failure}") from self._failure
+            raise self._failure
         if reason := self._engine.check(now):
             end_process(f"{reason}: vLLM's engine hangs; the worker ends")
         self._traffic.on_tick(now)
@@ -231,8 +231,10 @@ class VllmWorker:
             self._metrics.step_gap.observe(report.gap_s)
         self._perform(self._scheduler.on_report(self._loop.time(), report))
 
-    def _on_failed(self, error: BaseException) -> None:
-        self._failure = error
+    def _on_failed(self, error: BaseException, engine_ids: list[str]) -> None:
+        if self._failure is None:
+            self._failure = EngineFailed(f"vLLM's engine has failed: {error}", self._scheduler.attempt_ids(engine_ids))
+            self._failure.__cause__ = error
 
     def _on_message(self, identity: bytes, message: ToWorker | ToDecodePeer) -> None:
         match message:

@@ -23,6 +23,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messaging import Network
 from tandem.runtime.drain import Drain, Retired
+from tandem.runtime.errors import InternalError
 from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.threads import show_thread_name
 from tandem.telemetry.worker_metrics import WorkerMetrics
@@ -59,6 +60,14 @@ def _role(config: WorkerConfig) -> Role:
     """Returns the role that this worker last took, or the configured one."""
     file = Path(config.role_file)
     return msgspec.convert(file.read_text(), Role) if config.role_file and file.exists() else config.role
+
+
+class EngineFailed(InternalError):
+    """The engine cannot go on, so the worker ends. attempt_ids: attempts in the step that failed, if they are known."""
+
+    def __init__(self, message: str, attempt_ids: list[str]) -> None:
+        super().__init__(message)
+        self.attempt_ids = attempt_ids
 
 
 class RoleFile:
@@ -143,7 +152,8 @@ class Presence(Generic[A]):
     async def serve(self, network: Network, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
         """Serves until `stopping` is set or a drain is over.
 
-        Raises ConfigError if no proxy accepts this worker, Retired if it was drained for good.
+        Raises ConfigError if no proxy accepts this worker, Retired if it was drained for good, and what `on_tick`
+        raises.
         """
         registration = self._registration = ProxyLinks(
             network,
@@ -158,6 +168,8 @@ class Presence(Generic[A]):
             self._clear_cache,
             self._config.proxies_file,
         )
+        # Only an end that was asked for is one. Proxies would retry what ends by an error for as long as workers last.
+        left = WorkerLeft(self.info.worker_id, self.info.epoch, "failure")
         try:
             while not stopping.is_set():
                 now = self._loop.time()
@@ -171,9 +183,13 @@ class Presence(Generic[A]):
                     await asyncio.wait_for(stopping.wait(), TICK_S)
                 except TimeoutError:
                     continue
+            left = msgspec.structs.replace(left, cause="order")
+        except EngineFailed as error:
+            left = msgspec.structs.replace(left, attempt_ids=error.attempt_ids)
+            raise
         finally:
             self._registration = None
-            registration.send_to_all(WorkerLeft(self.info.worker_id, self.info.epoch))
+            registration.send_to_all(left)
             registration.close()
             if self._role_file is not None:
                 self._role_file.close()

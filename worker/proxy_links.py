@@ -156,7 +156,7 @@ class ProxyLinks:
                     link.gave_up = True
                 if link.gave_up:
                     worker = self._register.worker
-                    link.socket.send(WorkerLeft(worker.worker_id, worker.epoch, exits=False))
+                    link.socket.send(WorkerLeft(worker.worker_id, worker.epoch, "silence"))
 
     def send_to_all(self, message: WorkerStatus | WorkerLeft | RegisterWorker) -> None:
         """Sends a message to every proxy."""

@@ -215,16 +215,22 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Number of reports with changed pairs up to this one, which shows a proxy that it has missed one."""
 
 
-class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy: the worker exits now. Its requests in flight migrate.
+LeaveCause = Literal["order", "failure", "silence"]
+"""order: it was told to stop or to drain. failure: an error ends it, and a request may be the cause. silence: it heard
+nothing from the proxy for PROXY_SILENCE_S, has given that proxy's requests up, and does not exit."""
 
-    Without `exits`, it heard nothing for PROXY_SILENCE_S and has given this proxy's requests up. It says so with each
-    status until the proxy no longer knows it, and registers again.
+
+class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Worker to proxy: the worker has given up its requests in flight, which migrate.
+
+    After a silence it says so with each status until the proxy no longer knows it, and registers again.
     """
 
     worker_id: str
     epoch: str
-    exits: bool = True
+    cause: LeaveCause = "order"
+    attempt_ids: list[str] = []
+    """Attempts in the step whose failure ended the engine, of all proxies; empty if they are not known."""
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -105,9 +105,11 @@ class LostWorker:
     worker: WorkerInfo
     reason: str
     has_crashed: bool = False
-    """The launcher saw its process end by a signal or an error. Silence proves no crash."""
+    """It said that it has failed, or the launcher saw it end by a signal or an error. Silence proves no crash."""
     has_left: bool = False
     """It announced that it leaves, or its process or host ended without a crash: no request is the cause."""
+    attempt_ids: frozenset[str] = frozenset()
+    """Attempts in the step that crashed it, of which one is the cause; empty if they are not known."""
     is_gone: bool = True
     """Nothing listens under this epoch any more; another process may soon listen at its address."""
 

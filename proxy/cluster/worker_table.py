@@ -10,6 +10,8 @@ A worker gets no prompts while it has not answered the proxy's last Ping, althou
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from tandem.protocol.messages.dispatch import Pong
@@ -18,6 +20,7 @@ from tandem.protocol.messages.membership import (
     PREFILL_ROLES,
     PROTOCOL_VERSION,
     PROXY_SILENCE_S,
+    LeaveCause,
     RegisterWorker,
     Role,
     WorkerInfo,
@@ -50,6 +53,11 @@ _ORDER_S = 1.0
 PONG_TIMEOUT_S = 5.0
 """Time after which a worker that has not answered a Ping is connected to again. Longer than a stall of this proxy after
 which all workers are lost anyway."""
+_LEAVE_REASONS: dict[LeaveCause, str] = {
+    "order": "it has left",
+    "failure": "it has failed",
+    "silence": "it heard nothing from this proxy and gave its requests up",
+}
 _GIVEN_UP_S = PROXY_SILENCE_S - 1.0
 """Stall after which workers may have given up this proxy's requests: their limit minus the age of the last message."""
 
@@ -190,11 +198,23 @@ class WorkerTable:
             each.reconnect_at = now + PONG_TIMEOUT_S
         return found
 
-    def on_left(self, epoch: str, exits: bool = True) -> MembershipChange:
-        """The worker announced that it leaves, or that it has given this proxy's requests up."""
-        record = self._by_epoch.get(epoch)
-        reason = "it has left" if exits else "it heard nothing from this proxy and gave its requests up"
-        return self._remove([LostWorker(record.worker, reason, has_left=True, is_gone=exits)] if record else [])
+    def on_left(self, epoch: str, cause: LeaveCause = "order", attempt_ids: Iterable[str] = ()) -> MembershipChange:
+        """The worker announced that it ends, or that it has given this proxy's requests up. See `WorkerLeft`."""
+        if (record := self._by_epoch.get(epoch)) is None:
+            return MembershipChange()
+        has_failed = cause == "failure"
+        return self._remove(
+            [
+                LostWorker(
+                    record.worker,
+                    _LEAVE_REASONS[cause],
+                    has_crashed=has_failed,
+                    has_left=not has_failed,
+                    attempt_ids=frozenset(attempt_ids),
+                    is_gone=cause != "silence",
+                )
+            ]
+        )
 
     def on_exited(self, worker_id: str, pid: int, has_crashed: bool) -> MembershipChange:
         """The launcher saw the process exit. A new process of that name that has already registered stays.

@@ -4,6 +4,9 @@ Every prompt that a crashed worker had not begun to decode may have been the cau
 queued. So the first death changes nothing, and the second makes a prompt a suspect, which is tried apart from all
 other unproven prompts (`proxy.dispatch.trials`). A suspect whose worker crashes then is the cause. A prompt that
 happens to be present at two unrelated deaths is retried like any other, only later.
+
+A worker whose engine fails by an error names the attempts in the step that failed. Then only these are suspects, at
+once, and a prompt that is the only one in two such steps is the cause: it costs two workers.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class RequestCrashesWorkers(InvalidRequest):
 
     def __init__(self) -> None:
         super().__init__(
-            f"At least {MAX_DEATHS} workers crashed while they computed this request, so it is refused for "
+            "Workers crashed each time they computed this request, so it is refused for "
             f"{REFUSAL_S / 60:.0f} minutes. Change the prompt or its parameters, and report it to the operator."
         )
 
@@ -49,8 +52,8 @@ class RefusedPrompts:
     def __init__(self) -> None:
         self._until: dict[bytes, float] = {}  # in order
 
-    def add(self, now: float, prompt: Prompt, sampling: SamplingParams) -> None:
-        digest = _digest(prompt, sampling)
+    def add(self, now: float, digest: bytes) -> None:
+        """digest: see `prompt_digest`."""
         self._until.pop(digest, None)
         self._until[digest] = now + REFUSAL_S
         while len(self._until) > MAX_REFUSED_PROMPTS:
@@ -60,12 +63,12 @@ class RefusedPrompts:
         """Raises RequestCrashesWorkers for a refused prompt."""
         while self._until and next(iter(self._until.values())) <= now:
             del self._until[next(iter(self._until))]
-        if self._until and _digest(prompt, sampling) in self._until:
+        if self._until and prompt_digest(prompt, sampling) in self._until:
             raise RequestCrashesWorkers
 
 
-def _digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
-    """Hashes the client and everything that a worker computes, except the seed."""
+def prompt_digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
+    """Hashes the client and everything that a worker computes, except the seed. About a millisecond for a megabyte."""
     shape = msgspec.structs.replace(sampling, seed=0)
     media = [(item.digest, item.spans) for item in prompt.media]
     parts = msgspec.msgpack.encode(

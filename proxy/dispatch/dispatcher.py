@@ -48,7 +48,7 @@ from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.proxy.dispatch.attempt import Attempt, SharedPrefill
 from tandem.proxy.dispatch.crashes import REFUSAL_S, RefusedPrompts, RequestCrashesWorkers
 from tandem.proxy.dispatch.prompt_messages import prompt_messages
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta, sequences_that_crashed
 from tandem.proxy.dispatch.trials import Trials, WaitingPrompt
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.text.prompt import Prompt
@@ -235,6 +235,8 @@ class Dispatcher:
             if sequences:
                 pick = partial(self._pick, sequences)
                 try:
+                    # The trial of an equal request may have shown its cause.
+                    self._refused.check(now, sequences[0].prompt, sequences[0].sampling)
                     route, refused_at = trials.place(now, self._running.values(), pick)
                     if route is None:
                         possible = pick(frozenset())
@@ -245,6 +247,9 @@ class Dispatcher:
                     trials.begin(now, sequences, route)
                 except NoWorkerReady as error:
                     self._wait(waiting, error)
+                except RequestCrashesWorkers as error:
+                    for sequence in sequences:
+                        sequence.fail(error)
             trials.suspects.popleft()
             trials.give_up()
         if trials.suspects or trials.is_running:
@@ -368,20 +373,24 @@ class Dispatcher:
         return attempt if attempt is not None and attempt.runs_on(worker) else None
 
     def on_worker_lost(
-        self, worker: WorkerInfo, reason: str, has_crashed: bool = False, has_left: bool = False
+        self,
+        worker: WorkerInfo,
+        reason: str,
+        has_crashed: bool = False,
+        has_left: bool = False,
+        attempt_ids: frozenset[str] = frozenset(),
     ) -> None:
         """A worker, or a connection to it, was lost. Call before the worker's connections are closed.
 
         has_crashed: a request may be the cause. has_left: no request is. Both may become known later than the loss,
-        which is then reported twice.
+        which is then reported twice. attempt_ids: of the step that crashed it; empty if they are not known.
         """
         if has_crashed and worker.epoch not in self._dead:
             self._dead.append(worker.epoch)
-            for sequence in self._sequences:
-                if sequence.on_worker_died(worker):
-                    log.error("a request that crashed %d workers is refused for %.0f s", sequence.num_deaths, REFUSAL_S)
-                    self._refused.add(asyncio.get_running_loop().time(), sequence.prompt, sequence.sampling)
-                    sequence.fail(RequestCrashesWorkers())
+            for sequence in sequences_that_crashed(worker, self._sequences, attempt_ids):
+                log.error("a request that crashed %d workers is refused for %.0f s", sequence.num_deaths, REFUSAL_S)
+                self._refused.add(asyncio.get_running_loop().time(), sequence.digest)
+                sequence.fail(RequestCrashesWorkers())
         if has_left:
             for sequence in self._sequences:
                 sequence.on_worker_left(worker)

@@ -10,8 +10,9 @@ Tokens of an earlier attempt find no entry in the dispatcher's table, so each to
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -19,7 +20,7 @@ from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.plausible import plausible_count
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions
 from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.crashes import SUSPECT_DEATHS
+from tandem.proxy.dispatch.crashes import SUSPECT_DEATHS, prompt_digest
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
@@ -53,6 +54,7 @@ class DispatchedSequence:
     reader has something to take, and not again until it has been taken. siblings: the sequences of the same prompt,
     including this one. avoid: epochs of the workers suspected of the last failure. near: epoch of the last decode
     worker, unless it is in `avoid`. num_deaths: of workers, since the last decoded token, that it may have caused.
+    num_failed_steps: steps with this sequence, since it last decoded without an error, whose failure ended a worker.
     num_trials: how often it was tried as a suspect.
     """
 
@@ -77,6 +79,7 @@ class DispatchedSequence:
         self.error: TandemError | None = None
         self.num_lost = 0
         self.num_deaths = 0
+        self.num_failed_steps = 0
         self.num_trials = 0
         self.avoid: frozenset[str] = frozenset()
         self.near = ""
@@ -136,6 +139,30 @@ class DispatchedSequence:
                 return self.num_deaths >= attempt.refused_at.get(worker.epoch, math.inf)
         return False
 
+    def on_step_failed(self, worker: WorkerInfo, attempt_ids: frozenset[str]) -> bool:
+        """Counts the failure of a step that ended a worker, if this sequence was in it. Returns whether it was.
+
+        One such step makes an unproven sequence a suspect, because only those in the step may be the cause.
+        """
+        found = [attempt for attempt in self._unproven_attempts() if attempt.attempt_id in attempt_ids]
+        if not found:
+            return False
+        self.num_failed_steps += 1
+        if any(attempt.may_have_killed(worker) for attempt in found):
+            self.num_deaths = max(SUSPECT_DEATHS, self.num_deaths + 1)
+        return True
+
+    def is_refused_at(self, worker: WorkerInfo) -> bool:
+        """Whether it was tried on this worker so that its death shows it to be the cause."""
+        return any(
+            self.num_deaths >= attempt.refused_at.get(worker.epoch, math.inf) for attempt in self._unproven_attempts()
+        )
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """The same for equal requests of a client, see `prompt_digest`."""
+        return prompt_digest(self.prompt, self.sampling)
+
     def on_worker_left(self, worker: WorkerInfo) -> None:
         """Does not count the attempts that end, or have failed, because this worker leaves in order.
 
@@ -166,6 +193,8 @@ class DispatchedSequence:
         if attempt.has_decoded:
             self.num_deaths = 0
             self._lost_attempts.clear()
+            if attempt.error is None:  # it has got past the step that failed before
+                self.num_failed_steps = 0
         is_first = not self.generated
         self.generated += [token.token_id for token in tokens]
         if not is_first:
@@ -193,3 +222,23 @@ class DispatchedSequence:
         """Whether its attempt is over, but has not finished the sequence."""
         attempt = self.attempt
         return self.is_wanted and attempt is not None and attempt.is_over and attempt.finish_reason is None
+
+
+def sequences_that_crashed(
+    worker: WorkerInfo, sequences: Iterable[DispatchedSequence], attempt_ids: frozenset[str]
+) -> list[DispatchedSequence]:
+    """Counts the crash of a worker. Returns the sequences of the prompt that is the cause, if that is certain by now.
+
+    attempt_ids: of the step that crashed it; empty if they are not known. Then every prompt that the worker held and
+    had not begun to decode may be the cause. Else a prompt is the cause that is the only one in two such steps.
+    """
+    if not attempt_ids:
+        return [each for each in sequences if each.on_worker_died(worker)]
+    sequences = list(sequences)
+    before = {each.digest for each in sequences if each.num_failed_steps}
+    named = [each for each in sequences if each.on_step_failed(worker, attempt_ids)]
+    again = [each for each in named if each.digest in before]
+    if len({each.digest for each in again}) > 1:
+        again = [each for each in again if each.is_refused_at(worker)]
+    causes, sizes = {each.digest for each in again}, {each.prompt.num_tokens for each in again}
+    return [each for each in sequences if each.prompt.num_tokens in sizes and each.digest in causes]

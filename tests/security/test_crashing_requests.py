@@ -23,6 +23,7 @@ from tandem.proxy.dispatch.crashes import (
     REFUSAL_S,
     RefusedPrompts,
     RequestCrashesWorkers,
+    prompt_digest,
 )
 from tandem.proxy.dispatch.sequence import DispatchedSequence
 from tandem.proxy.dispatch.trials import TRIAL_S
@@ -66,10 +67,13 @@ class Workers:
     """Plays workers that compute what they hold in a random order. A worker that computes POISON dies and is replaced.
 
     num_killed: by POISON. reports_first: the peer of a dead worker reports its loss before the launcher does.
+    names_step: workers fail by an error, and name the attempts of the step: POISON's and some others that they hold.
     """
 
-    def __init__(self, cluster: Cluster, rng: random.Random, reports_first: bool) -> None:
-        self.cluster, self._rng, self._reports_first = cluster, rng, reports_first
+    def __init__(
+        self, cluster: Cluster, rng: random.Random, reports_first: bool = False, names_step: bool = False
+    ) -> None:
+        self.cluster, self._rng, self._reports_first, self._names_step = cluster, rng, reports_first, names_step
         self._num_joined = 0
         self.num_killed = 0
         self.answers: dict[int, list[int] | TandemError] = {}
@@ -129,11 +133,22 @@ class Workers:
         assert route.prefill is not None and route.decode is not None
         if starts[attempt_id].token_ids[:12] == POISON.token_ids:
             self.num_killed += 1
-            await self.kill(route.prefill)
+            if self._names_step:
+                self.fail(route.prefill, attempt_id)
+            else:
+                await self.kill(route.prefill)
             return
         self.cluster.first(attempt_id, 1, worker=route.prefill)
         self.cluster.token(attempt_id, 2, worker=route.decode)
         self.cluster.token(attempt_id, 3, "length", worker=route.decode)
+
+    def fail(self, worker: WorkerInfo, attempt_id: str) -> None:
+        running = self.cluster.dispatcher._running.items()
+        others = [
+            key for key, each in running if each.runs_on(worker) and not each.is_over and self._rng.random() < 0.5
+        ]
+        self.cluster.fail(worker, [attempt_id, *others, "of another proxy"])
+        self.join(worker.role)
 
     async def kill(self, worker: WorkerInfo) -> None:
         if self._reports_first:
@@ -173,6 +188,30 @@ def test_the_cause_is_refused_and_nothing_beside_it(
         assert all(answer == [1, 2, 3] for answer in workers.answers.values()), workers.answers
         with pytest.raises(RequestCrashesWorkers):
             cluster.dispatcher.start(POISON, [SamplingParams(seed=5)], StopConditions(3), 1.0, lambda _: None)
+
+    play(scenario)
+
+
+@example(seed=0, num_before=12, num_copies=4, num_after=12)
+@given(st.integers(0, 1 << 16), st.integers(0, 12), st.integers(1, 4), st.integers(0, 12))
+def test_a_prompt_costs_two_workers_that_name_their_step(
+    seed: int, num_before: int, num_copies: int, num_after: int
+) -> None:
+    """Also if several requests have it."""
+
+    async def scenario(cluster: Cluster) -> None:
+        workers = Workers(cluster, random.Random(seed), names_step=True)
+        for number in range(num_before):
+            workers.start(innocent(number))
+        for _ in range(num_copies):
+            workers.start(POISON)
+        for number in range(num_after):
+            workers.start(innocent(100 + number))
+        await workers.compute_all()
+        for number in range(num_before, num_before + num_copies):
+            assert isinstance(workers.answers.pop(number), RequestCrashesWorkers)
+        assert workers.num_killed == 2
+        assert all(answer == [1, 2, 3] for answer in workers.answers.values()), workers.answers
 
     play(scenario)
 
@@ -236,7 +275,7 @@ def test_what_is_no_reason_for_suspicion() -> None:
 
 def test_a_refusal_ends_and_the_table_is_bounded() -> None:
     refused, sampling = RefusedPrompts(), SamplingParams(seed=1)
-    refused.add(0.0, POISON, sampling)
+    refused.add(0.0, prompt_digest(POISON, sampling))
     for prompt, shape in (
         (innocent(1), sampling),
         (POISON, replace_sampling(sampling, temperature=0.5)),
@@ -248,7 +287,7 @@ def test_a_refusal_ends_and_the_table_is_bounded() -> None:
         refused.check(REFUSAL_S - 1, replace(POISON, priority=3), replace_sampling(sampling, seed=9))
     refused.check(REFUSAL_S, POISON, sampling)
     for number in range(MAX_REFUSED_PROMPTS + 1):
-        refused.add(0.0, innocent(number), sampling)
+        refused.add(0.0, prompt_digest(innocent(number), sampling))
     refused.check(1.0, innocent(0), sampling)
     with pytest.raises(RequestCrashesWorkers):
         refused.check(1.0, innocent(1), sampling)

@@ -221,8 +221,8 @@ PURE = (
     Mutation(
         "a worker that leaves is not removed",
         TABLE,
-        "LostWorker(record.worker, reason, has_left=True, is_gone=exits)] if record else []",
-        "] if False else []",
+        'has_failed = cause == "failure"',
+        "return MembershipChange()",
     ),
     Mutation(
         "prefixes with other beginnings are shared",

@@ -156,6 +156,12 @@ class Cluster:
         assert self.worker_table.on_exited(worker.worker_id, worker.pid, has_crashed)
         self.dispatcher.on_worker_lost(worker, reason, has_crashed)
 
+    def fail(self, worker: WorkerInfo, attempt_ids: list[str]) -> None:
+        """A worker says that it has failed in a step with these attempts. The launcher reports its exit later."""
+        [gone] = self.worker_table.on_left(worker.epoch, "failure", attempt_ids).lost
+        self.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed, gone.has_left, gone.attempt_ids)
+        self.worker_table.on_exited(worker.worker_id, worker.pid, has_crashed=True)
+
     def start(self, samplings: list[SamplingParams], max_tokens: int, deadline_s: float) -> list[DispatchedSequence]:
         return self.dispatcher.start(
             PROMPT, samplings, StopConditions(max_tokens), deadline_s, lambda sequence: self._ready[sequence].set()

@@ -56,7 +56,8 @@ class VllmEngine:
     """Runs the engine core. Call its methods on the event loop.
 
     open_kv: called on the engine's thread when the model is loaded; opens the KV of all ranks. post: called there with
-    each report. on_failed: called there once, with the error that has ended the engine.
+    each report. on_failed: called there once, with the error that has ended the engine, and the engine ids of the
+    requests in the step that failed; none if it failed outside of a step.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class VllmEngine:
         arguments: EngineArgs,
         open_kv: Callable[[VllmConfig, AskRanks], RankKV],
         post: Callable[[StepReport], None],
-        on_failed: Callable[[BaseException], None],
+        on_failed: Callable[[BaseException, list[str]], None],
     ) -> None:
         self._arguments = arguments
         self._open_kv = open_kv
@@ -163,7 +164,7 @@ class VllmEngine:
                     self._step()
         except BaseException as error:
             log.exception("vLLM's engine has failed")
-            self._on_failed(error)
+            self._on_failed(error, self._ids_in_step())
             return
         self._core.shutdown()
 
@@ -213,11 +214,18 @@ class VllmEngine:
         self._post(self._report(outputs, step_s if has_computed else 0.0, gap_s))
         self._pause.on_step(has_computed or bool(outputs))
 
+    def _ids_in_step(self) -> list[str]:
+        """Returns the requests of the steps that run, of which vLLM does not say which has failed."""
+        steps = self._connector.running_steps
+        return list(dict.fromkeys(each for step in steps for each in step.num_scheduled_tokens))
+
     def _report(self, outputs: list[EngineCoreOutput], step_s: float, gap_s: float | None) -> StepReport:
         connector, step = self._connector, self._connector.last_step
         begun, connector.begun = connector.begun, []
         allocated, connector.allocated = connector.allocated, []
         connector.last_step = None
+        if self._core.batch_queue is None:
+            connector.running_steps.clear()
         lost: list[str] = []
         if step is not None and step.preempted_req_ids:
             self._num_preempted += len(step.preempted_req_ids)

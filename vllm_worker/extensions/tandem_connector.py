@@ -13,6 +13,7 @@ blocks after its end until `finished_sending` names it.
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ class TandemConnector(KVConnectorBase_V1):
         """Requests that were scheduled, but not to receive."""
         self.allocated: list[AllocatedBlocks] = []
         self.last_step: SchedulerOutput | None = None
+        self.running_steps: deque[SchedulerOutput] = deque(maxlen=vllm_config.max_concurrent_batches)
         self._receiving: set[str] = set()  # have their blocks
         self._shipping: set[str] = set()  # must keep their blocks at their end
         self._kept: set[str] = set()  # have ended and keep their blocks
@@ -89,6 +91,7 @@ class TandemConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.last_step = scheduler_output
+        self.running_steps.append(scheduler_output)
         ended = EndedTransfers(self.finished_receiving, self.finished_sending)
         self.finished_receiving, self.finished_sending = set(), set()
         return ended

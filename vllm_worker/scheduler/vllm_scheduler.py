@@ -81,6 +81,11 @@ class VllmScheduler:
     def restart_prefixes(self) -> None:
         self.prefixes.restart()
 
+    def attempt_ids(self, engine_ids: list[str]) -> list[str]:
+        """Returns the attempts that these requests of the engine compute."""
+        found = (self._streams.of_engine(each) for each in engine_ids)
+        return [stream.attempt_id for stream in found if stream is not None]
+
     # ---- events from the proxy
 
     def on_start(

@@ -154,7 +154,7 @@ class EngineDriver:
                     self.endings[output.engine_id] = output.finish_reason
             self._changed.notify_all()
 
-    def _on_failed(self, error: BaseException) -> None:
+    def _on_failed(self, error: BaseException, _: list[str]) -> None:
         traceback.print_exception(error)
         sys.stderr.flush()
         os._exit(1)

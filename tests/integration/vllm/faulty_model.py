@@ -40,6 +40,12 @@ class Faults:
         """Lets the next step of a worker raise."""
         self._order(pid, "fail")
 
+    def poison(self, token_id: int | None) -> None:
+        """Lets each step of any worker raise that has this token; None ends it."""
+        (self._folder / "poison").unlink(missing_ok=True)
+        if token_id is not None:
+            (self._folder / "poison").symlink_to(str(token_id))  # made at once
+
     def hold(self, pid: int, position: int = 0) -> None:
         """Holds the first step of a worker with a token at this position of its sequence, or later, until `release`."""
         self._order(pid, f"hold {position}")
@@ -75,7 +81,15 @@ def register() -> None:
                 return bool((positions >= int(position)).any())
         return False
 
+    def is_poisoned(input_ids: Any) -> bool:
+        try:
+            return bool((input_ids == int((folder / "poison").readlink().name)).any())
+        except FileNotFoundError:
+            return False
+
     def faulty(self: Any, input_ids: Any, positions: Any, *arguments: Any, **named: Any) -> Any:
+        if is_poisoned(input_ids):
+            raise RuntimeError("the model met the poison")
         match order():
             case ["slow"]:
                 time.sleep(0.02)

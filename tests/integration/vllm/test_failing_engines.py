@@ -6,16 +6,18 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tandem.deploy.processes.runtime_dir import log_dir
 from tandem.protocol.messages.membership import WorkerInfo
 from tests.faults.leaks import shared_memory
 from tests.faults.streams import Stream, descendants
-from tests.integration.vllm.dozen_streams import begin, check, expected_tokens
+from tests.integration.vllm.dozen_streams import begin, bodies, check, expected_tokens
 from tests.integration.vllm.faulty_model import Faults
-from tests.support.cluster import Cluster, children_of, command_line, is_alive, is_copy, tandem
+from tests.support.cluster import MODEL, Cluster, children_of, command_line, is_alive, is_copy, tandem
 from tests.support.noise_model import ensure_noise_model
 from tests.support.ports import free_port
 from tests.support.vllm_clusters import START_TIMEOUT_S, cluster_arguments, kv_caches
@@ -95,6 +97,11 @@ def log_of(cluster: Cluster, worker_id: str) -> str:
     return (log_dir(cluster.port) / f"{worker_id}.log").read_text()
 
 
+def launched(cluster: Cluster) -> set[tuple[str, str]]:
+    """Returns the processes of workers that have become ready so far, by name and line of their log."""
+    return {(each, line) for each in OWN for line in log_of(cluster, each).splitlines() if " ready: " in line}
+
+
 def begin_on(cluster: Cluster, worker_id: str) -> list[Stream]:
     """Begins streams that this worker decodes, wherever the router would place them: the others are for prompts then.
 
@@ -132,6 +139,32 @@ def test_an_engine_that_fails_or_hangs_costs_no_token(
     cluster.wait_for(lambda: is_whole(cluster, OWN), START_TIMEOUT_S)
     assert cluster.worker(worker_id).worker.epoch != worker.epoch
     assert not [each for each in processes if is_alive(each)]
+
+
+def test_a_prompt_that_ends_engines_costs_two_of_them(
+    cluster: Cluster, faults: Faults, expected: list[list[int]]
+) -> None:
+    """It is refused then, also as one of several requests. Streams beside it go on, and short prompts are served."""
+    used = {token for tokens in expected for token in tokens} | {t for b in bodies(NUM_TOKENS) for t in b["prompt"]}
+    poison = next(token for token in range(10, 2000) if token not in used)
+    for each in cluster.status().workers:
+        faults.slow(each.worker.pid)
+    started = launched(cluster)
+    streams = begin(cluster, "decode", NUM_TOKENS, NUM_STREAMS)
+    faults.poison(poison)
+    body = {"model": MODEL, "prompt": [5, 6, poison, 7], "max_tokens": 4}
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(httpx.post, f"{cluster.url}/v1/completions", json=body, timeout=300) for _ in range(2)]
+        while not all(each.done() for each in answers):
+            short = {"model": MODEL, "prompt": [8, 9], "max_tokens": 1}
+            assert httpx.post(f"{cluster.url}/v1/completions", json=short, timeout=120).status_code == 200
+    for future in answers:
+        answer = future.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "request_crashes_workers")
+    check(cluster, streams, expected)
+    faults.poison(None)
+    cluster.wait_for(lambda: is_whole(cluster, OWN), START_TIMEOUT_S)
+    assert len(launched(cluster) - started) == 2
 
 
 def drain_under_streams(

@@ -9,6 +9,7 @@ from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PROXY_SILENCE_S,
+    LeaveCause,
     PairChanges,
     PairStatus,
     PairTraffic,
@@ -196,6 +197,20 @@ def test_limits_of_lost_workers_are_remembered_also_if_nobody_has_asked_for_them
     table.on_register(0.0, register(gone, max_model_len=4096))
     table.on_left(gone.epoch)
     assert not table.workers() and table.limits().max_model_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("cause", "has_crashed", "is_gone"), [("order", False, True), ("failure", True, True), ("silence", False, False)]
+)
+def test_only_an_end_by_order_or_silence_is_no_fault_of_a_request(
+    cause: LeaveCause, has_crashed: bool, is_gone: bool
+) -> None:
+    table = WorkerTable(SILENCE_S)
+    table.on_register(0.0, register(worker("prefill-0")))
+    [lost] = table.on_left(worker("prefill-0").epoch, cause, ["7-1"] if has_crashed else []).lost
+    assert (lost.has_crashed, lost.has_left, lost.is_gone) == (has_crashed, not has_crashed, is_gone)
+    assert lost.attempt_ids == ({"7-1"} if has_crashed else set())
+    assert not table.on_exited("prefill-0", worker("prefill-0").pid, has_crashed=True), "it is counted once"
 
 
 def test_limits_are_those_of_the_weakest_worker() -> None:
