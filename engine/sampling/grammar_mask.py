@@ -49,11 +49,18 @@ class StepMask:
             return
         arrays: list[Array] = [self.bits, np.array(self.rows, np.int64), np.array(self.mask_rows, np.int64)]
         bits, index, mask_rows = upload(arrays, logits.device)
-        allowed = _allowed(bits, logits.shape[-1]).index_select(0, mask_rows)
-        if len(self.rows) == len(logits):
-            logits.masked_fill_(~allowed, float("-inf"))
-        else:
-            logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(~allowed, float("-inf")))
+        mask_tokens(logits, index, _allowed(bits, logits.shape[-1]).index_select(0, mask_rows))
+
+
+def mask_tokens(logits: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Sets forbidden tokens of some rows to -inf in place.
+
+    logits: [num_all_rows, vocab_size]. rows: ascending, [num_rows]. allowed: bool [num_rows, vocab_size].
+    """
+    if len(rows) == len(logits):
+        logits.masked_fill_(~allowed, float("-inf"))
+    else:
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(~allowed, float("-inf")))
 
 
 def _allowed(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -5,14 +5,20 @@ Greedy rows included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from tandem.engine.batch import Sample
+from tandem.engine.sampling.columns import Array as HostArray
 from tandem.engine.sampling.columns import Columns, Tensors
-from tandem.engine.sampling.grammar_mask import StepMask
+from tandem.engine.sampling.grammar_mask import StepMask, mask_tokens
+
+_MAX_KEPT_LISTS = 256
+"""Token lists of requests whose arrays are kept for further steps; of the largest, half a megabyte each."""
 
 
 class Adjustments:
@@ -20,7 +26,7 @@ class Adjustments:
 
     def __init__(self, samples: Sequence[Sample], vocab_size: int, columns: Columns) -> None:
         self._bias = _bias(samples, vocab_size, columns)
-        self._allowed = _allowed(samples, vocab_size, columns)
+        self._allowed = _AllowedTokens.of(samples, vocab_size, columns)
         rows = [i for i, s in enumerate(samples) if s.params.has_penalties]
         self._penalties = _Penalties([samples[i] for i in rows], rows, columns) if rows else None
         forced = [(row, token_id) for row, s in enumerate(samples) if (token_id := _forced(s)) is not None]
@@ -37,10 +43,7 @@ class Adjustments:
             index, values = (tensors[place] for place in self._bias)
             logits.index_put_((index[:, 0], index[:, 1]), values, accumulate=True)
         if self._allowed is not None:
-            rows, index = (tensors[place] for place in self._allowed)
-            kept = logits[index[:, 0], index[:, 1]]
-            logits.index_fill_(0, rows, float("-inf"))
-            logits.index_put_((index[:, 0], index[:, 1]), kept)
+            self._allowed.apply(logits, tensors)
         if self._penalties is not None:
             self._penalties.apply(logits, tensors)
         if mask is not None:
@@ -57,38 +60,116 @@ def _forced(sample: Sample) -> int | None:
     return None if thinking is None else thinking.forced_token(sample.output_token_ids)
 
 
-def _bad_next(sample: Sample) -> list[int]:
+T = TypeVar("T")
+
+
+class _MadeOnce(Generic[T]):
+    """What was made of the last token lists, by identity: the sequences of a request share them, step after step."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make = make
+        self._made: dict[int, tuple[Any, T]] = {}  # the list is kept, so that no other one gets its identity
+
+    def __call__(self, given: Any) -> T:
+        found = self._made.get(id(given))
+        if found is None:
+            while len(self._made) >= _MAX_KEPT_LISTS:
+                del self._made[next(iter(self._made))]
+            found = self._made[id(given)] = given, self._make(given)
+        return found[1]
+
+
+def _is_allowed(token_ids: tuple[int, ...]) -> HostArray:
+    """Returns for each token up to the largest whether it is allowed, bool."""
+    is_allowed = np.zeros(max(token_ids) + 1, np.bool_)
+    is_allowed[np.array(token_ids)] = True
+    return is_allowed
+
+
+def _by_last_token(words: tuple[tuple[int, ...], ...]) -> tuple[HostArray, dict[int, list[tuple[int, ...]]]]:
+    """Returns the bad words of one token, and the others by the last token but one."""
+    longer: dict[int, list[tuple[int, ...]]] = {}
+    for word in words:
+        if len(word) > 1:
+            longer.setdefault(word[-2], []).append(word)
+    return np.array([word[0] for word in words if len(word) == 1], np.int64), longer
+
+
+_allowed_once = _MadeOnce(_is_allowed)
+_ids_once = _MadeOnce(lambda token_ids: np.fromiter(token_ids, np.int64, len(token_ids)))
+_bias_once = _MadeOnce(
+    lambda bias: (np.array([i for i, _ in bias], np.int64), np.array([b for _, b in bias], np.float32))
+)
+_bad_words_once = _MadeOnce(_by_last_token)
+
+
+def _bad_next(sample: Sample) -> HostArray:
     """Returns the tokens that would complete a bad word."""
     output = sample.output_token_ids
-    return [
-        last
-        for *before, last in sample.params.bad_words
-        if not before or (len(output) >= len(before) and list(output[-len(before) :]) == before)
-    ]
+    single, longer = _bad_words_once(sample.params.bad_words)
+    found = (
+        [
+            last
+            for *before, last in longer.get(output[-1], ())
+            if len(output) >= len(before) and list(output[-len(before) :]) == before
+        ]
+        if output
+        else []
+    )
+    return np.concatenate([single, np.array(found, np.int64)]) if found else single
 
 
-def _allowed(samples: Sequence[Sample], vocab_size: int, columns: Columns) -> tuple[int, int] | None:
-    """Rows with allowed tokens [num_rows], and (row, token id) of each such token [num_tokens, 2]. All others get
-    -inf."""
-    rows = [row for row, s in enumerate(samples) if s.params.allowed_token_ids]
-    if not rows:
-        return None
-    kept = [(row, i) for row in rows for i in samples[row].params.allowed_token_ids if i < vocab_size]
-    return columns.add(rows, np.int64), columns.add(np.reshape(kept, (-1, 2)), np.int64)
+@dataclass(frozen=True)
+class _AllowedTokens:
+    """Rows with allowed tokens; all others get -inf. Places among the uploaded tensors.
+
+    rows: int64 [num_rows]. mask_rows: the mask of each, int64 [num_rows]. masks: bool [num_masks, vocab_size].
+    """
+
+    rows: int
+    mask_rows: int
+    masks: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], vocab_size: int, columns: Columns) -> _AllowedTokens | None:
+        rows = [row for row, s in enumerate(samples) if s.params.allowed_token_ids]
+        if not rows:
+            return None
+        lists = {id(each): each for each in (samples[row].params.allowed_token_ids for row in rows)}
+        masks = np.zeros((len(lists), vocab_size), np.bool_)
+        for mask, each in zip(masks, lists.values(), strict=True):
+            is_allowed = _allowed_once(each)[:vocab_size]
+            mask[: len(is_allowed)] = is_allowed
+        numbers = {key: number for number, key in enumerate(lists)}
+        mask_rows = [numbers[id(samples[row].params.allowed_token_ids)] for row in rows]
+        return cls(columns.add(rows, np.int64), columns.add(mask_rows, np.int64), columns.add(masks, np.bool_))
+
+    def apply(self, logits: torch.Tensor, tensors: Tensors) -> None:
+        mask_tokens(logits, tensors[self.rows], tensors[self.masks].index_select(0, tensors[self.mask_rows]))
 
 
 def _bias(samples: Sequence[Sample], vocab_size: int, columns: Columns) -> tuple[int, int] | None:
-    """Bias and bans: (row, token id) of each, [num, 2], and what is added [num]."""
-    added: dict[tuple[int, int], float] = {}
+    """Bias and bans: (row, token id) of each, [num, 2], and what is added [num]; a token may occur more than once."""
+    rows: list[int] = []
+    token_ids: list[HostArray] = []
+    values: list[HostArray] = []
     for row, s in enumerate(samples):
-        added.update({(row, token_id): bias for token_id, bias in s.params.logit_bias})
         # With a grammar, the banned tokens are excluded by its mask, unless it allows nothing else.
         banned = s.banned_token_ids if s.grammar is None else ()
-        added.update({(row, token_id): float("-inf") for token_id in (*banned, *_bad_next(s))})
-    inside = [(row, token_id) for row, token_id in added if token_id < vocab_size]
-    if not inside:
+        added = [_bias_once(s.params.logit_bias)] if s.params.logit_bias else []
+        for each in (_ids_once(banned) if banned else None, _bad_next(s) if s.params.bad_words else None):
+            if each is not None and len(each):
+                added.append((each, np.full(len(each), -np.inf, np.float32)))
+        for ids, value in added:
+            rows.append(row)
+            token_ids.append(ids)
+            values.append(value)
+    if not rows:
         return None
-    return columns.add(inside, np.int64), columns.add([added[key] for key in inside], np.float32)
+    all_rows = np.repeat(np.array(rows, np.int64), [len(each) for each in token_ids])
+    index = np.stack([all_rows, np.concatenate(token_ids)], 1)
+    is_inside = index[:, 1] < vocab_size
+    return columns.add(index[is_inside], np.int64), columns.add(np.concatenate(values)[is_inside], np.float32)
 
 
 class _Penalties:
