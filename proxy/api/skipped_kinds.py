@@ -12,7 +12,7 @@ _KNOWN = {
     "compaction_trigger", "computer", "computer_use", "computer_use_preview", "container_upload",
     "context_compaction", "file_search", "ghost_snapshot", "image_generation", "local_shell", "mcp",
     "mcp_approval_request", "mcp_approval_response", "mcp_list_tools", "mcp_servers", "mcp_toolset",
-    "server_tool_use", "shell", "text_editor_code_execution", "tool_search", "tool_search_tool_bm25",
+    "reasoning", "server_tool_use", "shell", "text_editor_code_execution", "tool_search", "tool_search_tool_bm25",
     "tool_search_tool_regex", "web_fetch", "web_search", "web_search_preview",
 }  # fmt: skip
 _VARIANT = re.compile(r"(_call|_call_output|_output|_tool_result|_2[0-9]{3}_?[0-9]{2}_?[0-9]{2})$")

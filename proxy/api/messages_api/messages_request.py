@@ -111,11 +111,11 @@ class ToolChoice(msgspec.Struct):
 
 class ThinkingConfig(msgspec.Struct):
     """type: unless it is disabled, the chat template decides where the model thinks. budget_tokens: tokens of thinking
-    after which the answer must begin. display: omitted leaves the thinking out of the answer.
+    after which the answer must begin; -1 for no limit. display: omitted leaves the thinking out of the answer.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    budget_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 

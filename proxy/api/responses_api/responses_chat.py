@@ -13,6 +13,7 @@ from tandem.proxy.api.responses_api.response_tools import ResponseTools, listed_
 from tandem.proxy.api.responses_api.responses_request import (
     CALL_OUTPUTS,
     CLIENT_CALLS,
+    ID_PREFIXES,
     ITEM_TYPES,
     PART_TYPES,
     Content,
@@ -33,7 +34,8 @@ def without_references(
 ) -> list[InputItem]:
     """Returns the items with those that `item_reference` items name in their places, unless the history has them.
 
-    find: returns an item of a stored answer by its id. Raises InvalidRequest.
+    Earlier thinking that is no longer stored is left out. find: returns an item of a stored answer by its id. Raises
+    InvalidRequest.
     """
     known, found = {item.id for item in history}, []
     for number, item in enumerate(items):
@@ -45,6 +47,9 @@ def without_references(
         if wanted in known:
             continue
         if (named := find(wanted)) is None:
+            if wanted.startswith(f"{ID_PREFIXES['reasoning']}_"):  # a model can go on without earlier thinking
+                log_skipped("references to items", "reasoning")
+                continue
             raise InvalidRequest(
                 f"{param} refers to {wanted!r}, which is no item of a stored answer; send the item itself.",
                 param,

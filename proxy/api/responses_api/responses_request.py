@@ -51,7 +51,7 @@ _ITEM_STATUSES = ("in_progress", "completed", "incomplete")
 MAX_ITEM_ID_LENGTH = 256
 """Items with longer ids are stored under new ones."""
 _NO_ANNOTATIONS = msgspec.Raw(b"[]")
-_ID_PREFIXES = {
+ID_PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
@@ -280,7 +280,7 @@ def _listed(item: InputItem) -> InputItem:
     """Returns the item as OpenAI lists it: with an id, content in parts, and none of the fields that are ignored."""
     kind = item.type or "message"
     item_id = item.id if item.id and len(item.id) <= MAX_ITEM_ID_LENGTH else None
-    kept = InputItem(kind, id=item_id or f"{_ID_PREFIXES.get(kind, 'item')}_{secrets.token_hex(12)}")
+    kept = InputItem(kind, id=item_id or f"{ID_PREFIXES.get(kind, 'item')}_{secrets.token_hex(12)}")
     kept.status = item.status if item.status in _ITEM_STATUSES else "completed"
     match kind:
         case "message":

@@ -105,6 +105,14 @@ def test_turns_of_one_role_are_joined_and_an_answer_is_continued() -> None:
     assert (chat["continue_final_message"], chat["add_generation_prompt"]) == (False, True)
 
 
+def test_a_budget_of_minus_one_is_none() -> None:
+    """Some clients send it where they do not know the model's limits."""
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
+    fields = {"thinking": {"type": "enabled", "budget_tokens": -1}}
+    request = BodyDecoder("m").message(json.dumps(body | fields).encode())
+    assert request.thinking_token_budget is None
+
+
 def test_fields_become_those_of_chats() -> None:
     schema = {"type": "object"}
     chat = converted(

@@ -257,6 +257,8 @@ def test_a_reference_stands_for_the_item_of_an_earlier_answer() -> None:
     body = json.dumps({"input": references, "previous_response_id": "resp_r"}).encode()
     assert contents(decoder.response(body, lambda _: [earlier])) == ["hello", "and?"], "not twice"
     assert reads_files("response", json.dumps({"input": references}).encode())
+    gone = [{"type": "item_reference", "id": "rs_1"}, {"role": "user", "content": "and?"}]
+    assert contents(decoder.response(json.dumps({"input": gone}).encode(), lambda _: [])) == ["and?"], "no condition"
     for wrong, says in (({"id": "msg_9_x"}, "no item of a stored answer"), ({}, "has no id")):
         with pytest.raises(InvalidRequest, match=says) as caught:
             decoder.response(json.dumps({"input": [{"type": "item_reference", **wrong}]}).encode(), lambda _: [])
