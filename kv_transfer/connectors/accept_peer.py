@@ -124,15 +124,15 @@ class _Arrivals:
         self._take(connection).close()
 
 
-def _greet(connection: socket.socket, greeting: bytes) -> Iterator[int]:
+def _greet(stranger: socket.socket, greeting: bytes) -> Iterator[int]:
     """Performs the TLS handshake, if the connection has one, and reads the greeting. Yields the events to wait for.
 
     Raises OSError, and KVTransferFailed at the first byte that differs.
     """
-    if isinstance(connection, ssl.SSLSocket):
+    if isinstance(stranger, ssl.SSLSocket):
         while True:
             try:
-                connection.do_handshake()
+                stranger.do_handshake()
                 break
             except ssl.SSLWantReadError:
                 yield selectors.EVENT_READ
@@ -141,7 +141,7 @@ def _greet(connection: socket.socket, greeting: bytes) -> Iterator[int]:
     received = b""
     while received != greeting:
         try:
-            data = connection.recv(len(greeting) - len(received))
+            data = stranger.recv(len(greeting) - len(received))
         except (BlockingIOError, ssl.SSLWantReadError):
             yield selectors.EVENT_READ
             continue

@@ -121,11 +121,12 @@ class CalledCustomTool(msgspec.Struct, frozen=True):
 
 
 class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """index: in streams only. id, type: in complete answers and in a call's first chunk. function, custom: one of them,
-    as the type says."""
+    """A call, or what a chunk adds to it. The type says whether it has a function or a custom tool."""
 
     index: int | UnsetType = UNSET
+    """In streams only."""
     id: str | UnsetType = UNSET
+    """In complete answers and in a call's first chunk, as the type."""
     type: Literal["function", "custom"] | UnsetType = UNSET
     function: CalledFunction | UnsetType = UNSET
     custom: CalledCustomTool | UnsetType = UNSET

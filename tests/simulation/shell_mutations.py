@@ -120,7 +120,8 @@ SHELL = (
     Mutation(
         "the dispatcher is not told of a lost worker",
         CONTROL,
-        "self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed, gone.has_left)",
+        "self._state.dispatcher.on_worker_lost(\n                gone.worker, gone.reason, gone.has_crashed, "
+        "gone.has_left, gone.attempt_ids\n            )",
         "pass",
     ),
     Mutation(

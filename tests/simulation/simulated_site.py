@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.membership import FromProxyControl, WorkerReport
+from tandem.protocol.messages.membership import FromProxyControl, SetWorkerRole, WorkerReport
 from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.network import SimulatedNetwork
@@ -165,6 +165,8 @@ class DrivenCluster:
 
     def tell(self, message: msgspec.Struct, proxy: int = 0) -> None:
         """Sends what an operator's command sends to a proxy."""
+        if isinstance(message, SetWorkerRole):
+            self.cluster.operator.moved.add(message.worker_id)
         network = SimulatedNetwork(self.cluster.switch, self.cluster.world)
         codec: Codec[FromProxyControl] = Codec(FromProxyControl)
         endpoint = f"ipc:///simulated/proxy-{proxy}"
