@@ -24,7 +24,7 @@ def test_a_context_that_does_not_fit_is_lowered_for_clients_and_operators() -> N
         answer = httpx.post(f"{cluster.url}/v1/completions", json=fields | {"max_tokens": 24}, timeout=60)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 24
         answer = httpx.post(f"{cluster.url}/v1/completions", json=fields | {"max_tokens": 25}, timeout=60)
-        assert answer.status_code == 400 and "limit is 1024 tokens" in answer.text
+        assert answer.status_code == 400 and "context length is 1024 tokens" in answer.text
         shown = subprocess.run(
             tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
         )

@@ -77,7 +77,7 @@ def test_a_published_folder_is_served_in_full(tmp_path: Path) -> None:
         answer = httpx.post(f"{cluster.url}/v1/completions", json=fields | {"prompt": [5] * 508}, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 4
         answer = httpx.post(f"{cluster.url}/v1/completions", json=fields | {"prompt": [5] * 509}, timeout=60)
-        assert answer.status_code == 400 and "limit is 512 tokens" in answer.text
+        assert answer.status_code == 400 and "context length is 512 tokens" in answer.text
 
 
 def test_a_base_model_without_a_head_serves_embeddings_only(tmp_path: Path) -> None:
