@@ -26,6 +26,7 @@ from tandem.engine.quantization.online import quantize_linears
 from tandem.engine.vision.models import Decoder, VisionTower, takes_media
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError, InternalError, first_line
+from tandem.runtime.files.user_paths import is_readable_folder
 
 BLOCK_SIZE = 64
 """Tokens per KV block: enough for one copy per block, few enough for prefixes to be shared in steps of it."""
@@ -158,7 +159,8 @@ def _resolve_device(config: EngineConfig) -> torch.device:
 def _load_config(config: EngineConfig) -> Any:
     folder = Path(config.model)
     looks_like_path = config.model.startswith((".", "/", "~")) or config.model.count("/") != 1
-    if folder.is_dir():
+    is_folder = is_readable_folder(folder)
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{config.model} has no config.json; --model must be a folder in Hugging Face format")
     elif looks_like_path:
@@ -166,7 +168,7 @@ def _load_config(config: EngineConfig) -> Any:
     try:
         return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     except Exception as error:
-        if folder.is_dir():
+        if is_folder:
             raise ConfigError(f"the config of {config.model} cannot be used: {first_line(error)}") from error
         raise ConfigError(
             f"{config.model} is not a local folder and could not be fetched from the hub: {first_line(error)}"
