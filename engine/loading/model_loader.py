@@ -36,7 +36,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(config: EngineConfig) -> LoadedModel:
     """Loads the model, or this rank's share of it.
 
-    Raises ConfigError, and InternalError if the checkpoint is replaced meanwhile.
+    Raises ConfigError, and InternalError for what another try may not meet: a device without free memory, or a
+    checkpoint that is replaced meanwhile.
     """
     device = _resolve_device(config)
     model_config, text_config = check_model(config)
@@ -71,6 +72,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         is_unchanged = _model_id(config, model_config, device) == model_id
     except ConfigError:
         raise
+    except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError) as error:
+        # Another process may still have the device, such as the worker that this one replaces.
+        raise InternalError(f"{config.model} could not be loaded: {first_line(error)}") from error
     except Exception as error:
         # A broken checkpoint may fail in any of several libraries.
         raise ConfigError(f"the weights of {config.model} cannot be loaded: {first_line(error)}") from error

@@ -41,8 +41,8 @@ def user_folder(variable: str, default: str) -> Path:
 
 def is_writable(folder: Path) -> bool:
     """Whether the folder exists and this process may make files in it."""
-    # Unlike Path.is_dir, this raises no error for a folder within one that this user may not search.
-    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+    # Path.is_dir would raise PermissionError for a folder within one that this user may not search.
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)  # noqa: PTH112
 
 
 def is_readable_folder(path: Path) -> bool:

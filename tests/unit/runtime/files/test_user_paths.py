@@ -72,6 +72,6 @@ def test_a_folder_that_this_user_may_not_read_is_an_error(tmp_path: Path, monkey
     for path in (hidden, hidden / "model"):
         with pytest.raises(ConfigError, match=f"^cannot read {path}: Permission denied$"):
             is_readable_folder(path)
-    with pytest.raises(ConfigError, match="File name too long$"):
+    with pytest.raises(ConfigError, match=r"File name too long$"):
         is_readable_folder(tmp_path / ("m" * 300))
     assert is_readable_folder(tmp_path) and not is_readable_folder(tmp_path / "none")
