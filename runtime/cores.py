@@ -64,6 +64,8 @@ def _mounts(mountinfo: str) -> Iterator[_Mount]:
             continue
         if kind[0] == "cgroup2" or "cpu" in kind[2].split(","):
             root, point = map(_unescaped, fields[3:5])
+            if not point.startswith("/"):
+                continue  # the kernel writes none
             yield _Mount(2 if kind[0] == "cgroup2" else 1, PurePosixPath(root), Path(point))
 
 

@@ -119,5 +119,13 @@ class ErrorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Returns the first line of an error's message, or the name of its class.
+
+    A line that ends with a colon only announces the reason, as those of transformers' checks of configs do. The message
+    of a KeyError is only the key.
+    """
+    kind = type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [kind]
+    if isinstance(error, KeyError) and error.args:
+        return f"{kind}: {lines[0]}"
+    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]

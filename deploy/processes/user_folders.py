@@ -63,7 +63,8 @@ def make_missing_folders(folder: Path) -> dict[str, str]:
     home, cache, own_cache = home_folder(), _cache(), folder / "home" / ".cache"
     if home is None or not is_writable(home):
         environment["HOME"] = str(folder / "home")
-        environment |= {name: str(path) for name, path in _still_read(home) if name not in os.environ and path.is_dir()}
+        found = {name: str(path) for name, path in _still_read(home) if os.access(path, os.R_OK | os.X_OK)}
+        environment |= {name: path for name, path in found.items() if name not in os.environ}
     if cache is None or not _can_make(cache):
         environment["XDG_CACHE_HOME"] = str(own_cache)
         if cache is not None and "HF_HOME" not in os.environ and os.access(cache / "huggingface", os.R_OK | os.X_OK):

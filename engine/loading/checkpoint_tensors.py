@@ -10,20 +10,25 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from tandem.runtime.errors import ConfigError
+from tandem.runtime.errors import ConfigError, first_line
+from tandem.runtime.files.model_json import read_model_json
 
 log = logging.getLogger(__name__)
 
+_LFS_POINTER = b"version https://git-lfs"
 _NUM_NAMED = 3
 """Tensors that a message names; it counts the others."""
 
 # Trainers save the tensors of a model that they wrap under its attribute in the wrapper.
 _FRAMEWORKS = r"(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.)"
-_OWNERS = r"(?:base_model\.model|transformer|language_model|llm)\."
+_OWNERS = r"(?:base_model\.model|pretrained_model|transformer|(?:model\.)?language_model|llm)\."
 _INNER = {rf"\.{_FRAMEWORKS}+(?#{number})": "." for number in range(3)}  # each entry takes off one run of names
 _RENAMINGS: tuple[dict[str, str], ...] = (
     {f"^{_FRAMEWORKS}+": "", **_INNER},
@@ -35,6 +40,9 @@ _RENAMINGS: tuple[dict[str, str], ...] = (
 Names of owners are taken off once, because the model's own names may begin with them as well.
 """
 
+_BASE_MODEL = re.compile(r"(?<!Head)(?<!Heads)Model$")
+"""Name of an architecture without an output head; GPT2LMHeadModel has one."""
+
 _REPORT_LOGGER = logging.getLogger("transformers.modeling_utils")
 _UNMERGED = re.compile(r"^(\S.*?)\s*\|[^|\w]*(?:\[\d+m)?CONVERSION", re.MULTILINE)
 
@@ -43,8 +51,10 @@ def load_checkpoint(auto_class: Any, model: str, model_config: Any, **options: A
     """Returns the loaded model and transformers' account of it, which `check_tensors` checks.
 
     Where tensors are missing otherwise, prefixes of known wrappers, such as `module.`, are taken off the names in the
-    files, and the model is loaded again. options: for the auto class's `from_pretrained`.
+    files, and the model is loaded again. options: for the auto class's `from_pretrained`. Raises ConfigError for files
+    that are not there or cannot be read, and what transformers raises.
     """
+    _check_index(Path(model))
     options |= {"config": model_config, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with _without_report(model):
         loaded, info = auto_class.from_pretrained(model, **options)
@@ -59,6 +69,44 @@ def load_checkpoint(auto_class: Any, model: str, model_config: Any, **options: A
             if not still:
                 log.info("wrappers' names are taken off %d tensors, such as %s", len(found), min(found))
     return loaded, info
+
+
+class _Index(msgspec.Struct):
+    """Index of weights in several files. Transformers requires both fields."""
+
+    metadata: dict[str, Any]
+    weight_map: dict[str, str]
+    """Names of files, by tensor."""
+
+
+def _check_index(folder: Path) -> None:
+    """Raises ConfigError if the index that transformers will read is broken, or names files that are not there."""
+    for weights in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / weights).exists():
+            return
+        if (index := read_model_json(file := folder / f"{weights}.index.json", _Index)) is not None:
+            names = sorted(set(index.weight_map.values()))
+            if not names:
+                raise ConfigError(f"{file} names no tensors; download the model again")
+            if lacking := [name for name in names if not (folder / name).is_file()]:
+                raise ConfigError(
+                    f"{folder} lacks {len(lacking)} of the {len(names)} files that {file.name} names: {_named(lacking)}"
+                )
+            return
+
+
+def _unreadable(folder: Path, error: SafetensorError) -> ConfigError:
+    """Returns the error for a broken file of tensors, which the library does not name."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                continue
+        except (SafetensorError, OSError) as broken:
+            with file.open("rb") as opened:
+                is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+            reason = "it is only a pointer of Git LFS; run git lfs pull" if is_pointer else first_line(broken)
+            return ConfigError(f"cannot read {file}: {reason}")
+    return ConfigError(f"the weights of {folder} cannot be loaded: {first_line(error)}")
 
 
 def check_tensors(model: str, loaded: Any, info: Mapping[str, Any]) -> bool:
@@ -100,7 +148,8 @@ def _lacking(loaded: Any, info: Mapping[str, Any]) -> set[str]:
     missing: set[str] = set(info["missing_keys"])
     architectures = getattr(loaded.config, "architectures", None) or []
     head: nn.Module | None = loaded.get_output_embeddings()
-    if head is None or not architectures or not all(name.endswith("Model") for name in architectures):
+    is_base = all(_BASE_MODEL.search(name) for name in architectures)
+    if head is None or not architectures or not is_base:
         return missing
     prefix = next(name for name, module in loaded.named_modules() if module is head)
     return missing - {f"{prefix}.{name}" for name, _ in head.named_parameters()}
@@ -110,7 +159,8 @@ def _lacking(loaded: Any, info: Mapping[str, Any]) -> set[str]:
 def _without_report(model: str) -> Iterator[None]:
     """Keeps transformers' table of missing tensors out of the log.
 
-    Raises ConfigError with its names if transformers cannot merge tensors, such as experts of which one is missing.
+    Raises ConfigError with its names if transformers cannot merge tensors, such as experts of which one is missing, and
+    for a broken file.
     """
     reports: list[str] = []
 
@@ -124,6 +174,8 @@ def _without_report(model: str) -> Iterator[None]:
     _REPORT_LOGGER.addFilter(keep)
     try:
         yield
+    except SafetensorError as error:
+        raise _unreadable(Path(model), error) from error
     except RuntimeError as error:
         unmerged = _UNMERGED.findall(reports[-1]) if reports else []
         if not unmerged:

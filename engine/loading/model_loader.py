@@ -26,6 +26,7 @@ from tandem.engine.quantization.online import quantize_linears
 from tandem.engine.vision.models import Decoder, VisionTower, takes_media
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError, InternalError, first_line
+from tandem.runtime.files.user_paths import is_readable_folder
 
 BLOCK_SIZE = 64
 """Tokens per KV block: enough for one copy per block, few enough for prefixes to be shared in steps of it."""
@@ -35,7 +36,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(config: EngineConfig) -> LoadedModel:
     """Loads the model, or this rank's share of it.
 
-    Raises ConfigError, and InternalError if the checkpoint is replaced meanwhile.
+    Raises ConfigError, and InternalError for what another try may not meet: a device without free memory, or a
+    checkpoint that is replaced meanwhile.
     """
     device = _resolve_device(config)
     model_config, text_config = check_model(config)
@@ -70,6 +72,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         is_unchanged = _model_id(config, model_config, device) == model_id
     except ConfigError:
         raise
+    except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError) as error:
+        # Another process may still have the device, such as the worker that this one replaces.
+        raise InternalError(f"{config.model} could not be loaded: {first_line(error)}") from error
     except Exception as error:
         # A broken checkpoint may fail in any of several libraries.
         raise ConfigError(f"the weights of {config.model} cannot be loaded: {first_line(error)}") from error
@@ -158,7 +163,8 @@ def _resolve_device(config: EngineConfig) -> torch.device:
 def _load_config(config: EngineConfig) -> Any:
     folder = Path(config.model)
     looks_like_path = config.model.startswith((".", "/", "~")) or config.model.count("/") != 1
-    if folder.is_dir():
+    is_folder = is_readable_folder(folder)
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{config.model} has no config.json; --model must be a folder in Hugging Face format")
     elif looks_like_path:
@@ -166,7 +172,7 @@ def _load_config(config: EngineConfig) -> Any:
     try:
         return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     except Exception as error:
-        if folder.is_dir():
+        if is_folder:
             raise ConfigError(f"the config of {config.model} cannot be used: {first_line(error)}") from error
         raise ConfigError(
             f"{config.model} is not a local folder and could not be fetched from the hub: {first_line(error)}"

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _BY_LENGTH = ("longrope", "dynamic")
 """Kinds whose frequencies depend on the length of sequences."""
+_MAX_VALUE = 2**31
+"""Limit on the numbers of a scaling, beyond any real one: positions are 32-bit integers on some devices."""
 _EXTENDED_ALREADY = ("default", "mrope", "su", "longrope", "llama3")
 """Kinds that scale nothing, or in whose configs `max_position_embeddings` is the extended context."""
 
@@ -32,15 +34,37 @@ def context_limit(text_config: Any) -> int:
     limit: int = getattr(text_config, "max_position_embeddings", None) or 0
     if "gemma3" in str(getattr(text_config, "model_type", "")):
         return limit  # extended already, though these models have a factor
-    given = getattr(text_config, "rope_parameters", None) or {}
-    by_layer_type = [each for each in given.values() if isinstance(each, Mapping)]
-    extended = [_extended(rope, limit) for rope in by_layer_type or [given]]
+    extended = [_extended(rope, limit) for rope in _scalings(text_config)]
     return max(extended) or limit
+
+
+def scaling_problem(text_config: Any) -> str:
+    """Returns why the RoPE scaling cannot be computed, or an empty string."""
+    for rope in _scalings(text_config):
+        if _kind(rope) == "default":
+            continue
+        for name in ("factor", "original_max_position_embeddings"):
+            value = rope.get(name)
+            if value is None and not (name == "factor" and _kind(rope) in ("linear", "dynamic", "llama3")):
+                continue
+            if not isinstance(value, int | float) or not 0 < value <= _MAX_VALUE:  # NaN is not
+                return f"the {name} of its RoPE scaling is {value!r}, but must be above 0 and at most {_MAX_VALUE}"
+    return ""
+
+
+def _scalings(text_config: Any) -> list[Mapping[str, Any]]:
+    """Returns the scalings of the layers' types, or the one that all layers have."""
+    given = getattr(text_config, "rope_parameters", None) or {}
+    return [each for each in given.values() if isinstance(each, Mapping)] or [given]
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type") or rope.get("type")
 
 
 def _extended(rope: Mapping[str, Any], limit: int) -> int:
     """Returns the limit that one scaling extends, or 0 if it extends none."""
-    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+    kind, factor = _kind(rope), rope.get("factor")
     if kind in _EXTENDED_ALREADY or not isinstance(factor, int | float) or not math.isfinite(factor):
         return 0
     original = rope.get("original_max_position_embeddings") if kind == "yarn" else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from tandem.engine.loading.rope import scaling_problem
 from tandem.engine.vision.models import takes_media
 from tandem.runtime.errors import ConfigError
 
@@ -28,6 +29,8 @@ def check_config(name: str, model_config: Any, text_config: Any) -> None:
     is_known = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING or takes_media(model_config)
     if not is_known and not getattr(model_config, "auto_map", None):
         raise unsuitable(name, model_config, "transformers has no causal language model of this kind")
+    if problem := scaling_problem(text_config):
+        raise unsuitable(name, model_config, problem)
     layer_types = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or []
     stateful = _STATEFUL_LAYERS & set(layer_types)
     if stateful:

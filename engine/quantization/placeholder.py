@@ -70,6 +70,12 @@ class Placeholder(nn.Module):
             self._check(name, tensors[name], spec)
         plan, share = self._plan, self._plan.share
         bias = None if self.bias is None else local_tensor(self.bias).detach()
+        if bias is not None and list(bias.shape) not in (
+            [num_rows := self.out_features],
+            [num_rows // share.num_ranks],
+        ):
+            # One value would be added to all outputs.
+            raise UnsupportedLayerError(f"bias has the shape {list(bias.shape)} instead of [{num_rows}]")
         if share.split == "inputs":
             return SummedLinear(plan.scheme.make(tensors, share, None, self._dtype), bias)
         has_split_inputs = plan.style == "rowwise"

@@ -6,7 +6,7 @@ other unproven prompts (`proxy.dispatch.trials`). A suspect whose worker crashes
 happens to be present at two unrelated deaths is retried like any other, only later.
 
 A worker whose engine fails by an error names the attempts in the step that failed. Then only these are suspects, at
-once, and a prompt that is the only one in two such steps is the cause: it costs two workers.
+once, and a prompt that is the only one in two such steps is the cause: it costs two workers (`sequences_that_crashed`).
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ class DispatchedSequence:
     including this one. avoid: epochs of the workers suspected of the last failure. near: epoch of the last decode
     worker, unless it is in `avoid`. num_deaths: of workers, since the last decoded token, that it may have caused.
     num_failed_steps: steps with this sequence, since it last decoded without an error, whose failure ended a worker.
+    has_failed_unproven: whether it had not decoded yet in one of them.
     num_trials: how often it was tried as a suspect.
     """
 
@@ -80,6 +81,7 @@ class DispatchedSequence:
         self.num_lost = 0
         self.num_deaths = 0
         self.num_failed_steps = 0
+        self.has_failed_unproven = False
         self.num_trials = 0
         self.avoid: frozenset[str] = frozenset()
         self.near = ""
@@ -149,6 +151,7 @@ class DispatchedSequence:
             return False
         self.num_failed_steps += 1
         if any(attempt.may_have_killed(worker) for attempt in found):
+            self.has_failed_unproven = True
             self.num_deaths = max(SUSPECT_DEATHS, self.num_deaths + 1)
         return True
 
@@ -194,7 +197,7 @@ class DispatchedSequence:
             self.num_deaths = 0
             self._lost_attempts.clear()
             if attempt.error is None:  # it has got past the step that failed before
-                self.num_failed_steps = 0
+                self.num_failed_steps, self.has_failed_unproven = 0, False
         is_first = not self.generated
         self.generated += [token.token_id for token in tokens]
         if not is_first:
@@ -230,15 +233,20 @@ def sequences_that_crashed(
     """Counts the crash of a worker. Returns the sequences of the prompt that is the cause, if that is certain by now.
 
     attempt_ids: of the step that crashed it; empty if they are not known. Then every prompt that the worker held and
-    had not begun to decode may be the cause. Else a prompt is the cause that is the only one in two such steps.
+    had not begun to decode may be the cause. Else a prompt is the cause that is the only one in two such steps, unless
+    it had decoded in the first one and is beside a new prompt in the second: then each may have had a cause of its own.
     """
     if not attempt_ids:
         return [each for each in sequences if each.on_worker_died(worker)]
     sequences = list(sequences)
     before = {each.digest for each in sequences if each.num_failed_steps}
+    new_before = {each.digest for each in sequences if each.has_failed_unproven}
     named = [each for each in sequences if each.on_step_failed(worker, attempt_ids)]
     again = [each for each in named if each.digest in before]
-    if len({each.digest for each in again}) > 1:
+    possible = {each.digest for each in again}
+    if not possible <= new_before:
+        possible |= {each.digest for each in named if each.has_failed_unproven}
+    if len(possible) > 1:
         again = [each for each in again if each.is_refused_at(worker)]
     causes, sizes = {each.digest for each in again}, {each.prompt.num_tokens for each in again}
     return [each for each in sequences if each.prompt.num_tokens in sizes and each.digest in causes]

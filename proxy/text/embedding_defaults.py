@@ -5,6 +5,7 @@ As in vLLM, a decoder without such files gives the last token's hidden state, sc
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,6 @@ def _size(config: dict[str, Any]) -> int:
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         for name in ("hidden_size", "n_embd", "d_model"):
-            if isinstance(size := part.get(name), int | float):
+            if isinstance(size := part.get(name), int | float) and math.isfinite(size):
                 return int(size)
     return 0

@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.runtime.errors import ConfigError, first_line
 from tandem.runtime.files.model_json import read_model_json
-from tandem.runtime.files.user_paths import expanded
+from tandem.runtime.files.user_paths import expanded, is_readable_folder
 
 _TEXT_FILES = [
     "config.json",
@@ -35,7 +35,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 def find_model(model: str) -> Path:
     """Returns the model's folder; downloads the files listed here if it is a hub id. Raises ConfigError."""
     folder = expanded(model)
-    if folder.is_dir():
+    if is_readable_folder(folder):
         return folder
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model:
         raise ConfigError(f"there is no model folder {model!r}: give an existing folder or a hub id such as org/name")

@@ -40,5 +40,17 @@ def user_folder(variable: str, default: str) -> Path:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether this process may make files in the folder, which exists."""
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    """Whether the folder exists and this process may make files in it."""
+    # Path.is_dir would raise PermissionError for a folder within one that this user may not search.
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)  # noqa: PTH112
+
+
+def is_readable_folder(path: Path) -> bool:
+    """Returns whether there is such a folder. Raises ConfigError for one that this process may not read."""
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # in a folder that it may not search, or with a name that is too long
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if is_folder and not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(f"cannot read {path}: Permission denied")
+    return is_folder

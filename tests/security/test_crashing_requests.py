@@ -71,14 +71,19 @@ class Workers:
     """
 
     def __init__(
-        self, cluster: Cluster, rng: random.Random, reports_first: bool = False, names_step: bool = False
+        self,
+        cluster: Cluster,
+        rng: random.Random,
+        reports_first: bool = False,
+        names_step: bool = False,
+        roles: tuple[Role, ...] = ("prefill", "prefill", "decode", "decode"),
     ) -> None:
         self.cluster, self._rng, self._reports_first, self._names_step = cluster, rng, reports_first, names_step
         self._num_joined = 0
         self.num_killed = 0
         self.answers: dict[int, list[int] | TandemError] = {}
         self._readers: list[asyncio.Task[None]] = []
-        for role in ("prefill", "prefill", "decode", "decode"):
+        for role in roles:
             self.join(role)
 
     def join(self, role: Role) -> None:
@@ -133,14 +138,18 @@ class Workers:
         assert route.prefill is not None and route.decode is not None
         if starts[attempt_id].token_ids[:12] == POISON.token_ids:
             self.num_killed += 1
-            if self._names_step:
-                self.fail(route.prefill, attempt_id)
-            else:
-                await self.kill(route.prefill)
+            await self.end(route.prefill, attempt_id)
             return
         self.cluster.first(attempt_id, 1, worker=route.prefill)
         self.cluster.token(attempt_id, 2, worker=route.decode)
         self.cluster.token(attempt_id, 3, "length", worker=route.decode)
+
+    async def end(self, worker: WorkerInfo, attempt_id: str) -> None:
+        """The attempt is the cause."""
+        if self._names_step:
+            self.fail(worker, attempt_id)
+        else:
+            await self.kill(worker)
 
     def fail(self, worker: WorkerInfo, attempt_id: str) -> None:
         running = self.cluster.dispatcher._running.items()
@@ -300,8 +309,10 @@ def replace_sampling(sampling: SamplingParams, **changes: Any) -> SamplingParams
 class Killers(Workers):
     """Workers that every prompt of `killers` kills; a killer is never sent twice, so no earlier death points to it."""
 
-    def __init__(self, cluster: Cluster, rng: random.Random, num_workers: int, innocents: list[Prompt]) -> None:
-        super().__init__(cluster, rng, reports_first=False)
+    def __init__(
+        self, cluster: Cluster, rng: random.Random, num_workers: int, innocents: list[Prompt], names_step: bool
+    ) -> None:
+        super().__init__(cluster, rng, names_step=names_step)
         self._innocents = innocents
         for worker in self.cluster.worker_table.workers():
             self.cluster.lose(worker, has_crashed=False)
@@ -331,23 +342,24 @@ class Killers(Workers):
         assert route.decode is not None
         if killers:
             self.num_killed += 1
-            await self.kill(route.prefill)
+            await self.end(route.prefill, attempt_id)
             return
         self.cluster.first(attempt_id, 1, worker=route.prefill)
         self.cluster.token(attempt_id, 2, worker=route.decode)
         self.cluster.token(attempt_id, 3, "length", worker=route.decode)
 
 
+@pytest.mark.parametrize("names_step", [False, True], ids=["not named", "named"])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @given(st.integers(0, 1 << 16), st.integers(1, 4), st.integers(1, 12))
 def test_innocents_are_not_blamed_for_new_killers(
-    num_workers: int, seed: int, num_innocents: int, num_killers: int
+    num_workers: int, names_step: bool, seed: int, num_innocents: int, num_killers: int
 ) -> None:
     """Another client sends a new killer whenever an innocent prompt is in flight, so that each meets their retries."""
 
     async def scenario(cluster: Cluster) -> None:
         innocents = [innocent(number) for number in range(num_innocents)]
-        workers = Killers(cluster, random.Random(seed), num_workers, innocents)
+        workers = Killers(cluster, random.Random(seed), num_workers, innocents, names_step)
         for prompt in innocents:
             workers.start(prompt)
         num_sent = 0
@@ -363,6 +375,40 @@ def test_innocents_are_not_blamed_for_new_killers(
             assert workers.answers.pop(number) == [1, 2, 3]
         assert len(workers.answers) == num_sent
         assert all(isinstance(error, RequestCrashesWorkers | WorkerLost) for error in workers.answers.values())
+
+    play(scenario)
+
+
+def test_a_stream_is_not_blamed_for_new_killers_in_its_steps() -> None:
+    """A decode worker fails as it decodes, and a prefill worker as it is computed again, each beside a new killer."""
+
+    async def scenario(cluster: Cluster) -> None:
+        workers = Workers(cluster, random.Random(0), names_step=True, roles=("prefill", "decode"))
+        workers.start(innocent(0))
+        await turn()
+        [(stream, attempt)] = cluster.dispatcher._running.items()
+        prefill, decode = attempt.route.workers
+        cluster.first(stream, 1, worker=prefill)
+        cluster.token(stream, 2, worker=decode)
+        await turn()
+        for number, role in enumerate(("decode", "prefill")):
+            workers.start(Prompt(pack_token_ids([66, 6, number]), 3))
+            await turn()
+            routes = {key: each.route for key, each in cluster.dispatcher._running.items() if not each.is_over}
+            [worker] = {next(each for each in route.workers if each.role == role) for route in routes.values()}
+            assert len(routes) == 2
+            cluster.fail(worker, [*routes])
+            workers._readers[-1].cancel()  # its client hangs up
+            await turn()
+            workers.join(worker.role)
+            await turn()
+        assert 0 not in workers.answers
+        for _ in range(20):
+            await after(1.0)
+            for key, each in list(cluster.dispatcher._running.items()):
+                if not each.is_over:
+                    cluster.first(key, 3, "length", worker=each.route.prefill)
+        assert workers.answers[0] == [1, 2, 3]
 
     play(scenario)
 

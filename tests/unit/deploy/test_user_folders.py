@@ -14,6 +14,7 @@ import pytest
 from tandem.deploy.processes import user_folders as module
 from tandem.deploy.processes.user_folders import make_missing_folders, user_folders
 from tandem.runtime.errors import ConfigError
+from tests.support.hidden_folders import hide
 
 VARIABLES = (
     "HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "HF_HOME", "HF_MODULES_CACHE", "PYTHONUSERBASE",
@@ -53,7 +54,9 @@ def test_usable_folders_are_used(folder: Path, home: Path, caplog: pytest.LogCap
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["no home", "locked home", "a file as home", "locked logs", "a locked log"])
+@pytest.mark.parametrize(
+    "kind", ["no home", "locked home", "the home of another user", "a file as home", "locked logs", "a locked log"]
+)
 def test_without_them_logs_and_caches_are_in_the_clusters_own(
     tmp_path: Path,
     home: Path,
@@ -70,6 +73,9 @@ def test_without_them_logs_and_caches_are_in_the_clusters_own(
             monkeypatch.setenv("HOME", str(tmp_path / "locked"))
             (tmp_path / "locked").mkdir()
             monkeypatch.setattr(module, "log_dir", lambda port: (_ for _ in ()).throw(OSError(30, "Read-only", "x")))
+        case "the home of another user":  # an image sets HOME=/root, and the container runs as somebody else
+            monkeypatch.setenv("HOME", str(tmp_path / "root"))
+            hide(monkeypatch, tmp_path / "root")
         case "a file as home":
             monkeypatch.setenv("HOME", str(tmp_path / "file"))
             (tmp_path / "file").touch()

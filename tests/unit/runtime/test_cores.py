@@ -140,6 +140,11 @@ def test_what_the_kernel_would_not_write_limits_nothing(host: Host, text: str) -
     assert (host.quota, host.num_cores) == (math.inf, 64)
 
 
+def test_a_mount_point_that_is_no_path_is_ignored(host: Host) -> None:
+    host.has("0::/\n", V2.replace("/sys/fs/cgroup", "sys"))
+    assert host.quota == math.inf
+
+
 def test_without_proc_the_affinity_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7})
     assert num_cores(tmp_path / "none") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers import (
 
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loading.model_loader import load_model
-from tandem.runtime.errors import ConfigError
+from tandem.runtime.errors import ConfigError, InternalError
 from tests.support.vision_models import make_model
 
 Tensors = dict[str, torch.Tensor]
@@ -56,10 +57,12 @@ def mixtral() -> MixtralForCausalLM:
     return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4))
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2(**fields: Any) -> GPT2LMHeadModel:
     torch.manual_seed(1)
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
+        GPT2Config(
+            vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1, **fields
+        )
     )
 
 
@@ -81,6 +84,11 @@ LACKING = {
     "a layer": (llama, without("layers.1."), r"lack 9 of .*: model\.layers\.1\.[^,]*, [^,]*, [^,]* and 6 more$"),
     "the embedding": (llama, without("embed"), r"lack 1 of .*: model\.embed_tokens\.weight$"),
     "the head": (llama, without("lm_head"), r"lack 1 of .*: lm_head\.weight$"),
+    "the head of a GPT2LMHeadModel": (
+        lambda: gpt2(tie_word_embeddings=False),
+        without("lm_head"),
+        r"lack 1 of .*: lm_head\.weight$",
+    ),
     "a tied embedding": (
         lambda: llama(tie_word_embeddings=True),
         without("embed", "lm_head"),
@@ -118,13 +126,83 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
         load_model(config)
 
 
-def test_an_index_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:
+def shard(folder: Path, suffix: str, **changes: Any) -> EngineConfig:
+    """Saves a model in two files with an index. changes: fields of the index."""
+    config = save(folder, llama())
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weights = {"safetensors": "model", "bin": "pytorch_model"}[suffix]
+    files = {name: f"{weights}-0000{1 + ('1' in name)}-of-00002.{suffix}" for name in tensors}
+    for file in set(files.values()):
+        part = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        if suffix == "bin":
+            torch.save(part, folder / file)
+        else:
+            save_file(part, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": files} | changes
+    (folder / f"{weights}.{suffix}.index.json").write_text(json.dumps(index))
+    return config
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_an_index_that_names_a_missing_file_is_refused(suffix: str, tmp_path: Path) -> None:
+    config = shard(tmp_path, suffix)
+    assert load_model(config).has_head
+    lacking = next(tmp_path.glob(f"*-00002-of-00002.{suffix}"))
+    lacking.unlink()
+    message = f"^{tmp_path} lacks 1 of the 2 files that [a-z_]+.{suffix}.index.json names: {lacking.name}$"
+    with pytest.raises(ConfigError, match=message):
+        load_model(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metadata": None}, "Expected `object`, got `null` - at `$.metadata`"),
+        ({"weight_map": []}, "Expected `object`, got `array` - at `$.weight_map`"),
+        ({"weight_map": {}}, "names no tensors; download the model again"),
+    ],
+)
+def test_a_broken_index_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = shard(tmp_path, "safetensors", **changes)
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{tmp_path}/model.safetensors.index.json") + ".*" + re.escape(message)
+    ):
+        load_model(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
+            "it is only a pointer of Git LFS; run git lfs pull",
+        ),
+        (b"", "header too small"),
+        (bytes(100), "header too small|invalid header|EOF"),
+    ],
+)
+def test_a_broken_file_of_tensors_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    config = shard(tmp_path, "safetensors")
+    broken = tmp_path / "model-00002-of-00002.safetensors"
+    broken.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^cannot read {broken}: .*({message})"):
+        load_model(config)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("out of memory"), MemoryError(), torch.AcceleratorError("busy")]
+)
+def test_a_device_that_another_process_still_has_is_tried_again(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = save(tmp_path, llama())
-    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
-    names = load_file(tmp_path / "model-00001-of-00002.safetensors")
-    files = {name: f"model-0000{1 + ('1' in name)}-of-00002.safetensors" for name in names}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors"):
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(InternalError, match=f"^{tmp_path} could not be loaded: "):
         load_model(config)
 
 
@@ -146,6 +224,8 @@ WRAPPED = {
     "PEFT in data parallel": (llama, lambda name: "module.base_model.model." + name),
     "data parallel in another model": (llama, lambda name: "transformer.module." + name),
     "another model": (llama, lambda name: "transformer." + name),
+    "a model with a value head": (llama, lambda name: "pretrained_model." + name),
+    "the text of a vision model": (llama, lambda name: name.replace("model.", "model.language_model.", 1)),
     "the base model's name twice": (llama, lambda name: "model." + name),
     "without the base model's name": (llama, lambda name: name.removeprefix("model.")),
     "data parallel, without the base model's name": (llama, lambda name: "module." + name.removeprefix("model.")),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
-from tandem.engine.loading.rope import context_limit
+from tandem.engine.loading.rope import context_limit, scaling_problem
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import ConfigError
@@ -149,6 +151,32 @@ def test_positions_beyond_the_original_context_are_those_of_transformers(name: s
         assert token.token_id == int(expected.argmax())
         assert token.logprobs.logprob == pytest.approx(float(expected.max()), abs=1e-3)
     pool.close()
+
+
+@pytest.mark.parametrize("value", ["4", 0, -2.0, float("nan"), float("inf"), [4], 1e30], ids=repr)
+@pytest.mark.parametrize("name", ["factor", "original_max_position_embeddings"])
+def test_a_scaling_by_what_is_no_number_is_refused_before_the_weights_are_read(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    config = SimpleNamespace(rope_parameters=YARN | {name: value})
+    assert scaling_problem(config).startswith(f"the {name} of its RoPE scaling is {value!r}, but must be above 0")
+    LlamaConfig(**SHAPE).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text()) | {"rope_scaling": {"type": "linear", "factor": value}}
+    fields.pop("rope_parameters")
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=r"\(llama\) cannot be served: the factor of its RoPE scaling is "):
+        load_model(EngineConfig(str(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3"])
+def test_kinds_that_cannot_do_without_a_factor(kind: str) -> None:
+    for scaling in ({"rope_type": kind, "factor": None}, {"full_attention": {"type": kind}}):
+        assert "factor of its RoPE scaling is None" in scaling_problem(SimpleNamespace(rope_parameters=scaling))
+
+
+def test_real_scalings_have_no_problem() -> None:
+    assert [name for name, (config, _) in LIMITS.items() if scaling_problem(config)] == ["a factor that is no number"]
 
 
 def test_a_context_beyond_the_extended_one_is_refused(tmp_path: Path) -> None:

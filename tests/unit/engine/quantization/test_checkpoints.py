@@ -233,6 +233,10 @@ def test_tensors_that_contradict_the_config_are_refused(plain: Path, tmp_path: P
     refused(f"{layer}: g_idx does not give 32 inputs to each of its 2 groups", g_idx=torch.zeros(64, dtype=torch.int32))
     refused(f"{layer}: scales has the shape", scales=torch.ones(4, 128).half())
     refused(f"{layer}: qweight has the shape", qweight=torch.zeros(4, 128, dtype=torch.int32))
+    layer = "model.layers.0.self_attn.q_proj"
+    for size in (1, 32, 128):
+        refused(rf"{layer}: bias has the shape \[{size}\] instead of \[64\]$", bias=torch.ones(size))
+    layer = "model.layers.0.mlp.up_proj"
     config = json.loads((checkpoint.folder / "config.json").read_text())
     config["quantization_config"]["modules_to_not_convert"] = ["up_proj"]
     (checkpoint.folder / "config.json").write_text(json.dumps(config))

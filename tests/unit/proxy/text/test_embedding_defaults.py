@@ -41,6 +41,7 @@ def test_dimensions(tmp_path: Path) -> None:
     write(tmp_path, None, matryoshka_dimensions=[16, 32]).check_dimensions(64)
     write(tmp_path, None, hidden_size=None, text_config={"hidden_size": 32}).check_dimensions(32)
     write(tmp_path, None, hidden_size=None, n_embd=16).check_dimensions(16)
+    write(tmp_path, None, hidden_size=float("inf"), n_embd=float("nan"), d_model=16).check_dimensions(16)
     any_size = write(tmp_path, None, is_matryoshka=True)
     any_size.check_dimensions(64)
     with pytest.raises(InvalidRequest, match="dimensions is 65, but must be at most 64"):

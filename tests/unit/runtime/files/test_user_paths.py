@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.files.user_paths import expanded, home_folder, is_writable, user_folder
+from tandem.runtime.files.user_paths import expanded, home_folder, is_readable_folder, is_writable, user_folder
+from tests.support.hidden_folders import hide
 
 
 @pytest.fixture
@@ -57,3 +58,20 @@ def test_only_folders_are_written_to(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert is_writable(tmp_path) and not is_writable(file) and not is_writable(tmp_path / "none")
+
+
+def test_folders_that_this_user_may_not_look_into_are_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, tmp_path / "of another user")
+    assert not is_writable(tmp_path / "of another user/folder")
+
+
+def test_a_folder_that_this_user_may_not_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, hidden := tmp_path / "of another user")
+    for path in (hidden, hidden / "model"):
+        with pytest.raises(ConfigError, match=f"^cannot read {path}: Permission denied$"):
+            is_readable_folder(path)
+    with pytest.raises(ConfigError, match=r"File name too long$"):
+        is_readable_folder(tmp_path / ("m" * 300))
+    assert is_readable_folder(tmp_path) and not is_readable_folder(tmp_path / "none")
