@@ -1,11 +1,13 @@
 """Coding agents from the npm registry, unchanged and without a terminal, against a model that follows a script.
 
-`.ci/run` installs them from `package.json` beside this file and names the folder in NODE_CLIENTS.
+`.ci/run` installs them from `package.json` beside this file and names the folder in NODE_CLIENTS. They run with the
+settings of docs/clients.md.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -18,6 +20,18 @@ from tests.support.scripted_model import MODEL, Script, ScriptedWorkers, scripte
 CONTENT = "written by a scripted model\n"
 FINAL = "The file is there now."
 TIMEOUT_S = 180
+PAGE = Path(__file__).parents[3] / "docs/clients.md"
+
+
+def documented(heading: str, language: str, url: str, model: str = MODEL) -> str:
+    """Returns the block in a language below a heading of the page, for a server and a model."""
+    section = PAGE.read_text().partition(f"\n### {heading}\n")[2].partition("\n### ")[0]
+    block = section.partition(f"```{language}\n")[2].partition("```")[0]
+    return block.replace("http://127.0.0.1:8000", url).replace("my-model", model)
+
+
+def documented_environment(heading: str, url: str) -> dict[str, str]:
+    return dict(re.findall(r"^export (\w+)=(\S+)$", documented(heading, "sh", url), re.MULTILINE))
 
 
 def agent(name: str) -> str:
@@ -65,11 +79,7 @@ def test_claude_code_uses_the_messages_api(tmp_path: Path) -> None:
         output = run(
             [command, "--print", "--allowedTools", "Write", "--", "write a file"],
             file.parent,
-            ANTHROPIC_BASE_URL=url,
-            ANTHROPIC_AUTH_TOKEN="none",
-            ANTHROPIC_MODEL=MODEL,
-            ANTHROPIC_SMALL_FAST_MODEL=MODEL,
-            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+            **documented_environment("Claude Code", url),
         )
         check(file, output, workers)
 
@@ -82,24 +92,20 @@ def test_qwen_code_uses_chat_completions(tmp_path: Path) -> None:
         output = run(
             [command, "--approval-mode", "yolo", "--auth-type", "openai", "--model", MODEL, "--prompt", "write a file"],
             file.parent,
-            OPENAI_BASE_URL=f"{url}/v1",
-            OPENAI_API_KEY="none",
-            OPENAI_MODEL=MODEL,
+            **documented_environment("Qwen Code", url),
         )
         check(file, output, workers)
 
 
 def run_codex(folder: Path, url: str, model: str) -> str:
-    """Runs Codex with its defaults in an empty folder `work`."""
+    """Runs Codex with the documented settings in an empty folder `work`."""
     home = folder / "codex"
     home.mkdir()
-    provider = f'name = "Tandem"\nbase_url = "{url}/v1"\nwire_api = "responses"\nenv_key = "KEY"\n'
-    settings = f'model = "{model}"\nmodel_provider = "tandem"\n'
-    (home / "config.toml").write_text(f"{settings}[model_providers.tandem]\n{provider}")
+    (home / "config.toml").write_text(documented("Codex", "toml", url, model))
     work = folder / "work"
     work.mkdir()
     command = [agent("codex"), "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "write a file"]
-    return run(command, work, CODEX_HOME=str(home), KEY="none")
+    return run(command, work, CODEX_HOME=str(home), **documented_environment("Codex", url))
 
 
 @pytest.mark.timeout(TIMEOUT_S + 120)

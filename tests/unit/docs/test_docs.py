@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import json
 import re
 import shlex
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from tandem.deploy import cli
@@ -86,6 +91,13 @@ def test_relative_links_resolve(page: Path) -> None:
     for target in _LINK.findall(_FENCE.sub("", page.read_text())):
         if "://" not in target:
             assert (page.parent / target.partition("#")[0]).exists(), f"{target} does not exist"
+
+
+@each_page
+def test_configurations_parse(page: Path) -> None:
+    parsers: dict[str, Callable[[str], Any]] = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
+    for kind, body in _FENCE.findall(page.read_text()):
+        assert kind not in parsers or parsers[kind](body)
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
