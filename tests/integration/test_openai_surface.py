@@ -357,7 +357,7 @@ def test_errors_raise_the_clients_exception_classes(cluster: Cluster, client: op
     with pytest.raises(openai.APIStatusError) as large:
         complete(client, "x" * (17 << 20))
     assert large.value.status_code == 413
-    with pytest.raises(openai.BadRequestError, match="limit is 2048"):
+    with pytest.raises(openai.BadRequestError, match="context length is 2048"):
         complete(client, [5] * 3000)
     with pytest.raises(openai.BadRequestError, match="not supported"):
         complete(client, extra={"suffix": "x"})
