@@ -21,9 +21,12 @@ ReasoningParserName = Literal["auto", "none", ReasoningFamilyName]
 log = logging.getLogger(__name__)
 
 
-def warn_of_unknown_tools(name: ToolParserName, text: ModelText) -> None:
-    """Logs a warning if calls stay in the text of answers because the format of the chat template is not known."""
-    if name == "auto" and detect_tool_family(text.chat_template) is None:
+def log_formats(tools: ToolParserName, reasoning: ReasoningParserName, text: ModelText) -> None:
+    """Logs in which formats calls and thinking are read from answers. Warns if that of calls is not known."""
+    family = detect_tool_family(text.chat_template) if tools == "auto" else tools
+    thinking = detect_reasoning_family(text.chat_template) if reasoning == "auto" else reasoning
+    log.info("formats of answers: tool calls %s, thinking %s", family or "none known", thinking or "none")
+    if family is None:
         log.warning(
             "the chat template has tools, but how the model writes calls is not known: with tool_choice auto they stay "
             "in the answer's content. If it writes them in a known format, name it with --tool-call-parser."

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 from tokenizers import Tokenizer, models
 
-from tandem.proxy.parsers.parser_names import ToolParserName, tool_format, warn_of_unknown_tools
+from tandem.proxy.parsers.parser_names import ToolParserName, log_formats, tool_format
 from tandem.proxy.text.model_text import ModelText
 
 UNKNOWN = "{% for t in tools %}<call {{ t }}>{% endfor %}"
@@ -40,10 +40,19 @@ def test_the_flag_or_the_template_chooses_the_format(
     assert (found.name, found.is_known) == expected
 
 
-def test_a_format_that_is_not_known_is_a_warning_that_names_the_flag(caplog: pytest.LogCaptureFixture) -> None:
-    for name, template in (("mistral", UNKNOWN), ("none", UNKNOWN), ("auto", "<tool_call>{{ tools }}"), ("auto", None)):
-        warn_of_unknown_tools(cast(ToolParserName, name), text(template))
-    assert not caplog.records
-    warn_of_unknown_tools("auto", text(UNKNOWN))
-    [record] = caplog.records
-    assert record.levelname == "WARNING" and "--tool-call-parser" in record.message
+def test_the_start_says_the_formats_and_warns_if_that_of_calls_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for name, template, said in (
+        ("mistral", UNKNOWN, "tool calls mistral, thinking none"),
+        ("none", UNKNOWN, "tool calls none, thinking none"),
+        ("auto", "<tool_call>{{ tools }}</think>", "tool calls hermes, thinking qwen3"),
+        ("auto", None, "tool calls hermes, thinking none"),
+    ):
+        log_formats(cast(ToolParserName, name), "auto", text(template))
+        [record] = caplog.records
+        assert record.levelname == "INFO" and said in record.message
+        caplog.clear()
+    log_formats("auto", "none", text(UNKNOWN))
+    info, warning = caplog.records
+    assert "tool calls none known" in info.message
+    assert warning.levelname == "WARNING" and "--tool-call-parser" in warning.message
