@@ -23,7 +23,9 @@ from tandem.proxy.parsers.tool_shapes import Marked, Parameters, Shape, ToolFami
 
 MAX_HEAD_CHARACTERS = 1024
 """Text between a marker and the arguments, and between two calls."""
+# Beginnings of markers that are also ordinary text: `functools`, `Action:`, a fence with its language.
 _WORD_OR_FENCE = re.compile(r"[\w ]+:?|`+\w*\s*")
+# A name that may go on, after what stands before names: `call:get_we`, `[get_we`.
 _CUT_NAME = re.compile(r"(?:<?\w+[:>])?[\s\[]*([\w.-]*)\s*\Z")
 
 
