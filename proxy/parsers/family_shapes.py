@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tandem.proxy.parsers.tool_shapes import (
+    BARE_OBJECTS,
     OBJECT,
-    OBJECTS,
+    Marked,
     Parameters,
     Shape,
     in_list,
@@ -23,7 +24,7 @@ LLAMA_SHAPES = (
             needs_known_name=True,
             begins_answer=True,
         )
-        for head, tail in OBJECTS
+        for head, tail in BARE_OBJECTS
     ),
     *in_list(LLAMA_TAG, LLAMA_END, is_bare=True),
 )
@@ -50,6 +51,8 @@ KIMI_SLIP = (
     r"<\|tool_call_begin\|>\s*(?P<id>functions\.?(?P<name>[\w-]{1,64}?):?\d{1,4}+)\s*"
     r"<\|tool_call_argument_begin\|>\s*" + OBJECT
 )
+GEMMA_NAME = r"(?P<name>[^\s{}<]++)\s*\{"
+GEMMA4 = Marked('<|"|>', "<tool_call|>")
 APERTUS = r'\{\s*"(?P<name>[^"\\]++)"\s*:\s*' + OBJECT
 GIGACHAT = r"(?:<\|message_sep\|>\s*)?(?:function call<\|role_sep\|>|<\|function_call\|>)"
 XLAM_FENCE = r"(?:```(?:json)?|\[TOOL_CALLS\]|<tool_call>)"

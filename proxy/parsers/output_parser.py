@@ -106,9 +106,14 @@ class _ThoughtWithCalls:
 
     def end(self, cut: Cut | None) -> tuple[ToolParser | None, Parsed]:
         """Returns what is held back at the end of the answer, and its parser if it has calls of the request's tools."""
+        held = self._held
+        if not self._pieces and cut == "length" and self._markers.end_of_certain(held) < len(held.text):
+            return None, Parsed()  # the beginning of a marker, which was cut
         self._parsed.add(self._parser.push("", is_end=True, cut=cut))
         parsed = self._parsed.parsed()
         names = parsed.names.values()
+        if not names and cut is not None and self._pieces:
+            return None, Parsed(reasoning=parsed.content)  # a call that was cut before its name is left out
         if not names or (self._tools is not None and any(name not in self._tools for name in names)):
             return None, Parsed(reasoning=self.take())
         parsed.reasoning, parsed.content = parsed.content.rstrip(SPACE), ""

@@ -1,6 +1,7 @@
 """Reads keyword arguments of a Python call with literal values, and writes them as a JSON object. Pure, incremental.
 
-Models mix Python's and JSON's literals, so `True` and `true`, `None` and `null` are taken.
+Models mix Python's and JSON's literals, so `True` and `true`, `None` and `null` are taken. Templates of some models put
+strings between quotes as they are, so a quote ends a string only where Python's syntax goes on after it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _STRING_ENDS = {
     quote: re.compile(rf"(?P<escape>\\.)|{quote}|(?P<cut>\\\Z)", re.DOTALL) for quote in ('"', "'", '"""', "'''")
 }
+_AFTER_STRING = {
+    # An argument ends before the next one, or with the call, which no bracket or quote follows.
+    "argument": regex.compile(r"\s{0,64}+(?:,\s{0,64}+(?:[A-Za-z_]\w{0,128}+\s{0,64}+=|\))|\)(?=[^\"')]))"),
+    "]": regex.compile(r"\s{0,64}+[,\]]"),
+    ")": regex.compile(r"\s{0,64}+[,)]"),
+    "}": regex.compile(r"\s{0,64}+[,:}]"),
+}
+"""What follows the end of a string, by where it stands: as an argument, or within the bracket."""
 
 
 @dataclass(slots=True)
@@ -54,6 +63,10 @@ class _Container:
     """Number of the written piece that opens it."""
     num_values: int = 0
     has_comma: bool = False
+    is_set: bool = False
+    """Whether braces hold values without keys, which become a list."""
+    first: str = ""
+    """The first value between braces as JSON: a key, unless it is a set."""
     keys: set[str] = field(default_factory=set)
     """Keys of the arguments so far."""
 
@@ -95,7 +108,7 @@ class PythonArguments:
         """
         while self._num_characters <= MAX_PYTHON_CHARACTERS:
             before = held.at
-            done = self._read_string(held) if self._expected == "string" else self._read_token(held)
+            done = self._read_string(held, is_end) if self._expected == "string" else self._read_token(held)
             if held.at > before:
                 self.source.append(held.text[before : held.at])
                 self._num_characters += held.at - before
@@ -136,7 +149,9 @@ class PythonArguments:
     def _separate(self, held: HeldText) -> bool | None:
         container = self._open[-1]
         mark = held.text[held.at]
-        is_dict = container.close == "}"
+        if mark == "," and container.close == "}" and container.num_values == 1:
+            self._make_set(container)
+        is_dict = container.close == "}" and not container.is_set
         if mark == ":" and is_dict and container.num_values % 2:
             self._written.append(": ")
             self._expected = "value"
@@ -147,6 +162,10 @@ class PythonArguments:
             return False
         held.at += 1
         return None
+
+    def _make_set(self, container: _Container) -> None:
+        container.is_set = True
+        self._written[container.start :] = ["[", container.first]
 
     def _add_key(self, held: HeldText, found: regex.Match[str]) -> bool | None:
         key, container = found["key"], self._open[-1]
@@ -167,12 +186,12 @@ class PythonArguments:
 
     def _add_value(self, held: HeldText, found: regex.Match[str]) -> bool | None:
         container = self._open[-1]
-        is_key = container.close == "}" and not container.num_values % 2
+        is_key = container.close == "}" and not container.is_set and not container.num_values % 2
         if self._expected == "member":
             self._begin_member(container)
         held.at = found.end()
         if found["quote"] in ('""', "''"):
-            self._add('""')
+            self._add_text('""')
         elif quote := found["quote"]:
             self._quote, self._prefix, self._string = quote, found["prefix"], []
             self._expected = "string"
@@ -186,6 +205,8 @@ class PythonArguments:
             written = _WORDS.get(found["word"], found["word"]) if found["word"] else _number(found["number"])
             if written is None:
                 return False
+            if is_key:
+                container.first = written
             self._add(f'"{written}"' if is_key else written)
         return None
 
@@ -194,12 +215,20 @@ class PythonArguments:
         self._open[-1].num_values += 1
         self._expected = "next"
 
+    def _add_text(self, written: str) -> None:
+        container = self._open[-1]
+        if container.close == "}" and not container.num_values:
+            container.first = written
+        self._add(written)
+
     def _close(self) -> bool | None:
         container = self._open.pop()
         if not self._open:
             self._written.append("}")
             return True
-        if container.close == "}":
+        if container.close == "}" and container.num_values == 1:
+            self._make_set(container)
+        if container.close == "}" and not container.is_set:
             if container.num_values % 2:
                 return False
             self._written.append("}")
@@ -211,23 +240,36 @@ class PythonArguments:
         self._expected = "next"
         return None
 
-    def _read_string(self, held: HeldText) -> bool | None:
+    def _read_string(self, held: HeldText, is_end: bool) -> bool | None:
         text, at = held.text, held.at
         ends = _STRING_ENDS[self._quote]
-        while (found := ends.search(text, at)) is not None and found["escape"]:
+        while (found := ends.search(text, at)) is not None and found["cut"] is None:
+            is_closed = False if found["escape"] else self._is_closed(text, found.end(), is_end)
+            if is_closed is None:
+                break
+            if is_closed:
+                self._string.append(held.take(found.start()))
+                held.at = found.end()
+                value = "".join(self._string)
+                value = whole_characters(value if self._prefix in ("r", "R") else _unescaped(value))
+                self._add_text(json.dumps(value, ensure_ascii=False))
+                self._string = []
+                return None
             at = found.end()
-        if found is not None and found["cut"] is None:
-            self._string.append(held.take(found.start()))
-            held.at = found.end()
-            value = "".join(self._string)
-            value = whole_characters(value if self._prefix in ("r", "R") else _unescaped(value))
-            self._add(json.dumps(value, ensure_ascii=False))
-            self._string = []
-            return None
         # A quote may be cut, and an escape too.
         keep = max(at, len(text) - len(self._quote) + 1) if found is None else found.start()
         self._string.append(held.take(max(held.at, keep)))
         return None
+
+    def _is_closed(self, text: str, at: int, is_end: bool) -> bool | None:
+        """Returns whether a quote ends the string; None if text that decides it is missing. at: after the quote."""
+        if len(self._quote) > 1:
+            return True
+        place = "argument" if len(self._open) == 1 else self._open[-1].close
+        found = _AFTER_STRING[place].match(text, at, partial=True)
+        if found is None:
+            return False
+        return True if is_end or not found.partial else None
 
 
 def python_value(text: str) -> str | None:
@@ -243,7 +285,9 @@ def _number(text: str) -> str | None:
     """Returns the JSON of a Python number, or None if it is none or infinite."""
     text = text.replace("_", "")
     try:
-        if text.lstrip("+-").isdecimal() or "x" in text.lower():
+        if text.lstrip("+-").isdecimal():
+            return str(int(text))  # zeros may come first
+        if "x" in text.lower():
             return str(int(text, 0))
         value = float(text)
     except ValueError:

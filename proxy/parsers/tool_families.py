@@ -14,6 +14,8 @@ from tandem.proxy.parsers.family_shapes import (
     DEEPSEEK_END,
     DEEPSEEK_SHAPES,
     FUNCTION_TAG,
+    GEMMA4,
+    GEMMA_NAME,
     GIGACHAT,
     GLM_HEAD,
     GLM_PARAMETERS,
@@ -158,7 +160,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
             "steptml:",
             "(?:<｜tool_calls_begin｜>)?",
             "<｜tool_calls_end｜>",
-            before=r"(?:<｜tool_sep｜>\s*)?<｜tool_call_begin｜>\s*(?:function\s*)?(?:<｜tool_sep｜>\s*)?",
+            before=r"(?:<｜tool_sep｜>\s*)?<｜tool_call_begin｜>\s*(?:function\s*)?(?:<｜tool_sep｜>\s*)?(?:[\w.-]++\s*)?",
             after="<｜tool_call_end｜>",
         ),
         Writing(
@@ -242,21 +244,24 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     "gemma4": ToolFamily(
         ("<|tool_call>",),
         (
+            Shape(pattern(rf"<\|tool_call>\s*:?\s*call:\s*{GEMMA_NAME}"), GEMMA4, tail=pattern(r"\s*<tool_call\|>")),
             Shape(
-                pattern(r"<\|tool_call>\s*call:\s*(?P<name>[^\s{}<]++)\s*\{"),
-                Marked('<|"|>', "<tool_call|>"),
+                pattern(rf"(?:call:|<call>)\s*{GEMMA_NAME}"),
+                GEMMA4,
                 tail=pattern(r"\s*<tool_call\|>"),
+                needs_known_name=True,
             ),
         ),
         Writing("<|tool_call>call:NAME{", "<tool_call|>"),
         (("<|tool_call>",), ("<|tool>", "<tool|>")),
+        slips=("call:", "<call>"),
         layout=("<|tool_response>", "<turn|>"),
     ),
     "functiongemma": ToolFamily(
         ("<start_function_call>",),
         (
             Shape(
-                pattern(r"<start_function_call>\s*call:\s*(?P<name>[^\s{}<]++)\s*\{"),
+                pattern(rf"<start_function_call>\s*call:\s*{GEMMA_NAME}"),
                 Marked("<escape>", "<end_function_call>"),
                 tail=pattern(r"\s*<end_function_call>"),
             ),
@@ -327,7 +332,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     "lfm2": ToolFamily(
         ("<|tool_call_start|>",),
         (
-            python_calls(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"),
+            *python_calls(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"),
             *in_block(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"),
         ),
         Writing("NAME(", ")", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
@@ -335,7 +340,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
     ),
     "olmo3": ToolFamily(
         ("<function_calls>",),
-        (python_calls("<function_calls>", "</function_calls>"),),
+        python_calls("<function_calls>", "</function_calls>"),
         Writing("NAME(", ")\n", "<function_calls>\n", last="</function_calls>"),
         (("<function_calls>", "!<invoke"),),
     ),

@@ -15,6 +15,7 @@ import regex
 
 from tandem.proxy.parsers.argument_types import TEXT, ToolArguments, Types, decoded_string, marked_types, typed_value
 from tandem.proxy.parsers.held_text import HeldText, Markers, start_of_space
+from tandem.proxy.parsers.json_arguments import JsonText
 from tandem.proxy.parsers.marked_arguments import MarkedArguments
 from tandem.proxy.parsers.parsed import MAX_TOOL_CALLS, Cut, Parsed, ParsedPieces
 from tandem.proxy.parsers.python_arguments import PythonArguments
@@ -22,9 +23,10 @@ from tandem.proxy.parsers.tool_shapes import Marked, Parameters, Shape, ToolFami
 
 MAX_HEAD_CHARACTERS = 1024
 """Text between a marker and the arguments, and between two calls."""
-_STRUCTURE = re.compile(r'["{}\[\]]')
-_STRING_END = re.compile(r'["\\]')
-_CUT_NAME = re.compile(r"[\s\[]*([\w.-]*)\s*\Z")
+# Beginnings of markers that are also ordinary text: `functools`, `Action:`, a fence with its language.
+_WORD_OR_FENCE = re.compile(r"[\w ]+:?|`+\w*\s*")
+# A name that may go on, after what stands before names: `call:get_we`, `[get_we`.
+_CUT_NAME = re.compile(r"(?:<?\w+[:>])?[\s\[]*([\w.-]*)\s*\Z")
 
 
 class ToolParser:
@@ -41,6 +43,7 @@ class ToolParser:
         self._read: Callable[[bool], bool] = self._read_content if family.markers else self._read_head
         self._before_head = ""  # white space before a marker: content if no call follows
         self._marker = ""
+        self._follows_word = False  # whether the content so far ends with a word
         self._follows_call = False  # whether nothing but white space follows the last call
         self._shape = family.shapes[0]
         self._cut: Cut | None = None
@@ -49,8 +52,7 @@ class ToolParser:
         # of the call that is being read:
         self._name = ""
         self._head = ""
-        self._depth = 0
-        self._in_string = self._is_escaped = False
+        self._json = JsonText()
         self._python = PythonArguments()
         self._marked: MarkedArguments | None = None
         self._num_parameters = 0
@@ -72,13 +74,13 @@ class ToolParser:
     def _read_content(self, is_end: bool) -> bool:
         held = self._held
         if self._markers is None or self.num_calls >= MAX_TOOL_CALLS:
-            self._pieces.content.append(held.take())
+            self._add_content(held.take())
             return False
         found = self._markers.find(held)
         if found is None:
             certain = self._markers.end_of_certain(held)
             space = start_of_space(held.text, held.at, certain)
-            if is_end and (self._cut != "length" or certain == len(held.text)):
+            if is_end and not (self._cut == "length" and self._is_cut_marker(certain)):
                 self._add_content(held.take(space if space == held.at and self._follows_call else None))
             else:
                 self._add_content(held.take(space))
@@ -91,6 +93,23 @@ class ToolParser:
         self._marker = found[0]
         self._read = self._read_head
         return True
+
+    def _is_cut_marker(self, start: int) -> bool:
+        """Returns whether the end of the text is the beginning of a marker. start: of what may become one."""
+        held = self._held
+        if start == len(held.text):
+            return False
+        return not self._is_text(held.text[held.at : start], held.text[start:])
+
+    def _is_text(self, before: str, rest: str) -> bool:
+        """Returns whether a word or a fence that begins a marker is text, because a word comes before it on the line.
+
+        before: what is not content yet.
+        """
+        if _WORD_OR_FENCE.fullmatch(rest) is None:
+            return False
+        word, space = before.rstrip(), before[len(before.rstrip()) :]
+        return "\n" not in space and (word[-1].isalnum() if word else self._follows_word)
 
     def _read_head(self, is_end: bool) -> bool:
         is_cut = False
@@ -133,6 +152,8 @@ class ToolParser:
         """Returns whether a cut head may have become a call; a word that begins no tool's name is text."""
         if not shape.needs_known_name or self._tools is None:
             return True
+        if self._is_text(self._before_head, self._held.text[self._held.at :]):
+            return False
         word = _CUT_NAME.match(self._held.text, self._held.at)
         return word is None or any(name.startswith(word[1]) for name in self._tools)
 
@@ -143,21 +164,26 @@ class ToolParser:
     def _begin_call(self, match: regex.Match[str]) -> None:
         self._name = match.groupdict().get("name", "")
         self._head = self._held.take(match.end())
+        if self._shape.arguments == "no call":
+            self._before_head = self._marker = ""
+            self._read = self._read_end
+            return
         if self._shape.arguments == "python":  # a call only if its arguments can be read
             self._python = PythonArguments()
             self._read = self._read_python
             return
         if self._shape.name_after is not None:
-            self._depth, self._in_string, self._is_escaped = 0, False, False
-            self._value = []
+            self._json, self._value = JsonText(), []
             self._read = self._read_json
             return
         self._add_call(match.groupdict().get("id"))
-        if self._shape.arguments == "json":
-            self._depth, self._in_string, self._is_escaped = 0, False, False
+        if match.groupdict().get("empty") is not None:
+            self._add_arguments("{}")
+            self._read = self._read_tail
+        elif self._shape.arguments == "json":
             is_encoded = self._held.text[self._held.at] == '"'
             self._held.at += is_encoded
-            self._value = []
+            self._json, self._value = JsonText(is_string=is_encoded), []
             self._read = self._read_encoded if is_encoded else self._read_json
         elif isinstance(self._shape.arguments, Marked):
             self._marked = MarkedArguments(self._shape.arguments, (self._tools or {}).get(self._name))
@@ -169,36 +195,16 @@ class ToolParser:
             self._read = self._read_key
 
     def _read_json(self, is_end: bool) -> bool:
-        held = self._held
-        text, place = held.text, held.at
         is_named = self._shape.name_after is None
-        add = self._add_arguments if is_named else self._value.append
-        while place < len(text):
-            if self._is_escaped:
-                self._is_escaped = False
-                place += 1
-                continue
-            found = (_STRING_END if self._in_string else _STRUCTURE).search(text, place)
-            if found is None:
-                break
-            place = found.end()
-            character = found[0]
-            if character == "\\":
-                self._is_escaped = True
-            elif character == '"':
-                self._in_string = not self._in_string
-            elif character in "{[":
-                self._depth += 1
-            else:
-                self._depth -= 1
-                if self._depth == 0:
-                    add(held.take(place))
-                    self._read = self._read_tail if is_named else self._read_late_name
-                    return True
-        add(held.take())
-        if is_end and not is_named:
-            return self._end_nameless()
-        return False
+        text = self._json.read(self._held)
+        if is_named:
+            self._add_arguments(text)
+        else:
+            self._value.append(text)
+        if self._json.is_complete:
+            self._read = self._read_tail if is_named else self._read_late_name
+            return True
+        return self._end_nameless() if is_end and not is_named else False
 
     def _read_late_name(self, is_end: bool) -> bool:
         """Reads the name of a call whose arguments were written first."""
@@ -243,29 +249,14 @@ class ToolParser:
 
     def _read_encoded(self, is_end: bool) -> bool:
         """Reads arguments that are written as a JSON string which contains the object."""
-        held = self._held
-        place = held.at
-        while place < len(held.text):
-            if self._is_escaped:
-                self._is_escaped = False
-                place += 1
-                continue
-            found = _STRING_END.search(held.text, place)
-            if found is None:
-                break
-            place = found.end()
-            if found[0] == '"':
-                self._value.append(held.take(found.start()))
-                held.at = place
-                self._add_arguments(decoded_string("".join(self._value)))
-                self._read = self._read_tail
-                return True
-            self._is_escaped = True
-        self._value.append(held.take())
-        if is_end:
-            self._add_arguments(decoded_string("".join(self._value)))
+        self._value.append(self._json.read(self._held))
+        if self._json.is_complete or is_end:
+            self._add_arguments(
+                decoded_string("".join(self._value).removesuffix('"' if self._json.is_complete else ""))
+            )
             self._value = []
-        return False
+            self._read = self._read_tail
+        return self._json.is_complete
 
     def _read_python(self, is_end: bool) -> bool:
         """Reads `a=1, b="x")` as a whole."""
@@ -413,6 +404,8 @@ class ToolParser:
         if text:
             self._pieces.content.append(text)
             self._follows_call = False
+            if stripped := text.rstrip():
+                self._follows_word = stripped[-1].isalnum()
 
     def _add_call(self, call_id: str | None) -> None:
         self._follows_call = True

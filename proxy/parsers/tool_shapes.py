@@ -50,9 +50,10 @@ class Shape:
     """One way to write calls."""
 
     head: regex.Pattern[str]
-    """Pattern from the marker to the arguments, with the group `name` and perhaps `id`."""
-    arguments: Literal["json", "python"] | Parameters | Marked = "json"
-    """A JSON object or a string that contains one, Python keyword arguments up to the bracket, Parameters or Marked."""
+    """Pattern from the marker to the arguments, with the group `name` and perhaps `id` or `empty`."""
+    arguments: Literal["json", "python", "no call"] | Parameters | Marked = "json"
+    """A JSON object or a string that contains one (none if `head` matches the group `empty`), Python keyword arguments
+    up to the bracket, Parameters or Marked. no call: the markers enclose nothing."""
     name_after: regex.Pattern[str] | None = None
     """Pattern after JSON arguments with the group `name`, where the name follows them."""
     tail: regex.Pattern[str] | None = None
@@ -113,12 +114,24 @@ OBJECT = r'(?=\{|"\s*\{)'
 """Lookahead for arguments in JSON."""
 _KEY = r'"(?:arguments|parameters)"\s*:\s*'
 _FIELDS = rf"(?:{_FIELD}\s*,\s*)*+"
-_JSON_HEAD = rf"\{{\s*{_FIELDS}{_NAME}\s*,\s*{_FIELDS}{_KEY}{OBJECT}"
 _JSON_TAIL = rf"(?:\s*,\s*{_FIELD})*+\s*\}}"
-# The form of OpenAI's API: {"type": "function", "function": {"name": ..., "arguments": ...}}.
-_NESTED_HEAD = rf'\{{\s*{_FIELDS}"function"\s*:\s*{_JSON_HEAD}'
-OBJECTS = ((_JSON_HEAD, _JSON_TAIL), (_NESTED_HEAD, _JSON_TAIL * 2))
-"""Heads and tails of one call's object."""
+_JSON_ARGUMENTS = rf"\s*,\s*{_FIELDS}{_KEY}{OBJECT}"
+# Models leave the arguments out, or write null, where there are none.
+_NO_ARGUMENTS = rf"(?P<empty>(?:\s*,\s*{_FIELDS}{_KEY}null)?)(?={_JSON_TAIL})"
+
+
+def _objects(arguments: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Returns heads and tails of one call's object. arguments: pattern between the name and the arguments."""
+    head = rf"\{{\s*{_FIELDS}{_NAME}{arguments}"
+    # The form of OpenAI's API: {"type": "function", "function": {"name": ..., "arguments": ...}}.
+    nested = rf'\{{\s*{_FIELDS}"function"\s*:\s*{head}'
+    return (head, _JSON_TAIL), (nested, _JSON_TAIL * 2)
+
+
+OBJECTS = _objects(f"(?:{_JSON_ARGUMENTS}|{_NO_ARGUMENTS})")
+"""Heads and tails of one call's object after a marker."""
+BARE_OBJECTS = _objects(_JSON_ARGUMENTS)
+"""Heads and tails without a marker. They need arguments: an answer in JSON may be an object with a name."""
 # Hermes 2 Pro and others write the keys in alphabetical order.
 _NAMELESS_HEAD = rf"\{{\s*{_FIELDS}{_KEY}(?=\{{)"
 _NAME_AFTER = rf"\s*,\s*{_FIELDS}{_NAME}"
@@ -139,6 +152,22 @@ def in_tags(opening: str, closing: str = r"\s*</tool_call>") -> tuple[Shape, ...
     )
 
 
+def _arguments_first(opening: str, more: str, end: str) -> Shape:
+    """Returns the shape of objects whose keys are in alphabetical order. more: pattern between two of them."""
+    return Shape(
+        pattern(rf"{opening}\s*{_NAMELESS_HEAD}"),
+        name_after=pattern(_NAME_AFTER),
+        tail=pattern(_JSON_TAIL),
+        more=pattern(rf"{more}\s*{_NAMELESS_HEAD}"),
+        end=pattern(end),
+    )
+
+
+def _no_calls(opening: str, end: str) -> Shape:
+    """Returns the shape of an empty list of calls, which is no content either."""
+    return Shape(pattern(rf"{opening}\s*\[\s*\]"), "no call", end=pattern(end))
+
+
 def in_list(
     opening: str, end: str = r"\s*\]", is_bare: bool = False, begins_answer: bool | None = None
 ) -> tuple[Shape, ...]:
@@ -147,7 +176,7 @@ def in_list(
     is_bare: no marker distinguishes it from a JSON answer. begins_answer: as is_bare if None.
     """
     begins = is_bare if begins_answer is None else begins_answer
-    return tuple(
+    named = tuple(
         Shape(
             pattern(rf"{opening}\s*\[\s*{head}"),
             tail=pattern(tail),
@@ -156,8 +185,11 @@ def in_list(
             needs_known_name=is_bare,
             begins_answer=begins,
         )
-        for head, tail in OBJECTS
+        for head, tail in (BARE_OBJECTS if is_bare else OBJECTS)
     )
+    if is_bare:
+        return named
+    return (*named, _arguments_first(rf"{opening}\s*\[", r"\s*,", end), _no_calls(opening, end))
 
 
 def in_block(opening: str, closing: str, is_bare: bool = False) -> tuple[Shape, ...]:
@@ -174,9 +206,10 @@ def in_block(opening: str, closing: str, is_bare: bool = False) -> tuple[Shape, 
             end=pattern(end),
             needs_known_name=is_bare,
         )
-        for head, tail in OBJECTS
+        for head, tail in (BARE_OBJECTS if is_bare else OBJECTS)
     )
-    return (*in_list(opening, end, is_bare, begins_answer=False), *objects)
+    arguments_first = () if is_bare else (_arguments_first(opening, r"\s*,?", end),)
+    return (*in_list(opening, end, is_bare, begins_answer=False), *objects, *arguments_first)
 
 
 # ---- tags around each argument
@@ -253,11 +286,13 @@ def invoke_tags(
 PYTHON_NAME = r"(?P<name>[A-Za-z_][\w.-]*+)\("
 
 
-def python_calls(opening: str, closing: str) -> Shape:
-    """Returns the shape in which markers enclose Python calls, in a list or one on each line."""
-    return Shape(
+def python_calls(opening: str, closing: str) -> tuple[Shape, ...]:
+    """Returns shapes in which markers enclose Python calls, in a list or one on each line."""
+    end = rf"\s*(?:\]|```|{closing})"
+    calls = Shape(
         pattern(rf"{opening}\s*(?:```(?:python|tool_code)?)?\s*\[?\s*{PYTHON_NAME}"),
         "python",
         more=pattern(rf"\s*[,;]?\s*{PYTHON_NAME}"),
-        end=pattern(rf"\s*(?:\]|```|{closing})"),
+        end=pattern(end),
     )
+    return calls, _no_calls(opening, end)

@@ -106,6 +106,15 @@ def test_a_call_in_a_thought_that_never_ends_is_a_call() -> None:
     assert parse([*cut], "hermes", QWEN, is_open=True) == ("Hm.", "", [("get_weather", '{"city": "P')])
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "gemma4", "lfm2", "kimi_k2", "jamba"])
+def test_a_limit_within_a_call_in_a_thought_leaves_nothing_of_its_markup(name: ToolFamilyName) -> None:
+    [text] = [text for case, (family, text) in WRITTEN.items() if family == name and case in (name, "mistral")]
+    for end in range(len(text)):
+        whole = parse([text[:end]], name, QWEN, is_open=True)
+        assert parse([*text[:end], ""], name, QWEN, is_open=True) == whole
+        assert "Hm.".startswith(whole[0].rstrip()) and not whole[1], (text[:end], whole)
+
+
 @pytest.mark.parametrize(
     "text",
     [f"Hm. {CALL} no </think>Yes", f"I may write {CALL.replace('get_weather', 'other')}", "<tool_call> is", "<tool"],

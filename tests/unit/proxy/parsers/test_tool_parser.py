@@ -114,7 +114,7 @@ def test_splitting_any_text_does_not_change_the_result(tool_format: ToolFormat, 
 @pytest.mark.parametrize(
     "text",
     [
-        '<tool_call>\n{"name": "f"}\n</tool_call>',
+        '<tool_call>\n{"title": "f"}\n</tool_call>',
         "<tool_call>\nsorry, no",
         "<tool_call>",
         '<tool_call>{"name": "' + "x" * 2000,
