@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tandem.proxy.api.field_errors import shown_value
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.sampling_fields import num_logprobs
-from tandem.proxy.api.schema import ChatCompletionRequest, CompletionRequest, GenerationFields
+from tandem.proxy.api.schema import MAX_STOP_CHARACTERS, ChatCompletionRequest, CompletionRequest, GenerationFields
 from tandem.runtime.errors import InvalidRequest
 
 _NOT_WITH_BEAMS = {
@@ -35,6 +37,14 @@ def check_logprobs(request: GenerationFields, settings: RequestSettings) -> None
     if request.stream and request.prompt_logprobs:
         raise InvalidRequest(
             "prompt_logprobs is not available for streams; leave it out or set stream to false.", "prompt_logprobs"
+        )
+
+
+def check_stop_strings(strings: Sequence[str], param: str) -> None:
+    if sum(map(len, strings)) > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"{param} has more than {MAX_STOP_CHARACTERS} characters together, the limit; send fewer or shorter ones.",
+            param,
         )
 
 
