@@ -215,7 +215,8 @@ def _template_part(param: str, part: ContentPart | str, media: list[MediaSource]
     url = getattr(part, field)
     if isinstance(url, MediaUrl):
         url = url.url
-    source = MediaSource(len(media or ()), kind, url or "", param)
+    url = (url or "").strip()
+    source = MediaSource(len(media or ()), kind, url, param)
     if media is None:
         raise source.refused("this model takes text only")
     if not url:
