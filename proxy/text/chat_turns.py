@@ -74,6 +74,18 @@ def without_empty_answers(messages: list[Message], keeps_last: bool) -> list[Mes
     return changed or messages
 
 
+def with_text_in_thoughts(messages: list[Message]) -> list[Message]:
+    """Returns the chat whose turns with calls have no text beside thinking: it becomes the end of the thinking."""
+    changed = []
+    for message in messages:
+        text, thoughts = message["content"], message.get("reasoning")
+        if "tool_calls" in message and isinstance(text, str) and text and thoughts:
+            thoughts = f"{thoughts}{_BETWEEN}{text}"
+            message = message | {"content": "", "reasoning": thoughts, "reasoning_content": thoughts}
+        changed.append(message)
+    return changed
+
+
 def with_answers_to_results(messages: list[Message]) -> list[Message]:
     """Returns the chat with a turn of the assistant between results of tools and a turn of the user."""
     changed: list[Message] = []

@@ -26,6 +26,7 @@ from tandem.proxy.text.chat_turns import (
     with_results_behind_calls,
     with_single_calls,
     with_system_of_user,
+    with_text_in_thoughts,
     without_empty_answers,
 )
 
@@ -128,6 +129,13 @@ class TemplateHabits:
         return self._takes(chat) and not self._takes(with_empty)
 
     @cached_property
+    def _refuses_text_beside_thoughts(self) -> bool:
+        [user, call, result] = _call([_SHORT_ID])
+        thoughts = {"reasoning": _WORD, "reasoning_content": _WORD}
+        takes_each = self._takes_call([user, call | thoughts, result])
+        return takes_each and not self._takes_call([user, call | thoughts | {"content": _WORD}, result])
+
+    @cached_property
     def _refuses_user_after_result(self) -> bool:
         chat = _call([_SHORT_ID])
         return self._takes_call(chat) and not self._takes_call([*chat, {"role": "user"}])
@@ -160,6 +168,11 @@ class TemplateHabits:
             messages = with_system_of_user(messages)
         if not all(message["content"] for message in messages) and self._refuses_empty_answers:
             messages = without_empty_answers(messages, keeps_last)
+        if (
+            any("tool_calls" in each and "reasoning" in each for each in messages)
+            and self._refuses_text_beside_thoughts
+        ):
+            messages = with_text_in_thoughts(messages)
         if any(len(message.get("tool_calls", ())) > 1 for message in messages) and self._refuses_parallel_calls:
             messages = with_single_calls(messages)
         if any(message["role"] == "tool" for message in messages) and self._refuses_user_after_result:

@@ -116,12 +116,15 @@ GEMMA_4 = (
 )
 """Shows results only directly behind their calls, and fails where it finds no name for one."""
 HARMONY_CALLS = (
-    "{% for m in messages %}{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}"
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('Cannot pass both "
+    "content and thinking in an assistant message with tool calls!') }}{% endif %}"
+    "{% if m.content or m.thinking %}<analysis>{{ m.content or m.thinking }}</analysis>{% endif %}"
+    "<call>{{ m.tool_calls[0].function.name }}"
     "{{ m.tool_calls[0].id }}</call>{% elif m.role in ['user', 'assistant', 'tool'] %}"
     + _TURN
     + "{% endif %}{% endfor %}"
 )
-"""Shows the first call of a turn."""
+"""Shows the first call of a turn, after its text or its thinking. transformers copies `reasoning` to `thinking`."""
 LLAMA_3_1 = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
     "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}<system>{{ system }}</system>"

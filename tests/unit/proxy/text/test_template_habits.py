@@ -23,6 +23,7 @@ from tandem.proxy.text.chat_turns import (
     with_results_behind_calls,
     with_single_calls,
     with_system_of_user,
+    with_text_in_thoughts,
 )
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt
@@ -141,6 +142,16 @@ CASES: list[tuple[str, Chat, str]] = [
         "HARMONY_CALLS",
         [*chat("uA"), call("1", "2"), result("2", "two"), result("1", "one")],
         "<user>A</user><call>f1</call><tool>one</tool><call>f2</call><tool>two</tool>",
+    ),
+    (
+        "HARMONY_CALLS",
+        [*chat("uA"), call("1", "2", content="B") | {"reasoning": "T", "reasoning_content": "T"}, result("1")],
+        "<user>A</user><analysis>T\n\nB</analysis><call>f1</call><tool>r</tool><call>f2</call>",
+    ),
+    (
+        "HARMONY_CALLS",
+        [*chat("uA"), call("1") | {"reasoning": "T", "reasoning_content": "T"}, call("2", content="B")],
+        "<user>A</user><analysis>T</analysis><call>f1</call><analysis>B</analysis><call>f2</call>",
     ),
     (
         "GEMMA_4",
@@ -377,6 +388,7 @@ def test_each_change_is_complete(messages: Chat) -> None:
     assert not any(a["role"] == "tool" and b["role"] == "user" for a, b in pairwise(answered))
     for before, after in pairwise(with_joined_turns(messages)):
         assert before["role"] != after["role"] or before["role"] not in ("user", "assistant") or "tool_calls" in before
+    assert with_text_in_thoughts(messages) == messages
     for change in (with_single_calls, with_results_behind_calls, with_answers_to_results, with_joined_turns):
         assert change(change(messages)) == change(messages)
 
