@@ -23,7 +23,7 @@ from tandem.proxy.text.rendering import split_prompt
 from tandem.runtime.errors import InvalidRequest
 
 DECODER = BodyDecoder("tiny", tool_format=ToolFormat())
-TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "find", "send")]
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("add", "find", "send")]
 
 
 def chat(**fields: Any) -> GenerationRequest:
