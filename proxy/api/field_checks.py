@@ -18,6 +18,13 @@ _NOT_WITH_BEAMS = {
 """Fields that a beam search does not take, and their neutral values."""
 
 
+FEW_STOP_STRINGS = 16
+"""Stop strings that any request may have."""
+MAX_STOP_SEARCHES = 2048
+"""Stop strings times sequences of a request with more: each piece of each text is searched for each of them, on the
+event loop."""
+
+
 def check_logprobs(request: GenerationFields, settings: RequestSettings) -> None:
     asked = [("prompt_logprobs", request.prompt_logprobs)]
     if isinstance(request, ChatCompletionRequest):
@@ -45,6 +52,16 @@ def check_stop_strings(strings: Sequence[str], param: str) -> None:
         raise InvalidRequest(
             f"{param} has more than {MAX_STOP_CHARACTERS} characters together, the limit; send fewer or shorter ones.",
             param,
+        )
+
+
+def check_stop_searches(num_strings: int, num_sequences: int) -> None:
+    if num_strings * num_sequences > MAX_STOP_SEARCHES:
+        raise InvalidRequest(
+            f"stop has {num_strings} strings for at least {num_sequences} sequences (prompts times n); more than "
+            f"{FEW_STOP_STRINGS} strings are served if strings times sequences are at most {MAX_STOP_SEARCHES}. "
+            "Send fewer.",
+            "stop",
         )
 
 

@@ -11,7 +11,15 @@ from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.chat_prompts import ChatPromptBuilder
-from tandem.proxy.api.field_checks import check_beam_search, check_logprobs, check_stop_strings, check_truncation
+from tandem.proxy.api.field_checks import (
+    FEW_STOP_STRINGS,
+    MAX_STOP_SEARCHES,
+    check_beam_search,
+    check_logprobs,
+    check_stop_searches,
+    check_stop_strings,
+    check_truncation,
+)
 from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_api.content_blocks import without_unknown_blocks
@@ -283,6 +291,9 @@ class BodyDecoder:
         check_truncation(request.truncate_prompt_tokens)
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
         check_stop_strings(stop, "stop")
+        if len(stop) > FEW_STOP_STRINGS:
+            num_prompts = prompt.num_prompts(MAX_STOP_SEARCHES) if isinstance(prompt, CompletionPrompt) else 1
+            check_stop_searches(len(stop), (request.n or 1) * num_prompts)
         options = request.stream_options
         if options is not None and not request.stream:
             raise InvalidRequest(

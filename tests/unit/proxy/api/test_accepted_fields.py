@@ -327,3 +327,12 @@ def test_many_stop_strings_are_served(number: int) -> None:
 def test_efforts_are_read_in_any_case(given: str, taken: str | None) -> None:
     for request in (chat(reasoning_effort=given), response(reasoning={"effort": given})):
         assert prompt_of(request) == prompt_of(chat(reasoning_effort=taken))
+
+
+def test_many_stop_strings_are_for_few_sequences() -> None:
+    strings = [f"stop {n}" for n in range(256)]
+    assert chat(stop=strings, n=8).n == 8 and chat(stop=strings[:16], n=128).n == 128
+    with pytest.raises(InvalidRequest, match="stop has 256 strings for at least 9 sequences"):
+        chat(stop=strings, n=9)
+    with pytest.raises(InvalidRequest, match="stop has 256 strings for at least 12 sequences"):
+        DECODER.completion(json.dumps({"prompt": ["a", "b", "c"], "stop": strings, "n": 4}).encode())
