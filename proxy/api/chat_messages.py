@@ -29,6 +29,8 @@ _MEDIA_FIELDS: dict[str, tuple[str, MediaKind]] = {
     "video_url": ("video_url", "video"), "input_video": ("video_url", "video"),
 }  # fmt: skip
 _PART_TYPES = [*_TEXT_FIELDS, *_MEDIA_FIELDS]
+_PART_FIELDS = ("text", "refusal", "thinking", "image_url", "video_url")
+"""Fields of a part that may hold its content."""
 _ROLES_WITH_CONTENT = ("system", "developer", "user")
 """Messages of these roles say nothing without content. Others may be calls, or results without output."""
 
@@ -170,6 +172,8 @@ def template_message(param: str, message: ChatMessage, media: list[MediaSource] 
         parts: list[dict[str, str]] = []
         thoughts: list[dict[str, str]] = []
         for index, part in enumerate(content):
+            if isinstance(part, ContentPart) and _is_blank(part):
+                continue
             converted = _template_part(f"{param}.content[{index}]", part, media)
             is_thought = message.role == "assistant" and isinstance(part, ContentPart) and _type(part) == "thinking"
             (thoughts if is_thought else parts).append(converted)
@@ -196,6 +200,11 @@ def template_message(param: str, message: ChatMessage, media: list[MediaSource] 
     return rendered
 
 
+def _is_blank(part: ContentPart) -> bool:
+    """Returns whether it is a part of text whose content is null, as clients write empty ones. It is left out."""
+    return part.type in _TEXT_FIELDS and all(getattr(part, field) is None for field in _PART_FIELDS)
+
+
 def _template_part(param: str, part: ContentPart | str, media: list[MediaSource] | None) -> dict[str, str]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
@@ -206,7 +215,8 @@ def _template_part(param: str, part: ContentPart | str, media: list[MediaSource]
     url = getattr(part, field)
     if isinstance(url, MediaUrl):
         url = url.url
-    source = MediaSource(len(media or ()), kind, url or "", param)
+    url = (url or "").strip()
+    source = MediaSource(len(media or ()), kind, url, param)
     if media is None:
         raise source.refused("this model takes text only")
     if not url:
@@ -219,8 +229,7 @@ def _type(part: ContentPart) -> str | None:
     """Returns the type of a part; without one it is the field that is given, or None."""
     if part.type is not None:
         return part.type
-    fields = ("text", "refusal", "thinking", "image_url", "video_url")
-    return next((field for field in fields if getattr(part, field) is not None), None)
+    return next((field for field in _PART_FIELDS if getattr(part, field) is not None), None)
 
 
 def _text(param: str, part: ContentPart, part_type: str | None, takes_media: bool) -> str:

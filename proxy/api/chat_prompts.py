@@ -59,8 +59,9 @@ class ChatPromptBuilder(msgspec.Struct, frozen=True):
                 f"chat_template_kwargs must not contain {reserved[0]!r}, which the server sets itself; remove it.",
                 "chat_template_kwargs",
             )
-        if request.reasoning_effort is not None and variables.keys().isdisjoint(_THINKING_SWITCHES):
-            variables |= thinking_switches(request.reasoning_effort != "none")
+        effort = (request.reasoning_effort or "").lower() or None
+        if effort is not None and variables.keys().isdisjoint(_THINKING_SWITCHES):
+            variables |= thinking_switches(effort != "none")
         media: list[MediaSource] | None = [] if self.max_media else None
         params = params or [f"messages[{i}]" for i in range(len(given))]
         check_chat_size(given, params)
@@ -82,7 +83,7 @@ class ChatPromptBuilder(msgspec.Struct, frozen=True):
             continue_final_message=continues,
             template=request.chat_template,
             variables=variables,
-            reasoning_effort=request.reasoning_effort,
+            reasoning_effort=effort,
             documents=request.documents,
             tools=tools,
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tandem.proxy.api.field_errors import shown_value
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.sampling_fields import num_logprobs
-from tandem.proxy.api.schema import ChatCompletionRequest, CompletionRequest, GenerationFields
+from tandem.proxy.api.schema import MAX_STOP_CHARACTERS, ChatCompletionRequest, CompletionRequest, GenerationFields
 from tandem.runtime.errors import InvalidRequest
 
 _NOT_WITH_BEAMS = {
@@ -14,6 +16,13 @@ _NOT_WITH_BEAMS = {
     "prompt_logprobs": None, "logprob_token_ids": None, "tools": None, "thinking_token_budget": -1,
 }  # fmt: skip
 """Fields that a beam search does not take, and their neutral values."""
+
+
+FEW_STOP_STRINGS = 16
+"""Stop strings that any request may have."""
+MAX_STOP_SEARCHES = 2048
+"""Stop strings times sequences of a request with more: each piece of each text is searched for each of them, on the
+event loop."""
 
 
 def check_logprobs(request: GenerationFields, settings: RequestSettings) -> None:
@@ -35,6 +44,24 @@ def check_logprobs(request: GenerationFields, settings: RequestSettings) -> None
     if request.stream and request.prompt_logprobs:
         raise InvalidRequest(
             "prompt_logprobs is not available for streams; leave it out or set stream to false.", "prompt_logprobs"
+        )
+
+
+def check_stop_strings(strings: Sequence[str], param: str) -> None:
+    if sum(map(len, strings)) > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"{param} has more than {MAX_STOP_CHARACTERS} characters together, the limit; send fewer or shorter ones.",
+            param,
+        )
+
+
+def check_stop_searches(num_strings: int, num_sequences: int) -> None:
+    if num_strings * num_sequences > MAX_STOP_SEARCHES:
+        raise InvalidRequest(
+            f"stop has {num_strings} strings for at least {num_sequences} sequences (prompts times n); more than "
+            f"{FEW_STOP_STRINGS} strings are served if strings times sequences are at most {MAX_STOP_SEARCHES}. "
+            "Send fewer.",
+            "stop",
         )
 
 

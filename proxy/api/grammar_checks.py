@@ -102,7 +102,8 @@ class GrammarChecks:
         for name in wanted.schemas if wanted.tool_format.writes_json else ():
             if reason := wanted.why_no_object(name):
                 if wanted.is_asked_for(name):
-                    raise _tool_error(wanted, name, ".type", reason)
+                    place = ".type" if isinstance(wanted.schemas[name], dict) else ""
+                    raise _tool_error(wanted, name, place, reason)
                 free.add([name], "invalid", reason)
         text = free.fit()
         if (size := grammar_bytes(text)) > MAX_GRAMMAR_BYTES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, field
@@ -10,11 +10,16 @@ from msgspec import Meta, field
 from tandem.proxy.api.chat_messages import JsonObject
 
 MAX_FUNCTIONS = 1024
-"""Functions of a request of the Messages or Responses API, those in namespaces included."""
+"""Functions of a request, those in namespaces included."""
+SERVED_TOOLS = ("function", "custom")
+"""Types of tools; those of other types are skipped."""
 CUSTOM_INPUT = "input"
 """The one argument of the function that the model gets for a custom tool."""
 
-FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+FunctionName = Annotated[str, Meta(pattern=r"^[\w.-]{1,128}$(?!\n)")]
+"""Letters of any script: all families' formats can write them."""
+Parameters = JsonObject | str | bool | list[Any] | None
+"""JSON schema of a tool's arguments, in any form that clients send: see `FunctionDefinition.schema`."""
 
 GrammarText = Annotated[str, Meta(min_length=1, max_length=131072)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(min_length=1, max_length=10000)]
@@ -47,12 +52,30 @@ class StructuredOutputs(msgspec.Struct):
 
 
 class FunctionDefinition(msgspec.Struct):
-    """parameters: JSON schema of the arguments. strict: true refuses schema keywords that cannot be enforced."""
+    """parameters: JSON schema of the arguments, perhaps in a string. strict: true refuses keywords that cannot be
+    enforced."""
 
     name: FunctionName
     description: str | None = None
-    parameters: JsonObject | None = None
+    parameters: Parameters = None
     strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = self.parameters
+        if isinstance(given, str):
+            try:
+                given = msgspec.json.decode(given) if given.strip() else None
+            except (msgspec.DecodeError, RecursionError):
+                return
+        if given is True:
+            given = {"type": "object"}
+        self.parameters = given or None  # PHP writes an empty object as []
+
+    @property
+    def schema(self) -> JsonObject | None:
+        """The schema for the chat template and for parsers. What is no schema allows any object."""
+        given = self.parameters
+        return given if given is None or isinstance(given, dict) else {"type": "object"}
 
 
 class InputGrammar(msgspec.Struct):
@@ -120,7 +143,7 @@ class Tool(msgspec.Struct):
 
     @property
     def is_served(self) -> bool:
-        return self.type in ("function", "custom")
+        return self.type in SERVED_TOOLS
 
 
 class NamedFunction(msgspec.Struct):
@@ -149,7 +172,7 @@ class NamedTool(msgspec.Struct):
 
     @property
     def is_served(self) -> bool:
-        return self.type in ("function", "custom")
+        return self.type in SERVED_TOOLS
 
 
 class AllowedTools(msgspec.Struct):

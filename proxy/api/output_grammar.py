@@ -50,8 +50,8 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
     """
 
     tool_format: ToolFormat
-    schemas: dict[str, JsonObject | None]
-    """JSON schemas of arguments as the client sent them, by name of the tool."""
+    schemas: dict[str, Any]
+    """JSON schemas of arguments as the client sent them, by name of the tool: objects, None, or what is no schema."""
     strict: frozenset[str]
     """Names of the tools with `strict: true`."""
     is_required: bool
@@ -72,11 +72,15 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
 
     def arguments(self, name: str) -> JsonObject:
         """Returns the schema of a tool's arguments, which are always an object."""
-        return (self.schemas[name] or _NO_ARGUMENTS) | ANY_OBJECT
+        given = self.schemas[name] or _NO_ARGUMENTS
+        return given | ANY_OBJECT if isinstance(given, dict) else ANY_OBJECT
 
     def why_no_object(self, name: str) -> str:
         """Returns why the schema of a tool allows no object; an empty string if it does."""
-        given = (self.schemas[name] or ANY_OBJECT).get("type", "object")
+        schema = self.schemas[name] or ANY_OBJECT
+        if not isinstance(schema, dict):
+            return f"a JSON schema must be an object, not {repr(schema)[:100]}"
+        given = schema.get("type", "object")
         allows_objects = given == "object" or (isinstance(given, list) and "object" in given)
         return "" if allows_objects else f'the type of arguments must be "object", not {repr(given)[:100]}'
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatMessage, JsonObject
-from tandem.proxy.api.output_fields import NamedToolChoice, ResponseFormat, StructuredOutputs, Tool
+from tandem.proxy.api.output_fields import MAX_FUNCTIONS, NamedToolChoice, ResponseFormat, StructuredOutputs, Tool
 
 
 def doc(description: str) -> Meta:
@@ -44,7 +44,9 @@ AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=65536)]
 BadWords = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
-StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+MAX_STOP_CHARACTERS = 16 * 1024
+"""Characters of all stop strings of a request."""
+StopStrings = Annotated[list[StopString], Meta(max_length=256)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
 Truncation = Annotated[int, Meta(ge=-1, lt=2**31, extra_json_schema={"not": {"const": 0}})]
 Priority = Annotated[int, Meta(ge=SOONEST_PRIORITY, le=100)]
@@ -146,7 +148,10 @@ class GenerationFields(NotServed):
     ] = None
     seed: Annotated[Seed | None, doc("makes sampling reproducible; choice i uses seed + i")] = None
     n: Annotated[Count | None, doc("number of choices per prompt; the prompt is computed once")] = 1
-    stop: Annotated[StopString | StopStrings | None, doc("strings that end the text; not part of it")] = None
+    stop: Annotated[
+        StopString | StopStrings | None,
+        doc(f"strings that end the text, of at most {MAX_STOP_CHARACTERS} characters together; not part of it"),
+    ] = None
     stop_token_ids: Annotated[StopTokenIds | None, doc("tokens that end the text")] = None
     include_stop_str_in_output: Annotated[OptionalBool, doc("the text includes the stop string")] = False
     ignore_eos: Annotated[OptionalBool, doc("continue after end-of-sequence tokens")] = False
@@ -206,7 +211,8 @@ Messages = Annotated[
     doc("the chat, for the model's chat template"),
 ]
 Tools = Annotated[
-    Annotated[list[Tool], Meta(max_length=128)] | None, doc("functions and custom tools that the model may call")
+    Annotated[list[Tool], Meta(max_length=MAX_FUNCTIONS)] | None,
+    doc("functions and custom tools that the model may call"),
 ]
 AddGenerationPrompt = Annotated[
     OptionalBool, doc("the prompt ends with the beginning of an answer; by default true without continue_final_message")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -29,3 +31,17 @@ def log_skipped(what: str, kind: str) -> None:
     if (what, said) not in _logged:
         _logged.add((what, said))
         log.warning("%s of %s are skipped: this server does not support them (said once)", what, said)
+
+
+def keep_types(parts: Any, known: Collection[str]) -> bool:
+    """Leaves the objects of unknown types in a list nothing but their type, so that their fields may have any form.
+
+    Returns whether there was one with more fields.
+    """
+    found = False
+    for number, part in enumerate(parts if isinstance(parts, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in known and len(part) > 1:
+            parts[number] = {"type": kind}
+            found = True
+    return found

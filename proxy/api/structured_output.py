@@ -119,15 +119,19 @@ def _with_tools(
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice requires tools; send them in tools.", "tool_choice")
         return plan
-    names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise InvalidRequest("tools must have different names.", "tools")
+    by_name: dict[str, Tool] = {}
+    for tool in tools:
+        if by_name.setdefault(tool.function.name, tool) != tool:
+            raise InvalidRequest(
+                f"tools has two different tools with the name {tool.function.name!r}; rename one of them.", "tools"
+            )
+    tools = list(by_name.values())  # some clients list a tool twice
     if choice == "none":  # the template does not show tools that the model must not call
         return plan
     is_required, is_named = choice not in (None, "auto"), False
     if isinstance(choice, NamedToolChoice):
         chosen, is_required, is_named = _chosen(choice)
-        if unknown := chosen - set(names):
+        if unknown := chosen - by_name.keys():
             raise InvalidRequest(f"tool_choice names {min(unknown)!r}, which is not in tools.", "tool_choice")
         allowed = [tool for tool in tools if tool.function.name in chosen]
     else:
@@ -149,7 +153,7 @@ def _with_tools(
             content=constraint if not is_required else None,
         )
     shown = tools if is_named else allowed  # no template says which of its tools must not be called
-    arguments = {tool.function.name: tool.function.parameters or {} for tool in shown}
+    arguments = {tool.function.name: tool.function.schema or {} for tool in shown}
     # Calls in a format that is not known are read only where the grammar has written them.
     may_call = tool_format.is_known or is_required
     return OutputPlan(grammar, "tools", [template_tool(tool) for tool in shown], may_call, arguments)
@@ -177,6 +181,6 @@ def template_tool(tool: Tool) -> dict[str, Any]:
         "function": {
             "name": function.name,
             "description": function.description or "",
-            "parameters": function.parameters or {"type": "object", "properties": {}},
+            "parameters": function.schema or {"type": "object", "properties": {}},
         },
     }

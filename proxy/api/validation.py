@@ -11,7 +11,15 @@ from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.chat_prompts import ChatPromptBuilder
-from tandem.proxy.api.field_checks import check_beam_search, check_logprobs, check_truncation
+from tandem.proxy.api.field_checks import (
+    FEW_STOP_STRINGS,
+    MAX_STOP_SEARCHES,
+    check_beam_search,
+    check_logprobs,
+    check_stop_searches,
+    check_stop_strings,
+    check_truncation,
+)
 from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_api.content_blocks import without_unknown_blocks
@@ -33,7 +41,7 @@ from tandem.proxy.api.schema import (
     TokenizeRequest,
     neutral_values,
 )
-from tandem.proxy.api.served_tools import custom_names, keep_served_tools
+from tandem.proxy.api.served_tools import custom_names, keep_served_tools, without_unknown_tools
 from tandem.proxy.api.structured_output import plan_output
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import InvalidMedia
@@ -128,7 +136,7 @@ class BodyDecoder:
         return msgspec.structs.replace(checked, echo=bool(request.echo))
 
     def chat(self, body: bytes) -> GenerationRequest:
-        request = self._decode(self._chat, body)
+        request = self._decode_known(self._chat, body, without_unknown_tools)
         keep_served_tools(request)
         return self._checked_chat(request)
 
@@ -198,7 +206,7 @@ class BodyDecoder:
 
     def tokenize(self, body: bytes) -> tuple[str | ChatPrompt, bool, bool]:
         """Returns the prompt, whether the tokeniser adds its own tokens, and whether the answer has strings."""
-        request = self._decode(self._tokenize, body)
+        request = self._decode_known(self._tokenize, body, without_unknown_tools)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("Send either prompt (a string) or messages (a list).", "prompt")
         if request.prompt is not None:
@@ -281,6 +289,11 @@ class BodyDecoder:
                 "min_tokens",
             )
         check_truncation(request.truncate_prompt_tokens)
+        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        check_stop_strings(stop, "stop")
+        if len(stop) > FEW_STOP_STRINGS:
+            num_prompts = prompt.num_prompts(MAX_STOP_SEARCHES) if isinstance(prompt, CompletionPrompt) else 1
+            check_stop_searches(len(stop), (request.n or 1) * num_prompts)
         options = request.stream_options
         if options is not None and not request.stream:
             raise InvalidRequest(
@@ -307,7 +320,7 @@ class BodyDecoder:
             max_tokens_param=max_tokens_param,
             base_sampling=sampling,
             adapter=self._adapter(request.model),
-            stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
+            stop=stop,
             # A completed grammar allows no token but the end of the sequence.
             ignore_eos=bool(request.ignore_eos) and output.grammar is None,
             prompt_logprobs=None if request.stream else num_top(request.prompt_logprobs),

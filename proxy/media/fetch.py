@@ -234,7 +234,8 @@ def _decode_data_url(source: MediaSource, limits: MediaLimits) -> bytes:
     if not comma:
         raise source.refused("its data URL has no comma; it must look like data:image/png;base64,AAAA")
     media_type = head[5:].partition(";")[0].strip().lower()
-    if media_type and not media_type.startswith(f"{source.kind}/") and media_type != "application/octet-stream":
+    is_known = media_type == "" or media_type.endswith("/octet-stream")  # of any file: the bytes tell what they are
+    if not is_known and media_type.partition("/")[0] != source.kind:
         raise source.refused(f"its data URL is of type {media_type[:_MAX_SHOWN]}, not {source.kind}")
     is_base64 = "".join(head.lower().split()).endswith(";base64")
     if is_base64:

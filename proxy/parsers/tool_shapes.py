@@ -283,7 +283,7 @@ def invoke_tags(
 
 # ---- Python calls
 
-PYTHON_NAME = r"(?P<name>[A-Za-z_][\w.-]*+)\("
+PYTHON_NAME = r"(?P<name>[^\W\d][\w.-]*+)\("
 
 
 def python_calls(opening: str, closing: str) -> tuple[Shape, ...]:

@@ -23,7 +23,8 @@ def is_system(message: Message) -> bool:
 def with_one_system(messages: list[Message], role: str) -> list[Message]:
     """Returns the chat with the text of all system and developer turns in one turn at its beginning.
 
-    role: of that turn. Later turns with images or video stay where they are: the order of the media must not change.
+    role: of that turn. Later turns with images or video stay where they are, as turns of the user: the order of the
+    media must not change.
     """
     moved = [
         each for i, each in enumerate(messages) if is_system(each) and (i == 0 or isinstance(each["content"], str))
@@ -31,7 +32,8 @@ def with_one_system(messages: list[Message], role: str) -> list[Message]:
     if not moved:
         return messages
     kept = {id(message) for message in moved}
-    return [_joined(*moved) | {"role": role}, *(each for each in messages if id(each) not in kept)]
+    rest = (each for each in messages if id(each) not in kept)
+    return [_joined(*moved) | {"role": role}, *(each | {"role": "user"} if is_system(each) else each for each in rest)]
 
 
 def with_system_of_user(messages: list[Message]) -> list[Message]:
@@ -72,6 +74,18 @@ def without_empty_answers(messages: list[Message], keeps_last: bool) -> list[Mes
     return changed or messages
 
 
+def with_text_in_thoughts(messages: list[Message]) -> list[Message]:
+    """Returns the chat whose turns with calls have no text beside thinking: it becomes the end of the thinking."""
+    changed = []
+    for message in messages:
+        text, thoughts = message["content"], message.get("reasoning")
+        if "tool_calls" in message and isinstance(text, str) and text and thoughts:
+            thoughts = f"{thoughts}{_BETWEEN}{text}"
+            message = message | {"content": "", "reasoning": thoughts, "reasoning_content": thoughts}
+        changed.append(message)
+    return changed
+
+
 def with_answers_to_results(messages: list[Message]) -> list[Message]:
     """Returns the chat with a turn of the assistant between results of tools and a turn of the user."""
     changed: list[Message] = []
@@ -80,6 +94,30 @@ def with_answers_to_results(messages: list[Message]) -> list[Message]:
             changed.append({"role": "assistant", "content": _ACKNOWLEDGEMENT})
         changed.append(message)
     return changed
+
+
+def with_results_behind_calls(messages: list[Message]) -> list[Message]:
+    """Returns the chat with each result after the turn that has its call, and with the name of the tool.
+
+    A result that names no earlier call stays where it is, and gets the name of the last one. Those with images or video
+    stay too: the order of the media must not change.
+    """
+    places: list[list[Message]] = []  # a turn, and the results that belong behind it
+    calls: dict[str | None, tuple[int, str]] = {}  # place and name of the latest call with each id
+    last_name = None
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            last_name = call["function"]["name"]
+            if "id" in call:
+                calls[call["id"]] = (len(places), last_name)
+        if message["role"] != "tool" or not places:
+            places.append([message])
+            continue
+        here = len(places) - 1
+        place, name = calls.get(message.get("tool_call_id"), (here, last_name))
+        named = message if name is None or "name" in message else message | {"name": name}
+        places[place if isinstance(message["content"], str) else here].append(named)
+    return [message for place in places for message in place]
 
 
 def with_single_calls(messages: list[Message]) -> list[Message]:

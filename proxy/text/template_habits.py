@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from tandem.proxy.text.call_arguments import with_other_arguments
@@ -23,8 +23,10 @@ from tandem.proxy.text.chat_turns import (
     with_joined_turns,
     with_one_system,
     with_parts,
+    with_results_behind_calls,
     with_single_calls,
     with_system_of_user,
+    with_text_in_thoughts,
     without_empty_answers,
 )
 
@@ -45,10 +47,11 @@ class TemplateHabits:
         self._efforts: dict[str, str | None] = {}
 
     def forms(self, messages: list[Message], keeps_last: bool, is_own: bool) -> Iterator[list[Message]]:
-        """Yields the chat in the forms to render, until the template takes one: four at most.
+        """Yields the chat in the forms to render, until the template takes one: six at most.
 
         The first is the chat as it is, except for what the template would leave out without a word. The second one has
-        only the changes that the template was seen to need. Then come other forms of the calls' arguments.
+        only the changes that the template was seen to need. Then come all changes of the order that small chats may
+        not have shown to be needed, and other forms of the calls' arguments.
         keeps_last: the answer continues the last message. is_own: the template is the client's, who knows what it
         leaves out.
         """
@@ -56,10 +59,17 @@ class TemplateHabits:
             messages = self._with_taken_ids(messages)
             if any(self._shows(roles) is False for roles in _system_orders(messages)):
                 messages = self._with_shown_system(messages, keeps_last)
+            messages = self._with_shown_calls(messages, keeps_last)
         yield messages
         changed = self._with_taken_turns(self._with_taken_ids(messages) if is_own else messages, keeps_last)
         if changed != messages:
             yield changed
+        if not keeps_last:
+            ordered = with_joined_turns(with_results_behind_calls(changed))
+            if ordered != changed:
+                yield ordered
+        if is_system(changed[0]) and not (keeps_last or any(message["role"] == "user" for message in changed)):
+            yield with_system_of_user(changed)  # some need the user's turn only where there are tools
         yield from with_other_arguments(changed)
 
     def taken_effort(self, effort: str) -> str | None:
@@ -96,10 +106,34 @@ class TemplateHabits:
         return self._takes_call(_call([_SHORT_ID])) and not self._takes_call(_call([_SHORT_ID, "Abcdefgh2"]))
 
     @cached_property
+    def _leaves_out_parallel_calls(self) -> bool:
+        text = self._render(_call([_SHORT_ID, "Abcdefgh2"])) or ""
+        return f"{_WORD}call0" in text and f"{_WORD}call1" not in text
+
+    @cached_property
+    def _leaves_out_late_results(self) -> bool:
+        """Whether it shows results only directly behind their call, and no others."""
+        [user, call, result] = _call([_SHORT_ID])
+        return self._shows_last([user, call, result]) is True and self._shows_last([user, call, user, result]) is False
+
+    @cached_property
+    def _shows_results_of_functions(self) -> bool:
+        """Whether the role is known that results had before calls had ids."""
+        [user, call, result] = _call([_SHORT_ID])
+        return self._shows_last([user, call, result | {"role": "function"}]) is True
+
+    @cached_property
     def _refuses_empty_answers(self) -> bool:
         user, assistant = {"role": "user"}, {"role": "assistant"}
         chat, with_empty = [user, assistant, user], [user, assistant | {"content": ""}, user]
         return self._takes(chat) and not self._takes(with_empty)
+
+    @cached_property
+    def _refuses_text_beside_thoughts(self) -> bool:
+        [user, call, result] = _call([_SHORT_ID])
+        thoughts = {"reasoning": _WORD, "reasoning_content": _WORD}
+        takes_each = self._takes_call([user, call | thoughts, result])
+        return takes_each and not self._takes_call([user, call | thoughts | {"content": _WORD}, result])
 
     @cached_property
     def _refuses_user_after_result(self) -> bool:
@@ -117,6 +151,16 @@ class TemplateHabits:
         has_ids = any("tool_calls" in message or message["role"] == "tool" for message in messages)
         return with_short_call_ids(messages) if has_ids and self.requires_short_ids else messages
 
+    def _with_shown_calls(self, messages: list[Message], keeps_last: bool) -> list[Message]:
+        """Returns the chat with its calls and results in the form in which the template leaves none of them out."""
+        if any(each["role"] == "function" for each in messages) and not self._shows_results_of_functions:
+            messages = [each | {"role": "tool"} if each["role"] == "function" else each for each in messages]
+        if any(len(each.get("tool_calls", ())) > 1 for each in messages) and self._leaves_out_parallel_calls:
+            messages = with_single_calls(messages)
+        if not keeps_last and _has_late_results(messages) and self._leaves_out_late_results:
+            messages = with_results_behind_calls(messages)
+        return messages
+
     def _with_taken_turns(self, messages: list[Message], keeps_last: bool) -> list[Message]:
         if not all(self._shows(roles) for roles in _system_orders(messages)):
             messages = self._with_shown_system(messages, keeps_last)
@@ -124,6 +168,11 @@ class TemplateHabits:
             messages = with_system_of_user(messages)
         if not all(message["content"] for message in messages) and self._refuses_empty_answers:
             messages = without_empty_answers(messages, keeps_last)
+        if (
+            any("tool_calls" in each and "reasoning" in each for each in messages)
+            and self._refuses_text_beside_thoughts
+        ):
+            messages = with_text_in_thoughts(messages)
         if any(len(message.get("tool_calls", ())) > 1 for message in messages) and self._refuses_parallel_calls:
             messages = with_single_calls(messages)
         if any(message["role"] == "tool" for message in messages) and self._refuses_user_after_result:
@@ -147,7 +196,8 @@ class TemplateHabits:
             return messages
         role = "developer" if roles == {"developer"} and self._shows(("developer", "user")) else "system"
         changed = with_one_system(messages, role)
-        if is_system(changed[0]) and not self._shows((role, "user")):
+        is_alone = all(is_system(message) for message in changed)
+        if is_system(changed[0]) and not self._shows((role,) if is_alone else (role, "user")):
             changed = with_system_of_user(changed)
         return changed
 
@@ -158,6 +208,11 @@ class TemplateHabits:
             words = [f"{_WORD}{number}" for number, role in enumerate(roles) if role in SYSTEM_ROLES]
             self._shown[roles] = None if text is None else all(word in text for word in words)
         return self._shown[roles]
+
+    def _shows_last(self, messages: list[Message]) -> bool | None:
+        """Returns whether the template shows the last turn; None if it refuses the chat."""
+        text = self._render(messages)
+        return None if text is None else f"{_WORD}{len(messages) - 1}" in text
 
     def _takes(self, messages: list[Message], **variables: Any) -> bool:
         return self._render(messages, **variables) is not None
@@ -176,6 +231,14 @@ class TemplateHabits:
             return None
 
 
+def _has_late_results(messages: list[Message]) -> bool:
+    """Returns whether a turn stands between a call and a result."""
+    return any(
+        after["role"] == "tool" and before["role"] != "tool" and "tool_calls" not in before
+        for before, after in pairwise(messages)
+    )
+
+
 def _system_orders(messages: list[Message]) -> Iterator[tuple[str, ...]]:
     """Yields short chats, as their roles, with system turns where these messages have them."""
     leading = [message["role"] for message in takewhile(is_system, messages)]
@@ -185,11 +248,15 @@ def _system_orders(messages: list[Message]) -> Iterator[tuple[str, ...]]:
         yield (*begin, "user", later)
         yield (*begin, "user", "assistant", later, "user")
     elif begin:
-        yield (*begin, "user")
+        yield begin if len(leading) == len(messages) else (*begin, "user")
 
 
 def _call(ids: list[str]) -> list[dict[str, Any]]:
     """Returns a chat with calls that have these ids, and their results."""
-    calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": {}}} for each in ids]
-    results = [{"role": "tool", "name": "f", "tool_call_id": each} for each in ids]
+    names = [f"{_WORD}call{number}" for number in range(len(ids))]
+    calls = [
+        {"id": each, "type": "function", "function": {"name": name, "arguments": {}}}
+        for each, name in zip(ids, names, strict=True)
+    ]
+    results = [{"role": "tool", "name": name, "tool_call_id": each} for each, name in zip(ids, names, strict=True)]
     return [{"role": "user"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]

@@ -97,3 +97,38 @@ MISTRAL_MEDIUM_3_5 = (
     "{{ raise_exception('reasoning_effort must be none or high') }}{% endif %}" + _THOUGHTS + "{{ reasoning_effort }}"
 )
 """Takes two efforts of thinking only."""
+GEMMA_3 = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest if m.role != 'system' %}<{{ m.role }}>{% if loop.first %}{{ system }}{% endif %}{{ m.content }}"
+    "</{{ m.role }}>{% endfor %}"
+)
+"""Shows the system with the first turn behind it."""
+GEMMA_4 = (
+    "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.tool_calls %}{% set ns = namespace(go=true) %}"
+    "{% for c in m.tool_calls %}<call>{{ c.function.name }}</call>{% endfor %}"
+    "{% for t in messages[loop.index:] %}{% if t.role != 'tool' %}{% set ns.go = false %}{% elif ns.go %}"
+    "{% set ns.name = t.name %}{% for c in m.tool_calls %}{% if c.id == t.tool_call_id %}"
+    "{% set ns.name = c.function.name %}{% endif %}{% endfor %}"
+    "{{ '<tool>' + ns.name + ':' + t.content + '</tool>' }}{% endif %}{% endfor %}{% endif %}"
+    "</{{ m.role }}>{% endif %}{% endfor %}"
+)
+"""Shows results only directly behind their calls, and fails where it finds no name for one."""
+HARMONY_CALLS = (
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('Cannot pass both "
+    "content and thinking in an assistant message with tool calls!') }}{% endif %}"
+    "{% if m.content or m.thinking %}<analysis>{{ m.content or m.thinking }}</analysis>{% endif %}"
+    "<call>{{ m.tool_calls[0].function.name }}"
+    "{{ m.tool_calls[0].id }}</call>{% elif m.role in ['user', 'assistant', 'tool'] %}"
+    + _TURN
+    + "{% endif %}{% endfor %}"
+)
+"""Shows the first call of a turn, after its text or its thinking. transformers copies `reasoning` to `thinking`."""
+LLAMA_3_1 = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}<system>{{ system }}</system>"
+    "{% if tools %}{% if not rest %}{{ raise_exception('Cannot put tools in the first user message when there is no "
+    "first user message!') }}{% endif %}<tools>{{ tools[0].function.name }}</tools>{% endif %}"
+    "{% for m in rest %}" + _TURN + "{% endfor %}"
+)

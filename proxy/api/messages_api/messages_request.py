@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
 from tandem.proxy.api.chat_prompts import thinking_switches
+from tandem.proxy.api.field_checks import check_stop_strings
 from tandem.proxy.api.field_errors import refuse_unsupported
 from tandem.proxy.api.messages_api.client_tools import client_function
 from tandem.proxy.api.messages_api.content_blocks import (
@@ -37,16 +38,18 @@ from tandem.proxy.api.output_fields import (
     JsonSchemaFormat,
     NamedFunction,
     NamedToolChoice,
+    Parameters,
     ResponseFormat,
     Tool,
 )
 from tandem.proxy.api.schema import (
+    MAX_STOP_CHARACTERS,
     CacheSalt,
     ChatCompletionRequest,
     MaxTokensOrZero,
     OptionalBool,
     Priority,
-    StopString,
+    StopStrings,
     Temperature,
     TopK,
     TopP,
@@ -58,8 +61,6 @@ from tandem.proxy.api.served_tools import served_choice
 from tandem.proxy.api.skipped_kinds import log_skipped
 from tandem.runtime.errors import InvalidRequest
 
-MAX_STOP_CHARACTERS = 16 * 1024
-"""Characters of all stop sequences of a message."""
 _CHANGING_SYSTEM_TEXT = "x-anthropic-billing-header:"
 """Claude Code's first block of system text begins with this. It differs in every request, so no request would find the
 prefix of another one in a cache."""
@@ -81,7 +82,7 @@ class InputTool(msgspec.Struct):
     """
 
     name: FunctionName | None = None
-    input_schema: JsonObject | None = None
+    input_schema: Parameters = None
     description: str | None = None
     strict: bool | None = None
     type: str | None = None
@@ -164,7 +165,7 @@ class MessageRequest(PromptFields, kw_only=True):
         doc("fewer are generated if fewer fit; 0 computes the prompt, for the prefix cache, and no answer"),
     ]
     stop_sequences: Annotated[
-        Annotated[list[StopString], Meta(max_length=256)] | None,
+        StopStrings | None,
         doc(f"strings that end the text, of at most {MAX_STOP_CHARACTERS} characters together; not part of it"),
     ] = None
     stream: Annotated[OptionalBool, doc("server-sent events")] = False
@@ -220,12 +221,7 @@ def to_chat(request: MessageRequest | CountTokensRequest, can_think: bool) -> tu
                 "json_schema", JsonSchemaFormat("answer", schema=output.format.schema, strict=True)
             )
     if isinstance(request, MessageRequest):
-        if sum(map(len, request.stop_sequences or ())) > MAX_STOP_CHARACTERS:
-            raise InvalidRequest(
-                f"stop_sequences have more than {MAX_STOP_CHARACTERS} characters together, the limit; send fewer or "
-                "shorter ones.",
-                "stop_sequences",
-            )
+        check_stop_strings(request.stop_sequences or (), "stop_sequences")
         chat.stop, chat.stream = request.stop_sequences, request.stream
         chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
         chat.priority, chat.cache_salt = request.priority, request.cache_salt

@@ -81,7 +81,8 @@ class ResponseTools:
             if each.tool.name is None:
                 raise InvalidRequest(f"{each.param} has no name; add it.", f"{each.param}.name")
             # A list of tools may come again with each response that is continued.
-            if each.param.startswith("tools") and (each.namespace, each.tool.name) in places:
+            before = places.get((each.namespace, each.tool.name))
+            if each.param.startswith("tools") and before is not None and before.tool != each.tool:
                 raise _taken(each)
             places[each.namespace, each.tool.name] = each
             if len(places) > MAX_FUNCTIONS:

@@ -27,6 +27,7 @@ from tandem.proxy.api.skipped_kinds import log_skipped
 from tandem.runtime.errors import InvalidRequest
 
 _NEUTRAL_VALUES = neutral_values(ResponseRequest)
+_TEXT_TYPES = {*PART_TYPES} - {"input_image"}
 
 
 def without_references(
@@ -138,6 +139,8 @@ class _ItemTurns(ChatTurns):
             case "custom_tool_call":
                 text = item.input if isinstance(item.input, str) else msgspec.json.encode(item.input).decode()
                 self._add_call(item, param, {CUSTOM_INPUT: text})
+            case "tool_search_call" | "tool_search_output" if item.call_id is None:
+                pass  # OpenAI's server has searched; `ResponseTools` has read what it has found
             case "mcp_call":
                 call_id = item.call_id or item.id or ""
                 self.add_call(param, ToolCall(FunctionCall(_given(item, "name", param), item.arguments), call_id))
@@ -189,7 +192,14 @@ def _parts(content: Content, param: str) -> list[ContentPart]:
         raise InvalidRequest(f"{param} is null; send a string or a list of parts.", param)
     if isinstance(content, str):
         return [ContentPart("text", content)]
-    return [_part(part, f"{param}[{number}]") for number, part in enumerate(content)]
+    return [_part(part, f"{param}[{number}]") for number, part in enumerate(content) if not _is_blank(part)]
+
+
+def _is_blank(part: InputPart | str) -> bool:
+    """Returns whether it is a part of text whose content is null, as clients write empty ones. It is left out."""
+    return (
+        not isinstance(part, str) and part.type in _TEXT_TYPES and part.text is part.refusal is part.image_url is None
+    )
 
 
 def _part(part: InputPart | str, param: str) -> ContentPart:

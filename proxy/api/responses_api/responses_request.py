@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, JsonObject
-from tandem.proxy.api.output_fields import MAX_FUNCTIONS, FunctionName, InputFormat
+from tandem.proxy.api.output_fields import MAX_FUNCTIONS, FunctionName, InputFormat, Parameters
 from tandem.proxy.api.schema import (
     CacheSalt,
     MaxTokens,
@@ -126,7 +126,7 @@ class ResponseTool(msgspec.Struct):
     type: Annotated[str, Meta(description="function, custom or namespace; tools of other types are skipped")]
     name: FunctionName | None = None
     description: str | None = None
-    parameters: JsonObject | UnsetType | None = None
+    parameters: Parameters | UnsetType = None
     """JSON schema of a function's arguments."""
     strict: bool | UnsetType | None = None
     tools: list[ResponseTool] | UnsetType | None = UNSET
@@ -203,7 +203,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     temperature: Annotated[Temperature | None, doc("0 is greedy decoding; null: the model's default, else 1")] = None
     top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = None
     tools: Annotated[
-        Annotated[list[ResponseTool], Meta(max_length=128)] | None,
+        Annotated[list[ResponseTool], Meta(max_length=MAX_FUNCTIONS)] | None,
         doc("functions and custom tools that the model may call; those that OpenAI runs are skipped"),
     ] = None
     tool_choice: Annotated[

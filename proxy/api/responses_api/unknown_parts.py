@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from tandem.proxy.api.responses_api.responses_request import ITEM_TYPES, TOOL_TYPES
+from tandem.proxy.api.skipped_kinds import keep_types
 
 
 def without_unknown_fields(body: bytes) -> bytes | None:
@@ -21,16 +20,5 @@ def without_unknown_fields(body: bytes) -> bytes | None:
         return None
     if not isinstance(document, dict):
         return None
-    found = [_strip(document.get("input"), ITEM_TYPES), _strip(document.get("tools"), TOOL_TYPES)]
+    found = [keep_types(document.get("input"), ITEM_TYPES), keep_types(document.get("tools"), TOOL_TYPES)]
     return msgspec.json.encode(document) if any(found) else None
-
-
-def _strip(parts: Any, known: tuple[str, ...]) -> bool:
-    """Returns whether there was a part of an unknown type with more fields."""
-    found = False
-    for number, part in enumerate(parts if isinstance(parts, list) else ()):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in known and len(part) > 1:
-            parts[number] = {"type": kind}
-            found = True
-    return found

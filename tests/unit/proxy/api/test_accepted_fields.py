@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from tandem.proxy.admission.admission import MAX_INPUTS, Admission
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.grammar_checks import GrammarChecks
+from tandem.proxy.api.output_fields import MAX_FUNCTIONS
 from tandem.proxy.api.output_grammar import CallGrammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.parsers.tool_formats import ToolFormat
@@ -21,7 +23,7 @@ from tandem.proxy.text.rendering import split_prompt
 from tandem.runtime.errors import InvalidRequest
 
 DECODER = BodyDecoder("tiny", tool_format=ToolFormat())
-TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "find", "send")]
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("add", "find", "send")]
 
 
 def chat(**fields: Any) -> GenerationRequest:
@@ -198,3 +200,139 @@ def test_messages_of_older_clients_are_read() -> None:
     [call] = prompt.messages[1]["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": {"a": 1}}
     assert prompt.messages[2]["content"] == "no"
+
+
+# ---- tools in other forms than the API's
+
+
+def function_of(request: GenerationRequest) -> dict[str, Any]:
+    [tool] = prompt_of(request).tools or []
+    function: dict[str, Any] = tool["function"]
+    return function
+
+
+def with_parameters(parameters: Any, **fields: Any) -> list[GenerationRequest]:
+    """Returns the same tool in a request of each API."""
+    function = {"name": "f", "parameters": parameters, **fields}
+    return [
+        chat(tools=[{"type": "function", "function": function}]),
+        response(tools=[{"type": "function", **function}]),
+        message("hi", tools=[{"name": "f", "input_schema": parameters, **fields}]),
+    ]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "shown"),
+    [
+        (json.dumps(SCHEMA), SCHEMA),
+        (True, {"type": "object"}),
+        ("a city", {"type": "object"}),
+        (["a"], {"type": "object"}),
+        ([], {"type": "object", "properties": {}}),
+        ("", {"type": "object", "properties": {}}),
+        ("null", {"type": "object", "properties": {}}),
+        (False, {"type": "object", "properties": {}}),
+        ("[" * 100_000, {"type": "object"}),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_parameters_that_are_no_object_are_read_or_leave_the_arguments_free(parameters: Any, shown: Any) -> None:
+    for request in with_parameters(parameters):
+        assert function_of(request)["parameters"] == shown
+        assert isinstance(request.output_grammar, CallGrammar)
+        checked = GrammarChecks().checked(request.output_grammar)
+        is_free = parameters in ("a city", "[" * 100_000, ["a"])
+        assert checked.text is not None and checked.num_free_tools == ({"invalid": 1} if is_free else {})
+
+
+@pytest.mark.parametrize("parameters", ["a city", ["a"]], ids=repr)
+def test_strict_parameters_that_are_no_schema_are_named(parameters: Any) -> None:
+    for request in with_parameters(parameters, strict=True):
+        assert isinstance(request.output_grammar, CallGrammar)
+        with pytest.raises(
+            InvalidRequest, match="The schema of tool 'f' cannot be enforced, at parameters: a JSON sch"
+        ):
+            GrammarChecks().checked(request.output_grammar)
+
+
+@pytest.mark.parametrize("name", ["获取天气", "wetter_für.große-städte", "_", "x" * 128])
+def test_names_of_tools_may_have_letters_of_any_script(name: str) -> None:
+    assert function_of(chat(tools=[{"type": "function", "function": {"name": name}}]))["name"] == name
+    assert function_of(response(tools=[{"type": "function", "name": name}]))["name"] == name
+    assert function_of(message("hi", tools=[{"name": name, "input_schema": {}}]))["name"] == name
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\n", "a\nb", "x" * 129, "a<b", 'a"b'])
+def test_other_names_of_tools_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"name is .*matching regex"):
+        chat(tools=[{"type": "function", "function": {"name": name}}])
+
+
+@pytest.mark.parametrize("number", [129, MAX_FUNCTIONS])
+def test_many_tools_are_served(number: int) -> None:
+    functions = [{"name": f"f{n}", "parameters": SCHEMA} for n in range(number)]
+    for request in (
+        chat(tools=[{"type": "function", "function": each} for each in functions]),
+        response(tools=[{"type": "function", **each} for each in functions]),
+        message("hi", tools=[{"name": each["name"], "input_schema": SCHEMA} for each in functions]),
+    ):
+        assert len(prompt_of(request).tools or ()) == number
+        assert isinstance(request.output_grammar, CallGrammar)
+        GrammarChecks().checked(request.output_grammar)
+
+
+def test_a_tool_that_is_listed_twice_is_shown_once() -> None:
+    function = {"name": "f", "parameters": SCHEMA}
+    assert function_of(chat(tools=[{"type": "function", "function": function}] * 2))["name"] == "f"
+    assert function_of(response(tools=[{"type": "function", **function}] * 2))["name"] == "f"
+    assert function_of(message("hi", tools=[{"name": "f", "input_schema": SCHEMA}] * 2))["name"] == "f"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [("none", "none"), ("auto", "auto"), ("required", "any"), ("required", "required")]
+)
+def test_a_tool_choice_may_be_an_object_with_a_mode(given: str, kind: str) -> None:
+    assert chat(tools=TOOLS, tool_choice={"type": kind}) == chat(tools=TOOLS, tool_choice=given)
+    functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    objects, strings = (response(tools=functions, tool_choice=each) for each in ({"type": kind}, given))
+    assert (objects.output_grammar, prompt_of(objects)) == (strings.output_grammar, prompt_of(strings))
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "builtin_function", "function": {"name": "$web_search"}},
+        {"type": "web_search", "web_search": {"enable": True}, "function": "x"},
+        {"type": "retrieval", "custom": 3},
+    ],
+    ids=lambda tool: tool["type"],
+)
+def test_tools_of_other_types_may_have_any_fields(tool: dict[str, Any]) -> None:
+    assert chat(tools=[tool, *TOOLS]) == chat(tools=TOOLS)
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "tools": [tool, *TOOLS]}).encode()
+    prompt = DECODER.tokenize(body)[0]
+    assert isinstance(prompt, ChatPrompt) and len(prompt.tools or ()) == len(TOOLS)
+
+
+@pytest.mark.parametrize("number", [17, 256])
+def test_many_stop_strings_are_served(number: int) -> None:
+    strings = [f"stop {n}" for n in range(number)]
+    assert chat(stop=strings).stop == message("hi", stop_sequences=strings).stop == strings
+
+
+@pytest.mark.parametrize(("given", "taken"), [("NONE", "none"), ("High", "high"), ("", None)])
+def test_efforts_are_read_in_any_case(given: str, taken: str | None) -> None:
+    for request in (chat(reasoning_effort=given), response(reasoning={"effort": given})):
+        assert prompt_of(request) == prompt_of(chat(reasoning_effort=taken))
+
+
+def test_many_stop_strings_are_for_few_sequences() -> None:
+    strings = [f"stop {n}" for n in range(256)]
+    assert chat(stop=strings, n=8).n == 8 and chat(stop=strings[:16], n=128).n == 128
+    with pytest.raises(InvalidRequest, match="stop has 256 strings for at least 9 sequences"):
+        chat(stop=strings, n=9)
+    with pytest.raises(InvalidRequest, match="stop has 256 strings for at least 12 sequences"):
+        DECODER.completion(json.dumps({"prompt": ["a", "b", "c"], "stop": strings, "n": 4}).encode())

@@ -111,7 +111,6 @@ def test_others_must_say_something(role: str, content: dict[str, Any]) -> None:
     [
         ({}, "has no type; this server supports"),
         ({"type": "input_audio"}, "has type 'input_audio'; this server supports"),
-        ({"type": "text"}, "has type 'text' but no field text; add it"),
         ({"type": "output_text", "refusal": "x"}, "has type 'output_text' but no field text; add it"),
         ({"type": "thinking", "text": "x"}, "has type 'thinking' but no field thinking; add it"),
     ],
@@ -119,6 +118,13 @@ def test_others_must_say_something(role: str, content: dict[str, Any]) -> None:
 def test_a_part_without_content_is_named(part: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"messages\[0\]\.content\[1\] {reason}"):
         converted(role="user", content=["a", part])
+
+
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": None}, {"type": "refusal"}], ids=str)
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_a_part_of_null_text_is_left_out(part: dict[str, Any], role: str) -> None:
+    assert converted(role=role, content=[part, {"type": "text", "text": "x"}, part])["content"] == "x"
+    assert converted(role=role, content=[part])["content"] == ""
 
 
 @pytest.mark.parametrize("part", ["x", {"text": "x"}, {"type": "thinking", "thinking": "x"}], ids=str)

@@ -231,3 +231,14 @@ def test_chat_completions_take_custom_tools_and_skip_hosted_ones() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": tools}).encode()
     prompt = BodyDecoder("m").tokenize(body)[0]
     assert isinstance(prompt, ChatPrompt) and [t["function"]["name"] for t in prompt.tools or ()] == ["c", "f"]
+
+
+def test_a_search_for_tools_that_openai_has_made_is_left_out_and_its_tools_are_served() -> None:
+    request = read(
+        input=[
+            {"role": "user", "content": "hi"},
+            {"type": "tool_search_call", "id": "ts", "call_id": None, "execution": "server", "arguments": {"q": 1}},
+            {"type": "tool_search_output", "call_id": None, "execution": "server", "tools": [FUNCTION]},
+        ]
+    )
+    assert [each["role"] for each in messages_of(request)] == ["user"] and list(tools_of(request)) == ["f"]

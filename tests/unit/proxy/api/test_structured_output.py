@@ -131,7 +131,7 @@ def test_requests_without_constraints_have_no_grammar(reader: BodyReader, fields
         ({"structured_outputs": {"regex": "a"}, "bad_words": ["b"]}, "bad_words", "exclude each other"),
         ({"tool_choice": "required"}, "tool_choice", "requires tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
-        ({"tools": [TOOL, TOOL]}, "tools", "different names"),
+        ({"tools": [TOOL, TOOL | {"function": {"name": TOOL["function"]["name"]}}]}, "tools", "two different tools"),
         ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex",
          "cannot be combined with tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "regex"),

@@ -223,6 +223,8 @@ STANDARD, FOR_URLS = base64.b64encode(BYTES).decode(), base64.urlsafe_b64encode(
         f"data:image/png;charset=utf-8;base64,{quote(STANDARD, safe='')}",
         f"data: image/png ; base64 ,{STANDARD}",
         f"data:;base64,{STANDARD}==",
+        f"data:binary/octet-stream;base64,{STANDARD}",
+        f"data:image;base64,{STANDARD}",
         "data:image/png;base64," + "\r\n".join(STANDARD[i : i + 76] for i in range(0, len(STANDARD), 76)) + "\n",
         "data:image/png;base64," + "%0A".join(STANDARD[i : i + 64] for i in range(0, len(STANDARD), 64)),
         f"data:image/png,{quote(BYTES)}",

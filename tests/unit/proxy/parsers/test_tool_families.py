@@ -56,6 +56,17 @@ def test_calls_are_parsed_however_the_text_is_split(case: str, places: list[int]
         assert ids == (KIMI_IDS if name == "kimi_k2" else [])
 
 
+@pytest.mark.parametrize("tool", ["获取天气", "wetter_für.große-städte"])
+@pytest.mark.parametrize("case", WRITTEN)
+def test_names_may_have_letters_of_any_script(case: str, tool: str) -> None:
+    name, text = WRITTEN[case]
+    tools = {tool: SCHEMAS["get_weather"], "now": SCHEMAS["now"]}
+    parser = OutputParser(None, ToolFormat(name).with_tools(tools), is_open=False)
+    parsed = parser.push(text.replace("get_weather", tool), is_end=True)
+    assert list(parsed.names.values()) == [tool, "now"]
+    assert [json.loads(arguments) for arguments in parsed.arguments.values()] == [A, {}]
+
+
 @pytest.mark.parametrize("case", [case for case, (name, _) in WRITTEN.items() if name != "openai"])
 @given(data=st.data())
 @settings(max_examples=50)

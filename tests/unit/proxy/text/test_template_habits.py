@@ -20,8 +20,10 @@ from tandem.proxy.text.chat_turns import (
     with_answers_to_results,
     with_joined_turns,
     with_one_system,
+    with_results_behind_calls,
     with_single_calls,
     with_system_of_user,
+    with_text_in_thoughts,
 )
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt
@@ -128,6 +130,50 @@ CASES: list[tuple[str, Chat, str]] = [
     ("CHATML", chat("uA", "a", "uB"), "<user>A</user><assistant></assistant><user>B</user>"),
     # Content that must be in parts.
     ("PARTS_ONLY", chat("sA", "uB", "sC"), "<system>A\n\nC</system><user>B</user>"),
+    # Chats without a turn of the user.
+    ("GEMMA_3", chat("sA"), "<user>A</user>"),
+    ("GEMMA_3", chat("sA", "dB"), "<user>A\n\nB</user>"),
+    ("GEMMA_3", chat("sA", "uB"), "<user>AB</user>"),
+    # Results of the time before calls had ids.
+    ("GPT_OSS", [*chat("uA"), turn("function", "r", name="f")], "<user>A</user><tool>r</tool>"),
+    ("CHATML", [*chat("uA"), turn("function", "r", name="f")], "<user>A</user><function>r</function>"),
+    # Calls and results that are left out without a word, or have no name.
+    (
+        "HARMONY_CALLS",
+        [*chat("uA"), call("1", "2"), result("2", "two"), result("1", "one")],
+        "<user>A</user><call>f1</call><tool>one</tool><call>f2</call><tool>two</tool>",
+    ),
+    (
+        "HARMONY_CALLS",
+        [*chat("uA"), call("1", "2", content="B") | {"reasoning": "T", "reasoning_content": "T"}, result("1")],
+        "<user>A</user><analysis>T\n\nB</analysis><call>f1</call><tool>r</tool><call>f2</call>",
+    ),
+    (
+        "HARMONY_CALLS",
+        [*chat("uA"), call("1") | {"reasoning": "T", "reasoning_content": "T"}, call("2", content="B")],
+        "<user>A</user><analysis>T</analysis><call>f1</call><analysis>B</analysis><call>f2</call>",
+    ),
+    (
+        "GEMMA_4",
+        [*chat("uA"), call("1", "2"), result("1", "one"), *chat("uB"), result("2", "two")],
+        "<user>A</user><assistant><call>f</call><call>f</call><tool>f:one</tool><tool>f:two</tool></assistant><user>B</user>",
+    ),
+    (
+        "GEMMA_4",
+        [*chat("uA"), call("1"), *chat("sB"), result("1")],
+        "<user>A</user><assistant><call>f</call><tool>f:r</tool></assistant><system>B</system>",
+    ),
+    (
+        "GEMMA_4",
+        [*chat("uA"), call("1"), call("2"), result("1", "one"), result("2", "two")],
+        "<user>A</user><assistant><call>f</call><tool>f:one</tool></assistant>"
+        "<assistant><call>f</call><tool>f:two</tool></assistant>",
+    ),
+    (
+        "GEMMA_4",
+        [*chat("uA"), call("1"), turn("tool", "r")],
+        "<user>A</user><assistant><call>f</call><tool>f:r</tool></assistant>",
+    ),
     # Calls that must be alone in their turn.
     (
         "LLAMA_3_TOOLS",
@@ -169,8 +215,25 @@ def test_images_of_the_system_stay_in_their_order(folder: Path) -> None:
     assert text.render_chat(ChatPrompt([image, *chat("uB", "sC")], True)).startswith(
         "<system>[{'type': 'image'}, {'type': 'text', 'text': 'C'}]</system>"
     )
-    with pytest.raises(InvalidRequest, match="at the beginning"):
-        text.render_chat(ChatPrompt([*chat("sA", "uB"), image], True))
+    assert text.render_chat(ChatPrompt([*chat("sA", "uB"), image, *chat("sC")], True)) == (
+        "<system>A\n\nC</system><user>B</user><user>[{'type': 'image'}]</user>"
+    )
+
+
+def test_tools_may_need_a_turn_of_the_user(folder: Path) -> None:
+    text = text_of(folder, "LLAMA_3_1")
+    assert text.render_chat(ChatPrompt(chat("sA"), True)) == "<system>A</system>"
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    prompt = ChatPrompt(chat("sA"), True, tools=tools)
+    assert text.render_chat(prompt) == "<system></system><tools>f</tools><user>A</user>"
+
+
+def test_results_with_images_stay_in_their_order() -> None:
+    image = [{"type": "image"}]
+    first = turn("user", image)  # type: ignore[arg-type]
+    second = turn("tool", image, tool_call_id="1")  # type: ignore[arg-type]
+    assert with_results_behind_calls([call("1"), first, second]) == [call("1"), first, second | {"name": "f"}]
+    assert with_results_behind_calls([call("1"), first, result("1")]) == [call("1"), result("1") | {"name": "f"}, first]
 
 
 def test_a_template_of_the_client_gets_what_it_takes(folder: Path) -> None:
@@ -305,11 +368,11 @@ turns = st.one_of(
 def test_no_form_loses_text(messages: Chat, template: str, keeps_last: bool, is_own: bool) -> None:
     before = json.dumps(messages)
     forms = list(PURE[template].forms(messages, keeps_last, is_own))
-    assert 1 <= len(forms) <= 4
+    assert 1 <= len(forms) <= 6
     for form in forms:
         assert form and sorted(words(form)) == sorted(words(messages))
         assert num_calls(form) == num_calls(messages)
-        if not any(map(is_system, messages)):
+        if not any(map(is_system, messages)) and (keeps_last or messages[-1]["role"] != "tool"):
             assert form[-1]["content"].endswith(messages[-1]["content"])
     assert json.dumps(messages) == before
 
@@ -325,7 +388,8 @@ def test_each_change_is_complete(messages: Chat) -> None:
     assert not any(a["role"] == "tool" and b["role"] == "user" for a, b in pairwise(answered))
     for before, after in pairwise(with_joined_turns(messages)):
         assert before["role"] != after["role"] or before["role"] not in ("user", "assistant") or "tool_calls" in before
-    for change in (with_single_calls, with_answers_to_results, with_joined_turns):
+    assert with_text_in_thoughts(messages) == messages
+    for change in (with_single_calls, with_results_behind_calls, with_answers_to_results, with_joined_turns):
         assert change(change(messages)) == change(messages)
 
 
