@@ -10,7 +10,7 @@ _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING_END = re.compile(r'["\\]')
 
 
-class JsonText:
+class JsonValueEnd:
     """Reads one object, or the rest of a string whose opening quote has been read.
 
     is_string: whether the text begins within a string.

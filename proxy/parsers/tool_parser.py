@@ -15,7 +15,7 @@ import regex
 
 from tandem.proxy.parsers.argument_types import TEXT, ToolArguments, Types, decoded_string, marked_types, typed_value
 from tandem.proxy.parsers.held_text import HeldText, Markers, start_of_space
-from tandem.proxy.parsers.json_arguments import JsonText
+from tandem.proxy.parsers.json_arguments import JsonValueEnd
 from tandem.proxy.parsers.marked_arguments import MarkedArguments
 from tandem.proxy.parsers.parsed import MAX_TOOL_CALLS, Cut, Parsed, ParsedPieces
 from tandem.proxy.parsers.python_arguments import PythonArguments
@@ -52,7 +52,7 @@ class ToolParser:
         # of the call that is being read:
         self._name = ""
         self._head = ""
-        self._json = JsonText()
+        self._json = JsonValueEnd()
         self._python = PythonArguments()
         self._marked: MarkedArguments | None = None
         self._num_parameters = 0
@@ -173,7 +173,7 @@ class ToolParser:
             self._read = self._read_python
             return
         if self._shape.name_after is not None:
-            self._json, self._value = JsonText(), []
+            self._json, self._value = JsonValueEnd(), []
             self._read = self._read_json
             return
         self._add_call(match.groupdict().get("id"))
@@ -183,7 +183,7 @@ class ToolParser:
         elif self._shape.arguments == "json":
             is_encoded = self._held.text[self._held.at] == '"'
             self._held.at += is_encoded
-            self._json, self._value = JsonText(is_string=is_encoded), []
+            self._json, self._value = JsonValueEnd(is_string=is_encoded), []
             self._read = self._read_encoded if is_encoded else self._read_json
         elif isinstance(self._shape.arguments, Marked):
             self._marked = MarkedArguments(self._shape.arguments, (self._tools or {}).get(self._name))
