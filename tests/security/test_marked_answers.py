@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.proxy.parsers.tool_parser import MAX_HEAD_CHARACTERS
 from tests.security.attacker import Attacker
 from tests.security.marked_answers import MARKED_ATTACKS, NUM_CHOICES, NUM_TOKENS, marked_answers, marker_model
 from tests.security.second_tenant import Plan, SecondTenant
@@ -28,6 +29,9 @@ def test_answers_full_of_markers_delay_no_other_client(parser: str, marker: str,
             answers = marked_answers(Attacker(cluster, "key-of-the-attacker", tmp_path))
         print(f"\n{parser}: {tenant.verdict}")
         for answer in answers:
-            assert answer is not None and answer.text.count(marker) == NUM_CHOICES * NUM_TOKENS * MARKERS_PER_TOKEN
+            assert answer is not None
+            # What has begun as a call, up to the length of a head, is no content where a limit cuts it.
+            num_cut = NUM_CHOICES * NUM_TOKENS * MARKERS_PER_TOKEN - answer.text.count(marker)
+            assert 0 <= num_cut <= NUM_CHOICES * (1 + MAX_HEAD_CHARACTERS / len(marker))
         [attack] = MARKED_ATTACKS
         tenant.verdict.check(attack.max_gap_s, MAX_LATENCY_S, attack.max_grown_bytes)
