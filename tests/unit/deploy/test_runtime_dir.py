@@ -167,7 +167,15 @@ def start_together(number: int) -> list[Starter]:
     return starters
 
 
-@pytest.mark.parametrize(("left", "num_pairs"), [("nothing", 100), ("the folder of a killed launcher", 40)])
+@pytest.mark.parametrize(
+    ("left", "num_pairs"),
+    [
+        ("nothing", 40),
+        pytest.param("nothing", 100, marks=pytest.mark.extended),
+        ("the folder of a killed launcher", 20),
+        pytest.param("the folder of a killed launcher", 40, marks=pytest.mark.extended),
+    ],
+)
 def test_of_two_simultaneous_launchers_exactly_one_owns_the_folder(left: str, num_pairs: int) -> None:
     folder = runtime_dir(PORT)
     for _ in range(num_pairs):

@@ -78,7 +78,9 @@ def check(begun: str, repeated: str, *formats: Any) -> None:
             assert slow < MAX_SLOWDOWN * seconds(short, *formats, step=step), (begun, repeated, step)
 
 
-@pytest.mark.parametrize("name", TOOL_FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in BEGINNINGS else pytest.param(name, marks=pytest.mark.extended) for name in TOOL_FAMILIES]
+)
 def test_tool_calls(name: ToolFamilyName) -> None:
     family = TOOL_FAMILIES[name]
     for begun in ["", *BEGINNINGS.get(name, [])]:
