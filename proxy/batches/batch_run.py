@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -228,7 +228,9 @@ async def finish_on_thread(threads: Threads, work: Callable[[], T]) -> T:
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait([running])
+        while not running.done():  # also if it is cancelled again meanwhile
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
         raise
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tandem.proxy.batches import batch_run, batch_store, file_store, runner
-from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_DEATHS
+from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_DEATHS, finish_on_thread
 from tandem.proxy.batches.batch_store import BatchStore
 from tandem.proxy.batches.file_store import FileNotFound
 from tandem.proxy.batches.json_files import StorageFull
@@ -22,6 +22,7 @@ from tandem.proxy.batches.line_journal import LineJournal
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.tasks import keep_running
+from tandem.runtime.threads import Threads
 from tests.unit.proxy.batches.batch_files import App, create, ended, line, results, run_until_ended
 
 
@@ -355,3 +356,26 @@ def test_a_full_disk_costs_no_descriptors(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(StorageFull):
             list(store.hold_unfinished())
     assert len(list(descriptors.iterdir())) == before
+
+
+def test_a_run_that_is_cancelled_twice_waits_for_its_files() -> None:
+    """Each line of a batch that is cancelled is cancelled by two tasks."""
+
+    async def main() -> None:
+        threads, may_end, ended = Threads("batches", 1), threading.Event(), threading.Event()
+
+        def work() -> None:
+            may_end.wait(10)
+            ended.set()
+
+        task = asyncio.create_task(finish_on_thread(threads, work))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
+        asyncio.get_running_loop().call_later(0.05, may_end.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+        threads.close()
+
+    asyncio.run(main())
