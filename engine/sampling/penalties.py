@@ -17,6 +17,7 @@ from tandem.engine.sampling.columns import Array as HostArray
 from tandem.engine.sampling.columns import Columns, Tensors
 from tandem.engine.sampling.grammar_mask import StepMask, mask_tokens
 
+T = TypeVar("T")
 _MAX_KEPT_LISTS = 256
 """Token lists of requests whose arrays are kept for further steps; of the largest, half a megabyte each."""
 
@@ -60,11 +61,8 @@ def _forced(sample: Sample) -> int | None:
     return None if thinking is None else thinking.forced_token(sample.output_token_ids)
 
 
-T = TypeVar("T")
-
-
 class _MadeOnce(Generic[T]):
-    """What was made of the last token lists, by identity: the sequences of a request share them, step after step."""
+    """Keeps what was made of the last token lists, by identity: a request's sequences share them, step after step."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self._make = make

@@ -388,7 +388,7 @@ class Dispatcher:
         if has_crashed and worker.epoch not in self._dead:
             self._dead.append(worker.epoch)
             for sequence in sequences_that_crashed(worker, self._sequences, attempt_ids):
-                log.error("a request that crashed %d workers is refused for %.0f s", sequence.num_deaths, REFUSAL_S)
+                log.error("a request that crashes its workers is refused for %.0f s", REFUSAL_S)
                 self._refused.add(asyncio.get_running_loop().time(), sequence.digest)
                 sequence.fail(RequestCrashesWorkers())
         if has_left:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import tandem.engine.sampling.sampler
 from tandem.engine.batch import Sample
+from tandem.engine.sampling import penalties
 from tandem.engine.sampling.noise import arrival_times
 from tandem.engine.sampling.sampler import SamplingStep
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, Thinking
@@ -330,3 +331,16 @@ def test_the_end_of_thinking_is_forced_in_its_own_row_only() -> None:
     assert [token.token_id for token in sample(logits, rows, [0, 2, 3])] == [best, 8, 9]
     ended = [Sample(plain), *(Sample(limited, output_token_ids=out) for out in ([1], [8, 1]))]
     assert all(token.token_id in (1, 2) for token in sample(logits, ended, [0, 1, 2])[1:])
+
+
+def test_token_lists_of_a_request_become_arrays_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sequences differ in their seeds and share the lists; the work of a step must not grow with their length."""
+    made: list[object] = []
+    make = penalties._is_allowed
+    monkeypatch.setattr(penalties, "_allowed_once", penalties._MadeOnce(lambda ids: made.append(ids) or make(ids)))
+    request = SamplingParams(temperature=0.0, allowed_token_ids=tuple(range(4, 20)))
+    samples = [Sample(msgspec.structs.replace(request, seed=seed)) for seed in range(5)]
+    for _ in range(3):
+        step = SamplingStep(samples, [1] * 5, 32)
+    assert len(made) == 1
+    assert [array.shape for array in step.arrays if array.dtype == np.bool_] == [(1, 32)], "one mask for all"
