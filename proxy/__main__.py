@@ -30,14 +30,12 @@ def main(arguments: list[str]) -> int:
         setup_logging(config.proxy_id, config.logs)
         # Imported late: the imports take 2 s, and a wrong configuration should be reported sooner.
         with importing():
-            from tandem.proxy.parsers.parser_names import log_formats
             from tandem.proxy.reading.body_reader import BodyReader
             from tandem.proxy.reading.reader_pool import ReaderPool
             from tandem.proxy.server import serve
             from tandem.proxy.text.model_text import ModelText
 
         text = ModelText(config.model, config.requests.generation_config)
-        log_formats(config.requests.tool_call_parser, config.requests.reasoning_parser, text)
         readers = ReaderPool(BodyReader(text, config), config, config.tokenizer_threads)
         readers.fork()
         uvloop.run(serve(config, text, readers))

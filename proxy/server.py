@@ -41,6 +41,7 @@ from tandem.proxy.http.connections.connection_limits import ConnectionLimits, af
 from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
+from tandem.proxy.parsers.parser_names import log_formats
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
@@ -219,6 +220,7 @@ class ProxyServer:
             start_job(self._state.media.start(), "starting the media process")
         freeze_loaded_objects()
         log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, *config.http.address)
+        log_formats(config.requests.tool_call_parser, config.requests.reasoning_parser, self._state.text)
         tasks = [keep_running(self._update_gauges, "updating gauges", _RESTART_TASK_S)]
         if self._state.api_keys is not None and config.http.api_keys_file:
             tasks.append(keep_running(self._state.api_keys.watch, "reading the API keys again", _RESTART_TASK_S))

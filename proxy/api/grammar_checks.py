@@ -62,7 +62,8 @@ class GrammarChecks:
 
     def checked(self, wanted: OutputGrammar) -> CheckedGrammar:
         """Takes up to 5 s. Raises InvalidRequest for what the client has asked for and cannot be enforced."""
-        key = blake2b(msgspec.msgpack.encode(wanted), digest_size=16).digest()
+        # JSON, because MessagePack has no integers beyond 64 bits.
+        key = blake2b(msgspec.json.encode(wanted), digest_size=16).digest()
         if (found := self._kept.pop(key, None)) is None:
             found = self._checked_text(wanted) if isinstance(wanted, TextGrammar) else self._checked_calls(wanted)
         self._kept[key] = found

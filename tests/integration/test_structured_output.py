@@ -253,7 +253,7 @@ def quotes(noise_model: Path) -> list[int]:
         ({"extra_body": {"structured_outputs": {"regex": "a"}, "allowed_token_ids": [1]}}, "allowed_token_ids"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
+        ({"tools": [TOOLS[1], TOOLS[1] | {"function": TOOLS[1]["function"] | {"description": "Another"}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}, "strict": True}}]},
          "tools"),
     ],

@@ -261,7 +261,7 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
         "http_outcomes": dict(sorted(fuzz.http.outcomes.items())),
         "connection_outcomes": dict(sorted(connections.outcomes.items())),
         "replay_outcomes": dict(sorted(fuzz.replay_outcomes.items())),
-        "num_internal_errors": fuzz.http.outcomes["500"],
+        "internal_errors": fuzz.http.internal_errors,
         "refusals": refusals(
             {each.worker.worker_id: f"http://{each.worker.metrics_address}/metrics" for each in fuzz.status().workers}
             | {"proxy-0": f"{admin_url}/metrics"}
@@ -285,7 +285,7 @@ def main() -> None:
     growth = figures["memory_growth_mib"]
     of_workers = max(growth[name] for name in growth if name != "proxy-0")
     aims = [
-        Aim.of("internal errors", figures["num_internal_errors"], 0, "lower"),
+        Aim.of("internal errors", len(figures["internal_errors"]), 0, "lower"),
         Aim.of("memory growth of the proxy, MiB", growth["proxy-0"], MAX_PROXY_GROWTH_MIB, "lower"),
         Aim.of("memory growth of a worker, MiB", of_workers, MAX_WORKER_GROWTH_MIB, "lower"),
     ]

@@ -31,13 +31,17 @@ _HEADERS = (
 
 
 class HttpFuzzer:
-    """`outcomes` counts responses by status, and "closed" for connections that the proxy closed without one."""
+    """`outcomes` counts responses by status, and "closed" for connections that the proxy closed without one.
+
+    `internal_errors` has the requests and responses of status 500.
+    """
 
     def __init__(self, rng: random.Random, port: int, model: str) -> None:
         self._rng = rng
         self._port = port
         self._model = model
         self.outcomes: Counter[str] = Counter()
+        self.internal_errors: list[str] = []
 
     def send_one(self) -> None:
         """Sends one input and waits for its end.
@@ -110,7 +114,10 @@ class HttpFuzzer:
         has_response = received.startswith(b"HTTP/1.1 ")
         if is_complete and not (has_response and _is_complete(received)):
             raise ValueError(f"no complete response to {data[:2000]!r}: {received[-500:]!r}")
-        self.outcomes[received[9:12].decode() if has_response else "closed"] += 1
+        status = received[9:12].decode() if has_response else "closed"
+        self.outcomes[status] += 1
+        if status == "500":
+            self.internal_errors.append(f"{data[:2000]!r}: {received[-1000:]!r}")
 
     def _disconnect(self) -> None:
         """Starts a stream, reads little or nothing of it, and disconnects."""

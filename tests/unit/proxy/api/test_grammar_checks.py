@@ -60,6 +60,7 @@ FAULTY: dict[str, tuple[Any, str]] = {
     "minLength: a string": (argument({"type": "string", "minLength": "5"}), "parameters.properties.a:"),
     "minLength: below 0": (argument({"type": "string", "minLength": -1}), "parameters.properties.a:"),
     "minimum: a string": (argument({"type": "integer", "minimum": "5"}), "parameters.properties.a:"),
+    "minimum: below 64 bits": (argument({"type": "integer", "minimum": -(2**70)}), "parameters.properties.a:"),
     "multipleOf: 0": (argument({"type": "integer", "multipleOf": 0}), "parameters.properties.a:"),
     "format: null": (argument({"type": "string", "format": None}), "parameters.properties.a:"),
     "pattern: null": (argument({"type": "string", "pattern": None}), "parameters.properties.a:"),
