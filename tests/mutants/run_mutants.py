@@ -1,0 +1,191 @@
+"""Faults made by a machine, each tried on seeds of the simulator and on the unit tests of its package.
+
+    python -m tests.mutants.run_mutants [--number 40] [--seed 1] [--seeds 100] [--kept FILE] [--json FILE]
+
+cosmic-ray makes the faults (`draw_mutants.py`). Each is put into a copy of the source, in which the tests and the
+simulator run as processes. Reports the share that the seeds show, the tests, and neither, and prints the latter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench.support.report import Aim, Report
+from tests.simulation.mutation import Mutation
+
+ROOT = Path(__file__).parents[2]
+COSMIC_RAY = "cosmic-ray==8.7.0"
+_TESTS_LIMIT_S = 600.0
+_SEED_LIMIT_S = 20.0
+_START_LIMIT_S = 60.0
+"""Limits after which a process counts as hanging, which shows the fault. The tests take a tenth, a seed a fiftieth."""
+
+
+class Outcome(msgspec.Struct):
+    """A mutant, and whether something failed with it. None: not tried."""
+
+    mutant: Mutation
+    by_tests: bool | None = None
+    by_seeds: bool | None = None
+
+
+def draw(number: int, seed: int) -> list[Mutation]:
+    """Returns random mutants, for which cosmic-ray is installed into a temporary environment."""
+    uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
+    script = Path(__file__).with_name("draw_mutants.py")
+    command = [
+        uv,
+        "run",
+        "--no-project",
+        "--with",
+        COSMIC_RAY,
+        "python",
+        str(script),
+        str(ROOT),
+        str(number),
+        str(seed),
+    ]
+    return msgspec.json.decode(subprocess.run(command, check=True, capture_output=True).stdout, type=list[Mutation])
+
+
+def package_of(file: str) -> str:
+    """Returns the package of a file as it is imported: proxy.dispatch for proxy/dispatch/attempt.py."""
+    parts = Path(file).parts[:-1]
+    return ".".join(("tandem", *parts[: 2 if parts[0] in ("proxy", "deploy") else 1]))
+
+
+class SourceCopy:
+    """A copy of the source in which mutants are tried, one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._root = folder / "source"
+        for name in subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.splitlines():
+            (copy := self._root / name).parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / name).is_file():
+                shutil.copyfile(ROOT / name, copy)
+        (folder / "tandem").symlink_to(self._root)
+        self._sound: set[str] = set()
+        self._environment = os.environ | {"PYTHONPATH": str(folder)}  # is looked at before installed packages
+
+    def tests_of(self, package: str) -> list[str]:
+        """Returns the unit tests in the package's folder, or in the nearest one above, that import the package."""
+        folder = self._root / "tests" / "unit" / Path(*package.split(".")[1:])
+        while not folder.is_dir():
+            folder = folder.parent
+        return [str(each) for each in sorted(folder.rglob("test_*.py")) if f" {package}" in each.read_text()]
+
+    def attempt(self, outcome: Outcome, num_seeds: int) -> None:
+        """Tries what has not been tried. Raises AssertionError if the mutant's text is not there exactly once, or if
+        the tests of its package fail without it."""
+        mutant = outcome.mutant
+        if (package := package_of(mutant.file)) not in self._sound:
+            assert not self._tests_fail(package), f"the tests of {package} fail without a mutant"
+            assert self._sound or not num_seeds or not self._seeds_fail(1), "a seed fails without a mutant"
+            self._sound.add(package)
+        file = self._root / mutant.file
+        source = file.read_text()
+        assert source.count(mutant.old) == 1, f"{mutant.file} has changed: {mutant.old}"
+        file.write_text(source.replace(mutant.old, mutant.new))
+        try:
+            if outcome.by_tests is None:
+                outcome.by_tests = self._tests_fail(package)
+            if outcome.by_seeds is None and num_seeds:
+                outcome.by_seeds = self._seeds_fail(num_seeds)
+        finally:
+            file.write_text(source)
+
+    def _tests_fail(self, package: str) -> bool:
+        options = ["-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-m", "not extended"]
+        return self._fails([*options, *self.tests_of(package)], _TESTS_LIMIT_S)
+
+    def _seeds_fail(self, num_seeds: int) -> bool:
+        arguments = ["-c", "from tandem.deploy.cli import main; main()", "simulate", "--seeds", f"1-{num_seeds}"]
+        return self._fails(arguments, _START_LIMIT_S + _SEED_LIMIT_S * num_seeds)
+
+    def _fails(self, arguments: list[str], limit_s: float) -> bool:
+        command = [sys.executable, *arguments]
+        process = subprocess.Popen(
+            command, cwd=self._root, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(limit_s) != 0
+        except subprocess.TimeoutExpired:
+            return True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)  # also what a broken process has left
+            process.wait()
+
+
+def report(outcomes: Sequence[Outcome], num_seeds: int) -> Report:
+    whole = [each for each in outcomes if each.by_tests is not None and each.by_seeds is not None]
+    share = {
+        "seeds": sum(bool(each.by_seeds) for each in whole) / len(whole),
+        "tests": sum(bool(each.by_tests) for each in whole) / len(whole),
+        "neither": sum(not each.by_seeds and not each.by_tests for each in whole) / len(whole),
+    }
+    by_package = Counter((package_of(each.mutant.file), bool(each.by_seeds or each.by_tests)) for each in whole)
+    figures = {
+        "num_mutants": len(whole),
+        "num_seeds": num_seeds,
+        "share_shown_by": {name: round(value, 3) for name, value in share.items()},
+        "by_package": {
+            name: {"shown": by_package[name, True], "not_shown": by_package[name, False]}
+            for name in sorted({name for name, _ in by_package})
+        },
+        "not_shown": [each.mutant._asdict() for each in whole if not each.by_seeds and not each.by_tests],
+    }
+    return Report.of("mutants", figures, [Aim.of("share shown by neither", share["neither"], 0.1, "lower")])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--number", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1, help="of the sample")
+    parser.add_argument("--seeds", type=int, default=100, help="of the simulator for each mutant; with 0 tests alone")
+    parser.add_argument("--kept", type=Path, help="keeps the outcomes in this file, and goes on from what it has")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    kept: Path | None = options.kept
+    if kept and kept.exists():
+        outcomes = msgspec.json.decode(kept.read_bytes(), type=list[Outcome])
+    else:
+        outcomes = [Outcome(each) for each in draw(options.number, options.seed)]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = SourceCopy(Path(folder))
+        for number, outcome in enumerate(outcomes, 1):
+            if outcome.by_tests is not None and (outcome.by_seeds is not None or not options.seeds):
+                continue
+            copy.attempt(outcome, options.seeds)
+            words = {True: "shown", False: "not shown", None: "not tried"}
+            print(
+                f"{number}/{len(outcomes)} {outcome.mutant.file}: {outcome.mutant.what}: by tests "
+                f"{words[outcome.by_tests]}, by seeds {words[outcome.by_seeds]}",
+                flush=True,
+            )
+            if not outcome.by_tests and not outcome.by_seeds:
+                print(f"{outcome.mutant.old}--->\n{outcome.mutant.new}", flush=True)
+            if kept:
+                kept.write_bytes(msgspec.json.encode(outcomes))
+    made = report(outcomes, options.seeds)
+    print(made.figures["share_shown_by"])
+    if options.json:
+        made.write(options.json)
+
+
+if __name__ == "__main__":
+    main()
