@@ -136,7 +136,7 @@ class MediaCacheServer:
         ):
             raise InvalidRequest(f"a call takes at most {MAX_ITEMS} items, with digests of {DIGEST_BYTES} bytes")
         self._watch(message.client_pid)
-        actions = self._store.acquire(message.client_pid, message.lease_id, message.items)
+        actions = self._store.acquire(message.client_pid, message.lease_id, message.items, message.client)
         self._callers[message.lease_id] = caller
         self._perform(actions)
 

@@ -67,6 +67,8 @@ class AcquireMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     lease_id: str
     """Globally unique."""
     items: list[WantedMedia]
+    client: str = ""
+    """Whose share of the cache the items count towards; empty for workers, which hold items for moments."""
 
 
 class MediaGranted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

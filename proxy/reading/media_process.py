@@ -188,6 +188,7 @@ class MediaProcess:
             job.lease_id,
             [WantedMedia(content.key, content.size.num_bytes) for content in contents],
             timeout_s=None,  # another request may be decoding an item; the proxy cancels at the request's deadline
+            client=job.client,
         )
         missing: dict[MediaKey, tuple[MediaContent, GrantedMedia]] = {}
         cached: dict[MediaKey, tuple[str, bytes]] = {}
