@@ -1,4 +1,4 @@
-"""What each client's leases hold of the media cache, so that none of them holds so much that others are refused. Pure."""
+"""What each client's leases hold of the media cache, so that none holds so much that others are refused. Pure."""
 
 from __future__ import annotations
 

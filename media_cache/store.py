@@ -167,8 +167,8 @@ class MediaStore:
 
     def commit(self, lease_id: str, items: Sequence[CommittedMedia]) -> list[Action]:
         """Makes written items ready. Raises InvalidRequest for items that are not the lease's to write, Overloaded or
-        ClientShareExceeded if they have outgrown their space and there is no more, WorkerLost if the lease has ended; nothing has changed
-        then."""
+        ClientShareExceeded if they have outgrown their space and there is no more, WorkerLost if the lease has ended;
+        nothing has changed then."""
         lease = self._leases.get(lease_id)
         if lease is None:
             raise WorkerLost("the media cache does not know the request's lease; it has been restarted")

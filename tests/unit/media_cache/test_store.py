@@ -239,7 +239,7 @@ def test_an_entry_counts_once_for_each_client_that_holds_it() -> None:
 
 def test_a_request_beyond_the_share_of_a_client_is_refused_for_good() -> None:
     store = MediaStore(100, 10)
-    with pytest.raises(InvalidRequest, match="take 80 bytes and 8 items .* 75 bytes and 7 items"):
+    with pytest.raises(InvalidRequest, match=r"take 80 bytes and 8 items .* 75 bytes and 7 items"):
         store.acquire(P, "a", want(*range(8)), "a")
     with pytest.raises(InvalidRequest, match="8 items"):
         store.acquire(P, "a", want(*range(8), num_bytes=1), "a")
