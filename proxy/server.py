@@ -202,7 +202,8 @@ class ProxyServer:
         http = [HttpListener(make_app(config, state, set_role), listener, limits, config.http, has_tls=True)]
         if (own := config.http).admin_port:
             listener = _listen_socket(own.admin_listen_fd, own.admin_host, own.admin_port)
-            limits = ConnectionLimits(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS)
+            # Idle connections must not keep out a probe, which would have the whole pod restarted.
+            limits = ConnectionLimits(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS, closes_oldest=True)
             app = make_admin_app(config, state, set_role, self._admin_keys)
             http.append(HttpListener(app, listener, limits, own, has_tls=False))
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are one line for each bad request

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 from tandem.proxy.answers.errors import TooManyConnections, TooManyFromClient
 from tandem.runtime.files.file_limits import take_all_descriptors
@@ -36,10 +37,23 @@ def client_network(address: str) -> str:
     return str(ipaddress.ip_network((int(parsed) >> _IPV6_CLIENT_BITS << _IPV6_CLIENT_BITS, _IPV6_CLIENT_BITS)))
 
 
+class OpenConnection(Protocol):
+    """A connection that may have to make room for another one."""
+
+    @property
+    def has_request(self) -> bool:
+        """Whether a request has arrived whose answer is not complete."""
+
+    def abandon(self) -> None:
+        """Closes the connection at once, and removes it from the limits."""
+
+
 class ConnectionLimits:
     """Counts the open connections of one server, in all and by client network, from accept to close.
 
-    on_refused: called for each refused connection. `is_stopping` makes every answer the last one of its connection.
+    on_refused: called for each refused connection. closes_oldest: a new connection beyond the limit is not refused;
+    the oldest one that has no request is closed instead, or the oldest one. `is_stopping` makes every answer the last
+    one of its connection.
     """
 
     def __init__(
@@ -48,7 +62,11 @@ class ConnectionLimits:
         max_per_client: int,
         on_refused: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        closes_oldest: bool = False,
     ) -> None:
+        self._closes_oldest = closes_oldest
+        self._open: dict[OpenConnection, None] = {}  # in the order of their arrival
         self._max_total = max_total
         self._max_per_client = max_per_client
         self._on_refused = on_refused
@@ -58,8 +76,10 @@ class ConnectionLimits:
         self.num_open = 0
         self.is_stopping = False
 
-    def add(self, address: str) -> TooManyConnections | None:
+    def add(self, address: str, connection: OpenConnection) -> TooManyConnections | None:
         """Counts a connection until `remove`. Returns an error, and counts nothing, where a limit is reached."""
+        if self._closes_oldest and self.num_open >= self._max_total:
+            next((each for each in self._open if not each.has_request), next(iter(self._open))).abandon()
         if self.num_open >= self._max_total:
             return self._refuse(TooManyConnections(f"This proxy has {self.num_open} connections, which is its limit."))
         client = client_network(address)
@@ -68,10 +88,12 @@ class ConnectionLimits:
             return self._refuse(TooManyFromClient(message))
         self._by_client[client] += 1
         self.num_open += 1
+        self._open[connection] = None
         return None
 
-    def remove(self, address: str) -> None:
+    def remove(self, address: str, connection: OpenConnection) -> None:
         client = client_network(address)
+        del self._open[connection]
         self.num_open -= 1
         self._by_client[client] -= 1
         if not self._by_client[client]:
