@@ -10,12 +10,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tandem.proxy.answers.errors import TooManyConnections, TooManyFromClient
-from tandem.runtime.files.file_limits import take_all_descriptors
 
 log = logging.getLogger(__name__)
 
-_OTHER_FDS = 512
-"""Descriptors reserved for workers, readers, large bodies and files."""
 _LOG_INTERVAL_S = 10.0
 _IPV6_CLIENT_BITS = 64
 """One client of IPv6 has a whole /64 at its disposal, so limits for each address would limit nothing."""
@@ -106,12 +103,3 @@ class ConnectionLimits:
             self._logged_at = now
             log.warning("refused a connection: %s", error.message)
         return error
-
-
-def affordable_connections(wanted: int) -> int:
-    """Returns the number of connections that the process's descriptor limit allows, at most `wanted`."""
-    limit = take_all_descriptors()
-    affordable = max(limit // 2, limit - _OTHER_FDS)
-    if affordable < wanted:
-        log.warning("at most %d connections: this process may open %d descriptors (ulimit -n)", affordable, limit)
-    return min(wanted, affordable)
