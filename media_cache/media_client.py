@@ -31,6 +31,7 @@ from tandem.protocol.messages.media_cache import (
     MediaCommitted,
     MediaGranted,
     MediaKey,
+    MediaPart,
     MediaRefused,
     ReleaseMedia,
     WantedMedia,
@@ -83,9 +84,9 @@ class MediaCacheClient:
         """Commits written items. Raises Overloaded if they have outgrown their space; else like `acquire`."""
         await self._call(lease_id, CommitMedia(lease_id, items), MediaCommitted, CALL_TIMEOUT_S)
 
-    def release(self, lease_ids: list[str]) -> None:
-        """Ends leases. Returns at once."""
-        self._socket.send(ReleaseMedia(lease_ids))
+    def release(self, lease_ids: list[str], part: MediaPart | None = None) -> None:
+        """Ends leases, or releases their items of one part. Returns at once."""
+        self._socket.send(ReleaseMedia(lease_ids, part))
 
     async def read(self, key: MediaKey, offset: int, num_bytes: int, buffer: bytearray | mmap.mmap) -> None:
         """Reads a range of the item's segment over the socket into the start of the buffer, for other hosts.

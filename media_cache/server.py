@@ -107,6 +107,9 @@ class MediaCacheServer:
             case CommitMedia():
                 self._answer_errors(caller, message.lease_id, lambda: self._commit(caller, message))
             case ReleaseMedia():
+                if message.part is not None:
+                    self._perform(self._store.release_part(message.lease_ids, message.part))
+                    return
                 for lease_id in message.lease_ids:
                     self._callers.pop(lease_id, None)
                 self._perform(self._store.release(message.lease_ids))

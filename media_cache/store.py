@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.media_cache.client_holds import ClientHolds
-from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
+from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, MediaPart, WantedMedia
 from tandem.runtime.errors import InvalidRequest, Overloaded, TandemError, WorkerLost
 
 _MAX_ENDED_LEASES = 4096
@@ -159,8 +159,9 @@ class MediaStore:
             if each is not None and each.writer not in (None, lease_id):
                 each.waiting[lease_id] = None
                 lease.num_waits += 1
-        self.num_hits += len(hits)
-        self.num_misses += len(found) - len(hits)
+        num_hits = sum(entry.key.part != "source" for entry in hits)
+        self.num_hits += num_hits
+        self.num_misses += sum(key.part != "source" for key in found) - num_hits
         if not lease.num_waits:
             actions.append(self._grant(lease_id, lease))
         return actions
@@ -210,6 +211,18 @@ class MediaStore:
         # A released lease may have been granted an item that another released lease was writing.
         return [action for action in actions if isinstance(action, Drop) or action.lease_id in self._leases]
 
+    def release_part(self, lease_ids: Sequence[str], part: MediaPart) -> list[Action]:
+        """Releases the leases' items of one part. Those that they wait for, or have not committed, they keep."""
+        actions: list[Action] = []
+        for lease_id in lease_ids:
+            lease = self._leases.get(lease_id)
+            entries = lease.entries if lease is not None and not lease.num_waits else {}
+            for key, entry in list(entries.items()):
+                if key.part == part and entry is not None and entry.is_ready:
+                    del entries[key]
+                    actions += self._unhold(lease_id, entry)
+        return actions
+
     def client_lost(self, pid: int) -> list[Action]:
         """Ends all leases of the client."""
         return self.release([lease_id for lease_id, lease in self._leases.items() if lease.client_pid == pid])
@@ -251,7 +264,7 @@ class MediaStore:
             return self._give_up(entry)
         if entry.holders or not entry.is_ready:
             return []
-        if entry.is_stale:
+        if entry.is_stale or entry.key.part == "source":  # whose only use is to a request that holds it
             return [self._remove(entry)]
         self._unused[entry.number] = entry
         self._unused_bytes += entry.num_bytes

@@ -155,7 +155,8 @@ class ProxyServer:
         )
         media: MediaPool | None = None
         if config.media_cache_endpoint:
-            media = MediaPool(config, MediaCacheClient(self._context, config.media_cache_endpoint), ttft_slo_s)
+            cache = MediaCacheClient(self._context, config.media_cache_endpoint)
+            media = MediaPool(config, cache, ttft_slo_s, self._descriptors)
 
         api_keys: ApiKeys | None = None
         http = config.http

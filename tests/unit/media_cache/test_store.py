@@ -259,6 +259,22 @@ def test_growth_counts_towards_the_share_of_the_writer() -> None:
     check(store)
 
 
+def test_a_part_of_a_lease_is_released_and_the_rest_is_held() -> None:
+    store = MediaStore(100, 10)
+    kept = MediaKey(b"s" * 32, "source")
+    store.acquire(P, "a", [*want(1, 2), WantedMedia(kept, 30)], "a")
+    store.release_part(["a"], "input")
+    assert store.num_items == 3, "what is being written is kept"
+    store.commit("a", [*done(1, 2), CommittedMedia(kept, 30, b"")])
+    for _ in range(2):
+        assert store.release_part(["a", "unknown"], "input") == []
+    assert store.pinned_bytes == 30 and store._clients.bytes_of("a") == 30 and cached(store, 1, 2) == [True, True]
+    check(store)
+    assert store.release(["a"]) != [], "sources are of no use to others"
+    assert store.num_items == 2 and (store.num_hits, store.num_misses) == (0, 2)
+    check(store)
+
+
 class _Schedule(RuleBasedStateMachine):
     """Random calls by clients that may exit, compared with a simple model."""
 
@@ -331,6 +347,14 @@ class _Schedule(RuleBasedStateMachine):
         lease_ids = data.draw(st.lists(st.sampled_from(sorted(self.clients)), min_size=1, max_size=3, unique=True))
         self.forget(lease_ids)
         self.perform(self.store.release(lease_ids))
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def release_part(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.granted)))
+        entries = self.granted[lease_id]
+        self.granted[lease_id] = tuple(e for e in entries if e is not None and e.writer == lease_id)
+        self.perform(self.store.release_part([lease_id], "input"))
 
     @rule(client=st.sampled_from([P, Q, R]))
     def client_lost(self, client: int) -> None:
