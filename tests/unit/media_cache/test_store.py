@@ -34,9 +34,9 @@ def check(store: MediaStore) -> None:
     assert all(store._entries.get(entry.number) is entry for entry in store._stale.values())
     for client in {lease.client for lease in store._leases.values()} - {""}:
         leases = [lease for lease in store._leases.values() if lease.client == client]
-        held = {entry.number: entry for lease in leases for entry in lease.entries.values() if entry is not None}
-        assert store._clients.bytes_of(client) == sum(entry.num_bytes for entry in held.values())
-        assert store._clients.num_items_of(client) == len(held)
+        own = {entry.number: entry for lease in leases for entry in lease.entries.values() if entry is not None}
+        assert store._clients.bytes_of(client) == sum(entry.num_bytes for entry in own.values())
+        assert store._clients.num_items_of(client) == len(own)
     assert set(store._clients._num_leases) <= {lease.client for lease in store._leases.values()}
     order = list(store._leases)
     for lease_id, lease in store._leases.items():
