@@ -26,8 +26,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     keys = folder / "keys"
     keys.write_text("key-of-the-attacker attacker\nkey-of-the-tenant tenant\n")
     model = save_model(tmp_path_factory.mktemp("vision"))
-    flags = ("--model", str(model), "--served-model-name", MODEL, "--api-keys-file", str(keys))
-    flags += ("--media-cache-mib", str(CACHE_MIB), "--kv-cache-gib", "0.25", "--max-waiting-requests", "4096")
+    flags = ["--model", str(model), "--served-model-name", MODEL, "--api-keys-file", str(keys)]
+    flags += ["--media-cache-mib", str(CACHE_MIB), "--kv-cache-gib", "0.25", "--max-waiting-requests", "4096"]
     with Cluster(*flags) as running:
         yield running
 

@@ -56,7 +56,7 @@ def begin(cluster: Cluster, lease: Lease, **fields: Any) -> asyncio.Task[bytes]:
     request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
     assert isinstance(request.prompt, RenderedPrompts)
     prompts = [replace(prompt, media=(ITEM,)) for prompt in request.prompt.prompts]
-    request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts), media_lease=lease)  # type: ignore[arg-type]
+    request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts), media_lease=lease)
     made = Generation(cluster.services, request, RequestRecord("r", "completion"))
     return asyncio.create_task(whole(CompletionAnswers(made, "m")))
 

@@ -235,7 +235,7 @@ def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(
 
 
 def test_a_cancelled_job_is_answered(reader: MediaProcessOnLoop) -> None:
-    async def cancel() -> MediaJobDone | MediaJobFailed:
+    async def cancel() -> MediaJobDone | MediaRemade | MediaJobFailed:
         job = reader.job(video_part(data_url(clip(20), "video/mp4")))
         reader.process.on_message(job)
         reader.process.on_message(CancelMediaJob(job.lease_id))
