@@ -31,6 +31,7 @@ from tandem.protocol.messages.media_cache import (
     MediaCommitted,
     MediaGranted,
     MediaKey,
+    MediaPart,
     MediaRefused,
     ReleaseMedia,
     WantedMedia,
@@ -67,24 +68,25 @@ class MediaCacheClient:
         return f"{self._prefix}-{next(self._numbers)}"
 
     async def acquire(
-        self, lease_id: str, wanted: list[WantedMedia], timeout_s: float | None = CALL_TIMEOUT_S
+        self, lease_id: str, wanted: list[WantedMedia], timeout_s: float | None = CALL_TIMEOUT_S, client: str = ""
     ) -> list[GrantedMedia | None]:
         """Acquires a lease, see AcquireMedia. The caller must call `release` once, even if this raises.
 
         timeout_s: None waits as long as other leases take to write, for callers that have a deadline of their own.
-        Raises Overloaded if there is no space, InvalidRequest for items that could never fit, InternalError if the
-        cache does not answer in time, WorkerLost if it is gone.
+        client: whose share of the cache the items count towards.
+        Raises Overloaded if there is no space, ClientShareExceeded if the client's share is used up, InvalidRequest for
+        items that could never fit, InternalError if the cache does not answer in time, WorkerLost if it is gone.
         """
-        message = AcquireMedia(self._client_pid, lease_id, wanted)
+        message = AcquireMedia(self._client_pid, lease_id, wanted, client)
         return (await self._call(lease_id, message, MediaGranted, timeout_s)).items
 
     async def commit(self, lease_id: str, items: list[CommittedMedia]) -> None:
         """Commits written items. Raises Overloaded if they have outgrown their space; else like `acquire`."""
         await self._call(lease_id, CommitMedia(lease_id, items), MediaCommitted, CALL_TIMEOUT_S)
 
-    def release(self, lease_ids: list[str]) -> None:
-        """Ends leases. Returns at once."""
-        self._socket.send(ReleaseMedia(lease_ids))
+    def release(self, lease_ids: list[str], part: MediaPart | None = None) -> None:
+        """Ends leases, or releases their items of one part. Returns at once."""
+        self._socket.send(ReleaseMedia(lease_ids, part))
 
     async def read(self, key: MediaKey, offset: int, num_bytes: int, buffer: bytearray | mmap.mmap) -> None:
         """Reads a range of the item's segment over the socket into the start of the buffer, for other hosts.

@@ -107,6 +107,9 @@ class MediaCacheServer:
             case CommitMedia():
                 self._answer_errors(caller, message.lease_id, lambda: self._commit(caller, message))
             case ReleaseMedia():
+                if message.part is not None:
+                    self._perform(self._store.release_part(message.lease_ids, message.part))
+                    return
                 for lease_id in message.lease_ids:
                     self._callers.pop(lease_id, None)
                 self._perform(self._store.release(message.lease_ids))
@@ -136,7 +139,7 @@ class MediaCacheServer:
         ):
             raise InvalidRequest(f"a call takes at most {MAX_ITEMS} items, with digests of {DIGEST_BYTES} bytes")
         self._watch(message.client_pid)
-        actions = self._store.acquire(message.client_pid, message.lease_id, message.items)
+        actions = self._store.acquire(message.client_pid, message.lease_id, message.items, message.client)
         self._callers[message.lease_id] = caller
         self._perform(actions)
 

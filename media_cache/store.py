@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
+from tandem.media_cache.client_holds import ClientHolds
+from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, MediaPart, WantedMedia
 from tandem.runtime.errors import InvalidRequest, Overloaded, TandemError, WorkerLost
 
 _MAX_ENDED_LEASES = 4096
@@ -45,6 +46,7 @@ class _ItemLease:
     """Items that one client holds, or waits for."""
 
     client_pid: int
+    client: str
     wanted: list[MediaKey]
     """Keys in the order in which they were asked for."""
     entries: dict[MediaKey, Entry | None]
@@ -74,7 +76,9 @@ Action = Grant | Drop
 
 class MediaStore:
     """All entries and leases. capacity_bytes: limit on the size of all entries. max_items: limit on their number, since
-    each is an open file."""
+    each is an open file. One client's leases may hold CLIENT_SHARE of both, so that others find room; what they do not
+    hold any more is evicted for whoever needs the room.
+    """
 
     def __init__(self, capacity_bytes: int, max_items: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -90,6 +94,7 @@ class MediaStore:
         self._leases: dict[str, _ItemLease] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._numbers = itertools.count(1)
+        self._clients = ClientHolds(capacity_bytes, max_items)
 
     @property
     def num_items(self) -> int:
@@ -115,12 +120,12 @@ class MediaStore:
 
     # ---- calls
 
-    def acquire(self, client_pid: int, lease_id: str, wanted: Sequence[WantedMedia]) -> list[Action]:
+    def acquire(self, client_pid: int, lease_id: str, wanted: Sequence[WantedMedia], client: str = "") -> list[Action]:
         """Pins cached items and allocates space for the others. The grant is among the actions, or follows when all
-        items that the lease waits for are ready.
+        items that the lease waits for are ready. client: whose share they count towards; empty for no limit.
 
-        Raises Overloaded if the space is held by other leases, InvalidRequest if the items could never fit; nothing has
-        changed then.
+        Raises Overloaded if the space is held by other leases, ClientShareExceeded if the client holds its share,
+        InvalidRequest if the items could never fit; nothing has changed then.
         """
         if lease_id in self._leases or lease_id in self._ended:
             raise InvalidRequest(f"the lease {lease_id} has been used before")
@@ -139,7 +144,11 @@ class MediaStore:
         # Items of this call must not be evicted to make space for the rest of it.
         spared = [entry for entry in hits if entry.number in self._unused]
         self._check_space(num_bytes, len(new), sum(e.num_bytes for e in spared), len(spared))
-        lease = self._leases[lease_id] = _ItemLease(client_pid, [item.key for item in wanted], {})
+        if client:
+            self._clients.check_request(num_bytes + sum(e.num_bytes for e in hits), len(new) + len(hits))
+            newly_held = [entry.num_bytes for entry in hits if not self._clients.holds(client, entry.number)]
+            self._clients.check(client, num_bytes + sum(newly_held), len(new) + len(newly_held))
+        lease = self._leases[lease_id] = _ItemLease(client_pid, client, [item.key for item in wanted], {})
         for entry in hits:
             self._hold(lease_id, entry)
         actions = self._evict(num_bytes, len(new))
@@ -150,16 +159,17 @@ class MediaStore:
             if each is not None and each.writer not in (None, lease_id):
                 each.waiting[lease_id] = None
                 lease.num_waits += 1
-        self.num_hits += len(hits)
-        self.num_misses += len(found) - len(hits)
+        num_hits = sum(entry.key.part != "source" for entry in hits)
+        self.num_hits += num_hits
+        self.num_misses += sum(key.part != "source" for key in found) - num_hits
         if not lease.num_waits:
             actions.append(self._grant(lease_id, lease))
         return actions
 
     def commit(self, lease_id: str, items: Sequence[CommittedMedia]) -> list[Action]:
-        """Makes written items ready. Raises InvalidRequest for items that are not the lease's to write, Overloaded if
-        they have outgrown their space and there is no more, WorkerLost if the lease has ended; nothing has changed
-        then."""
+        """Makes written items ready. Raises InvalidRequest for items that are not the lease's to write, Overloaded or
+        ClientShareExceeded if they have outgrown their space and there is no more, WorkerLost if the lease has ended;
+        nothing has changed then."""
         lease = self._leases.get(lease_id)
         if lease is None:
             raise WorkerLost("the media cache does not know the request's lease; it has been restarted")
@@ -171,9 +181,13 @@ class MediaStore:
             written[entry.number] = entry, item
         growth = sum(item.num_bytes - entry.num_bytes for entry, item in written.values())
         self._check_space(growth, 0)
+        if growth > 0 and lease.client:
+            self._clients.check(lease.client, growth)
         actions = self._evict(growth, 0)
         self.used_bytes += growth
         for entry, item in written.values():
+            clients = {self._leases[holder].client for holder in entry.holders}
+            self._clients.resize(clients, entry.number, item.num_bytes - entry.num_bytes)
             entry.num_bytes, entry.description, entry.writer = item.num_bytes, item.description, None
             waiting, entry.waiting = entry.waiting, {}
             for other_id in waiting:
@@ -184,7 +198,7 @@ class MediaStore:
         """Ends leases. Ids that are not known yet are refused when they are acquired later."""
         actions: list[Action] = []
         for lease_id in lease_ids:
-            lease = self._leases.pop(lease_id, None)
+            lease = self._leases.get(lease_id)
             if lease is None:
                 self._ended[lease_id] = None
                 if len(self._ended) > _MAX_ENDED_LEASES:
@@ -193,8 +207,21 @@ class MediaStore:
             for entry in lease.entries.values():
                 if entry is not None:
                     actions += self._unhold(lease_id, entry)
+            del self._leases[lease_id]
         # A released lease may have been granted an item that another released lease was writing.
         return [action for action in actions if isinstance(action, Drop) or action.lease_id in self._leases]
+
+    def release_part(self, lease_ids: Sequence[str], part: MediaPart) -> list[Action]:
+        """Releases the leases' items of one part. Those that they wait for, or have not committed, they keep."""
+        actions: list[Action] = []
+        for lease_id in lease_ids:
+            lease = self._leases.get(lease_id)
+            entries = lease.entries if lease is not None and not lease.num_waits else {}
+            for key, entry in list(entries.items()):
+                if key.part == part and entry is not None and entry.is_ready:
+                    del entries[key]
+                    actions += self._unhold(lease_id, entry)
+        return actions
 
     def client_lost(self, pid: int) -> list[Action]:
         """Ends all leases of the client."""
@@ -220,21 +247,24 @@ class MediaStore:
         entry = Entry(next(self._numbers), key, num_bytes, writer, {writer: None})
         self._entries[entry.number] = self._by_key[key] = entry
         self.used_bytes += num_bytes
+        self._clients.add(self._leases[writer].client, entry.number, num_bytes)
         return entry
 
     def _hold(self, lease_id: str, entry: Entry) -> None:
         entry.holders[lease_id] = None
+        self._clients.add(self._leases[lease_id].client, entry.number, entry.num_bytes)
         if self._unused.pop(entry.number, None) is not None:
             self._unused_bytes -= entry.num_bytes
 
     def _unhold(self, lease_id: str, entry: Entry) -> list[Action]:
         del entry.holders[lease_id]
+        self._clients.remove(self._leases[lease_id].client, entry.number, entry.num_bytes)
         entry.waiting.pop(lease_id, None)
         if entry.writer == lease_id:
             return self._give_up(entry)
         if entry.holders or not entry.is_ready:
             return []
-        if entry.is_stale:
+        if entry.is_stale or entry.key.part == "source":  # whose only use is to a request that holds it
             return [self._remove(entry)]
         self._unused[entry.number] = entry
         self._unused_bytes += entry.num_bytes
@@ -254,7 +284,10 @@ class MediaStore:
         (self._stale if successor.is_stale else self._by_key)[successor.key] = successor
         self.used_bytes += successor.num_bytes
         for lease_id in successor.holders:
-            self._leases[lease_id].entries[successor.key] = successor
+            lease = self._leases[lease_id]
+            lease.entries[successor.key] = successor
+            self._clients.remove(lease.client, entry.number, entry.num_bytes)
+            self._clients.add(lease.client, successor.number, successor.num_bytes)
         return actions + self._on_wait_over(first)
 
     def _remove(self, entry: Entry) -> Drop:

@@ -14,6 +14,7 @@ from tandem.engine.vision.media_tensors import numbered, open_tensors
 from tandem.engine.vision.prompt_media import PromptMedia
 from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
+from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem, check_media
 from tandem.protocol.messages.token_ids import unpack_token_ids
@@ -85,17 +86,17 @@ class MediaIntake:
             if remote is None and not (missing and self._shared):
                 media.is_ready = True
             else:
-                self._prepare_later(media, missing, remote, message.media_cache)
+                self._prepare_later(media, missing, remote, message)
         except BaseException:
             media.release()
             raise
         return media
 
     def _prepare_later(
-        self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, endpoint: str
+        self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, message: StartPrefill
     ) -> None:
         task = start_job(
-            self._prepare(media, missing, remote, endpoint), "preparing media", partial(self._on_failed, media)
+            self._prepare(media, missing, remote, message), "preparing media", partial(self._on_failed, media)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -119,13 +120,13 @@ class MediaIntake:
         media.set_tensors(tensors, num_frames)
 
     async def _prepare(
-        self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, endpoint: str
+        self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, message: StartPrefill
     ) -> None:
         if self._shared is not None and missing:
             await self._look_up(media, missing, self._shared)
         if remote is not None:
             try:
-                await self._fetch(media, remote, endpoint)
+                await self._fetch(media, remote, message)
             except TandemError as error:
                 media.error = ErrorInfo.of(error)
             except Exception as error:
@@ -146,13 +147,13 @@ class MediaIntake:
             # A failing cache costs time but does not fail the request.
             log.warning("media embeddings could not be looked up: %s", str(error) or type(error).__name__)
 
-    async def _fetch(self, media: PromptMedia, remote: RemoteMedia, endpoint: str) -> None:
+    async def _fetch(self, media: PromptMedia, remote: RemoteMedia, message: StartPrefill) -> None:
         """Fetches the tensors from another host, without the pixels of items whose embeddings are known."""
         vision = self._vision
         assert vision is not None
         wanted = [vision.needed(item, media.find(i) is not None) for i, item in enumerate(media.items)]
         tensors = await asyncio.gather(
-            *(_fetch_item(number, media, remote, endpoint, names) for number, names in enumerate(wanted))
+            *(_fetch_item(number, media, remote, message, names) for number, names in enumerate(wanted))
         )
         self._set_tensors(media, tensors)
 
@@ -170,10 +171,11 @@ class MediaIntake:
 
 
 async def _fetch_item(
-    number: int, media: PromptMedia, remote: RemoteMedia, endpoint: str, names: Collection[str]
+    number: int, media: PromptMedia, remote: RemoteMedia, message: StartPrefill, names: Collection[str]
 ) -> dict[str, torch.Tensor]:
     try:
-        return await remote.fetch(endpoint, media.items[number], names, media.on_release)
+        client = client_of(message.cache_salt)
+        return await remote.fetch(message.media_cache, media.items[number], names, media.on_release, client)
     except InvalidRequest as error:
         raise numbered(number, error) from error
 

@@ -1,6 +1,6 @@
 """Processed images and videos of other hosts: their tensors, fetched from those hosts' media caches over tcp.
 
-The caches keep an item while the proxy holds its lease, that is until the request has ended. The memory is kept here
+The caches keep an item while the proxy holds its lease, that is until the prompt is computed. The memory is kept here
 while prompts use it; the embeddings computed from it are cached separately (`prefill_worker.media`).
 """
 
@@ -19,7 +19,7 @@ from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.media_cache import HEADER_BYTES, MediaKey
 from tandem.protocol.messaging import Network
-from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
+from tandem.runtime.errors import ClientShareExceeded, InternalError, InvalidRequest, Overloaded, WorkerLost
 from tandem.runtime.tasks import start
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ FETCH_TIMEOUT_S = 10.0
 """Time to fetch one item."""
 _MAX_HOSTS = 64
 """Connections to other hosts' caches. The least recently used one is closed first."""
+
+_CLIENT_SHARE = 0.75
+"""Share of the memory that the prompts of one client may hold."""
 
 OnRelease = Callable[[Callable[[], object]], object]
 _Range = tuple[bytes, int, int]
@@ -40,6 +43,7 @@ class _Fetched:
     """One range in local memory, shared by the prompts that show the same image."""
 
     key: _Range
+    client: str
     memory: mmap.mmap
     task: asyncio.Task[None]
     num_users: int = 0
@@ -65,33 +69,34 @@ class RemoteMedia:
         return sum(end - start for _, start, end in self._ranges)
 
     async def fetch(
-        self, endpoint: str, item: MediaItem, names: Collection[str], on_release: OnRelease
+        self, endpoint: str, item: MediaItem, names: Collection[str], on_release: OnRelease, client: str = ""
     ) -> dict[str, torch.Tensor]:
         """Fetches the item's tensors of these names for one prompt. endpoint: address of the cache that has the item.
 
-        on_release: registers what frees them when the prompt has ended.
+        on_release: registers what frees them when the prompt has ended. client: of the prompt, see `client_of`; ""
+        where clients are not told apart.
         Raises WorkerLost if the cache does not have the item or does not answer in time, Overloaded if there is no
-        memory left, InvalidRequest for an item that could never fit.
+        memory left, ClientShareExceeded if the client holds its share, InvalidRequest for an item that could never fit.
         """
         wanted = [tensor for tensor in item.tensors if tensor.name in names]
         if not wanted:
             return {}
         start = min(tensor.offset for tensor in wanted) // HEADER_BYTES * HEADER_BYTES
         end = max(tensor.offset + tensor.num_bytes for tensor in wanted)
-        fetched = self._hold(endpoint, (item.digest, start, end))
+        fetched = self._hold(endpoint, (item.digest, start, end), client)
         on_release(partial(self._give_back, fetched))
         await asyncio.shield(fetched.task)  # other prompts may wait for it too
         return {tensor.name: view_tensor(tensor, fetched.memory, tensor.offset - start) for tensor in wanted}
 
-    def _hold(self, endpoint: str, key: _Range) -> _Fetched:
+    def _hold(self, endpoint: str, key: _Range, client: str) -> _Fetched:
         """Returns the range, which is complete when its task is done. Must be followed by one `_give_back`.
 
-        Raises Overloaded or InvalidRequest, see `fetch`.
+        Raises Overloaded, ClientShareExceeded or InvalidRequest, see `fetch`.
         """
         fetched = self._ranges.get(key)
         if fetched is None:
-            memory = self._allocate(key[2] - key[1])
-            fetched = _Fetched(key, memory, start(self._fetch(endpoint, key, memory)))
+            memory = self._allocate(key[2] - key[1], client)
+            fetched = _Fetched(key, client, memory, start(self._fetch(endpoint, key, memory)))
             self._ranges[key] = fetched
             fetched.task.add_done_callback(partial(self._on_fetched, fetched))
         fetched.num_users += 1
@@ -115,11 +120,18 @@ class RemoteMedia:
         if self._ranges.get(fetched.key) is fetched:
             del self._ranges[fetched.key]
 
-    def _allocate(self, num_bytes: int) -> mmap.mmap:
-        if num_bytes > self._max_held_bytes:
+    def _allocate(self, num_bytes: int, client: str) -> mmap.mmap:
+        max_own = int(self._max_held_bytes * _CLIENT_SHARE) if client else self._max_held_bytes
+        if num_bytes > max_own:
             raise InvalidRequest(
-                f"this image or video takes {num_bytes} bytes, more than the {self._max_held_bytes} that this prefill "
-                "worker fetches from other hosts at once"
+                f"this image or video takes {num_bytes} bytes, more than the {max_own} that this prefill worker "
+                "fetches from other hosts at once for one client"
+            )
+        own_bytes = sum(end - start for (_, start, end), each in self._ranges.items() if each.client == client)
+        if client and own_bytes + num_bytes > max_own:
+            raise ClientShareExceeded(
+                f"your images and videos hold {own_bytes} of the {max_own} bytes that one client may hold on this "
+                f"prefill worker, {num_bytes} more are asked for; send fewer at once, and try again later"
             )
         if self.held_bytes + num_bytes > self._max_held_bytes:
             raise Overloaded(

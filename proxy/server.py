@@ -23,6 +23,7 @@ from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.admission import MAX_INPUTS, Admission
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.admission.client_slots import ClientSlots
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.readiness import WorkerReadiness
@@ -37,7 +38,7 @@ from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.connections.accept import connection_factory
 from tandem.proxy.http.connections.client_connection import track_requests
-from tandem.proxy.http.connections.connection_limits import ConnectionLimits, affordable_connections
+from tandem.proxy.http.connections.connection_limits import ConnectionLimits
 from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
@@ -48,6 +49,7 @@ from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ConfigError, RequestAborted
+from tandem.runtime.files.file_limits import num_open_descriptors, take_all_descriptors
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.listen_socket import bind
 from tandem.runtime.tasks import keep_running, start_job
@@ -129,6 +131,7 @@ class ProxyServer:
         # Unique for each start: workers drop the requests of a proxy's predecessor.
         self._proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
         metrics = ProxyMetrics()
+        self._descriptors = _descriptor_budget(config.http.max_connections)
         self._context = new_context("proxy", config.network)
         self._context.refusals.on_refused = lambda reason: metrics.refusals.labels(reason).inc()
         self._tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
@@ -153,7 +156,8 @@ class ProxyServer:
         )
         media: MediaPool | None = None
         if config.media_cache_endpoint:
-            media = MediaPool(config, MediaCacheClient(self._context, config.media_cache_endpoint), ttft_slo_s)
+            cache = MediaCacheClient(self._context, config.media_cache_endpoint)
+            media = MediaPool(config, cache, ttft_slo_s, self._descriptors)
 
         api_keys: ApiKeys | None = None
         http = config.http
@@ -166,7 +170,7 @@ class ProxyServer:
         batches: BatchRunner | None = None
         if config.data_folder:
             key_of = api_keys.of_client if api_keys is not None else None
-            batches = BatchRunner(Path(config.data_folder), key_of)
+            batches = BatchRunner(Path(config.data_folder), key_of, self._descriptors.max_batches)
 
         self._state = AppState(
             text=text,
@@ -182,7 +186,7 @@ class ProxyServer:
             request_timeout_s=routing.request_timeout_s,
             ttft_slo_s=ttft_slo_s,
             api_keys=api_keys,
-            bodies=RequestBodies(http.max_body_mib << 20, http.client_timeout_s),
+            bodies=RequestBodies(http.max_body_mib << 20, http.client_timeout_s, descriptors=self._descriptors),
             readiness=WorkerReadiness(worker_table, config.admission.max_waiting_requests, routing.worker_wait_s),
             timelines=Timelines(self._context, requests, config.peer_endpoints),
             media=media,
@@ -190,6 +194,7 @@ class ProxyServer:
             signing_key=(config.signing_key or secrets.token_hex(32)).encode(),
             responses=config.response_store(),
             batches=batches,
+            descriptors=self._descriptors,
         )
         self._control = Control(self._context, config, self._proxy_id, self._state, self._connections)
         self._http = self._make_listeners(listener)
@@ -197,13 +202,14 @@ class ProxyServer:
 
     def _make_listeners(self, listener: socket.socket) -> list[HttpListener]:
         config, state, set_role = self._config, self._state, self._control.set_role
-        max_connections = affordable_connections(config.http.max_connections)
+        max_connections = self._descriptors.max_connections
         on_refused = state.metrics.rejected.labels("connections").inc
-        limits = ConnectionLimits(max_connections, max(1, max_connections // 2), on_refused)
+        self._limits = limits = ConnectionLimits(max_connections, max(1, max_connections // 2), on_refused)
         http = [HttpListener(make_app(config, state, set_role), listener, limits, config.http, has_tls=True)]
         if (own := config.http).admin_port:
             listener = _listen_socket(own.admin_listen_fd, own.admin_host, own.admin_port)
-            limits = ConnectionLimits(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS)
+            # Idle connections must not keep out a probe, which would have the whole pod restarted.
+            limits = ConnectionLimits(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS, closes_oldest=True)
             app = make_admin_app(config, state, set_role, self._admin_keys)
             http.append(HttpListener(app, listener, limits, own, has_tls=False))
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are one line for each bad request
@@ -270,6 +276,17 @@ class ProxyServer:
             await asyncio.sleep(_GAUGES_INTERVAL_S)
             self._state.metrics.waiting.set(self._state.admission.num_waiting)
             self._state.metrics.per_token.flush()
+            self._descriptors.measure(await asyncio.to_thread(num_open_descriptors), self._limits.num_open)
+
+
+def _descriptor_budget(wanted_connections: int) -> DescriptorBudget:
+    limit = take_all_descriptors()
+    budget = DescriptorBudget(limit, wanted_connections, num_open_descriptors())
+    if budget.max_connections < wanted_connections:
+        log.warning(
+            "at most %d connections: this process may open %d descriptors (ulimit -n)", budget.max_connections, limit
+        )
+    return budget
 
 
 def _read_certificate(config: HttpSettings) -> ssl.SSLContext:

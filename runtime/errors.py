@@ -3,6 +3,7 @@
   TandemError
     InvalidRequest      the request can never succeed as it is
     Overloaded          no capacity at present: try again later
+      ClientShareExceeded  the client holds its share of something; others are served
     WorkerLost          a worker died or went silent while it held the request
     KVLayoutMismatch    two workers' KV caches are incompatible; the pair is refused
     KVTransferFailed    the KV cache did not arrive
@@ -44,6 +45,12 @@ class Overloaded(TandemError):
 
     code = "overloaded"
     retry_after_s: int = 1
+
+
+class ClientShareExceeded(Overloaded):
+    """One client holds as much of something as one client may. Others are not refused."""
+
+    code = "client_share_exceeded"
 
 
 class WorkerLost(TandemError):
@@ -91,6 +98,7 @@ _BY_CODE: dict[str, type[TandemError]] = {
     for cls in (
         InvalidRequest,
         Overloaded,
+        ClientShareExceeded,
         WorkerLost,
         KVLayoutMismatch,
         KVTransferFailed,

@@ -127,6 +127,9 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """Prompt tokens found in the prefix cache."""
     embedding: bytes | None = None
     """float32 values, packed, if `StartPrefill.pooling` asks for them."""
+    keeps_media: bool = False
+    """Whether the worker has the prompt's media mapped until the sequence ends, as vLLM's engine does. Their memory is
+    then not free before, whatever the proxy releases."""
 
 
 class DecodeReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

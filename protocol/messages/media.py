@@ -1,7 +1,7 @@
 """Images and videos of a prompt on the wire: positions of their placeholder tokens, and location of their tensors.
 
 The tensors are those of the model's Hugging Face processor, under its names. They stay in shared memory, which the
-proxy keeps readable until the request has ended.
+proxy keeps readable until the prompt is computed.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ MAX_ITEMS = 4096
 """Items per call."""
 MAX_DESCRIPTION_BYTES = 64 * 1024
 
-MediaPart = Literal["input", "embedding"]
-"""Which data of an image or video: the processor's output, or the vision tower's."""
+MediaPart = Literal["input", "embedding", "source"]
+"""Which data of an image or video: the processor's output, or the vision tower's. Or the bytes that the client sent for
+all items of a request, from which the processor's output can be made again."""
 
 
 class MediaKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, cache_hash=True):
@@ -67,6 +68,8 @@ class AcquireMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     lease_id: str
     """Globally unique."""
     items: list[WantedMedia]
+    client: str = ""
+    """Whose share of the cache the items count towards; empty for workers, which hold items for moments."""
 
 
 class MediaGranted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -98,9 +101,13 @@ class MediaCommitted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class ReleaseMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Ends leases. Items that they have not committed are dropped. No answer."""
+    """Ends leases. Items that they have not committed are dropped. No answer.
+
+    part: releases only the items of this part, and the leases go on with the others.
+    """
 
     lease_ids: list[str]
+    part: MediaPart | None = None
 
 
 class GetMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

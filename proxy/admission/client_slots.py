@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 
 MAX_CALLS, MAX_CALLS_PER_CLIENT = 256, 128
 """Calls of `/tokenize` and `/detokenize` per proxy that may be worked on or wait for a process. One client may have
@@ -15,14 +16,25 @@ _RETRY_AFTER_S = 1
 
 
 class ClientSlots:
-    def __init__(self, max_total: int = MAX_CALLS, max_per_client: int = MAX_CALLS_PER_CLIENT) -> None:
+    """descriptors: where each call opens files; num_files: how many."""
+
+    def __init__(
+        self,
+        max_total: int = MAX_CALLS,
+        max_per_client: int = MAX_CALLS_PER_CLIENT,
+        descriptors: DescriptorBudget | None = None,
+        num_files: int = 1,
+    ) -> None:
+        self._descriptors = descriptors
+        self._num_files = num_files
         self._max_total = max_total
         self._max_per_client = max_per_client
         self._by_client: Counter[str] = Counter()
 
     @contextmanager
     def hold(self, client: str) -> Iterator[None]:
-        """Counts a call until the end of the context. Raises ClientLimitExceeded or QueueFull."""
+        """Counts a call until the end of the context. Raises ClientLimitExceeded or QueueFull; where calls open files,
+        also ClientShareExceeded or Overloaded."""
         if self._by_client[client] >= self._max_per_client:
             raise ClientLimitExceeded(
                 f"{self._max_per_client} of your calls are in flight, which is the limit for each client; "
@@ -35,7 +47,8 @@ class ClientSlots:
             )
         self._by_client[client] += 1
         try:
-            yield
+            with self._descriptors.hold(client, self._num_files) if self._descriptors is not None else nullcontext():
+                yield
         finally:
             self._by_client[client] -= 1
             if not self._by_client[client]:

@@ -23,6 +23,7 @@ from tandem.proxy.batches.file_store import FileNotFound
 from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.cluster.adapter_table import AdapterNotFound
 from tandem.runtime.errors import (
+    ClientShareExceeded,
     InternalError,
     InvalidRequest,
     KVTransferFailed,
@@ -134,6 +135,7 @@ _STATUS: dict[type[TandemError], int] = {
     HeadTooLarge: 431,
     Overloaded: 503,
     ClientLimitExceeded: 429,
+    ClientShareExceeded: 429,
     TooManyFromClient: 429,
     WorkerLost: 503,
     KVTransferFailed: 503,

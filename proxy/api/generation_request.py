@@ -130,6 +130,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.media_lease is not None:
             self.media_lease.release()
 
+    def release_pixels(self) -> None:
+        """Releases the pixels of the prompt's media, which are encoded. Another attempt has them made again."""
+        if self.media_lease is not None:
+            self.media_lease.release_pixels()
+
     def with_vocabulary(self, vocab_size: int, settings: RequestSettings) -> GenerationRequest:
         """Returns the request with the vocabulary's size for ALL_LOGPROBS. Raises InvalidRequest."""
         numbers = (self.base_sampling.logprobs, self.prompt_logprobs, self.num_prompt_logprobs)

@@ -47,9 +47,12 @@ _RETRY_AFTER_FAILURE_S = 10.0
 class BatchRunner:
     """The batches of all clients. threads: for the files of clients."""
 
-    def __init__(self, folder: Path, key_of: Callable[[str], ApiKey | None] | None) -> None:
+    def __init__(
+        self, folder: Path, key_of: Callable[[str], ApiKey | None] | None, max_running: int = MAX_RUNNING
+    ) -> None:
         """folder: holds the files of all clients. key_of: returns the key of a client, or None if that was removed;
-        None if the server has no keys."""
+        None if the server has no keys. max_running: at most MAX_RUNNING; fewer where descriptors are few."""
+        self._max_running = min(max_running, MAX_RUNNING)
         self.threads = Threads("files", NUM_THREADS)
         self._folder = folder
         self._key_of = key_of
@@ -110,7 +113,7 @@ class BatchRunner:
             try:
                 if may_clean:
                     store.remove_orphans()
-                num_more = min(MAX_RUNNING_PER_CLIENT - num_running[folder], MAX_RUNNING - num_running.total())
+                num_more = min(MAX_RUNNING_PER_CLIENT - num_running[folder], self._max_running - num_running.total())
                 for held in store.hold_unfinished(num_more):
                     found.append((folder, held))
                     num_running[folder] += 1

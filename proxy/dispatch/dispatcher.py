@@ -48,15 +48,20 @@ from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.proxy.dispatch.attempt import Attempt, SharedPrefill
 from tandem.proxy.dispatch.crashes import REFUSAL_S, RefusedPrompts, RequestCrashesWorkers
 from tandem.proxy.dispatch.prompt_messages import prompt_messages
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta, sequences_that_crashed
+from tandem.proxy.dispatch.sequence import DispatchedSequence, Pixels, TokenDelta, sequences_that_crashed
 from tandem.proxy.dispatch.trials import Trials, WaitingPrompt
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.text.prompt import Prompt
-from tandem.runtime.errors import TandemError, WorkerLost
+from tandem.runtime.errors import Overloaded, TandemError, WorkerLost
+from tandem.runtime.tasks import start_job
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 
 log = logging.getLogger(__name__)
 
+_PIXELS_RETRY_S = 0.5
+"""Seconds between two attempts to make the pixels of a prompt again while the media cache has no room for them."""
+_MAX_PIXELS_FAILURES = 4
+"""Attempts that may fail for another reason, as when the process that makes them is lost."""
 _RETRY_INTERVAL_S = 0.25
 """Seconds between two attempts to place the prompts that wait for a worker."""
 
@@ -110,17 +115,19 @@ class Dispatcher:
         deadline_s: float,
         on_ready: Callable[[DispatchedSequence], None],
         max_ttft_s: float | None = None,
+        pixels: Pixels | None = None,
     ) -> list[DispatchedSequence]:
         """Dispatches one prompt for as many sequences as there are samplings, which differ in their seeds.
 
         The caller calls `take` after each `on_ready(sequence)`, and owes each sequence one `drop`. deadline_s,
-        max_ttft_s: seconds from now. Raises SLOUnreachable when the first token is predicted later than max_ttft_s, and
-        RequestCrashesWorkers for a prompt that is refused; then nothing is owed.
+        max_ttft_s: seconds from now. pixels: of the prompt's media, if they may be released meanwhile. Raises
+        SLOUnreachable when the first token is predicted later than max_ttft_s, and RequestCrashesWorkers for a prompt
+        that is refused; then nothing is owed.
         """
         self._refused.check(asyncio.get_running_loop().time(), prompt, samplings[0])
         sequences: list[DispatchedSequence] = []
         for sampling in samplings:
-            sequences.append(DispatchedSequence(prompt, sampling, stop, deadline_s, on_ready, siblings=sequences))
+            sequences.append(DispatchedSequence(prompt, sampling, stop, deadline_s, on_ready, sequences, pixels))
         self._sequences.update(dict.fromkeys(sequences))
         self._metrics.running.inc(len(sequences))
         try:
@@ -189,10 +196,31 @@ class Dispatcher:
                 self._metrics.migrated.inc()
                 delay_s = max(delay_s, wait_s)
         waiting = WaitingPrompt(together, None, self._wait_until(delay_s))
-        if delay_s:
+        if (pixels := sequence.pixels) is not None and not pixels.has_pixels:
+            start_job(self._begin_with_pixels(waiting, pixels, delay_s), "making images and video again")
+        elif delay_s:
             asyncio.get_running_loop().call_later(delay_s, self._begin, waiting)
         else:
             self._begin(waiting)
+
+    async def _begin_with_pixels(self, waiting: WaitingPrompt, pixels: Pixels, delay_s: float) -> None:
+        """Dispatches a prompt whose pixels were released. Waits while the media cache has no room for them."""
+        sequences, num_failures = waiting.sequences, 0
+        while any(sequence.is_wanted for sequence in sequences):
+            await asyncio.sleep(delay_s)
+            try:
+                media = await pixels.with_pixels(sequences[0].prompt.media)
+            except TandemError as error:
+                num_failures += not isinstance(error, Overloaded)
+                if num_failures == _MAX_PIXELS_FAILURES:
+                    for sequence in sequences:
+                        sequence.fail(error)
+                delay_s = _PIXELS_RETRY_S
+            else:
+                for sequence in sequences:
+                    sequence.prompt = replace(sequence.prompt, media=media)
+                self._begin(replace(waiting, until=self._wait_until()))
+                return
 
     def _wait_until(self, delay_s: float = 0.0) -> float:
         return asyncio.get_running_loop().time() + delay_s + self._worker_wait_s

@@ -140,7 +140,7 @@ class Generation:
         for prompt in prompts:
             self._start(prompt, texts, opened, ready)
             await asyncio.sleep(0)  # starting a thousand sequences takes 0.1 s
-        num_open, num_taken = len(texts), 0
+        num_open, num_taken, num_begun = len(texts), 0, 0
         while num_open:
             num_taken += 1
             if num_taken % _SEQUENCES_PER_TURN == 0:  # while `ready` is not empty, getting from it does not yield
@@ -152,6 +152,9 @@ class Generation:
             text.timer.on_tokens(services.dispatcher.clock(), 0 if self.request.is_prompt_only else len(taken.tokens))
             if is_first:
                 ticket.on_first_token(text.index)
+                num_begun += 1
+                if num_begun == len(texts) and all(each.has_encoded_media for each in texts):
+                    self.request.release_pixels()
                 if text.index % self.request.n == 0:
                     self.record.num_cached_tokens += taken.num_cached_tokens
                 shown = await self._shown_prompt(sequence.prompt, text.index, taken.prompt_logprobs)
@@ -207,7 +210,9 @@ class Generation:
         stop = request.stop_conditions(prompt.num_tokens, services.worker_table.limits(), services.text.eos_token_ids)
         deadline_s, max_ttft_s = self._deadlines()
         samplings = request.samplings()
-        for sequence in services.dispatcher.start(prompt, samplings, stop, deadline_s, ready.put_nowait, max_ttft_s):
+        for sequence in services.dispatcher.start(
+            prompt, samplings, stop, deadline_s, ready.put_nowait, max_ttft_s, request.media_lease
+        ):
             timer = SequenceTimer(services.metrics, self.record.arrived_at, sequence.times)
             self.record.sequences.append(timer)
             opened[sequence] = None

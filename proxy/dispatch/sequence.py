@@ -13,9 +13,11 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
+from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.plausible import plausible_count
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions
@@ -47,6 +49,17 @@ class TokenDelta(msgspec.Struct, frozen=True):
     embedding: bytes | None = None
 
 
+class Pixels(Protocol):
+    """The pixels of a prompt's images and videos, which are released once they are encoded."""
+
+    @property
+    def has_pixels(self) -> bool:
+        """Whether they can be read now."""
+
+    async def with_pixels(self, media: Sequence[MediaItem]) -> tuple[MediaItem, ...]:
+        """Returns the items so that another attempt can read them. Raises TandemError."""
+
+
 class DispatchedSequence:
     """Ends once: with a delta that has a finish_reason, with `error`, or when it is closed. Has one reader.
 
@@ -55,7 +68,8 @@ class DispatchedSequence:
     including this one. avoid: epochs of the workers suspected of the last failure. near: epoch of the last decode
     worker, unless it is in `avoid`. num_deaths: of workers, since the last decoded token, that it may have caused.
     num_failed_steps: steps with this sequence, since it last decoded without an error, whose failure ended a worker.
-    has_failed_unproven: whether it had not decoded yet in one of them.
+    has_failed_unproven: whether it had not decoded yet in one of them. pixels: of the prompt's media, if they may be
+    released before the sequence ends.
     num_trials: how often it was tried as a suspect.
     """
 
@@ -67,8 +81,10 @@ class DispatchedSequence:
         deadline_s: float,
         on_ready: Callable[[DispatchedSequence], None],
         siblings: Sequence[DispatchedSequence],
+        pixels: Pixels | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
+        self.pixels = pixels
         self.prompt = prompt
         self.sampling = sampling
         self.stop = stop
@@ -211,6 +227,12 @@ class DispatchedSequence:
     def close(self) -> None:
         self.is_open = False
         self._timer.cancel()
+
+    @property
+    def has_encoded_media(self) -> bool:
+        """Whether the running attempt needs the pixels of its media no more, and its worker does not keep them."""
+        first = self.attempt.first_token if self.attempt is not None else None
+        return not self.is_open or (first is not None and not first.keeps_media)
 
     @property
     def is_wanted(self) -> bool:

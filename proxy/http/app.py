@@ -17,7 +17,7 @@ from tandem.proxy.http.openapi import document_routes
 from tandem.proxy.http.routes.admin import SetRole, admin_routes
 from tandem.proxy.http.routes.batches import batch_routes
 from tandem.proxy.http.routes.generation_routes import generation_routes
-from tandem.proxy.http.routes.server import server_routes
+from tandem.proxy.http.routes.server import health_routes, server_routes
 from tandem.proxy.http.routes.stored_responses import response_routes
 from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
 from tandem.proxy.proxy_config import ProxyConfig
@@ -49,9 +49,11 @@ def make_batch_app(config: ProxyConfig, state: AppState) -> ASGIApp:
 def make_admin_app(config: ProxyConfig, state: AppState, set_role: SetRole, keys: ApiKeys | None = None) -> ASGIApp:
     """Returns the application for the admin address. Clients' API keys do not apply to it.
 
+    It answers probes too, because clients can take all connections of the public address.
     keys: for requests that change something; None takes such requests on loopback only.
     """
     routes = [replace(route, is_open=route.method == "GET") for route in admin_routes(config, state, set_role)]
+    routes += health_routes(state)
     if keys is None and not is_loopback(config.http.admin_host):
         routes = [route if route.is_open else replace(route, handler=_refuse_change) for route in routes]
     return with_rules(starlette_app(routes, keys, state.answer_budget), BrowserRules([], config.http.admin_host))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.proxy.admission.client_slots import ClientSlots
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.api.responses_api.response_store import ResponseStore
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.adapter_table import AdapterTable
@@ -36,3 +37,4 @@ class AppState(GenerationServices):
     """None where no responses are stored."""
     batches: BatchRunner | None
     """None where no files and batches are stored."""
+    descriptors: DescriptorBudget = field(default_factory=DescriptorBudget)

@@ -7,15 +7,17 @@ without a copy through a pipe.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow, UnsupportedContentCoding
 from tandem.proxy.reading.spooled_body import SpooledBody
-from tandem.runtime.errors import Overloaded
+from tandem.runtime.errors import ClientShareExceeded, Overloaded
 
 _PROGRESS_BYTES = 16 * 1024
 MAX_UNSPOOLED_BYTES = 16 * 1024
@@ -23,11 +25,22 @@ MAX_UNORDERED_BYTES = 64 * 1024
 """Size up to which a body is read as soon as it arrives. Larger ones are read in turn."""
 MAX_SPOOLED_BYTES = 1 << 30
 """All large bodies together. Beyond that, large bodies are refused."""
+_CLIENT_SHARE = 0.75
+"""Share of them that one client may have."""
 
 
 class RequestBodies:
-    def __init__(self, max_bytes: int, timeout_s: float, max_spooled_bytes: int = MAX_SPOOLED_BYTES) -> None:
-        """max_bytes: of one body. timeout_s: for each 16 KiB of a body to arrive."""
+    def __init__(
+        self,
+        max_bytes: int,
+        timeout_s: float,
+        max_spooled_bytes: int = MAX_SPOOLED_BYTES,
+        descriptors: DescriptorBudget | None = None,
+    ) -> None:
+        """max_bytes: of one body. timeout_s: for each 16 KiB of a body to arrive. descriptors: each large body is a
+        file; None for no limit."""
+        self._descriptors = descriptors or DescriptorBudget()
+        self._by_client: Counter[str] = Counter()
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._max_spooled_bytes = max_spooled_bytes
@@ -35,11 +48,13 @@ class RequestBodies:
         self.num_spooled_bytes = 0
 
     @asynccontextmanager
-    async def receive(self, receive: Receive, headers: Headers) -> AsyncGenerator[bytes | SpooledBody, None]:
+    async def receive(
+        self, receive: Receive, headers: Headers, client: str = ""
+    ) -> AsyncGenerator[bytes | SpooledBody, None]:
         """Yields the whole body. A large one is deleted at the end of the context.
 
-        Raises BodyTooLarge, ClientTooSlow, ClientDisconnected, UnsupportedContentCoding, and Overloaded while too much
-        is being uploaded.
+        Raises BodyTooLarge, ClientTooSlow, ClientDisconnected, UnsupportedContentCoding, and while too much is being
+        uploaded, ClientShareExceeded (by this client) or Overloaded (by all).
         """
         spooled: SpooledBody | None = None
         small = b""
@@ -53,17 +68,39 @@ class RequestBodies:
                     small += piece
                     if len(small) <= MAX_UNSPOOLED_BYTES:
                         continue
-                    spooled, piece = SpooledBody(), small
-                if self.num_spooled_bytes + len(piece) > self._max_spooled_bytes:
-                    raise Overloaded("too many large requests are waiting to be read; try again later")
-                self.num_spooled_bytes += len(piece)
+                    spooled, piece = self._spool(client), small
+                self._count(client, len(piece))
                 spooled.write(piece)
             yield small if spooled is None else spooled
         finally:
             if spooled is not None:
-                self.num_spooled_bytes -= spooled.num_bytes
+                self._count(client, -spooled.num_bytes)
                 spooled.close()
+                self._descriptors.give_back(client)
                 await self._turn()  # what has been read of many bodies at once is answered in turn, too
+
+    def _spool(self, client: str) -> SpooledBody:
+        self._descriptors.take(client)
+        try:
+            return SpooledBody()
+        except BaseException:
+            self._descriptors.give_back(client)
+            raise
+
+    def _count(self, client: str, num_bytes: int) -> None:
+        """Raises ClientShareExceeded or Overloaded for more bytes than there is room for."""
+        if num_bytes > 0:
+            if self._by_client[client] + num_bytes > self._max_spooled_bytes * _CLIENT_SHARE:
+                raise ClientShareExceeded(
+                    "Your large requests that are waiting to be read have as many bytes as those of one client may "
+                    "have; send fewer at once, and try again later."
+                )
+            if self.num_spooled_bytes + num_bytes > self._max_spooled_bytes:
+                raise Overloaded("too many large requests are waiting to be read; try again later")
+        self.num_spooled_bytes += num_bytes
+        self._by_client[client] += num_bytes
+        if not self._by_client[client]:
+            del self._by_client[client]
 
     def limited(self, receive: Receive, headers: Headers, max_bytes: int) -> Receive:
         """Returns `receive` for one body of at most `max_bytes`, with the limit on pace.

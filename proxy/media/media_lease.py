@@ -1,51 +1,157 @@
-"""A request's hold on its images and videos, which remain readable even if the media cache dies."""
+"""A request's hold on its images and videos, which remain readable even if the media cache dies.
+
+    pixels and sources held -> (all encoded) sources held -> (migrated) pixels made again, both held -> released
+
+Pixels are held until they are encoded, so that a long answer does not keep them from others. The bytes that the client
+sent are held to the end (`proxy.media.media_source_bytes`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from tandem.media_cache.media_client import MediaCacheClient
-from tandem.protocol.messages.media import MediaItem
-from tandem.runtime.errors import WorkerLost
+from tandem.protocol.messages.media import MediaItem, MediaTensor
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
+from tandem.proxy.media.media_source_bytes import HeldSources
+from tandem.runtime.errors import InternalError, WorkerLost
 from tandem.runtime.files.file_limits import out_of_descriptors
 
 
-class MediaLease:
-    """Must be released by the owner of the request."""
+class MadeMedia(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Pixels of an item that were made again."""
 
-    def __init__(self, cache: MediaCacheClient, lease_id: str) -> None:
+    digest: bytes
+    segment: str
+    tensors: tuple[MediaTensor, ...]
+
+
+class MediaLease:
+    """Must be released by the owner of the request.
+
+    descriptors: each open segment counts as the client's. make_again: returns the id of a new lease and the pixels.
+    """
+
+    def __init__(
+        self,
+        cache: MediaCacheClient,
+        lease_id: str,
+        descriptors: DescriptorBudget | None = None,
+        client: str = "",
+        make_again: Callable[[HeldSources, str], Awaitable[tuple[str, list[MadeMedia]]]] | None = None,
+    ) -> None:
         self._cache = cache
         self._lease_id = lease_id
+        self._descriptors = descriptors or DescriptorBudget()
+        self._client = client
+        self._make_again = make_again
         self._is_released = False
-        self._fds: dict[str, int] = {}  # by the cache's path
+        self._sources: HeldSources | None = None
+        self._sources_fd: int | None = None
+        self._pixels_id: str | None = lease_id
+        """The lease that holds the pixels: the first one, or one for those that were made again."""
+        self._fds: dict[str, int] = {}  # of pixels, by the cache's path
+        self._made: dict[bytes, MediaItem | MadeMedia] = {}  # by digest
+        self._making = asyncio.Lock()
+
+    @property
+    def has_pixels(self) -> bool:
+        return self._pixels_id is not None
 
     def hold(self, media: Sequence[MediaItem]) -> tuple[MediaItem, ...]:
         """Opens the items' segments and returns the items with paths of this process.
 
-        Raises WorkerLost if the cache has died, Overloaded if this process has no descriptors left.
+        Raises WorkerLost if the cache has died, Overloaded or ClientShareExceeded if there are no descriptors left for
+        them.
         """
-        return tuple(msgspec.structs.replace(item, segment=self._open(item.segment)) for item in media)
+        return tuple(msgspec.structs.replace(item, segment=self._open_pixels(item.segment)) for item in media)
 
-    def _open(self, segment: str) -> str:
+    def hold_sources(self, sources: HeldSources) -> None:
+        """Opens the segment of the sources. Raises like `hold`."""
+        self._sources_fd = self._open(sources.segment)
+        self._sources = msgspec.structs.replace(sources, segment=_path_of(self._sources_fd))
+
+    def release_pixels(self) -> None:
+        """Returns the pixels, once they are encoded, to the cache. Without sources they are kept. Idempotent."""
+        if self._pixels_id is None or self._sources is None or self._make_again is None:
+            return
+        self._cache.release([self._pixels_id], "input")
+        self._pixels_id = None
+        self._close_pixels()
+
+    async def with_pixels(self, media: Sequence[MediaItem]) -> tuple[MediaItem, ...]:
+        """Returns the items of a prompt for another attempt; their pixels are made again if they were released.
+
+        Raises WorkerLost if the cache has died, Overloaded or ClientShareExceeded if it has no room now, InternalError.
+        """
+        async with self._making:
+            if self._pixels_id is None:
+                await self._make_pixels()
+        made = self._made
+        return tuple(
+            item
+            if (again := made.get(item.digest)) is None
+            else msgspec.structs.replace(item, segment=again.segment, tensors=again.tensors)
+            for item in media
+        )
+
+    async def _make_pixels(self) -> None:
+        assert self._make_again is not None and self._sources is not None
+        if self._is_released:
+            raise InternalError("the request has ended")
+        lease_id, made = await self._make_again(self._sources, self._client)
+        if self._is_released:  # meanwhile
+            self._cache.release([lease_id])
+            raise InternalError("the request has ended")
+        self._pixels_id = lease_id
+        try:
+            self._made = {
+                each.digest: msgspec.structs.replace(each, segment=self._open_pixels(each.segment)) for each in made
+            }
+        except BaseException:
+            self.release_pixels()
+            raise
+
+    def _open_pixels(self, segment: str) -> str:
         fd = self._fds.get(segment)
         if fd is None:
-            try:
-                fd = self._fds[segment] = os.open(segment, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                if (overloaded := out_of_descriptors(error, "images and video in the proxy")) is not None:
-                    raise overloaded from error
-                raise WorkerLost(f"the media cache's memory cannot be opened: {error}") from error
-        return f"/proc/{os.getpid()}/fd/{fd}"
+            fd = self._fds[segment] = self._open(segment)
+        return _path_of(fd)
+
+    def _open(self, segment: str) -> int:
+        self._descriptors.take(self._client)
+        try:
+            return os.open(segment, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self._descriptors.give_back(self._client)
+            if (overloaded := out_of_descriptors(error, "images and video in the proxy")) is not None:
+                raise overloaded from error
+            raise WorkerLost(f"the media cache's memory cannot be opened: {error}") from error
+
+    def _close_pixels(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._descriptors.give_back(self._client, len(self._fds))
+        self._fds.clear()
 
     def release(self) -> None:
-        """Closes the segments and returns the lease to the cache. Idempotent."""
+        """Closes the segments and returns all leases to the cache. Idempotent."""
         if self._is_released:
             return
         self._is_released = True
-        self._cache.release([self._lease_id])
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        again = [self._pixels_id] if self._pixels_id is not None and self._pixels_id != self._lease_id else []
+        self._cache.release([self._lease_id, *again])
+        self._pixels_id = None
+        self._close_pixels()
+        if self._sources_fd is not None:
+            os.close(self._sources_fd)
+            self._descriptors.give_back(self._client)
+            self._sources_fd = None
+
+
+def _path_of(fd: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{fd}"

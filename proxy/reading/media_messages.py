@@ -11,6 +11,8 @@ from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.worker_record import ModelLimits
+from tandem.proxy.media.media_lease import MadeMedia
+from tandem.proxy.media.media_source_bytes import HeldSources
 from tandem.proxy.media.source import InvalidMedia
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind
@@ -52,6 +54,15 @@ class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """See `BodyReader.decode`."""
 
 
+class RemakeMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Makes the pixels of a running request again, which must migrate after they were released."""
+
+    lease_id: str
+    """Lease under which they are cached."""
+    sources: HeldSources
+    client: str = ""
+
+
 class CancelMediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The client is gone. The job is answered nevertheless."""
 
@@ -71,10 +82,19 @@ class MediaJobDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
     lease_id: str
     request: GenerationRequest
+    sources: HeldSources | None = None
+    """Held by the same lease."""
+
+
+class MediaRemade(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The answer to RemakeMedia. After it the process no longer uses the lease."""
+
+    lease_id: str
+    items: list[MadeMedia]
 
 
 class MediaJobFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The other answer to a MediaJob. After it the process no longer uses the lease."""
+    """The other answer to a MediaJob or to RemakeMedia. After it the process no longer uses the lease."""
 
     lease_id: str
     info: ErrorInfo
@@ -89,8 +109,8 @@ class MediaJobFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
         return self.info.to_error() if known is None else known(self.info.message, self.info.param)
 
 
-ToMediaProcess = MediaSetup | MediaJob | CancelMediaJob | PingMediaProcess
-FromMediaProcess = MediaProcessAlive | MediaJobDone | MediaJobFailed
+ToMediaProcess = MediaSetup | MediaJob | RemakeMedia | CancelMediaJob | PingMediaProcess
+FromMediaProcess = MediaProcessAlive | MediaJobDone | MediaRemade | MediaJobFailed
 
 TO_PROCESS: Codec[ToMediaProcess] = Codec(ToMediaProcess)
 FROM_PROCESS: Codec[FromMediaProcess] = Codec(FromMediaProcess)

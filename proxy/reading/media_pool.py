@@ -21,10 +21,12 @@ import msgspec
 
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_record import ModelLimits
-from tandem.proxy.media.media_lease import MediaLease
+from tandem.proxy.media.media_lease import MadeMedia, MediaLease
+from tandem.proxy.media.media_source_bytes import HeldSources
 from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind
@@ -38,8 +40,10 @@ from tandem.proxy.reading.media_messages import (
     MediaJobDone,
     MediaJobFailed,
     MediaProcessAlive,
+    MediaRemade,
     MediaSetup,
     PingMediaProcess,
+    RemakeMedia,
     read_message,
     write_message,
 )
@@ -64,19 +68,31 @@ _CANCEL_GRACE_S = 10.0
 """Added to twice the decode timeout: time for a cancelled job to be answered before the process is killed."""
 
 
+_Answer = MediaJobDone | MediaRemade
+
+
 class _Job(NamedTuple):
     client: str
-    done: asyncio.Future[GenerationRequest]
+    done: asyncio.Future[_Answer]
 
 
 class MediaPool:
     """Belongs to the proxy's loop, and owns `cache`, its connection to the media cache.
 
+    descriptors: a running request has its images and videos open.
+
     At most `max_waiting_media` requests wait or are read at the same time, MAX_CLIENT_SHARE of them from one client;
     others are refused. So is one that is not read within ttft_slo_s.
     """
 
-    def __init__(self, config: ProxyConfig, cache: MediaCacheClient, ttft_slo_s: float | None = None) -> None:
+    def __init__(
+        self,
+        config: ProxyConfig,
+        cache: MediaCacheClient,
+        ttft_slo_s: float | None = None,
+        descriptors: DescriptorBudget | None = None,
+    ) -> None:
+        self._descriptors = descriptors or DescriptorBudget()
         # The media process decodes untrusted files, so it gets no secrets.
         self._config = config.without_secrets()
         self._cache = cache
@@ -165,24 +181,47 @@ class MediaPool:
                 "client. Try again later.",
                 _RETRY_AFTER_S,
             )
-        assert self._writer is not None
-        lease_id = self._cache.new_id()
-        done: asyncio.Future[GenerationRequest] = asyncio.get_running_loop().create_future()
-        self._jobs[lease_id] = _Job(client, done)
         content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
-        write_message(self._writer, MediaJob(lease_id, kind, content, limits, path, client, cache_scope))
+        job = MediaJob(self._cache.new_id(), kind, content, limits, path, client, cache_scope)
         try:
             async with asyncio.timeout(self._ttft_slo_s):
-                await done
-        except BaseException as error:
-            if done.cancelled():
-                self._cancel(lease_id)
-            elif done.exception() is None:  # answered at the moment of the time-out or cancellation
-                done.result().release_media()
-            if isinstance(error, TimeoutError) and self._ttft_slo_s is not None:
-                raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
+                done = await self._run(job)
+        except TimeoutError as error:
+            assert self._ttft_slo_s is not None
+            raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
+        assert isinstance(done, MediaJobDone)
+        lease = MediaLease(self._cache, job.lease_id, self._descriptors, client, self._make_again)
+        try:
+            return _with_lease(done, lease)
+        except TandemError:
+            lease.release()
             raise
-        return done.result()
+
+    async def _make_again(self, sources: HeldSources, client: str) -> tuple[str, list[MadeMedia]]:
+        """Makes the pixels of a running request again. Returns the id of their lease, and the pixels.
+
+        Raises Overloaded or ClientShareExceeded if the cache has no room now, WorkerLost, InternalError.
+        """
+        await self.start()
+        job = RemakeMedia(self._cache.new_id(), sources, client)
+        done = await self._run(job)
+        assert isinstance(done, MediaRemade)
+        return job.lease_id, done.items
+
+    async def _run(self, job: MediaJob | RemakeMedia) -> _Answer:
+        """Returns the process's answer, whose lease the caller must release. It is released if this raises."""
+        assert self._writer is not None
+        done: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        self._jobs[job.lease_id] = _Job(job.client, done)
+        write_message(self._writer, job)
+        try:
+            return await done
+        except BaseException:
+            if done.cancelled():
+                self._cancel(job.lease_id)
+            elif done.exception() is None:  # answered at the moment of the time-out or cancellation
+                self._cache.release([job.lease_id])
+            raise
 
     def _cancel(self, lease_id: str) -> None:
         """Cancels a job. The process is killed if it does not answer in time, as when a decoder hangs."""
@@ -235,25 +274,19 @@ class MediaPool:
                     return
             write_message(writer, PingMediaProcess())
 
-    def _on_answer(self, message: MediaJobDone | MediaJobFailed) -> None:
+    def _on_answer(self, message: _Answer | MediaJobFailed) -> None:
         job = self._jobs.pop(message.lease_id, None)
         if job is None:
             return
         done = job.done
-        lease = MediaLease(self._cache, message.lease_id)
-        try:
-            if isinstance(message, MediaJobFailed):
-                raise message.error
-            request = _with_lease(message.request, lease)
-        except TandemError as error:
-            lease.release()
+        if isinstance(message, MediaJobFailed):
+            self._cache.release([message.lease_id])
             if not done.done():
-                done.set_exception(error)
-            return
-        if done.done():  # cancelled
-            lease.release()
+                done.set_exception(message.error)
+        elif done.done():  # cancelled
+            self._cache.release([message.lease_id])
         else:
-            done.set_result(request)
+            done.set_result(message)
 
     def close(self) -> None:
         """Ends the process, whose jobs end with an error, and starts no other."""
@@ -264,8 +297,11 @@ class MediaPool:
         self._cache.close()
 
 
-def _with_lease(request: GenerationRequest, lease: MediaLease) -> GenerationRequest:
-    """Opens the request's media in this process. Raises WorkerLost, Overloaded."""
+def _with_lease(done: MediaJobDone, lease: MediaLease) -> GenerationRequest:
+    """Opens the request's media in this process. Raises WorkerLost, Overloaded, ClientShareExceeded."""
+    request = done.request
     assert isinstance(request.prompt, RenderedPrompts)
+    if done.sources is not None:
+        lease.hold_sources(done.sources)
     prompts = [replace(prompt, media=lease.hold(prompt.media)) for prompt in request.prompt.prompts]
     return msgspec.structs.replace(request, prompt=RenderedPrompts(prompts), media_lease=lease)

@@ -24,11 +24,14 @@ from typing import Any, TypeVar
 import uvloop
 
 from tandem.media_cache.media_client import MediaCacheClient
-from tandem.protocol.messages.media_cache import GrantedMedia, MediaKey, WantedMedia
+from tandem.media_cache.media_segment import offsets_of
+from tandem.protocol.messages.media_cache import MediaKey, WantedMedia
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
+from tandem.proxy.media.media_lease import MadeMedia
+from tandem.proxy.media.media_source_bytes import HeldSources, SourceBytes, sources_key
 from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import (
@@ -41,15 +44,25 @@ from tandem.proxy.reading.media_messages import (
     MediaJobDone,
     MediaJobFailed,
     MediaProcessAlive,
+    MediaRemade,
     MediaSetup,
     PingMediaProcess,
+    RemakeMedia,
     ToMediaProcess,
     read_message,
     write_message,
 )
 from tandem.proxy.reading.media_reader import MediaContent, MediaReader
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
-from tandem.runtime.errors import ConfigError, InternalError, InvalidRequest, Overloaded, RequestAborted, TandemError
+from tandem.runtime.errors import (
+    ConfigError,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RequestAborted,
+    TandemError,
+    WorkerLost,
+)
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.logs import setup_logging
 from tandem.runtime.processes.command_line import show_command_line
@@ -59,6 +72,7 @@ from tandem.runtime.tasks import start
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Read = tuple[GenerationRequest, HeldSources]
 
 _NICENESS = 10
 """Niceness of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
@@ -89,7 +103,7 @@ class MediaProcess:
         # Each item is a job of its own, so that the items of one request do not keep all threads from other clients.
         self._jobs = FairSlots(self._num_threads, math.ceil(MAX_CLIENT_SHARE * self._num_threads))
         self._is_loaded = asyncio.Event()
-        self._running: dict[str, asyncio.Task[GenerationRequest]] = {}
+        self._running: dict[str, asyncio.Task[_Read] | asyncio.Task[list[MadeMedia]]] = {}
 
     async def load(self, max_memory_bytes: int | None = None) -> None:
         """Loads one processor per thread; jobs wait for the end of it. Raises ConfigError.
@@ -120,17 +134,22 @@ class MediaProcess:
                 reading = start(self._read(message))
                 reading.add_done_callback(partial(self._on_end, message.lease_id))
                 self._running[message.lease_id] = reading
+            case RemakeMedia():
+                remaking = start(self._remake(message))
+                remaking.add_done_callback(partial(self._on_end, message.lease_id))
+                self._running[message.lease_id] = remaking
             case PingMediaProcess():
                 self._send(MediaProcessAlive())
             case CancelMediaJob():
                 if (running := self._running.get(message.lease_id)) is not None:
                     running.cancel()
 
-    def _on_end(self, lease_id: str, reading: asyncio.Task[GenerationRequest]) -> None:
+    def _on_end(self, lease_id: str, job: asyncio.Task[_Read] | asyncio.Task[list[MadeMedia]]) -> None:
         """Answers the job. A callback, because a task that is cancelled before it starts runs no code of its own."""
         del self._running[lease_id]
         try:
-            self._send(MediaJobDone(lease_id, reading.result()))
+            result = job.result()
+            self._send(MediaRemade(lease_id, result) if isinstance(result, list) else MediaJobDone(lease_id, *result))
         except asyncio.CancelledError:
             failure: TandemError = RequestAborted("the client closed the connection")
         except TandemError as error:  # also MessageTooLarge, from sending
@@ -145,7 +164,7 @@ class MediaProcess:
             return
         self._send(MediaJobFailed.of(lease_id, failure))
 
-    async def _read(self, job: MediaJob) -> GenerationRequest:
+    async def _read(self, job: MediaJob) -> _Read:
         await self._is_loaded.wait()
         reader = self._reader.result()
         async with self._turns.slot(job.client):
@@ -161,7 +180,7 @@ class MediaProcess:
 
     async def _process(
         self, reader: MediaReader, job: MediaJob, request: GenerationRequest, fetched: dict[int, bytes]
-    ) -> GenerationRequest:
+    ) -> _Read:
         """fetched: bytes of remote items, by item number."""
         assert isinstance(request.prompt, ChatPrompt)
         contents = await _gather(
@@ -184,27 +203,69 @@ class MediaProcess:
                 f"{job.limits.max_model_len} tokens for prompt and output together.",
                 "messages",
             )
+        # The bytes that the client sent are kept, so that pixels can be made again.
+        distinct = list({content.key: content for content in contents}.values())
+        offsets, num_bytes = offsets_of([len(content.data) for content in distinct])
+        wanted = WantedMedia(sources_key([content.key.digest for content in distinct]), num_bytes)
+        cached = await self._make(reader, job, distinct, wanted)
+        items = [
+            SourceBytes(content.source.kind, content.key.digest, offset, len(content.data))
+            for content, offset in zip(distinct, offsets, strict=True)
+        ]
+        sources = HeldSources(cached[wanted.key][0], items)
+        return await self._in_turn(job, reader.render, request, job.limits, contents, cached), sources
+
+    async def _remake(self, job: RemakeMedia) -> list[MadeMedia]:
+        await self._is_loaded.wait()
+        reader = self._reader.result()
+        async with self._turns.slot(job.client):
+            try:
+                contents = await self._in_turn(job, reader.again, job.sources)
+            except OSError as error:  # the request has ended meanwhile
+                raise WorkerLost(f"the bytes of an image or video cannot be read again: {error}") from error
+            return reader.made(contents, await self._make(reader, job, contents))
+
+    async def _make(
+        self,
+        reader: MediaReader,
+        job: MediaJob | RemakeMedia,
+        contents: list[MediaContent],
+        sources: WantedMedia | None = None,
+    ) -> dict[MediaKey, tuple[str, bytes]]:
+        """Returns segment and description of each item, which are cached under the job's lease from then on.
+
+        contents: distinct ones. sources: a segment with the bytes of all of them.
+        """
+        wanted = [WantedMedia(content.key, content.size.num_bytes) for content in contents]
+        if sources is not None:
+            wanted.append(sources)
         granted = await self._cache.acquire(
             job.lease_id,
-            [WantedMedia(content.key, content.size.num_bytes) for content in contents],
+            wanted,
             timeout_s=None,  # another request may be decoding an item; the proxy cancels at the request's deadline
+            client=job.client,
         )
-        missing: dict[MediaKey, tuple[MediaContent, GrantedMedia]] = {}
         cached: dict[MediaKey, tuple[str, bytes]] = {}
-        for content, grant in zip(contents, granted, strict=True):
+        missing: dict[MediaKey, str] = {}
+        writing = []
+        keys = [each.key for each in wanted]
+        for number, (key, grant) in enumerate(zip(keys, granted, strict=True)):
             assert grant is not None
             if grant.is_ready:
-                cached[content.key] = grant.segment, grant.description
+                cached[key] = grant.segment, grant.description
+                continue
+            missing[key] = grant.segment
+            if number < len(contents):
+                writing.append(self._in_turn(job, reader.write, contents[number], grant.segment))
             else:
-                missing.setdefault(content.key, (content, grant))
+                writing.append(self._in_turn(job, reader.write_sources, contents, grant.segment, key))
         if missing:
-            written = await _gather(*(self._in_turn(job, reader.write, c, g.segment) for c, g in missing.values()))
+            written = await _gather(*writing)
             await self._cache.commit(job.lease_id, written)
-            for committed in written:
-                cached[committed.key] = missing[committed.key][1].segment, committed.description
-        return await self._in_turn(job, reader.render, request, job.limits, contents, cached)
+            cached |= {committed.key: (missing[committed.key], committed.description) for committed in written}
+        return cached
 
-    async def _in_turn(self, job: MediaJob, work: Callable[..., T], *arguments: object) -> T:
+    async def _in_turn(self, job: MediaJob | RemakeMedia, work: Callable[..., T], *arguments: object) -> T:
         """Runs work on a thread when it is the turn of the job's client."""
         async with self._jobs.slot(job.client):
             return await self._on_thread(work, *arguments)

@@ -12,6 +12,8 @@ from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.fetch import read_local
+from tandem.proxy.media.media_lease import MadeMedia
+from tandem.proxy.media.media_source_bytes import HeldSources, read_sources
 from tandem.proxy.media.processor import MediaProcessor, MediaSize, PreparedMedia
 from tandem.proxy.media.source import MediaSource
 from tandem.proxy.proxy_config import ProxyConfig
@@ -62,6 +64,28 @@ class MediaReader:
         prepared, tensors = self.processor.prepare(content.source, content.data)
         _, num_bytes = write_segment(segment, content.key, [tensor.data for tensor in tensors])
         return CommittedMedia(content.key, num_bytes, msgspec.msgpack.encode(prepared))
+
+    def write_sources(self, contents: list[MediaContent], segment: str, key: MediaKey) -> CommittedMedia:
+        """Writes the bytes of the items to the cache's segment."""
+        _, num_bytes = write_segment(segment, key, [content.data for content in contents])
+        return CommittedMedia(key, num_bytes, b"")
+
+    def again(self, sources: HeldSources) -> list[MediaContent]:
+        """Returns the items of a request whose bytes were kept. Raises InvalidMedia, OSError."""
+        contents = []
+        for number, (item, data) in enumerate(zip(sources.items, read_sources(sources), strict=True)):
+            source = MediaSource(number, item.kind, "", "messages")
+            contents.append(
+                MediaContent(source, data, MediaKey(item.digest, "input"), self.processor.size(source, data))
+            )
+        return contents
+
+    def made(self, contents: list[MediaContent], cached: dict[MediaKey, tuple[str, bytes]]) -> list[MadeMedia]:
+        made = []
+        for content in contents:
+            segment, description = cached[content.key]
+            made.append(MadeMedia(content.key.digest, segment, self._description.decode(description).tensors))
+        return made
 
     def render(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -150,6 +151,35 @@ def test_the_media_cache_is_cleared_by_command_and_filled_again(served: Cluster)
     assert cache_status(served).num_items == 0
     assert chat(served, part, text("?")).json()["choices"] == first.json()["choices"]
     Cluster.wait_for(lambda: cache_status(served).num_items >= 1, TIMEOUT_S)
+
+
+def test_a_stream_that_migrates_after_its_pixels_were_released_goes_on(served: Cluster) -> None:
+    """Its workers and all that is cached are gone, so the pixels are made again from what the client sent."""
+    cache = f"ipc://{runtime_dir(served.port)}/media-cache.sock"
+    parts = [image_part(data_url(encoded(picture(150, 110, seed=91)))), text("and on")]
+    expected = chat(served, *parts, max_tokens=600).json()["choices"][0]["token_ids"]
+    ask_cache(cache, MediaCacheClient.clear)
+    fields = {"max_tokens": 600, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    body = {"messages": [{"role": "user", "content": parts}], **fields}
+    received: list[int] = []
+    num_migrations = 0
+    with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                received += choice.get("token_ids") or []
+            if len(received) > 5 and not num_migrations:
+                num_migrations += 1
+                assert cache_status(served).num_leases == 1
+                ask_cache(cache, MediaCacheClient.clear)
+                assert cache_status(served).num_items == 1, "the pixels are held no more, only what the client sent"
+                for pid in served.pids():
+                    if b"tandem.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        os.kill(pid, signal.SIGKILL)
+    assert num_migrations and received == expected
+    served.wait_for(served.is_healthy)
+    served.wait_for(lambda: cache_status(served).num_leases == 0)
 
 
 def test_no_request_fails_when_the_media_cache_is_killed(served: Cluster) -> None:

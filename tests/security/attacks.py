@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,27 @@ def idle_scrapers(attacker: Attacker) -> None:
         assert num_threads(attacker.cluster) - num_before < 20 * len(addresses)
 
 
+def idle_connections(attacker: Attacker) -> None:
+    """More connections without a request than one address may have, while the operator's probes are asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 14), hard))
+    try:
+        with ExitStack() as connections:
+            for number in range(4_500):
+                connection = connections.enter_context(socket.socket())
+                connection.bind(("127.0.0.2", 0))
+                connection.connect(("127.0.0.1", attacker.cluster.port))
+                if number % 3 == 0:
+                    with suppress(OSError):  # refused
+                        connection.sendall(b"GET /live HTTP/1.1\r\nHost:")
+                if number % 500 == 0:
+                    for path in ("/live", "/health"):
+                        assert httpx.get(attacker.cluster.admin_url + path, timeout=5).status_code == 200
+            time.sleep(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def num_threads(cluster: Cluster) -> int:
     return sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in descendants(cluster.launcher_pid))
 
@@ -162,4 +184,5 @@ ATTACKS = [
     Attack(large_timelines),
     Attack(sooner_priorities),
     Attack(idle_scrapers),
+    Attack(idle_connections),
 ]

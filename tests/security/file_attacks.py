@@ -67,6 +67,21 @@ def slow_uploads(attacker: Attacker) -> None:
             time.sleep(0.3)
 
 
+def open_files(attacker: Attacker) -> None:
+    """Downloads that nobody reads, and bodies that stop halfway: each has a file open beside its connection."""
+    file_id = uploaded(attacker, b"x" * (4 << 20))
+    head = f"HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {attacker.key}\r\n"
+    download = f"GET /v1/files/{file_id}/content {head}\r\n".encode()
+    body = f"POST /v1/chat/completions {head}Content-Length: 900000\r\n\r\n".encode() + b" " * 40_000
+    with ExitStack() as connections:
+        for number in range(600):
+            connection = connections.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", attacker.cluster.port))
+            connection.sendall(body if number % 2 else download)
+        time.sleep(3)
+
+
 def blocking_adapters(attacker: Attacker) -> None:
     """Adapters whose files are no regular files, loaded by 40 calls at once."""
     bodies = []
@@ -95,5 +110,6 @@ FILE_ATTACKS = [
     Attack(line_breaks),
     Attack(late_lines, max_batch_s=5.0),
     Attack(slow_uploads),
+    Attack(open_files),
     Attack(blocking_adapters),
 ]

@@ -33,13 +33,16 @@ LARGE_PROMPT_S = 0.25
 BATCH_S = 1.0
 """Pause between two batches."""
 MEMORY_POLL_S = 0.1
+PICTURE = "picture"
+"""Name of the chats with a picture among the polls."""
 
 
 class Plan(msgspec.Struct, frozen=True):
     """What the tenant does. key: its API key, or "". stream_tokens: of each stream; a new one follows at once.
 
     large_prompt_bytes: size of the prompts in the body, of which the server keeps the last 16 tokens. runs_batches:
-    uploads files of one line and runs each as a batch. polled: paths that are fetched every POLL_S.
+    uploads files of one line and runs each as a batch. polled: paths that are fetched every POLL_S. picture: data URL
+    of what a chat shows every POLL_S; "" for none.
     """
 
     url: str
@@ -49,6 +52,7 @@ class Plan(msgspec.Struct, frozen=True):
     large_prompt_bytes: int = 200_000
     runs_batches: bool = False
     polled: tuple[str, ...] = ("/live",)
+    picture: str = ""
 
 
 class Verdict(msgspec.Struct):
@@ -172,7 +176,7 @@ def private_bytes(pid: int) -> int:
 class _Tenant:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._verdict = Verdict(polls_s={path: [] for path in plan.polled})
+        self._verdict = self._new_verdict()
         self._last_event_at: float | None = None
         """When the running stream had its last event; None before the first."""
         self._client = httpx.AsyncClient(
@@ -181,9 +185,14 @@ class _Tenant:
             timeout=REQUEST_TIMEOUT_S,
         )
 
+    def _new_verdict(self) -> Verdict:
+        return Verdict(polls_s={name: [] for name in (*self._plan.polled, *[PICTURE] * bool(self._plan.picture))})
+
     async def run(self) -> Verdict:
         async with self._client:
             work = [self._streams(), self._large_prompts(), *map(self._polls, self._plan.polled)]
+            if self._plan.picture:
+                work.append(self._pictures())
             if self._plan.runs_batches:
                 work.append(self._batches())
             tasks = [asyncio.create_task(each) for each in work]
@@ -219,7 +228,7 @@ class _Tenant:
 
     def _begin(self) -> None:
         """Forgets what was measured before the attack, when the server may have been cold."""
-        self._verdict = Verdict(polls_s={path: [] for path in self._plan.polled})
+        self._verdict = self._new_verdict()
 
     def _on_event(self, stream_began_at: float) -> None:
         if self._last_event_at is None:
@@ -305,6 +314,14 @@ class _Tenant:
     async def _polls(self, path: str) -> None:
         while True:
             await self._measure(path, self._client.build_request("GET", path))
+            await asyncio.sleep(POLL_S)
+
+    async def _pictures(self) -> None:
+        url = {"url": self._plan.picture}
+        parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": url}]
+        body = {"model": self._plan.model, "max_tokens": 1, "messages": [{"role": "user", "content": parts}]}
+        while True:
+            await self._measure(PICTURE, self._client.build_request("POST", "/v1/chat/completions", json=body))
             await asyncio.sleep(POLL_S)
 
     async def _measure(self, name: str, request: httpx.Request) -> None:

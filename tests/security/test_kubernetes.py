@@ -173,6 +173,24 @@ def test_kubernetes_asks_the_proxy_whether_it_lives_and_is_ready() -> None:
     assert paths == {"startupProbe": "/live", "readinessProbe": "/health", "livenessProbe": "/live"}
 
 
+def test_probes_ask_a_port_that_clients_cannot_reach() -> None:
+    """Clients can take all connections of the public port, and Kubernetes would restart the pod."""
+    deployment = DEPLOYMENTS["one node"]
+    [workload] = named(deployment, "Deployment").values()
+    [container] = workload["spec"]["template"]["spec"]["containers"]
+    probed = {container[probe]["httpGet"]["port"] for probe in container if probe.endswith("Probe")}
+    reachable = {
+        port["targetPort"] for service in named(deployment, "Service").values() for port in service["spec"]["ports"]
+    }
+    for policy in named(deployment, "NetworkPolicy").values():
+        reachable |= {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+    assert not probed & reachable
+    config = cluster_config(**msgspec.toml.decode(named(deployment, "ConfigMap")["tandem"]["data"]["cluster.toml"]))
+    declared = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {declared[port] for port in probed} == {config.admin_address[1]}
+    assert config.admin_address[0] == "0.0.0.0", "the kubelet asks the pod's address"
+
+
 @pytest.mark.parametrize(("deployment", "template"), PODS)
 def test_every_mount_exists_and_every_secret_is_made_by_the_guide(
     deployment: list[Document], template: Document

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 from starlette.requests import Request
 
@@ -55,8 +57,9 @@ def test_addresses_of_one_ipv6_network_are_one_client() -> None:
     assert client_network("fe80::1%eth0") == "fe80::/64" and client_network("") == ""
     assert client_of(request_with(b"", b"", "2001:db8::1")) == client_of(request_with(b"", b"", "2001:db8::2"))
     limits = ConnectionLimits(10, 2)
-    assert limits.add("2001:db8::1") is None and limits.add("2001:db8::2") is None
-    assert limits.add("2001:db8::3") is not None and limits.add("2001:db8:0:1::") is None
-    for address in ("2001:db8::4", "2001:db8::5", "2001:db8:0:1::"):
-        limits.remove(address)
+    opened = [Mock() for _ in range(4)]
+    errors = [limits.add(f"2001:db8:{rest}", opened[i]) for i, rest in enumerate((":1", ":2", ":3", "0:1::"))]
+    assert [error is None for error in errors] == [True, True, False, True]
+    for number, address in ((0, "2001:db8::4"), (1, "2001:db8::5"), (3, "2001:db8:0:1::")):
+        limits.remove(address, opened[number])
     assert limits.num_open == 0

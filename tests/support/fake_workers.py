@@ -258,10 +258,19 @@ def make_tokenizer(folder: Path, chat_template: str = TEMPLATE, markers: Sequenc
 
 
 class Proxy:
-    """A context manager, or stopped by `stop`. metrics: the folder that several proxies share for theirs."""
+    """A context manager, or stopped by `stop`. metrics: the folder that several proxies share for theirs.
+    max_descriptors: that it may open; 0 for as many as this process may.
+    """
 
     def __init__(
-        self, folder: Path, *, name: str = "proxy-0", port: int = 0, metrics: Path | None = None, **config: Any
+        self,
+        folder: Path,
+        *,
+        name: str = "proxy-0",
+        port: int = 0,
+        metrics: Path | None = None,
+        max_descriptors: int = 0,
+        **config: Any,
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -275,7 +284,9 @@ class Proxy:
             )
         )
         env = os.environ | ({"PROMETHEUS_MULTIPROC_DIR": str(metrics)} if metrics else {})
-        self.process = subprocess.Popen([sys.executable, "-W", "error", "-m", "tandem.proxy", str(file)], env=env)
+        command = ["prlimit", f"--nofile={max_descriptors}"] if max_descriptors else []
+        command += [sys.executable, "-W", "error", "-m", "tandem.proxy", str(file)]
+        self.process = subprocess.Popen(command, env=env)
 
     def __enter__(self) -> Self:
         return self

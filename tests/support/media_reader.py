@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,8 @@ from tandem.proxy.reading.media_messages import (
     MediaJob,
     MediaJobDone,
     MediaJobFailed,
+    MediaRemade,
+    RemakeMedia,
 )
 from tandem.proxy.reading.media_process import MediaProcess
 from tandem.proxy.text.prompt import RenderedPrompts
@@ -36,6 +38,7 @@ from tandem.runtime.errors import InvalidRequest
 
 LIMITS = ModelLimits(4096, 320, "m", 64)
 T = TypeVar("T")
+Answer = MediaJobDone | MediaRemade | MediaJobFailed
 
 
 class MediaProcessOnLoop:
@@ -58,14 +61,14 @@ class MediaProcessOnLoop:
         self._serving = asyncio.create_task(self._server.run())
         self._context = new_context()
         self.client = MediaCacheClient(self._context, endpoint)
-        self.done: asyncio.Queue[MediaJobDone | MediaJobFailed] = asyncio.Queue()
+        self.done: asyncio.Queue[Answer] = asyncio.Queue()
         config = ProxyConfig(
             "proxy-0", "", str(self.folder), "m", media_cache_endpoint=endpoint, media=self.limits, media_threads=2
         )
 
         def on_message(message: FromMediaProcess) -> None:
             message = FROM_PROCESS.decode(FROM_PROCESS.encode(message))  # as the proxy gets it
-            if isinstance(message, MediaJobDone | MediaJobFailed):
+            if isinstance(message, Answer):
                 self.done.put_nowait(message)
 
         self.process = MediaProcess(config, on_message, os.getpid())
@@ -87,10 +90,10 @@ class MediaProcessOnLoop:
         body = msgspec.json.encode({"messages": [{"role": "user", "content": content}], **fields})
         return MediaJob(self.client.new_id(), "chat", body, LIMITS, client=client)
 
-    def read_all(self, jobs: list[MediaJob]) -> list[MediaJobDone | MediaJobFailed]:
+    def read_all(self, jobs: Sequence[MediaJob | RemakeMedia]) -> list[Answer]:
         """Reads all bodies concurrently; returns the results in order."""
 
-        async def read() -> list[MediaJobDone | MediaJobFailed]:
+        async def read() -> list[Answer]:
             for job in jobs:
                 self.process.on_message(job)
             return [await self.done.get() for _ in jobs]
@@ -116,10 +119,10 @@ class MediaProcessOnLoop:
         return self.run(self.client.status())
 
 
-def prompt_of(done: MediaJobDone | MediaJobFailed) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
+def prompt_of(done: Answer) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
     if isinstance(done, MediaJobFailed):
         raise done.error
-    assert isinstance(done.request.prompt, RenderedPrompts)
+    assert isinstance(done, MediaJobDone) and isinstance(done.request.prompt, RenderedPrompts)
     [prompt] = done.request.prompt.prompts
     token_ids = unpack_token_ids(prompt.token_ids)
     check_media(prompt.media, len(token_ids))

@@ -21,6 +21,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems,
 
 from tandem.engine.vision.media_tensors import check_grid, numbered, open_tensors
 from tandem.prefill_worker.remote_media import RemoteMedia
+from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.media import MediaItem, check_media
 from tandem.runtime.errors import InternalError, InvalidRequest, TandemError, first_line
@@ -92,8 +93,9 @@ class VllmMedia:
         return media
 
     async def _fetch(self, media: RequestMedia, message: PromptMessage, token_ids: Sequence[int]) -> None:
+        endpoint, client = message.media_cache, client_of(message.cache_salt)
         fetched = (
-            self._remote.fetch(message.media_cache, item, [tensor.name for tensor in item.tensors], media.on_release)
+            self._remote.fetch(endpoint, item, [tensor.name for tensor in item.tensors], media.on_release, client)
             for item in message.media
         )
         error: TandemError | None = None

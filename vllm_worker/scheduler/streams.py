@@ -93,6 +93,7 @@ class Stream:
             now - started_at,
             (output.prompt_logprobs or []) if wants_prompt and self.number == 0 else None,
             output.num_cached_tokens,
+            keeps_media=self.media is not None,
         )
 
 

@@ -93,7 +93,7 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
         """Counts the connection until `connection_lost`. Returns an error where a limit is reached."""
         peer = transport.get_extra_info("peername")
         address = peer[0] if isinstance(peer, tuple) else ""
-        error = self._limits.add(address)
+        error = self._limits.add(address, self)
         if error is None:
             self._address = address
         return error
@@ -136,14 +136,29 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
         self._head_timer.cancel()
         self._close_timer.cancel()
         self._read_watch.cancel()
-        if self._address is not None:
-            self._limits.remove(self._address)
-            self._address = None
+        self._stop_counting()
         if self.is_open:
             self.is_open = False
             self._http.connection_lost(exc)
             # Both refer to each other. A cycle would keep TLS's buffers of 256 KiB until the next garbage collection.
             self._http = asyncio.Protocol()
+
+    def _stop_counting(self) -> None:
+        if self._address is not None:
+            self._limits.remove(self._address, self)
+            self._address = None
+
+    # ---- the limits' side
+
+    @property
+    def has_request(self) -> bool:
+        return self._in_flight
+
+    def abandon(self) -> None:
+        """Closes the connection at once, for another one that takes its place."""
+        self._stop_counting()
+        self._is_closing = True
+        self._transport.abort()
 
     # ---- requests as they arrive
 

@@ -7,14 +7,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 from tandem.proxy.answers.errors import TooManyConnections, TooManyFromClient
-from tandem.runtime.files.file_limits import take_all_descriptors
 
 log = logging.getLogger(__name__)
 
-_OTHER_FDS = 512
-"""Descriptors reserved for workers, readers, large bodies and files."""
 _LOG_INTERVAL_S = 10.0
 _IPV6_CLIENT_BITS = 64
 """One client of IPv6 has a whole /64 at its disposal, so limits for each address would limit nothing."""
@@ -36,10 +34,23 @@ def client_network(address: str) -> str:
     return str(ipaddress.ip_network((int(parsed) >> _IPV6_CLIENT_BITS << _IPV6_CLIENT_BITS, _IPV6_CLIENT_BITS)))
 
 
+class OpenConnection(Protocol):
+    """A connection that may have to make room for another one."""
+
+    @property
+    def has_request(self) -> bool:
+        """Whether a request has arrived whose answer is not complete."""
+
+    def abandon(self) -> None:
+        """Closes the connection at once, and removes it from the limits."""
+
+
 class ConnectionLimits:
     """Counts the open connections of one server, in all and by client network, from accept to close.
 
-    on_refused: called for each refused connection. `is_stopping` makes every answer the last one of its connection.
+    on_refused: called for each refused connection. closes_oldest: a new connection beyond the limit is not refused;
+    the oldest one that has no request is closed instead, or the oldest one. `is_stopping` makes every answer the last
+    one of its connection.
     """
 
     def __init__(
@@ -48,7 +59,11 @@ class ConnectionLimits:
         max_per_client: int,
         on_refused: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        closes_oldest: bool = False,
     ) -> None:
+        self._closes_oldest = closes_oldest
+        self._open: dict[OpenConnection, None] = {}  # in the order of their arrival
         self._max_total = max_total
         self._max_per_client = max_per_client
         self._on_refused = on_refused
@@ -58,8 +73,10 @@ class ConnectionLimits:
         self.num_open = 0
         self.is_stopping = False
 
-    def add(self, address: str) -> TooManyConnections | None:
+    def add(self, address: str, connection: OpenConnection) -> TooManyConnections | None:
         """Counts a connection until `remove`. Returns an error, and counts nothing, where a limit is reached."""
+        if self._closes_oldest and self.num_open >= self._max_total:
+            next((each for each in self._open if not each.has_request), next(iter(self._open))).abandon()
         if self.num_open >= self._max_total:
             return self._refuse(TooManyConnections(f"This proxy has {self.num_open} connections, which is its limit."))
         client = client_network(address)
@@ -68,10 +85,12 @@ class ConnectionLimits:
             return self._refuse(TooManyFromClient(message))
         self._by_client[client] += 1
         self.num_open += 1
+        self._open[connection] = None
         return None
 
-    def remove(self, address: str) -> None:
+    def remove(self, address: str, connection: OpenConnection) -> None:
         client = client_network(address)
+        del self._open[connection]
         self.num_open -= 1
         self._by_client[client] -= 1
         if not self._by_client[client]:
@@ -84,12 +103,3 @@ class ConnectionLimits:
             self._logged_at = now
             log.warning("refused a connection: %s", error.message)
         return error
-
-
-def affordable_connections(wanted: int) -> int:
-    """Returns the number of connections that the process's descriptor limit allows, at most `wanted`."""
-    limit = take_all_descriptors()
-    affordable = max(limit // 2, limit - _OTHER_FDS)
-    if affordable < wanted:
-        log.warning("at most %d connections: this process may open %d descriptors (ulimit -n)", affordable, limit)
-    return min(wanted, affordable)

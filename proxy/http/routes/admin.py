@@ -21,7 +21,7 @@ from tandem.protocol.messages.membership import Role, WorkerReport
 from tandem.proxy.answers.errors import RoleRefused, UnknownRequest, UnknownWorker
 from tandem.proxy.api.field_errors import decode_body
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.starlette_app import ApiRoute, answer, fixed_answer, json_answer
+from tandem.proxy.http.starlette_app import ApiRoute, answer, client_of, fixed_answer, json_answer
 from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import InvalidRequest
@@ -98,7 +98,7 @@ async def _json_body(state: AppState, request: Request) -> bytes:
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequest("Send JSON with Content-Type: application/json.", "content-type")
-    async with state.bodies.receive(request.receive, request.headers) as body:
+    async with state.bodies.receive(request.receive, request.headers, client_of(request)) as body:
         return body if isinstance(body, bytes) else b""
 
 

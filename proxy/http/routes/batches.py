@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -13,9 +14,10 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope, Send
 
 from tandem.proxy.admission.client_slots import ClientSlots
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.answers.errors import BatchesDisabled, ClientTooSlow
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.field_errors import decode_body
@@ -35,6 +37,8 @@ _FORM_BYTES = 64 * 1024
 """Size of a form without its file."""
 MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT = 8, 2
 """Uploads at the same time on one proxy. An upload is in the folder for temporary files until it is complete."""
+_FILES_OF_AN_UPLOAD = 2
+"""The temporary file and its copy."""
 MIN_UPLOAD_BYTES_PER_S, UPLOAD_GRACE_S = 64 * 1024, 30.0
 """Mean pace that an upload must keep after the grace period, so that it gives its place to others within an hour."""
 MAX_CALLS, MAX_CALLS_PER_CLIENT = 64, 16
@@ -66,9 +70,24 @@ class DeletedFile(msgspec.Struct, frozen=True):
     object: Literal["file"] = "file"
 
 
+class Download(FileResponse):
+    """A file, which is open while the client reads it: the descriptor counts until then."""
+
+    def __init__(self, path: Path, descriptors: DescriptorBudget, client: str, headers: dict[str, str]) -> None:
+        super().__init__(path, headers=headers, media_type="application/octet-stream")
+        self._descriptors = descriptors
+        self._client = client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ClientShareExceeded or Overloaded before anything is sent."""
+        with self._descriptors.hold(self._client):
+            await super().__call__(scope, receive, send)
+
+
 def batch_routes(state: AppState) -> list[ApiRoute]:
     upload_threads = Threads("uploads", MAX_UPLOADS)  # a copy of 200 MiB takes seconds on a slow disk
-    uploads, calls = ClientSlots(MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT), ClientSlots(MAX_CALLS, MAX_CALLS_PER_CLIENT)
+    uploads = ClientSlots(MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT, state.descriptors, _FILES_OF_AN_UPLOAD)
+    calls = ClientSlots(MAX_CALLS, MAX_CALLS_PER_CLIENT, state.descriptors)
 
     def runner() -> BatchRunner:
         if state.batches is None:
@@ -140,7 +159,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
     async def content(request: Request) -> Response:
         file_id = request.path_params["file_id"]
         path = await run(request, lambda store: store.files.path(file_id))
-        return FileResponse(path, headers=id_header(request), media_type="application/octet-stream")
+        return Download(path, state.descriptors, client_of(request), id_header(request))
 
     async def delete(request: Request) -> Response:
         file_id = request.path_params["file_id"]
@@ -150,7 +169,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
     async def create(request: Request) -> Response:
         key = api_key_of(request)
         store_of(request)  # refuses before the body is read
-        async with state.bodies.receive(request.receive, request.headers) as body:
+        async with state.bodies.receive(request.receive, request.headers, client_of(request)) as body:
             if isinstance(body, SpooledBody):
                 raise InvalidRequest("The body is too large for a batch; its requests are in the file.")
             wanted = decode_body(_REQUEST, body)

@@ -111,7 +111,7 @@ async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, reques
         check_request_id(request)
         has_timeline = wants_timeline(request.headers.get(TIMELINE_HEADER))
         timeout_s = _request_timeout_s(request)
-        async with state.bodies.receive(request.receive, request.headers) as body:
+        async with state.bodies.receive(request.receive, request.headers, client) as body:
             read_timeout_s = min(state.request_timeout_s, timeout_s or math.inf)
             soonest = _soonest_priority(body, config.admission.soonest_priority)
             reading = _read(state, kind, body, client, cache_scope, soonest, read_timeout_s)
@@ -152,7 +152,7 @@ async def _transform(
 ) -> Response:
     """Answers with what `work` makes of the body. Needs no worker."""
     check_request_id(request)
-    async with state.bodies.receive(request.receive, request.headers) as body:
+    async with state.bodies.receive(request.receive, request.headers, client_of(request)) as body:
         try:
             async with asyncio.timeout(state.request_timeout_s):
                 with state.calls.hold(client_of(request)):

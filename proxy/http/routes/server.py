@@ -23,7 +23,6 @@ from tandem.runtime.version import own_version
 
 def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     card = ModelCard(config.served_model_name, int(time.time()), None, root=config.served_model_name)
-    show_health = partial(_health, state)
 
     def adapter_card(base: ModelCard, adapter: NamedAdapter) -> ModelCard:
         return msgspec.structs.replace(
@@ -53,12 +52,19 @@ def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
             "text/html", is_open=True),
         ApiRoute("GET", "/v1/models", models, "The model that is served, and LoRA adapters.", ModelList),
         ApiRoute("GET", "/v1/models/{model:path}", model, "The same, by its name.", ModelCard, more_errors=(404,)),
-        ApiRoute("GET", "/health", show_health, "200 while requests can be served.", HealthResponse,
+        *health_routes(state),
+        ApiRoute("GET", "/version", fixed_answer(VersionResponse(own_version())), "Tandem's version.",
+            VersionResponse),
+    ]  # fmt: skip
+
+
+def health_routes(state: AppState) -> list[ApiRoute]:
+    """Returns what load balancers and probes ask, on both addresses."""
+    return [
+        ApiRoute("GET", "/health", partial(_health, state), "200 while requests can be served.", HealthResponse,
             more_errors=(503,), is_open=True),
         ApiRoute("GET", "/live", fixed_answer(HealthResponse("ok")), "200 while the process runs.", HealthResponse,
             is_open=True),
-        ApiRoute("GET", "/version", fixed_answer(VersionResponse(own_version())), "Tandem's version.",
-            VersionResponse),
     ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ class InputItemList(Page, frozen=True, kw_only=True):
 
 
 def response_routes(state: AppState) -> list[ApiRoute]:
-    slots = ClientSlots(MAX_READS, MAX_READS_PER_CLIENT)
+    slots = ClientSlots(MAX_READS, MAX_READS_PER_CLIENT, state.descriptors)
 
     async def run(request: Request, work: Callable[[ResponseStore, str, str], T]) -> T:
         """Calls `work` with the store, the client's scope and the response's id."""

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tandem.media_cache.store import Action, Drop, Entry, Grant, MediaStore
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
-from tandem.runtime.errors import InvalidRequest, Overloaded, WorkerLost
+from tandem.runtime.errors import ClientShareExceeded, InvalidRequest, Overloaded, WorkerLost
 
 P, Q, R = 101, 102, 103  # process ids of clients
 
@@ -32,6 +32,12 @@ def check(store: MediaStore) -> None:
         for lease_id in entry.holders:
             assert store._leases[lease_id].entries[entry.key] is entry
     assert all(store._entries.get(entry.number) is entry for entry in store._stale.values())
+    for client in {lease.client for lease in store._leases.values()} - {""}:
+        leases = [lease for lease in store._leases.values() if lease.client == client]
+        own = {entry.number: entry for lease in leases for entry in lease.entries.values() if entry is not None}
+        assert store._clients.bytes_of(client) == sum(entry.num_bytes for entry in own.values())
+        assert store._clients.num_items_of(client) == len(own)
+    assert set(store._clients._num_leases) <= {lease.client for lease in store._leases.values()}
     order = list(store._leases)
     for lease_id, lease in store._leases.items():
         held = [entry for entry in lease.entries.values() if entry is not None]
@@ -202,6 +208,73 @@ def test_a_commit_that_grows_evicts_or_is_refused() -> None:
         store.commit("nobody", done(1))
 
 
+def test_one_client_holds_three_quarters_and_another_finds_room() -> None:
+    store = MediaStore(100, 10)
+    for number in range(7):
+        store.acquire(P, f"a {number}", want(number), "a")
+    with pytest.raises(ClientShareExceeded, match="70 of the 75 bytes and 7 of the 7 items"):
+        store.acquire(P, "a more", want(8), "a")
+    granted(store.acquire(P, "b", want(8, 9), "b"), "b")
+    check(store)
+    store.commit("a 0", done(0))
+    store.release(["a 0"])
+    granted(store.acquire(P, "a again", want(10), "a"), "a again")
+    assert cached(store, 0) == [True], "what is not held any more does not count, and stays until room is needed"
+    check(store)
+
+
+def test_an_entry_counts_once_for_each_client_that_holds_it() -> None:
+    store = MediaStore(100, 10)
+    store.acquire(P, "first", want(1, num_bytes=60), "a")
+    store.commit("first", done(1, num_bytes=60))
+    granted(store.acquire(P, "same", want(1, num_bytes=60), "a"), "same")
+    granted(store.acquire(P, "other", want(1, num_bytes=60), "b"), "other")
+    for client in ("a", "b"):
+        with pytest.raises(ClientShareExceeded, match="60 of the 75 bytes"):
+            store.acquire(P, f"more of {client}", want(2, num_bytes=16), client)
+    store.release(["first", "same"])
+    granted(store.acquire(P, "a alone", want(2, num_bytes=16), "a"), "a alone")
+    check(store)
+
+
+def test_a_request_beyond_the_share_of_a_client_is_refused_for_good() -> None:
+    store = MediaStore(100, 10)
+    with pytest.raises(InvalidRequest, match=r"take 80 bytes and 8 items .* 75 bytes and 7 items"):
+        store.acquire(P, "a", want(*range(8)), "a")
+    with pytest.raises(InvalidRequest, match="8 items"):
+        store.acquire(P, "a", want(*range(8), num_bytes=1), "a")
+    granted(store.acquire(P, "a", want(*range(8))), "a")  # a worker's
+
+
+def test_growth_counts_towards_the_share_of_the_writer() -> None:
+    store = MediaStore(100, 10)
+    store.acquire(P, "a", want(1, 2, num_bytes=30), "a")
+    with pytest.raises(ClientShareExceeded, match="16 bytes"):
+        store.commit("a", done(1, num_bytes=46))
+    store.commit("a", done(1, num_bytes=45))
+    check(store)
+    with pytest.raises(ClientShareExceeded):
+        store.acquire(P, "b", want(3, num_bytes=1), "a")
+    store.release(["a"])
+    check(store)
+
+
+def test_a_part_of_a_lease_is_released_and_the_rest_is_held() -> None:
+    store = MediaStore(100, 10)
+    kept = MediaKey(b"s" * 32, "source")
+    store.acquire(P, "a", [*want(1, 2), WantedMedia(kept, 30)], "a")
+    store.release_part(["a"], "input")
+    assert store.num_items == 3, "what is being written is kept"
+    store.commit("a", [*done(1, 2), CommittedMedia(kept, 30, b"")])
+    for _ in range(2):
+        assert store.release_part(["a", "unknown"], "input") == []
+    assert store.pinned_bytes == 30 and store._clients.bytes_of("a") == 30 and cached(store, 1, 2) == [True, True]
+    check(store)
+    assert store.release(["a"]) != [], "sources are of no use to others"
+    assert store.num_items == 2 and (store.num_hits, store.num_misses) == (0, 2)
+    check(store)
+
+
 class _Schedule(RuleBasedStateMachine):
     """Random calls by clients that may exit, compared with a simple model."""
 
@@ -236,14 +309,15 @@ class _Schedule(RuleBasedStateMachine):
 
     @rule(
         client=st.sampled_from([P, Q, R]),
+        name=st.sampled_from(["", "a", "b"]),
         wanted=st.lists(st.tuples(st.integers(0, 7), st.sampled_from([0, 1, 20, 45, 101])), min_size=1, max_size=5),
     )
-    def acquire(self, client: int, wanted: list[tuple[int, int]]) -> None:
+    def acquire(self, client: int, name: str, wanted: list[tuple[int, int]]) -> None:
         self.count += 1
         lease_id = f"lease {self.count}"
         before = self.store.used_bytes, self.store.num_items, self.store.num_leases
         try:
-            actions = self.store.acquire(client, lease_id, [WantedMedia(key(n), size) for n, size in wanted])
+            actions = self.store.acquire(client, lease_id, [WantedMedia(key(n), size) for n, size in wanted], name)
         except (Overloaded, InvalidRequest):
             assert before == (self.store.used_bytes, self.store.num_items, self.store.num_leases)
             return
@@ -273,6 +347,14 @@ class _Schedule(RuleBasedStateMachine):
         lease_ids = data.draw(st.lists(st.sampled_from(sorted(self.clients)), min_size=1, max_size=3, unique=True))
         self.forget(lease_ids)
         self.perform(self.store.release(lease_ids))
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def release_part(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.granted)))
+        entries = self.granted[lease_id]
+        self.granted[lease_id] = tuple(e for e in entries if e is not None and e.writer == lease_id)
+        self.perform(self.store.release_part([lease_id], "input"))
 
     @rule(client=st.sampled_from([P, Q, R]))
     def client_lost(self, client: int) -> None:

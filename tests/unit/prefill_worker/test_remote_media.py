@@ -34,7 +34,7 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.protocol.sockets import new_context
-from tandem.runtime.errors import ConfigError, InvalidRequest, Overloaded, WorkerLost
+from tandem.runtime.errors import ClientShareExceeded, ConfigError, InvalidRequest, Overloaded, WorkerLost
 from tests.support.ports import free_port
 
 GRID = torch.tensor([[1, 4, 4]])
@@ -170,6 +170,26 @@ def test_held_bytes_are_limited(tmp_path: Path) -> None:
         await hosts.fetch(hosts.endpoint, two, ["pixel_values"])
 
     with_hosts(tmp_path, test, max_held_bytes=3 * NUM_PATCHES * 2)
+
+
+def test_one_client_leaves_room_for_the_media_of_another(tmp_path: Path) -> None:
+    async def test(hosts: Hosts) -> None:
+        items = [(await hosts.put(name))[0] for name in "abc"]
+        remote, names = hosts.remote, ["pixel_values"]
+        callbacks: list[Callable[[], object]] = []
+
+        async def fetch(item: MediaItem, client: str) -> None:
+            await remote.fetch(hosts.endpoint, item, names, callbacks.append, client)
+
+        await fetch(items[0], "one")
+        with pytest.raises(ClientShareExceeded, match="that one client may hold"):
+            await fetch(items[1], "one")
+        await fetch(items[1], "other")
+        for callback in callbacks:
+            callback()
+        await fetch(items[2], "one")
+
+    with_hosts(tmp_path, test, max_held_bytes=9 * NUM_PATCHES)
 
 
 def test_a_fetch_from_an_unresponsive_cache_times_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, UnsupportedContentCoding
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES, RequestBodies
 from tandem.proxy.reading.spooled_body import SpooledBody
-from tandem.runtime.errors import Overloaded, TandemError
+from tandem.runtime.errors import ClientShareExceeded, Overloaded, TandemError
 
 BODIES = RequestBodies(100_000, 30.0, max_spooled_bytes=150_000)
 
@@ -45,6 +47,31 @@ async def read(pieces: list[bytes], headers: dict[str, str] | None = None) -> by
 def test_a_body_arrives_whole(pieces: list[bytes]) -> None:
     assert asyncio.run(read(pieces)) == b"".join(pieces)
     assert BODIES.num_spooled_bytes == 0
+
+
+def test_large_bodies_of_one_client_leave_room_for_those_of_another() -> None:
+    budget = DescriptorBudget(256, 100, 20)
+    bodies = RequestBodies(100_000, 30.0, max_spooled_bytes=200_000, descriptors=budget)
+
+    async def hold(stack: AsyncExitStack, client: str, num_bytes: int) -> None:
+        await stack.enter_async_context(bodies.receive(feed([b"a" * num_bytes]), Headers(), client))
+
+    async def play() -> None:
+        async with AsyncExitStack() as stack:
+            await hold(stack, "a", 100_000)
+            assert budget.num_taken == 1
+            await hold(stack, "a", 16_000)  # is no file
+            assert budget.num_taken == 1
+            with pytest.raises(ClientShareExceeded, match="as many bytes"):
+                await hold(stack, "a", 60_000)
+            await hold(stack, "b", 60_000)
+            with pytest.raises(Overloaded, match="too many large requests"):
+                await hold(stack, "c", 60_000)
+            with budget.hold("a", int(budget.room * 0.75) - 1), pytest.raises(ClientShareExceeded, match="descriptors"):
+                await hold(stack, "a", 20_000)
+        assert budget.num_taken == 0 and not bodies.num_spooled_bytes and not bodies._by_client
+
+    asyncio.run(play())
 
 
 DISCONNECT = {"type": "http.disconnect"}

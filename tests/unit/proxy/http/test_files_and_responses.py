@@ -20,6 +20,7 @@ from starlette.datastructures import UploadFile
 from starlette.types import Receive, Scope, Send
 
 from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.api.responses_api.response_store import ItemReader, ResponseStore, StoredResponse
 from tandem.proxy.api.responses_api.responses_request import ResponseRequest, options_of
 from tandem.proxy.batches import file_store
@@ -36,12 +37,13 @@ Test = Callable[[httpx.AsyncClient], Awaitable[None]]
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}'
 
 
-def run(folder: Path, test: Test) -> None:
+def run(folder: Path, test: Test, descriptors: DescriptorBudget | None = None) -> None:
     async def main() -> None:
         state: Any = SimpleNamespace(
             batches=BatchRunner(folder, None),
             bodies=RequestBodies(100_000, 10.0),
             responses=ResponseStore(folder / "responses"),
+            descriptors=descriptors or DescriptorBudget(),
         )
         app = starlette_app([*batch_routes(state), *response_routes(state)], None, AnswerBudget())
 
@@ -52,6 +54,26 @@ def run(folder: Path, test: Test) -> None:
             await test(client)
 
     asyncio.run(main())
+
+
+def test_downloads_take_a_descriptor_each_and_give_it_back(tmp_path: Path) -> None:
+    budget = DescriptorBudget(256, 100, 20)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        path = f"/v1/files/{(await upload(client)).json()['id']}/content"
+        room = budget.room
+        with budget.hold("127.0.0.1", int(room * 0.75) - 1):
+            assert [(await client.get(path)).status_code for _ in range(3)] == [200] * 3
+            with budget.hold("127.0.0.1"):
+                refused = await client.get(path)
+                assert refused.status_code == 429 and refused.headers["retry-after"]
+                assert refused.json()["error"]["code"] == "client_share_exceeded"
+                assert (await upload(client)).status_code == (await client.get("/v1/files")).status_code == 429
+        with budget.hold("b", room // 2), budget.hold("c", room - room // 2):
+            assert (await client.get(path)).status_code == 503
+        assert budget.num_taken == 0
+
+    run(tmp_path, test, budget)
 
 
 async def upload(client: httpx.AsyncClient, content: bytes = LINE) -> httpx.Response:

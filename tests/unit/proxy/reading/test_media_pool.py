@@ -13,21 +13,27 @@ import pytest
 
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.media_cache import MediaPart
 from tandem.protocol.sockets import new_context
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_record import ModelLimits
+from tandem.proxy.media.media_lease import MadeMedia
+from tandem.proxy.media.media_source_bytes import HeldSources, SourceBytes
 from tandem.proxy.reading.media_messages import (
     TO_PROCESS,
     CancelMediaJob,
     MediaJob,
     MediaJobDone,
     MediaJobFailed,
+    MediaRemade,
+    RemakeMedia,
 )
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
-from tandem.runtime.errors import InternalError, InvalidRequest, WorkerLost
+from tandem.runtime.errors import ClientShareExceeded, InternalError, InvalidRequest, Overloaded, WorkerLost
 from tandem.runtime.processes.forked_process import ForkedProcess
 from tests.support.settings import proxy_config
 from tests.support.waiting import until
@@ -55,8 +61,8 @@ class Cache(MediaCacheClient):
 
     released: list[str]
 
-    def release(self, lease_ids: list[str]) -> None:
-        self.released += lease_ids
+    def release(self, lease_ids: list[str], part: MediaPart | None = None) -> None:
+        self.released += [f"{lease_id} {part}" if part is not None else lease_id for lease_id in lease_ids]
 
 
 class Pool(MediaPool):
@@ -130,6 +136,100 @@ def test_the_request_owns_its_lease(tmp_path: Path) -> None:
         for _ in range(2):
             request.media_lease.release()
         assert num_open(segment) == 0 and cache.released == [job.lease_id]
+
+    run(test, tmp_path)
+
+
+def test_pixels_are_released_before_the_request_ends_and_made_again_for_another_attempt(tmp_path: Path) -> None:
+    pixels, sources, again = tmp_path / "pixels", tmp_path / "sources", tmp_path / "again"
+    for file in (pixels, sources, again):
+        file.touch()
+    held = HeldSources(str(sources), [SourceBytes("image", b"d" * 32, 64, 3)])
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS, "a"))
+        job = await pool.job()
+        pool._on_answer(MediaJobDone(job.lease_id, request_with(pixels), held))
+        request = await reading
+        lease = request.media_lease
+        assert lease is not None and isinstance(request.prompt, RenderedPrompts)
+        [prompt] = request.prompt.prompts
+        assert pool._descriptors.num_taken == 2 and await lease.with_pixels(prompt.media) == prompt.media
+        for _ in range(2):
+            request.release_pixels()
+        assert cache.released == [f"{job.lease_id} input"] and not lease.has_pixels and num_open(pixels) == 0
+
+        async def remake(answer: MadeMedia | Exception) -> RemakeMedia:
+            remaking = await pool.process.messages.get()
+            assert isinstance(remaking, RemakeMedia) and remaking.client == "a"
+            assert Path(remaking.sources.segment).resolve() == sources and remaking.sources.items == held.items
+            if isinstance(answer, Exception):
+                pool._on_answer(MediaJobFailed.of(remaking.lease_id, answer))  # type: ignore[arg-type]
+            else:
+                pool._on_answer(MediaRemade(remaking.lease_id, [answer]))
+            return remaking
+
+        migrating = asyncio.create_task(lease.with_pixels(prompt.media))
+        await remake(ClientShareExceeded("your share is used up"))
+        with pytest.raises(Overloaded, match="used up"):
+            await migrating
+        assert not lease.has_pixels
+        both = [asyncio.create_task(lease.with_pixels(prompt.media)) for _ in range(2)]
+        remade = await remake(MadeMedia(b"d" * 32, str(again), ()))
+        for items in await asyncio.gather(*both):
+            assert Path(items[0].segment).resolve() == again and items[0].spans == prompt.media[0].spans
+        assert pool.process.messages.empty(), "made once for all"
+        cache.released.clear()
+        request.release_media()
+        assert cache.released == [job.lease_id, remade.lease_id]
+        assert num_open(again) == num_open(sources) == pool._descriptors.num_taken == 0
+
+    run(test, tmp_path)
+
+
+def test_pixels_that_are_made_after_the_request_has_ended_are_released(tmp_path: Path) -> None:
+    segment = tmp_path / "segment"
+    segment.touch()
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        reading = pool.begin()
+        job = await pool.job()
+        pool._on_answer(MediaJobDone(job.lease_id, request_with(segment), HeldSources(str(segment), [])))
+        lease = (await reading).media_lease
+        assert lease is not None
+        lease.release_pixels()
+        migrating = asyncio.create_task(lease.with_pixels([]))
+        remaking = await pool.process.messages.get()
+        lease.release()
+        pool._on_answer(MediaRemade(remaking.lease_id, [MadeMedia(b"d" * 32, str(segment), ())]))
+        with pytest.raises(InternalError, match="has ended"):
+            await migrating
+        assert remaking.lease_id in cache.released and num_open(segment) == 0
+
+    run(test, tmp_path)
+
+
+def test_open_media_count_as_descriptors_of_their_client(tmp_path: Path) -> None:
+    segment = tmp_path / "segment"
+    segment.touch()
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        pool._descriptors = DescriptorBudget(256, 100, 20)
+        with pool._descriptors.hold("a", int(pool._descriptors.room * 0.75)):
+            for client in ("a", "b"):
+                reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS, client))
+                job = await pool.job()
+                pool._on_answer(MediaJobDone(job.lease_id, request_with(segment)))
+                if client == "a":
+                    with pytest.raises(ClientShareExceeded, match="descriptors"):
+                        await reading
+                    assert cache.released == [job.lease_id]
+                else:
+                    (await reading).release_media()
+        assert pool._descriptors.num_taken == 0
 
     run(test, tmp_path)
 

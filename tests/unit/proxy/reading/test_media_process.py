@@ -20,11 +20,18 @@ from tokenizers import Tokenizer
 from transformers import AutoProcessor
 
 from tandem.proxy.cluster.worker_record import ModelLimits
-from tandem.proxy.reading.media_messages import CancelMediaJob, MediaJob, MediaJobDone, MediaJobFailed
+from tandem.proxy.reading.media_messages import (
+    CancelMediaJob,
+    MediaJob,
+    MediaJobDone,
+    MediaJobFailed,
+    MediaRemade,
+    RemakeMedia,
+)
 from tandem.proxy.reading.media_reader import MediaReader
 from tandem.runtime.errors import InvalidRequest, RequestAborted
 from tests.support.media_proxy import data_url, image_part, video_part
-from tests.support.media_reader import MediaProcessOnLoop, prompt_of
+from tests.support.media_reader import MediaProcessOnLoop, prompt_of, tensors_of
 from tests.support.settings import proxy_config
 from tests.support.vision_model import clip, encoded, picture, save_processor
 
@@ -115,6 +122,36 @@ def test_cached_items_are_not_processed_again(reader: MediaProcessOnLoop) -> Non
     assert other.digest != again.digest
 
 
+def test_pixels_are_made_again_from_the_kept_sources(reader: MediaProcessOnLoop) -> None:
+    """Also when the cache has forgotten everything but what the running request holds."""
+    one, two, video = (encoded(picture(80, 70, seed=40)), encoded(picture(60, 90, seed=41)), clip(6))
+    parts = [image_part(data_url(one)), video_part(data_url(video, "video/mp4")), image_part(data_url(two))]
+    job = reader.job(*parts, parts[0])
+    [done] = reader.read_all([job])
+    assert isinstance(done, MediaJobDone) and done.sources is not None
+    _, media, expected = prompt_of(done)
+    assert [item.kind for item in done.sources.items] == ["image", "video", "image"]
+    reader.client.release([job.lease_id], "input")
+    reader.run(reader.client.clear())
+    assert (status := reader.status()).num_items == 1 and status.pinned_bytes < 40_000
+    assert status.pinned_bytes >= len(one) + len(two) + len(video)
+
+    [made] = reader.read_all([RemakeMedia(reader.client.new_id(), done.sources, "a")])
+    assert isinstance(made, MediaRemade)
+    by_digest = {each.digest: each for each in made.items}
+    again = [
+        msgspec.structs.replace(i, segment=by_digest[i.digest].segment, tensors=by_digest[i.digest].tensors)
+        for i in media
+    ]
+    for item, wanted in zip(again, expected, strict=True):
+        found = tensors_of(item)
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            np.testing.assert_array_equal(found[name], wanted[name])
+    reader.client.release([made.lease_id, job.lease_id])
+    assert reader.status().num_leases == 0
+
+
 def test_concurrent_requests_share_no_state(reader: MediaProcessOnLoop) -> None:
     """Two threads, images of different sizes, some of them in several requests."""
     parts = [image_part(data_url(encoded(picture(60 + 20 * i, 70, seed=30 + i)))) for i in range(6)]
@@ -198,7 +235,7 @@ def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(
 
 
 def test_a_cancelled_job_is_answered(reader: MediaProcessOnLoop) -> None:
-    async def cancel() -> MediaJobDone | MediaJobFailed:
+    async def cancel() -> MediaJobDone | MediaRemade | MediaJobFailed:
         job = reader.job(video_part(data_url(clip(20), "video/mp4")))
         reader.process.on_message(job)
         reader.process.on_message(CancelMediaJob(job.lease_id))
