@@ -23,7 +23,9 @@ from engine_driver import BLOCK_SIZE, EngineDriver  # type: ignore[import-not-fo
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions, Thinking
 from tandem.runtime.errors import InvalidRequest
+from tandem.vllm_worker.engine import held_requests, step_shares
 from tandem.vllm_worker.engine.vllm_sampling import check_supported
+from tandem.vllm_worker.extensions import prompt_logits
 from tandem.vllm_worker.vllm_host import kv_layout
 
 NUM_TOKENS = 40
@@ -355,6 +357,47 @@ def logprobs(driver: EngineDriver) -> dict[str, dict[str, Any]]:
     return {"alone": alone, "together": together}
 
 
+def prompt_logprobs(driver: EngineDriver) -> dict[str, Any]:
+    """Returns the log-probabilities of a prompt's tokens from whole chunks, and from slices of 16 tokens."""
+    tokens, found = prompt(61, 150), {}
+    for name, num_rows in (("whole", 10**9), ("sliced", 16)):
+        prompt_logits.ROWS_PER_SLICE = num_rows
+        whole = driver.add(tokens, num_prompt_logprobs=3, stop=StopConditions(1))
+        driver.result(whole)
+        found[name] = b"".join(driver.prompt_logprobs[whole]).hex()
+    return found
+
+
+def shares(driver: EngineDriver) -> dict[str, Any]:
+    """Computes prompts whose log-probabilities are wanted, with small limits, and a short one beside them."""
+    for module in (held_requests, step_shares):
+        module.ROWS_PER_PROMPT, module.MAX_CLIENT_ROWS = 8, 16
+    driver.chunks.clear()
+    alone = driver.add(prompt(62, 200), num_prompt_logprobs=1, stop=StopConditions(1))
+    driver.result(alone)
+    largest_alone = max(driver.chunks)
+    wanted = [
+        driver.add(prompt(63 + number, 300), num_prompt_logprobs=1, stop=StopConditions(1)) for number in range(3)
+    ]
+    driver.wait(lambda: wanted[0] in driver.begun)
+    driver.chunks.clear()
+    short = driver.add(prompt(66, 20), stop=StopConditions(1))
+    driver.result(short)
+    has_passed = not set(wanted) & set(driver.endings)
+    largest = max(driver.chunks)
+    for each in wanted:
+        driver.result(each)
+    driver.chunks.clear()
+    driver.run(prompt(67, 200), stop=StopConditions(1))
+    return {
+        "largest_alone": largest_alone,
+        "largest": largest,
+        "has_passed": has_passed,
+        "largest_after": max(driver.chunks),
+        "all_have": all(driver.prompt_logprobs[each] for each in [alone, *wanted]),
+    }
+
+
 def refusals(driver: EngineDriver) -> dict[str, dict[str, str]]:
     """Returns how requests end that are refused, or whose grammar is hostile, and one beside each."""
     found = {}
@@ -386,6 +429,8 @@ def main() -> None:
         "moved": moved(driver),
         "aborts": aborts(driver),
         "logprobs": logprobs(driver),
+        "prompt_logprobs": prompt_logprobs(driver),
+        "shares": shares(driver),
         "supported": supported(),
         "pauses": pauses(driver),
         "grammars": grammars(driver),

@@ -118,6 +118,18 @@ def test_named_tokens_do_not_change_the_logprobs_of_others(found: dict[str, Any]
                 assert [each[1] for each in other[2]] == pytest.approx([each[1] for each in one[2]], abs=1e-4), name
 
 
+def test_slices_of_prompts_have_the_same_logprobs(found: dict[str, Any]) -> None:
+    whole, sliced = found["prompt_logprobs"]["whole"], found["prompt_logprobs"]["sliced"]
+    assert whole and sliced == whole
+
+
+def test_prompts_whose_logprobs_are_wanted_compute_in_short_chunks(found: dict[str, Any]) -> None:
+    shares = found["shares"]
+    assert shares["largest_alone"] == 16, "a step has 64 tokens otherwise"
+    assert shares["largest"] <= 16 + 20 and shares["has_passed"]
+    assert shares["largest_after"] == 64 and shares["all_have"]
+
+
 def test_what_is_refused_ends_one_request_only(found: dict[str, Any]) -> None:
     refusals = {name: each["refused"] for name, each in found["refusals"].items()}
     assert {each["beside"] for each in found["refusals"].values()} == {"length"}
