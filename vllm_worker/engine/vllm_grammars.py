@@ -63,7 +63,7 @@ class VllmGrammars:
         client = client_of(request.cache_salt or "")
         grammar = self._grammars.get(params.structured_outputs.grammar, client, is_optional)
         assert grammar is not None
-        state = grammar.new_state(params.all_stop_token_ids, thinking, is_optional)
+        state = grammar.new_state(params.all_stop_token_ids, thinking, is_optional, client)
         request.structured_output_request.grammar = state
 
     def grammar_bitmask(
