@@ -25,7 +25,7 @@ from tandem.engine.sampling.grammar_messages import CompileGrammar, FillMask, Fi
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.protocol.rank_channel import RankChannel
-from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, first_line
+from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, client_reason
 from tandem.runtime.processes.fork_server import num_data_bytes, why_unsafe_to_fork
 from tandem.runtime.processes.forked_child import fork_child
 from tandem.runtime.processes.lifetime import die_with_parent
@@ -149,7 +149,7 @@ def _error_info(error: BaseException) -> ErrorInfo:
     """Describes an error. Includes llguidance's panics, which are not Exceptions."""
     if isinstance(error, TandemError):
         return ErrorInfo.of(error)
-    return ErrorInfo.of(InternalError(f"the grammar failed: {type(error).__name__}: {first_line(error)}"))
+    return ErrorInfo.of(InternalError(f"the grammar failed: {type(error).__name__}: {client_reason(error)}"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What vLLM's scheduler may put into a step, so that one client's requests do not take all of it.
 
 vLLM computes the requests of a step by priority and age, whatever they cost and whose they are. Here some wait before
-they reach its scheduler (`HeldRequests`), and some that run skip a step: those whose adapter has no turn.
+they reach its scheduler (`HeldRequests`), and some that run skip a step: those whose adapter has no turn, and those
+whose client's grammars have taken too long.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from vllm.v1.request import Request
 
 from tandem.protocol.messages.client_salt import client_of
 from tandem.vllm_worker.engine.held_requests import MAX_CLIENT_ROWS, ROWS_PER_PROMPT, HeldRequests, Share
+from tandem.vllm_worker.engine.vllm_grammars import VllmGrammars
 from tandem.vllm_worker.engine.vllm_sampling import wants_prompt_logprobs
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest
 
@@ -21,11 +23,12 @@ Held = tuple[AddRequest, list[bytes]]
 
 
 class StepShares:
-    """Of the engine's thread. waiting: requests that have begun and wait for their grammars."""
+    """Of the engine's thread. waiting: requests that have begun and wait for their grammars to compile."""
 
-    def __init__(self, scheduler: Any, waiting: Mapping[str, Request]) -> None:
+    def __init__(self, scheduler: Any, waiting: Mapping[str, Request], grammars: VllmGrammars) -> None:
         self._scheduler = scheduler
         self._waiting = waiting
+        self._grammars = grammars
         lora_config = scheduler.lora_config
         self._held: HeldRequests[Held] = HeldRequests(lora_config.max_loras if lora_config is not None else 1)
         self._clients: dict[str, str] = {}  # of requests in vLLM's scheduler with an adapter or prompt logprobs
@@ -58,7 +61,9 @@ class StepShares:
         self._held.forget(engine_id)
 
     def take(self, now: float) -> list[Held]:
-        """Returns orders to carry out before the next step, and lets requests skip it whose adapter has no turn."""
+        """Returns orders to carry out before the next step, and lets requests skip it."""
+        for request in self._grammars.too_slow_now(now, self._scheduler.running):
+            self._skip_step(request)
         if not self._held and not self._clients:
             return []
         found = {each: self._scheduler.requests.get(each) or self._waiting.get(each) for each in self._clients}
@@ -71,13 +76,15 @@ class StepShares:
         for engine_id, request in active.items():
             adapter = shares[engine_id].adapter
             if adapter is not None and adapter not in self._held.adapters:
-                # vLLM counts a step before it looks at the requests.
-                request.next_decode_eligible_step = self._scheduler.current_step + 2
+                self._skip_step(request)
         has_rows = any(share.num_rows for share in shares.values()) or any(
             wants_prompt_logprobs(order.message, order.number, order.num_generated) for order, _ in taken
         )
         self._limit_chunks(has_rows, len(taken))
         return taken
+
+    def _skip_step(self, request: Request) -> None:
+        request.next_decode_eligible_step = self._scheduler.current_step + 2  # it counts before it looks at requests
 
     def _share(self, engine_id: str, request: Request) -> Share:
         lora, params = request.lora_request, request.sampling_params

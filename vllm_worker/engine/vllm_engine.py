@@ -178,10 +178,10 @@ class VllmEngine:
         self._kv = self._open_kv(vllm_config, self._core.collective_rpc)
         self._scheduler: Any = self._core.scheduler
         self._loras = Loras(self._core)
-        self._shares = StepShares(self._scheduler, self._waiting)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         grammars = VllmGrammars(self._arguments.model, self._vocab_size, lambda: self._orders.put(_wake))
         self._grammars = self._core.structured_output_manager = self._scheduler.structured_output_manager = grammars
+        self._shares = StepShares(self._scheduler, self._waiting, grammars)
         self._events = self._scheduler.kv_event_publisher = CollectedEvents()
         self._block_size = vllm_config.cache_config.block_size
         self._connector: TandemConnector = self._scheduler.connector

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,34 @@ def prompt_logprobs(driver: EngineDriver) -> dict[str, Any]:
     return found
 
 
+class EveryThirdStep:
+    """Budgets that let masks be computed in every third step only."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def begin_step(self, now: float, clients: Collection[str], is_shared: bool) -> dict[str, float]:
+        self.num_steps += 1
+        return dict.fromkeys(clients, 0.0 if self.num_steps % 3 else 1.0)
+
+    def spend(self, cpu_s: dict[str, float]) -> None: ...
+
+
+def skipped(driver: EngineDriver) -> list[dict[str, Any]]:
+    """Computes sequences whose grammars may step rarely, beside one without, and the same without limits."""
+    grammars = driver.engine._grammars
+    own, found = grammars._budgets, []
+    sampling = SamplingParams(seed=7, grammar=ARRAY, frequency_penalty=0.5)
+    cases = [(sampling, 20), (msgspec.structs.replace(sampling, seed=8), 150), (SamplingParams(seed=9), 30)]
+    whole = [driver.run(prompt(90 + number, size), sampling=each) for number, (each, size) in enumerate(cases)]
+    grammars._budgets = rare = EveryThirdStep()
+    ids = [driver.add(prompt(90 + number, size), sampling=each) for number, (each, size) in enumerate(cases)]
+    for tokens, engine_id in zip(whole, ids, strict=True):
+        found.append({"whole": tokens, "skipped": driver.result(engine_id)})
+    grammars._budgets = own
+    return [*found, {"num_steps": rare.num_steps}]
+
+
 def shares(driver: EngineDriver) -> dict[str, Any]:
     """Computes prompts whose log-probabilities are wanted, with small limits, and a short one beside them."""
     for module in (held_requests, step_shares):
@@ -431,6 +460,7 @@ def main() -> None:
         "logprobs": logprobs(driver),
         "prompt_logprobs": prompt_logprobs(driver),
         "shares": shares(driver),
+        "skipped": skipped(driver),
         "supported": supported(),
         "pauses": pauses(driver),
         "grammars": grammars(driver),

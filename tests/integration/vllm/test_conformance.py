@@ -130,6 +130,13 @@ def test_prompts_whose_logprobs_are_wanted_compute_in_short_chunks(found: dict[s
     assert shares["largest_after"] == 64 and shares["all_have"]
 
 
+def test_sequences_that_skip_steps_get_the_same_tokens(found: dict[str, Any]) -> None:
+    *cases, counted = found["skipped"]
+    for case in cases:
+        assert case["skipped"] == case["whole"]
+    assert counted["num_steps"] > 3 * 35, "each had to wait for every third step"
+
+
 def test_what_is_refused_ends_one_request_only(found: dict[str, Any]) -> None:
     refusals = {name: each["refused"] for name, each in found["refusals"].items()}
     assert {each["beside"] for each in found["refusals"].values()} == {"length"}
