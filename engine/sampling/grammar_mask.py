@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -154,7 +154,7 @@ def compute_masks(
     found: list[bytes] = []
     mask_row_of: dict[int, int] = {}
     errors: dict[int, ErrorInfo] = {}
-    cpu_s: Counter[str] = Counter()
+    cpu_s: defaultdict[str, float] = defaultdict(float)
     for key, grammar in grammars.items():
         of_grammar = requests[key]
         if key in failed:

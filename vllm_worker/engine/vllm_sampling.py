@@ -38,8 +38,12 @@ def wants_prompt_logprobs(message: PromptMessage, number: int, num_generated: in
 
     vLLM's engine ends if a chunk ends between the prompt and generated tokens.
     """
-    is_first = isinstance(message, StartPrefill) and not number and not num_generated
-    return is_first and message.num_prompt_logprobs is not None
+    return _num_prompt_logprobs(message, number, num_generated) is not None
+
+
+def _num_prompt_logprobs(message: PromptMessage, number: int, num_generated: int) -> int | None:
+    is_first = not number and not num_generated
+    return message.num_prompt_logprobs if isinstance(message, StartPrefill) and is_first else None
 
 
 def vllm_sampling(
@@ -66,9 +70,7 @@ def vllm_sampling(
     allowed, named, stop_token_ids = map(
         known, (given.allowed_token_ids, given.logprob_token_ids, sorted(message.stop.stop_token_ids))
     )
-    num_prompt_logprobs = None
-    if wants_prompt_logprobs(message, number, len(generated)):
-        num_prompt_logprobs = limited(message.num_prompt_logprobs)
+    num_prompt_logprobs = limited(_num_prompt_logprobs(message, number, len(generated)))
     if given.allowed_token_ids and not allowed:
         raise InvalidRequest(f"allowed_token_ids has no token id below {vocab_size}")
     bias = {token_id: bias for token_id, bias in given.logit_bias if token_id < vocab_size}

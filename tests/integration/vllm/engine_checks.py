@@ -400,7 +400,7 @@ def skipped(driver: EngineDriver) -> list[dict[str, Any]]:
 def shares(driver: EngineDriver) -> dict[str, Any]:
     """Computes prompts whose log-probabilities are wanted, with small limits, and a short one beside them."""
     for module in (held_requests, step_shares):
-        module.ROWS_PER_PROMPT, module.MAX_CLIENT_ROWS = 8, 16
+        vars(module).update(ROWS_PER_PROMPT=8, MAX_CLIENT_ROWS=16)
     driver.chunks.clear()
     alone = driver.add(prompt(62, 200), num_prompt_logprobs=1, stop=StopConditions(1))
     driver.result(alone)

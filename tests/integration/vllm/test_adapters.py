@@ -95,7 +95,7 @@ def complete(
     return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120, headers=headers)
 
 
-def tokens(cluster: Cluster, model: str, **fields: str) -> list[int]:
+def tokens(cluster: Cluster, model: str, **fields: Any) -> list[int]:
     answer = complete(cluster, model, **fields)
     assert answer.status_code == 200, answer.text
     token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
