@@ -427,6 +427,21 @@ def shares(driver: EngineDriver) -> dict[str, Any]:
     }
 
 
+def tables() -> dict[str, int]:
+    """Returns the sizes that vLLM's second model runner has, which no CPU uses."""
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample import logit_bias, prompt_logprob
+
+    return {
+        "MAX_ALLOWED_TOKENS": logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS,
+        "MAX_BIASED_TOKENS": logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS,
+        "MAX_STOP_TOKENS": logit_bias.MAX_NUM_STOP_TOKEN_IDS,
+        "MAX_BAD_WORDS": envs.VLLM_MAX_NUM_BAD_WORDS,
+        "MAX_BAD_WORD_TOKENS": envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS,
+        "rows of logits": prompt_logprob.CHUNK_SIZE,
+    }
+
+
 def refusals(driver: EngineDriver) -> dict[str, dict[str, str]]:
     """Returns how requests end that are refused, or whose grammar is hostile, and one beside each."""
     found = {}
@@ -461,6 +476,7 @@ def main() -> None:
         "prompt_logprobs": prompt_logprobs(driver),
         "shares": shares(driver),
         "skipped": skipped(driver),
+        "tables": tables(),
         "supported": supported(),
         "pauses": pauses(driver),
         "grammars": grammars(driver),

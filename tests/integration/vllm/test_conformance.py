@@ -17,6 +17,7 @@ from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 from tandem.runtime.errors import KVLayoutMismatch
+from tandem.vllm_worker.engine import sampling_limits
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 from tests.support.vllm_clusters import TESTED_VERSION, run_with_vllm
 
@@ -135,6 +136,13 @@ def test_sequences_that_skip_steps_get_the_same_tokens(found: dict[str, Any]) ->
     for case in cases:
         assert case["skipped"] == case["whole"]
     assert counted["num_steps"] > 3 * 35, "each had to wait for every third step"
+
+
+def test_no_list_exceeds_the_tables_of_the_second_model_runner(found: dict[str, Any]) -> None:
+    """A longer one ends the engine. The runner also takes slices of a prompt's logits, which the worker shortens."""
+    tables = dict(found["tables"])
+    assert tables.pop("rows of logits") >= 256
+    assert tables == {name: getattr(sampling_limits, name) for name in tables}
 
 
 def test_what_is_refused_ends_one_request_only(found: dict[str, Any]) -> None:
