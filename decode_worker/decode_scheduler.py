@@ -250,8 +250,13 @@ class DecodeScheduler:
             if sequence.ended:
                 self.running.release(sequence)
                 continue
+            if sequence.is_void:
+                continue
             if output.error is not None:
                 freed += self._end(sequence, output.error.to_error())
+                continue
+            if output.is_late:
+                sequence.num_void_steps = sequence.num_steps
                 continue
             (token,) = output.tokens
             block_hash = sequence.on_token(token.token_id, self.blocks.block_size)

@@ -162,6 +162,8 @@ class RunningBatch:
         step = self.steps.popleft()
         for sequence in step.sequences:
             sequence.num_steps -= 1
+            sequence.is_void = sequence.num_void_steps > 0
+            sequence.num_void_steps -= sequence.is_void
         self._blocks.release(step.copied_from)
         return step.sequences
 

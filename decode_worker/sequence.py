@@ -10,6 +10,7 @@ import msgspec
 from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
+from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, token_array, unpack_token_ids
@@ -83,7 +84,12 @@ class DecodePrompt:
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             state = None
             if grammar is not None:
-                state = grammar.new_state(request.stop.stop_token_ids, sampling.thinking, sampling.is_grammar_optional)
+                state = grammar.new_state(
+                    request.stop.stop_token_ids,
+                    sampling.thinking,
+                    sampling.is_grammar_optional,
+                    client_of(request.cache_salt),
+                )
             prompt.sequences[attempt_id] = DecodeSequence(prompt, attempt_id, (number, index), sampling, state)
         return prompt
 
@@ -120,6 +126,10 @@ class DecodeSequence:
     """A held block that the next step copies to the sequence's own last block (copy on write)."""
     num_steps: int = 0
     """Steps in flight that use its blocks. Each but the first was scheduled before the last token was known."""
+    num_void_steps: int = 0
+    """Steps in flight that follow one without a token, because its grammar's mask was late."""
+    is_void: bool = False
+    """Whether its step that has just ended was one of those."""
     ended: bool = False
     joined_at: float = 0.0
     """Time when its KV was complete."""
@@ -134,8 +144,9 @@ class DecodeSequence:
 
     @property
     def may_step(self) -> bool:
-        """Whether its grammar is compiled and its adapter loaded."""
-        return all(each is None or each.is_ready for each in (self.grammar, self.prompt.adapter))
+        """Whether its grammar is compiled, its adapter loaded, and its newest token is or will be known."""
+        is_ready = all(each is None or each.is_ready for each in (self.grammar, self.prompt.adapter))
+        return is_ready and not self.num_void_steps
 
     @property
     def needs_tokens(self) -> bool:

@@ -77,5 +77,7 @@ class ItemOutput(msgspec.Struct, frozen=True):
     """One for each target token."""
     error: ErrorInfo | None = None
     """Failure of the grammar, the media or the adapter; then the tokens are meaningless."""
+    is_late: bool = False
+    """Whether the grammar's mask was not computed in time: the tokens are meaningless, and are sampled again later."""
     pooled: bytes | None = None
     """float32 values, packed."""

@@ -181,12 +181,13 @@ class ModelRunner:
                 )
                 for number, item in enumerate(items)
             ]
-            return with_errors(made, mask.errors) if mask is not None and mask.errors else made
+            return with_outcomes(made, mask) if mask is not None and (mask.errors or mask.late) else made
 
         return sample
 
     def _begin_sampling(self, items: list[BatchItem], samples: list[Sample]) -> _BegunSampling:
-        masking = self._grammar_masks.start(samples)
+        is_shared = any(sample.grammar is None for sample in samples) or not all(item.samples for item in items)
+        masking = self._grammar_masks.start(samples, is_shared)
         positions = [item.start + len(item.token_ids) for item in items for _ in item.samples]
         return _BegunSampling(SamplingStep(samples, positions, self._vocab_size), masking)
 
@@ -329,12 +330,13 @@ def _attachment_error(item: BatchItem) -> ErrorInfo | None:
     return item.adapter.error if item.adapter is not None else None
 
 
-def with_errors(outputs: list[ItemOutput], errors: dict[int, ErrorInfo]) -> list[ItemOutput]:
-    """Attaches errors to outputs. errors: by sample index over all items; samples of one item share their grammar."""
+def with_outcomes(outputs: list[ItemOutput], mask: StepMask) -> list[ItemOutput]:
+    """Notes in the outputs which grammars have failed or were late. Samples of one item share their grammar's state."""
     merged = []
     first = 0
     for output in outputs:
-        error = errors.get(first) if output.tokens else None
-        merged.append(output if error is None else msgspec.structs.replace(output, error=error))
+        if output.tokens and (first in mask.errors or first in mask.late):
+            output = msgspec.structs.replace(output, error=mask.errors.get(first), is_late=first in mask.late)
+        merged.append(output)
         first += len(output.tokens)
     return merged

@@ -258,7 +258,8 @@ class PrefillScheduler:
         step = self._end_step()
         for (prompt, num_tokens), output in zip(step.chunks, results, strict=True):
             if output.error is None:
-                prompt.num_computed_tokens += num_tokens
+                # Without a first token, the last one of the prompt is computed again.
+                prompt.num_computed_tokens += num_tokens - output.is_late
             if prompt.is_computed or prompt.ended:
                 self.prompts.computing.pop(prompt.number, None)
             if prompt.ended:

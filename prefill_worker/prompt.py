@@ -16,6 +16,7 @@ from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
+from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.sampling import SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
@@ -77,7 +78,12 @@ class PrefillPrompt:
         token_ids = unpack_token_ids(request.token_ids)
         sampling, state = request.sampling, None
         if grammar is not None:
-            state = grammar.new_state(request.stop.stop_token_ids, sampling.thinking, sampling.is_grammar_optional)
+            state = grammar.new_state(
+                request.stop.stop_token_ids,
+                sampling.thinking,
+                sampling.is_grammar_optional,
+                client_of(request.cache_salt),
+            )
         samples = _first_samples(request, token_ids, state) if request.pooling is None else []
         open_ids = set(request.attempt_ids)
         return cls(

@@ -12,6 +12,10 @@ from tandem.prefill_worker.prompt import PrefillPrompt
 
 AGING_S = 2.0
 """Waiting this long outweighs one level of priority, so that no priority starves."""
+MAX_LOGPROB_TOKENS = 512
+"""Tokens in a step of prompts whose log-probabilities are wanted. Each costs a row of logits, and work on the host."""
+MAX_PROMPT_LOGPROB_TOKENS = 256
+"""Of one prompt, so that long prompts leave room for others."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +51,25 @@ def plan_step(
 
     The prompt that is first by priority and age gets half of the step's tokens. The rest goes by priority, then to the
     prompts with the fewest tokens left. So short prompts pass long ones, but cannot starve them. Encoding one
-    placeholder of an image counts as one token. An image above the budget is encoded in a step that it begins.
+    placeholder of an image counts as one token. An image above the budget is encoded in a step that it begins. Prompts
+    whose log-probabilities are wanted have short chunks, because a step with their logits takes several times as long.
     """
     if not candidates:
         return PrefillStep()
     budget = max_tokens
     first = min(candidates, key=lambda p: (p.arrived_at + AGING_S * p.request.priority, p.number))
     by_turn = sorted(candidates, key=lambda p: (p.request.priority, p.num_remaining_tokens, p.number))
+    logprob_budget = MAX_LOGPROB_TOKENS
     shares: dict[int, int] = {}
     units: dict[int, list[EncodeUnit]] = defaultdict(list)
     for prompt, limit in [(first, budget - budget // 2), *((p, budget) for p in by_turn)]:
         if budget <= 0:
             break
+        wants_logprobs = prompt.request.num_prompt_logprobs is not None
+        if wants_logprobs:
+            limit = min(limit, logprob_budget, MAX_PROMPT_LOGPROB_TOKENS - shares.get(prompt.number, 0))
+            if limit <= 0:
+                continue
         if not prompt.has_begun and not begin(prompt, prompt is first):
             continue
         number, planned = prompt.number, shares.get(prompt.number, 0)
@@ -67,6 +78,7 @@ def plan_step(
         shares[number] = planned + share
         units[number] += new_units
         budget -= share + cost
+        logprob_budget -= share if wants_logprobs else 0
     in_order = sorted(candidates, key=lambda p: p.number)
     return PrefillStep(
         [(p, shares[p.number]) for p in in_order if shares.get(p.number)],

@@ -15,11 +15,13 @@
     ConfigError         the operator's configuration cannot work (never sent over a socket)
     InternalError       a defect in Tandem
 
-Only `proxy` maps these to HTTP status codes.
+Only `proxy` maps these to HTTP status codes. Answers to clients have `for_client` in place of the message, which names
+no file or folder of the server; logs have the message.
 """
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import msgspec
@@ -35,9 +37,24 @@ class TandemError(Exception):
         self.message = message
         self.param = param
 
+    @property
+    def for_client(self) -> str:
+        """The message without files and folders of the server."""
+        return without_paths(self.message)
+
 
 class InvalidRequest(TandemError):
+    """The request can never succeed as it is.
+
+    The message may quote what the client has sent, which may look like a path. So text of other libraries' exceptions
+    is put into it by `client_reason` only.
+    """
+
     code = "invalid_request"
+
+    @property
+    def for_client(self) -> str:
+        return self.message
 
 
 class Overloaded(TandemError):
@@ -137,3 +154,23 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, KeyError) and error.args:
         return f"{kind}: {lines[0]}"
     return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+
+
+_A_FILE = "(a file of the server)"
+_PATHS = re.compile(
+    r"""(?P<quote>["'`])(?:file:/*)?[~.]{0,2}/[^"'`\n]*(?P=quote)"""  # quoted, so it may have spaces
+    r"""|(?<![\w./:~<-])(?:file:/*)?(?:~|\.{1,2})?/[^\s"'`,;:()\[\]<>]+"""
+)
+"""Absolute paths, and relative ones that say so. A slash within a word, as in a URL or in tokens/s, begins none."""
+
+
+def without_paths(text: str) -> str:
+    """Returns a text in which no path of a file or folder is left."""
+    return _PATHS.sub(_A_FILE, text)
+
+
+def client_reason(error: BaseException) -> str:
+    """Returns why another library's call failed, for a message that a client gets: `first_line` without paths."""
+    if isinstance(error, OSError) and error.strerror:
+        return without_paths(error.strerror)
+    return without_paths(first_line(error))

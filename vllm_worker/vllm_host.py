@@ -17,7 +17,7 @@ from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.host import host_id
 from tandem.runtime.processes.exits import WatchExit, watch_exit
-from tandem.vllm_worker.engine.loras import MAX_LOADED_ADAPTERS
+from tandem.vllm_worker.engine.loras import MAX_LOADED_ADAPTERS, MAX_STEP_ADAPTERS
 from tandem.vllm_worker.extensions.kv_ranks import RankFacts
 from tandem.vllm_worker.extensions.worker_extension import EXTENSION
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig
@@ -36,7 +36,8 @@ def engine_arguments(config: VllmEngineConfig, max_lora_rank: int) -> EngineArgs
     on_cpu = config.device == "cpu"
     more: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False} if on_cpu else {}
     if max_lora_rank:
-        more |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_cpu_loras": MAX_LOADED_ADAPTERS}
+        more |= {"enable_lora": True, "max_lora_rank": max_lora_rank}
+        more |= {"max_loras": MAX_STEP_ADAPTERS, "max_cpu_loras": MAX_LOADED_ADAPTERS}
     return EngineArgs(
         model=config.model,
         dtype=config.dtype,

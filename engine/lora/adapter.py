@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 
+CANNOT_LOAD = "A worker cannot load this LoRA adapter; its log says why."
+"""What clients are told. The reason names files and folders."""
+
+
 @dataclass(frozen=True)
 class AdapterWeights:
     """Matrices of one adapter, by the name of the layer: A [rank, inputs], B [outputs, rank] times the scaling."""
@@ -39,7 +43,7 @@ class Adapter:
         if error is None:
             return None
         kind = InvalidRequest if isinstance(error, InvalidAdapter) else InternalError
-        return ErrorInfo.of(kind("A worker cannot load this LoRA adapter; its log says why.", "model"))
+        return ErrorInfo.of(kind(CANNOT_LOAD, "model"))
 
     @property
     def weights(self) -> AdapterWeights:

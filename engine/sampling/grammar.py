@@ -27,6 +27,8 @@ TOO_SLOW = InvalidRequest(
     "the grammar is too complex: finding the tokens that may follow took too long, or failed. Make it less ambiguous: "
     "write one repetition instead of many optional parts, and left recursion instead of right recursion"
 )
+_UNKNOWN_MASK_S = 0.005
+"""Expected of the first mask of a grammar. One of a common schema takes under a millisecond."""
 LOST = InternalError("the process that computed this grammar's masks was lost; try again")
 
 
@@ -42,8 +44,8 @@ class GrammarState:
     """One sequence's state in its grammar. stop_token_ids: allowed only where the grammar may end.
 
     thinking: the grammar applies after it; thinking itself is free but for stop_token_ids. is_optional: the sequence
-    goes on without the grammar when it fails. Everything but `is_ready`, `grammar` and `is_optional` belongs to the
-    thread that computes masks.
+    goes on without the grammar when it fails. client: whose sequence it is. Everything but `is_ready`, `grammar`,
+    `is_optional` and `client` belongs to the thread that computes masks.
     """
 
     _ids = itertools.count()
@@ -54,10 +56,15 @@ class GrammarState:
         stop_token_ids: Collection[int],
         thinking: Thinking | None = None,
         is_optional: bool = False,
+        client: str = "",
     ) -> None:
         self.grammar = grammar
         self.is_optional = is_optional
+        self.client = client
         self.has_failed = False
+        self.num_late = 0
+        """Steps that it has skipped since its last mask."""
+        self._mask_s: float | None = None
         self._new = NewState(list(stop_token_ids), thinking)
         self._id = next(self._ids)
         self._num_sent = 0
@@ -67,6 +74,16 @@ class GrammarState:
     @property
     def is_ready(self) -> bool:
         return self.grammar.is_compiled
+
+    @property
+    def expected_s(self) -> float:
+        """Processor time that its next mask is expected to take: that of its last one, or of one of its grammar."""
+        return self._mask_s if self._mask_s is not None else self.grammar.mask_s
+
+    def on_mask(self, mask: Mask) -> None:
+        self.num_late = self.num_late + 1 if mask.is_late else 0
+        if not mask.is_late:
+            self._mask_s = self.grammar.mask_s = mask.cpu_s
 
     def give_up(self, reason: str) -> None:
         """Stops constraining the sequence. Logs the reason, once for each grammar."""
@@ -89,8 +106,10 @@ class GrammarState:
 class MaskProcess(Protocol):
     """Computes a grammar's masks (`grammars.GrammarProcess`)."""
 
-    def send(self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float) -> None:
-        """Asks for masks. Raises InvalidRequest, InternalError."""
+    def send(
+        self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float, budget_s: float
+    ) -> None:
+        """Asks for masks. budget_s: see `FillMasks`. Raises InvalidRequest, InternalError."""
 
     def receive(self, timeout_s: float) -> Mask | None:
         """Returns the next mask; None if the process has ended, or if the time is up."""
@@ -105,6 +124,8 @@ class Grammar:
     def __init__(self, compiled: Future[MaskProcess], client: str = "") -> None:
         self._compiled = compiled
         self.client = client
+        self.mask_s = _UNKNOWN_MASK_S
+        """Processor time of its last mask."""
         self.ended_state_ids: deque[int] = deque()
         self.is_reported = False  # its failure, in the log
 
@@ -121,9 +142,13 @@ class Grammar:
         return cls(compiled)
 
     def new_state(
-        self, stop_token_ids: Collection[int], thinking: Thinking | None = None, is_optional: bool = False
+        self,
+        stop_token_ids: Collection[int],
+        thinking: Thinking | None = None,
+        is_optional: bool = False,
+        client: str = "",
     ) -> GrammarState:
-        return GrammarState(self, stop_token_ids, thinking, is_optional)
+        return GrammarState(self, stop_token_ids, thinking, is_optional, client)
 
     def process(self) -> MaskProcess:
         """Waits for the compilation. Raises InvalidRequest if it failed."""
@@ -132,13 +157,16 @@ class Grammar:
             raise copy_of(error)
         return self._compiled.result()
 
-    def send(self, requests: Sequence[MaskRequest], deadline: float) -> None:
-        """Asks for masks of its states. deadline: by `time.monotonic`. Raises InvalidRequest, InternalError."""
-        ended = [self.ended_state_ids.popleft() for _ in range(len(self.ended_state_ids))]
-        self.process().send(requests, ended, deadline - time.monotonic())
+    def send(self, requests: Sequence[MaskRequest], deadline: float, budget_s: float) -> None:
+        """Asks for masks of its states. deadline: by `time.monotonic`. budget_s: see `FillMasks`.
 
-    def receive(self, requests: Sequence[MaskRequest], deadline: float) -> list[Mask]:
-        """Returns the masks that `send` asked for, each with bits or an error.
+        Raises InvalidRequest, InternalError.
+        """
+        ended = [self.ended_state_ids.popleft() for _ in range(len(self.ended_state_ids))]
+        self.process().send(requests, ended, deadline - time.monotonic(), budget_s)
+
+    def receive(self, requests: Sequence[MaskRequest], deadline: float, budget_s: float) -> list[Mask]:
+        """Returns the masks that `send` asked for, each with bits or an error, or late.
 
         A process that ends or is late fails the sequence whose mask it computed. Others get theirs from a new process,
         once; then the rest fail.
@@ -155,15 +183,17 @@ class Grammar:
             masks.append(Mask(error=ErrorInfo.of(TOO_SLOW)))
             rest = requests[len(masks) :]
             if rest:
-                error = LOST if has_restarted else self._restart(process, rest, deadline)
+                error = LOST if has_restarted else self._restart(process, rest, deadline, budget_s)
                 has_restarted = True
                 if error is not None:
                     masks += [Mask(error=ErrorInfo.of(error))] * len(rest)
         return masks
 
-    def _restart(self, process: MaskProcess, requests: Sequence[MaskRequest], deadline: float) -> TandemError | None:
+    def _restart(
+        self, process: MaskProcess, requests: Sequence[MaskRequest], deadline: float, budget_s: float
+    ) -> TandemError | None:
         try:
-            process.send(requests, [], deadline - time.monotonic())
+            process.send(requests, [], deadline - time.monotonic(), budget_s)
         except (TandemError, OSError) as error:
             return error if isinstance(error, InternalError) else LOST
         return None

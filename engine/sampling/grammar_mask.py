@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -15,8 +16,9 @@ import torch
 
 from tandem.engine.batch import Sample
 from tandem.engine.cuda.streams import Array, upload
-from tandem.engine.sampling.grammar import MASKS_TIMEOUT_S, Grammar, MaskRequest
+from tandem.engine.sampling.grammar import MASKS_TIMEOUT_S, MaskRequest
 from tandem.engine.sampling.grammar_messages import Mask
+from tandem.engine.sampling.mask_budgets import UNLIMITED_S, MaskBudgets, fitting
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError
 from tandem.runtime.threads import show_thread_name
 
@@ -35,6 +37,10 @@ class StepMask:
     """uint8 [num_masks, 4 * num_words], one bit per token."""
     errors: dict[int, ErrorInfo]
     """Errors by row of the logits; such rows are not masked."""
+    late: frozenset[int] = frozenset()
+    """Rows that skip the step: their masks are not computed yet."""
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    """Processor time of the masks of each client."""
     banned: dict[int, Collection[int]] = field(default_factory=dict)
     """Tokens that rows without a mask must not get, by row: their optional grammars have failed."""
 
@@ -86,23 +92,40 @@ class GrammarMasks:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "grammar-masks", show_thread_name)
+        self._budgets = MaskBudgets()
 
-    def start(self, samples: Sequence[Sample]) -> Future[StepMask] | None:
-        """Starts computing a step's masks. samples: one per row of the logits. None if no row has a grammar."""
+    def start(self, samples: Sequence[Sample], is_shared: bool) -> Future[StepMask] | None:
+        """Starts computing a step's masks. samples: one per row of the logits. None if no row has a grammar.
+
+        is_shared: whether the step also computes what has no grammar.
+        """
         rows = [row for row, sample in enumerate(samples) if sample.grammar is not None]
-        return self._thread.submit(compute_masks, samples, rows) if rows else None
+        return self._thread.submit(self._compute, samples, rows, is_shared) if rows else None
+
+    def _compute(self, samples: Sequence[Sample], rows: list[int], is_shared: bool) -> StepMask:
+        states = (samples[row].grammar for row in rows)
+        clients = {state.client for state in states if state is not None}
+        budgets_s = self._budgets.begin_step(time.monotonic(), clients, is_shared)
+        mask = compute_masks(samples, rows, budgets_s=budgets_s)
+        self._budgets.spend(mask.cpu_s)
+        return mask
 
 
-def compute_masks(samples: Sequence[Sample], rows: list[int], timeout_s: float = MASKS_TIMEOUT_S) -> StepMask:
+def compute_masks(
+    samples: Sequence[Sample],
+    rows: list[int],
+    timeout_s: float = MASKS_TIMEOUT_S,
+    budgets_s: Mapping[str, float] | None = None,
+) -> StepMask:
     """Has the grammars' processes compute the masks of the samples in `rows`, all grammars at the same time.
 
     Sequences that begin together share a state and its mask. timeout_s: for all masks together; sequences whose masks
-    are late get an error. Those whose grammar is optional go on without it instead.
+    do not arrive by then get an error. Those whose grammar is optional go on without it instead. budgets_s: processor
+    time for the masks of each client; rows whose masks do not fit are late. None has no limit.
     """
     deadline = time.monotonic() + timeout_s
     users: dict[int, list[int]] = {}
-    requests: dict[int, dict[int, MaskRequest]] = {}  # by grammar and state
-    grammars: dict[int, Grammar] = {}
+    wanted: dict[int, MaskRequest] = {}  # by state
     free: list[int] = []
     for row in rows:
         sample = samples[row]
@@ -112,27 +135,39 @@ def compute_masks(samples: Sequence[Sample], rows: list[int], timeout_s: float =
             free.append(row)
             continue
         users.setdefault(id(state), []).append(row)
-        grammars[id(state.grammar)] = state.grammar
-        request = MaskRequest(state, sample.output_token_ids, sample.banned_token_ids)
-        requests.setdefault(id(state.grammar), {}).setdefault(id(state), request)
+        wanted.setdefault(id(state), MaskRequest(state, sample.output_token_ids, sample.banned_token_ids))
+    late = {row for key in _take_late(wanted, budgets_s) for row in users[key]}
+    grammars = {id(each.state.grammar): each.state.grammar for each in wanted.values()}
+    requests: dict[int, dict[int, MaskRequest]] = {key: {} for key in grammars}  # by grammar and state
+    limits_s: dict[int, float] = dict.fromkeys(grammars, UNLIMITED_S)
+    for key, request in wanted.items():
+        state = request.state
+        requests[id(state.grammar)][key] = request
+        if budgets_s is not None:
+            limits_s[id(state.grammar)] = min(limits_s[id(state.grammar)], budgets_s[state.client])
     failed: dict[int, ErrorInfo] = {}
     for key, grammar in grammars.items():
         try:
-            grammar.send(list(requests[key].values()), deadline)
+            grammar.send(list(requests[key].values()), deadline, limits_s[key])
         except Exception as error:
             failed[key] = _error_info(error)
     found: list[bytes] = []
     mask_row_of: dict[int, int] = {}
     errors: dict[int, ErrorInfo] = {}
+    cpu_s: defaultdict[str, float] = defaultdict(float)
     for key, grammar in grammars.items():
         of_grammar = requests[key]
         if key in failed:
             masks = [Mask(error=failed[key])] * len(of_grammar)
         else:
-            masks = grammar.receive(list(of_grammar.values()), deadline)
+            masks = grammar.receive(list(of_grammar.values()), deadline, limits_s[key])
         for state_key, mask in zip(of_grammar, masks, strict=True):
             state = of_grammar[state_key].state
-            if mask.error is None:
+            state.on_mask(mask)
+            cpu_s[state.client] += mask.cpu_s
+            if mask.is_late:
+                late.update(users[state_key])
+            elif mask.error is None:
                 mask_row_of |= dict.fromkeys(users[state_key], len(found))
                 found.append(mask.bits)
             elif state.is_optional:
@@ -143,7 +178,25 @@ def compute_masks(samples: Sequence[Sample], rows: list[int], timeout_s: float =
     constrained = [row for row in rows if row in mask_row_of]
     bits = np.frombuffer(bytearray().join(found), np.uint8).reshape(len(found), -1 if found else 0)
     banned = {row: samples[row].banned_token_ids for row in free if samples[row].banned_token_ids}
-    return StepMask(constrained, [mask_row_of[row] for row in constrained], bits, errors, banned)
+    mask_rows = [mask_row_of[row] for row in constrained]
+    return StepMask(constrained, mask_rows, bits, errors, frozenset(late), cpu_s, banned)
+
+
+def _take_late(wanted: dict[int, MaskRequest], budgets_s: Mapping[str, float] | None) -> list[int]:
+    """Takes out of `wanted` what its clients' budgets have no room for, and returns it. What was late goes first."""
+    if budgets_s is None:
+        return []
+    by_client: dict[str, list[int]] = {}
+    for key, request in sorted(wanted.items(), key=lambda each: -each[1].state.num_late):
+        wanted[key] = wanted.pop(key)  # in this order
+        by_client.setdefault(request.state.client, []).append(key)
+    late = []
+    for client, keys in by_client.items():
+        expected_s = [wanted[key].state.expected_s for key in keys]
+        late += keys[fitting(expected_s, budgets_s[client]) :]
+    for key in late:
+        wanted.pop(key).state.on_mask(Mask(is_late=True))
+    return late
 
 
 def _error_info(error: Exception) -> ErrorInfo:

@@ -45,9 +45,15 @@ class FillMasks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tru
     requests: list[FillMask]
     ended_state_ids: list[int]
     """Sequences that need no more masks."""
+    budget_s: float
+    """Processor time after which no further mask is begun: the rest are late."""
 
 
 class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bits: bytes = b""
     """One bit for each token; empty after an error."""
     error: ErrorInfo | None = None
+    cpu_s: float = 0.0
+    """Processor time that it took."""
+    is_late: bool = False
+    """Whether it was not computed, because those before it had used up the budget."""

@@ -25,7 +25,7 @@ from tandem.engine.sampling.grammar_messages import CompileGrammar, FillMask, Fi
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.protocol.rank_channel import RankChannel
-from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, first_line
+from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, client_reason
 from tandem.runtime.processes.fork_server import num_data_bytes, why_unsafe_to_fork
 from tandem.runtime.processes.forked_child import fork_child
 from tandem.runtime.processes.lifetime import die_with_parent
@@ -113,35 +113,43 @@ def _serve(connection: Connection, tokenizer: LLTokenizer) -> None:
         assert isinstance(message, FillMasks)
         for state_id in message.ended_state_ids:
             sequences.pop(state_id, None)
-        for request in message.requests:
-            channel.send(_fill(request, sequences, compiled, tokenizer))
+        ends_at = time.process_time() + message.budget_s
+        for number, request in enumerate(message.requests):
+            _take_in(request, sequences, compiled, tokenizer)
+            is_late = number > 0 and time.process_time() >= ends_at
+            channel.send(Mask(is_late=True) if is_late else _fill(request, sequences[request.state_id]))
 
 
-def _fill(request: FillMask, sequences: dict[int, _Sequence], compiled: LLMatcher, tokenizer: LLTokenizer) -> Mask:
-    """Computes one mask. The kernel ends this process when the sequence's allowance is used up."""
+def _take_in(request: FillMask, sequences: dict[int, _Sequence], compiled: LLMatcher, tokenizer: LLTokenizer) -> None:
+    """Notes the new tokens of a sequence."""
     if (new := request.new_state) is not None:
         matcher = GrammarMatcher(compiled.deep_copy(), tokenizer, new.stop_token_ids, new.thinking)
         sequences[request.state_id] = _Sequence(matcher)
     sequence = sequences[request.state_id]
     sequence.output_token_ids += request.token_ids
-    earned_s = MASK_CPU_S + TOKEN_CPU_S * len(request.token_ids)
-    sequence.allowance_s = min(sequence.allowance_s + earned_s, COMPILE_CPU_S)
+    sequence.allowance_s += TOKEN_CPU_S * len(request.token_ids)
+
+
+def _fill(request: FillMask, sequence: _Sequence) -> Mask:
+    """Computes one mask. The kernel ends this process when the sequence's allowance is used up."""
+    sequence.allowance_s = min(sequence.allowance_s + MASK_CPU_S, COMPILE_CPU_S)
     begun = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, max(MASK_CPU_S, sequence.allowance_s))
     try:
-        return Mask(bytes(sequence.matcher.mask(sequence.output_token_ids, request.banned_token_ids)))
-    except BaseException as error:
-        return Mask(error=_error_info(error))
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sequence.allowance_s = min(MASK_BURST_CPU_S, sequence.allowance_s - (time.process_time() - begun))
+        bits, error = bytes(sequence.matcher.mask(sequence.output_token_ids, request.banned_token_ids)), None
+    except BaseException as failure:
+        bits, error = b"", _error_info(failure)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    cpu_s = time.process_time() - begun
+    sequence.allowance_s = min(MASK_BURST_CPU_S, sequence.allowance_s - cpu_s)
+    return Mask(bits, error, cpu_s)
 
 
 def _error_info(error: BaseException) -> ErrorInfo:
     """Describes an error. Includes llguidance's panics, which are not Exceptions."""
     if isinstance(error, TandemError):
         return ErrorInfo.of(error)
-    return ErrorInfo.of(InternalError(f"the grammar failed: {type(error).__name__}: {first_line(error)}"))
+    return ErrorInfo.of(InternalError(f"the grammar failed: {type(error).__name__}: {client_reason(error)}"))
 
 
 if __name__ == "__main__":

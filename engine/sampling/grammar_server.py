@@ -16,7 +16,7 @@ import msgspec
 from tandem.engine.sampling.grammar_messages import LoadTokenizer, Mask
 from tandem.protocol.codec import Codec
 from tandem.protocol.rank_channel import RankChannel, open_channel
-from tandem.runtime.errors import InternalError, InvalidRequest, first_line
+from tandem.runtime.errors import InternalError, InvalidRequest, client_reason, first_line
 from tandem.runtime.files.tokenizer_files import load_tokenizer
 
 LOAD_TIMEOUT_S = 60.0
@@ -106,7 +106,7 @@ def read_tokenizer(model: str, vocab_size: int) -> LoadTokenizer:
         backend = load_tokenizer(model)
         return LoadTokenizer(backend.backend_tokenizer.to_str().encode(), vocab_size, backend.eos_token_id)
     except Exception as error:
-        raise InvalidRequest(_unusable(first_line(error))) from error
+        raise InvalidRequest(_unusable(client_reason(error))) from error
 
 
 def _unusable(reason: str) -> str:

@@ -51,14 +51,16 @@ class GrammarProcess:
             raise copy_of(_TOO_SLOW_TO_COMPILE) if answer is None else _error_of(answer)
         self.number += 1
 
-    def send(self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float) -> None:
+    def send(
+        self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float, budget_s: float
+    ) -> None:
         """Asks for masks, of a new process if there is none. Raises InvalidRequest, InternalError."""
         if self._channel is None:
             self.start(timeout_s)
         assert self._channel is not None
         fills = [request.state.request(request, self.number) for request in requests]
         try:
-            self._channel.send(FillMasks(fills, ended_state_ids))
+            self._channel.send(FillMasks(fills, ended_state_ids, budget_s))
         except OSError as error:  # it ended since the last step
             self.close()
             raise copy_of(LOST) from error

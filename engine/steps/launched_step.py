@@ -70,15 +70,16 @@ def are_samples_known(items: Sequence[BatchItem]) -> bool:
 def samples_after(items: Sequence[BatchItem], before: Sequence[ItemOutput]) -> list[Sample]:
     """Returns the items' samples, with the tokens of the step before in their histories. before: its outputs.
 
-    A sequence whose grammar has failed in the step before has ended, and asks for no further mask.
+    A sequence whose grammar has failed in the step before has ended, and asks for no further mask. Nor does one whose
+    mask was late: its token is not known, and the scheduler drops what follows it.
     """
-    sampled = [(token.token_id, output.error) for output in before for token in output.tokens]
+    sampled = [(token.token_id, output.error or output.is_late) for output in before for token in output.tokens]
     samples: list[Sample] = []
     for item in items:
         for sample in item.samples:
             if item.follows is not None and sample.params.needs_history:
-                token_id, error = sampled[item.follows]
-                history, grammar = [*sample.output_token_ids, token_id], None if error is not None else sample.grammar
+                token_id, is_void = sampled[item.follows]
+                history, grammar = [*sample.output_token_ids, token_id], None if is_void else sample.grammar
                 sample = msgspec.structs.replace(sample, output_token_ids=history, grammar=grammar)
             samples.append(sample)
     return samples

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tandem.protocol.messages.media import DIGEST_BYTES, MediaItem, MediaTensor, check_segment
-from tandem.runtime.errors import InvalidRequest, Overloaded, WorkerLost
+from tandem.runtime.errors import InvalidRequest, Overloaded, WorkerLost, client_reason
 from tandem.runtime.files.file_limits import out_of_descriptors
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
     except OSError as error:
         if (none_left := out_of_descriptors(error, "images and video in the prefill worker")) is not None:
             raise none_left from error
-        reason = errno.errorcode.get(error.errno or 0, str(error))
+        reason = errno.errorcode.get(error.errno or 0, client_reason(error))
         if error.errno == errno.ENOMEM:
             raise Overloaded("the prefill worker is out of memory for images and video; send fewer") from error
-        raise InvalidRequest(f"the media segment {item.segment} cannot be opened: {reason}") from error
+        raise InvalidRequest(f"the memory of a media item cannot be opened: {reason}") from error
     return {tensor.name: view_tensor(tensor, memory, tensor.offset) for tensor in item.tensors}
 
 
@@ -89,10 +89,10 @@ def _map(item: MediaItem) -> mmap.mmap:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidRequest(f"the media segment {item.segment} is not shared memory")
+            raise InvalidRequest("the memory of a media item is not shared memory")
         check_segment(item, status.st_size)
         if not status.st_size:
-            raise InvalidRequest(f"the media segment {item.segment} is empty")
+            raise InvalidRequest("the memory of a media item is empty")
         memory = mmap.mmap(fd, status.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         if memory[:DIGEST_BYTES] != item.digest:  # the descriptor was reused
             memory.close()

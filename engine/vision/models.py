@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from tandem.engine.vision.media_tensors import check_grid, misfit, numbered
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.protocol.messages.media import MediaItem
-from tandem.runtime.errors import InvalidRequest, first_line
+from tandem.runtime.errors import InvalidRequest, client_reason
 
 FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types that were compared with transformers; unlike for text models, a probe cannot tell."""
@@ -106,7 +106,7 @@ class VisionTower:
             features = self._features[item.kind](**arguments, return_dict=True)
         except Exception as error:
             # The tensors come from the request; only the model's code can validate them.
-            reason = f"{type(error).__name__}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {client_reason(error)}"
             raise InvalidRequest(
                 f"media item {unit.number}: the model cannot encode this {item.kind}: {reason}"
             ) from error
@@ -140,7 +140,7 @@ class VisionTower:
         try:
             positions, deltas = self._rope_index(torch.tensor([media.token_ids]), kinds, **arguments)
         except Exception as error:
-            reason = first_line(error)
+            reason = client_reason(error)
             raise InvalidRequest(f"the media's sizes do not fit their placeholders in the prompt: {reason}") from error
         media.positions = positions[:, 0]
         media.position_offset = int(deltas[0, 0])

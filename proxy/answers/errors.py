@@ -163,7 +163,7 @@ def status_of(error: TandemError) -> int:
 
 
 def error_body(error: TandemError) -> bytes:
-    return _body(status_of(error), error.message, error.param, error.code)
+    return _body(status_of(error), error.for_client, error.param, error.code)
 
 
 def tandem_error_response(request: Request, error: Exception) -> Response:
@@ -198,7 +198,7 @@ def unexpected_error_response(request: Request, error: Exception) -> Response:
 
 def messages_error(error: TandemError, request_id: str | None = None) -> MessagesError:
     """Returns Anthropic's form of an error."""
-    return _messages_error(status_of(error), error.message, request_id)
+    return _messages_error(status_of(error), error.for_client, request_id)
 
 
 def _messages_error(status: int, message: str, request_id: str | None) -> MessagesError:

@@ -243,7 +243,7 @@ class ResponseAnswers(ParsedAnswers):
         code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"] = "server_error"
         if status < 500:
             code = "rate_limit_exceeded" if status == 429 else "invalid_prompt"
-        failure = ResponseFailure(code, error.message)
+        failure = ResponseFailure(code, error.for_client)
         return self._encoded(ResponseFailed(replace(self._object("failed"), error=failure)))
 
     def _hold_shown(self) -> None:

@@ -125,7 +125,7 @@ def check_lines(
             if num_requests > MAX_LINES:
                 raise InvalidRequest(f"The file has more than {MAX_LINES} requests; send several batches.")
         except InvalidRequest as error:
-            errors.append(LineError("invalid_request", error.message, number, error.param))
+            errors.append(LineError("invalid_request", error.for_client, number, error.param))
             if len(errors) == MAX_ERRORS or num_requests > MAX_LINES:
                 break
         else:

@@ -191,7 +191,7 @@ class BatchRun:
         except TimeoutError:
             return _expired(line)
         except InternalError as error:
-            return _not_run(line, error.code, f"{error}; send the request again.")
+            return _not_run(line, error.code, f"{error.for_client}; send the request again.")
         response = LineResponse(status, headers.get("x-request-id", ""), msgspec.Raw(content))
         result = LineResult(new_id("batch_req_"), line.custom_id, response)
         if status not in (*_RETRY_STATUSES, 504):

@@ -134,7 +134,7 @@ class BatchRunner:
                 try:
                     await BatchRun(app, held, self._slots, self._run_threads, partial(self._key, held)).run()
                 except (FileNotFound, NoRoomForResults) as error:  # the client deleted the input, or is at its limit
-                    ended_by = LineError(error.code, error.message)
+                    ended_by = LineError(error.code, error.for_client)
             if held.batch.status != "failed":
                 await finish_on_thread(self._run_threads, partial(held.finalize, ended_by))
             log.info("batch %s: %s", held.batch.id, held.batch.status)

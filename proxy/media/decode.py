@@ -28,7 +28,7 @@ from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.shown_image import as_shown, orientation
 from tandem.proxy.media.source import MediaSource
 from tandem.runtime.cores import num_cores
-from tandem.runtime.errors import first_line
+from tandem.runtime.errors import client_reason
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
@@ -100,7 +100,7 @@ def _opened_image(source: MediaSource, data: bytes, limits: MediaLimits) -> Iter
     except UnidentifiedImageError as error:
         raise source.refused(f"it is not an image of a supported type ({', '.join(IMAGE_FORMATS)})") from error
     except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise source.refused(f"it is damaged or cut short: {first_line(error)[:160]}") from error
+        raise source.refused(f"it is damaged or cut short: {client_reason(error)[:160]}") from error
 
 
 def _check_jpeg(source: MediaSource, data: bytes) -> None:
@@ -257,4 +257,6 @@ def _opened_video(source: MediaSource, data: bytes) -> Iterator[Any]:
     except MemoryError:  # PyAV's own is an FFmpegError too
         raise
     except (av.error.FFmpegError, ValueError, OverflowError) as error:
-        raise source.refused(f"it is not an MP4 or WebM video, or it is damaged: {first_line(error)[:160]}") from error
+        raise source.refused(
+            f"it is not an MP4 or WebM video, or it is damaged: {client_reason(error)[:160]}"
+        ) from error

@@ -26,7 +26,7 @@ from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import MAX_CLIENT_SHARE, MediaSource
-from tandem.runtime.errors import Overloaded, first_line
+from tandem.runtime.errors import Overloaded, client_reason
 from tandem.runtime.files.regular_file import read_regular
 from tandem.runtime.threads import post
 
@@ -152,7 +152,7 @@ class FetchedMedia:
         except RefusedURL as error:
             raise source.refused(str(error)) from error
         except (httpcore.NetworkError, httpcore.ProtocolError, ssl.SSLError, OSError, ValueError) as error:
-            raise source.refused(f"its URL cannot be fetched: {first_line(error)[:_MAX_SHOWN]}") from error
+            raise source.refused(f"its URL cannot be fetched: {client_reason(error)[:_MAX_SHOWN]}") from error
         finally:
             self._release_download(lookups)
 
@@ -244,7 +244,7 @@ def _decode_data_url(source: MediaSource, limits: MediaLimits) -> bytes:
     try:
         decoded = base64.b64decode(data, validate=True) if is_base64 else unquote_to_bytes(data)
     except (binascii.Error, ValueError) as error:
-        raise source.refused(f"its data URL is not valid base64: {error}") from error
+        raise source.refused(f"its data URL is not valid base64: {client_reason(error)}") from error
     _check_num_bytes(source, len(decoded), limits)
     return decoded
 

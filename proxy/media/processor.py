@@ -27,7 +27,7 @@ from tandem.protocol.messages.media import BYTES_PER_ELEMENT, MediaKind, MediaTe
 from tandem.proxy.media.decode import decode_image, decode_video, image_size, sampled, video_info
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import MediaSource
-from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
+from tandem.runtime.errors import ConfigError, InvalidRequest, client_reason, first_line
 from tandem.runtime.files.tokenizer_files import without_length_limits
 
 _IDENTITY_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -228,7 +228,7 @@ def _processor_errors(source: MediaSource) -> Iterator[None]:
     except (ValueError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as error:
         if "can't allocate memory" in str(error):
             raise MemoryError(first_line(error)) from error
-        raise source.refused(f"the model's processor cannot process it: {first_line(error)[:160]}") from error
+        raise source.refused(f"the model's processor cannot process it: {client_reason(error)[:160]}") from error
 
 
 def _with_slack(num_bytes: float) -> int:

@@ -15,6 +15,7 @@ import httpx
 from tests.faults.streams import descendants
 from tests.security.attacker import Attack, Attacker
 from tests.support.cluster import MODEL, Cluster
+from tests.support.hostile_grammars import ambiguous
 
 
 def lark_chain(length: int) -> str:
@@ -65,6 +66,36 @@ def slow_conversions(attacker: Attacker) -> None:
 def ambiguous_grammars(attacker: Attacker) -> None:
     """Grammars for which one mask took seconds, in the step of all."""
     attacker.with_grammars(f'start: {"a? " * number}\na: "a"\n' for number in (5000, 10_000, 20_000, 40_000))
+
+
+def ambiguous_sequences(attacker: Attacker) -> None:
+    """Many sequences of grammars within all limits, each of whose masks takes milliseconds in the step of all."""
+    bodies = [
+        attacker.complete(structured_outputs={"grammar": ambiguous(number)}, n=60, max_tokens=30, ignore_eos=True)
+        for number in (500, 600, 650)
+    ]
+    attacker.send_all("/v1/completions", bodies)
+
+
+def prompt_logprobs(attacker: Attacker) -> None:
+    """Long prompts for each of whose tokens a row of logits is computed."""
+    bodies = [
+        attacker.complete(prompt=[5, number] * 950, prompt_logprobs=20, max_tokens=1, timeout=20) for number in range(8)
+    ]
+    attacker.send_all("/v1/completions", bodies)
+
+
+def long_lists_of_tokens(attacker: Attacker) -> None:
+    """The longest lists of tokens for as many sequences as a request may have."""
+    ids = list(range(3, 2000))
+    lists: list[dict[str, Any]] = [
+        {"allowed_token_ids": ids},
+        {"logit_bias": {str(each): 1.0 for each in ids[:1024]}},
+        {"stop_token_ids": ids[:1024], "min_tokens": 60},
+        {"bad_words": [f"word {number} of many" for number in range(128)]},
+    ]
+    bodies = [attacker.complete(n=60, max_tokens=60, ignore_eos=True, **each) for each in lists]
+    attacker.send_all("/v1/completions", bodies)
 
 
 def stored_ballast(attacker: Attacker) -> None:
@@ -178,6 +209,9 @@ ATTACKS = [
     Attack(stored_ballast),
     Attack(slow_conversions),
     Attack(ambiguous_grammars, max_grown_bytes=1 << 30),  # in processes of their own
+    Attack(ambiguous_sequences, max_grown_bytes=1 << 30),
+    Attack(prompt_logprobs),
+    Attack(long_lists_of_tokens),
     Attack(unread_answers, max_grown_bytes=1664 << 20),
     Attack(many_blocks),
     Attack(wide_beams),

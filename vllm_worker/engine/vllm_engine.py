@@ -28,6 +28,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
 from tandem.engine.steps.step_deadline import StepDeadline
+from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.sampling import FinishReason as SamplingFinish
 from tandem.runtime.errors import InternalError, TandemError, first_line
 from tandem.runtime.threads import show_thread_name
@@ -35,6 +36,7 @@ from tandem.vllm_worker.engine.load_errors import load_error
 from tandem.vllm_worker.engine.loras import Loras
 from tandem.vllm_worker.engine.prefix_events import CollectedEvents, PrefixEvents
 from tandem.vllm_worker.engine.step_pause import StepPause
+from tandem.vllm_worker.engine.step_shares import StepShares
 from tandem.vllm_worker.engine.vllm_grammars import VllmGrammars
 from tandem.vllm_worker.engine.vllm_sampling import prompt_logprobs, sampled_tokens, vllm_sampling
 from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankKV
@@ -172,12 +174,14 @@ class VllmEngine:
         vllm_config = self._arguments.create_engine_config()
         self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._core.collective_rpc("keep_generated_tokens")
+        self._core.collective_rpc("slice_prompt_logits")
         self._kv = self._open_kv(vllm_config, self._core.collective_rpc)
         self._scheduler: Any = self._core.scheduler
         self._loras = Loras(self._core)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         grammars = VllmGrammars(self._arguments.model, self._vocab_size, lambda: self._orders.put(_wake))
         self._grammars = self._core.structured_output_manager = self._scheduler.structured_output_manager = grammars
+        self._shares = StepShares(self._scheduler, self._waiting, grammars)
         self._events = self._scheduler.kv_event_publisher = CollectedEvents()
         self._block_size = vllm_config.cache_config.block_size
         self._connector: TandemConnector = self._scheduler.connector
@@ -187,7 +191,7 @@ class VllmEngine:
 
         Returns False at the end.
         """
-        is_idle = not self._scheduler.has_requests() and not self._waiting
+        is_idle = not self._scheduler.has_requests() and not self._waiting and not self._shares.num_held
         timeout_s = None if is_idle else self._pause.pause_s
         while True:
             try:
@@ -203,6 +207,8 @@ class VllmEngine:
                 is_idle, self._ended_at = False, None
 
     def _step(self) -> None:
+        for order, hashes in self._shares.take(time.monotonic()):
+            self._add_now(order, hashes)
         self._add_compiled()
         started_at = time.monotonic()
         outputs, has_computed = self._core.step_fn()
@@ -297,7 +303,7 @@ class VllmEngine:
         num_free = pool.get_num_free_blocks()
         return EngineFigures(
             num_running,
-            num_waiting + len(self._waiting),
+            num_waiting + len(self._waiting) + self._shares.num_held,
             pool.num_gpu_blocks - 1,  # one block is vLLM's null block
             num_free,
             min(num_free, self._prefixes.num_cached),
@@ -307,6 +313,10 @@ class VllmEngine:
     # ---- orders, on the engine's thread
 
     def _add(self, order: AddRequest, hashes: list[bytes]) -> None:
+        if not self._shares.must_wait(order, hashes):
+            self._add_now(order, hashes)
+
+    def _add_now(self, order: AddRequest, hashes: list[bytes]) -> None:
         try:
             added = self._new_request(order)
         except TandemError as error:
@@ -339,7 +349,9 @@ class VllmEngine:
                 pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=self._loras.request(
-                    message.adapter, itertools.chain(self._scheduler.requests.values(), self._waiting.values())
+                    message.adapter,
+                    client_of(message.cache_salt),
+                    itertools.chain(self._scheduler.requests.values(), self._waiting.values()),
                 ),
                 cache_salt=message.cache_salt or None,
                 data_parallel_rank=None,
@@ -372,6 +384,7 @@ class VllmEngine:
 
     def _abort(self, engine_ids: list[str]) -> None:
         for engine_id in engine_ids:
+            self._shares.forget(engine_id)
             self._waiting.pop(engine_id, None)
             self._progress.pop(engine_id, None)
             self._grammars.take_error(engine_id)

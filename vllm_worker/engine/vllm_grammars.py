@@ -2,11 +2,14 @@
 
 vLLM compiles and follows them in the engine's process, where nothing bounds the time of a mask, and lets a request
 whose grammar fails go on without it.
+
+A request that is in a step of vLLM must get its mask there. So those that are expected to exceed their client's share
+of the time skip the step beforehand (`too_slow_now`), and those that exceed it by far in the step end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +17,19 @@ import numpy.typing as npt
 from vllm.v1.request import Request
 
 from tandem.engine.batch import Sample
+from tandem.engine.sampling.grammar import TOO_SLOW, GrammarState, copy_of
 from tandem.engine.sampling.grammar_mask import compute_masks
+from tandem.engine.sampling.grammar_messages import Mask
 from tandem.engine.sampling.grammars import Grammars
+from tandem.engine.sampling.mask_budgets import MaskBudgets, fitting
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import TandemError
 from tandem.vllm_worker.engine.vllm_sampling import GRAMMAR_OPTIONS
 
 _NO_PARAMETERS = SamplingParams()
+_MAX_STEP_CPU_S = 2.0
+"""Processor time that the masks of a client, and of one grammar, may take in a step, whatever was expected of them."""
 
 
 class VllmGrammars:
@@ -35,6 +43,33 @@ class VllmGrammars:
         self._grammars = Grammars(model, vocab_size, on_compiled)
         self._num_words = -(-vocab_size // 32)
         self._errors: dict[str, TandemError] = {}
+        self._budgets = MaskBudgets()
+
+    def too_slow_now(self, now: float, running: Sequence[Request]) -> list[Request]:
+        """Returns the requests that must skip the next step, because their clients' masks have taken too long.
+
+        running: all requests of the next step, but for those that begin in it.
+        """
+        states = {
+            id(each.structured_output_request.grammar): each
+            for each in running
+            if each.use_structured_output and not each.structured_output_request.grammar.has_failed
+        }
+        if not states:
+            return []
+        by_client: dict[str, list[tuple[GrammarState, Request]]] = {}
+        for request in states.values():
+            state = request.structured_output_request.grammar
+            by_client.setdefault(state.client, []).append((state, request))
+        budgets_s = self._budgets.begin_step(now, by_client.keys(), len(states) < len(running))
+        late: list[Request] = []
+        for client, own in by_client.items():
+            own.sort(key=lambda each: -each[0].num_late)
+            num_fitting = fitting((state.expected_s for state, _ in own), budgets_s[client])
+            for state, request in own[num_fitting:]:
+                state.on_mask(Mask(is_late=True))
+                late.append(request)
+        return late
 
     def why_refused(self, request: Request) -> TandemError | None:
         """Returns why a grammar that is compiled cannot be served; None also if the request goes on without it."""
@@ -63,7 +98,7 @@ class VllmGrammars:
         client = client_of(request.cache_salt or "")
         grammar = self._grammars.get(params.structured_outputs.grammar, client, is_optional)
         assert grammar is not None
-        state = grammar.new_state(params.all_stop_token_ids, thinking, is_optional)
+        state = grammar.new_state(params.all_stop_token_ids, thinking, is_optional, client)
         request.structured_output_request.grammar = state
 
     def grammar_bitmask(
@@ -81,8 +116,16 @@ class VllmGrammars:
             )
             for each in found
         ]
-        masks = compute_masks(samples, list(range(len(samples))))
+        limits_s = {each.structured_output_request.grammar.client: _MAX_STEP_CPU_S for each in found}
+        masks = compute_masks(samples, list(range(len(samples))), budgets_s=limits_s)
+        self._budgets.spend(masks.cpu_s)
         self._errors |= {engine_ids[row]: error.to_error() for row, error in masks.errors.items()}
+        for row in masks.late:
+            state = found[row].structured_output_request.grammar
+            if state.is_optional:
+                state.give_up(TOO_SLOW.message)
+            else:
+                self._errors[engine_ids[row]] = copy_of(TOO_SLOW)
         bits = np.full((len(found), self._num_words), -1, np.int32)
         if masks.rows:
             # A tokeniser may have more tokens than the logits.

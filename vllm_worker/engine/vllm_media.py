@@ -24,7 +24,7 @@ from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.media import MediaItem, check_media
-from tandem.runtime.errors import InternalError, InvalidRequest, TandemError, first_line
+from tandem.runtime.errors import InternalError, InvalidRequest, TandemError, client_reason
 from tandem.runtime.tasks import start_job
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest
 from tandem.vllm_worker.scheduler.request_media import RequestMedia
@@ -160,7 +160,7 @@ class VllmMedia:
             fields = self._processor._get_mm_fields_config(inputs, {})
             [data] = MultiModalKwargsItems.from_hf_inputs(inputs, fields)[item.kind]
         except (KeyError, ValueError, RuntimeError) as error:
-            raise InvalidRequest(f"vLLM does not take its tensors: {first_line(error)}") from error
+            raise InvalidRequest(f"vLLM does not take its tensors: {client_reason(error)}") from error
         name = item.digest.hex()
         return MultiModalFeatureSpec(data, item.kind, name, self._position(item, token_ids), name)
 

@@ -12,6 +12,7 @@ from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.runtime.errors import InvalidRequest
+from tandem.vllm_worker.engine.sampling_limits import banned_tokens, check_lists
 from tandem.vllm_worker.extensions.resumed_sequences import OUTPUT
 
 GRAMMAR_OPTIONS = "tandem_grammar"
@@ -29,6 +30,20 @@ def check_supported(message: PromptMessage) -> None:
             "this worker runs vLLM, which does not limit thinking here; leave out the thinking budget, or switch "
             "thinking off"
         )
+    check_lists(message)
+
+
+def wants_prompt_logprobs(message: PromptMessage, number: int, num_generated: int) -> bool:
+    """Whether a sequence reports the log-probabilities of the prompt: the first one, and before it generates.
+
+    vLLM's engine ends if a chunk ends between the prompt and generated tokens.
+    """
+    return _num_prompt_logprobs(message, number, num_generated) is not None
+
+
+def _num_prompt_logprobs(message: PromptMessage, number: int, num_generated: int) -> int | None:
+    is_first = not number and not num_generated
+    return message.num_prompt_logprobs if isinstance(message, StartPrefill) and is_first else None
 
 
 def vllm_sampling(
@@ -55,12 +70,13 @@ def vllm_sampling(
     allowed, named, stop_token_ids = map(
         known, (given.allowed_token_ids, given.logprob_token_ids, sorted(message.stop.stop_token_ids))
     )
-    num_prompt_logprobs = None
-    # Not after generated tokens: vLLM's engine ends if a chunk ends between the prompt and those.
-    if isinstance(message, StartPrefill) and not number and not generated:
-        num_prompt_logprobs = limited(message.num_prompt_logprobs)
+    num_prompt_logprobs = limited(_num_prompt_logprobs(message, number, len(generated)))
     if given.allowed_token_ids and not allowed:
         raise InvalidRequest(f"allowed_token_ids has no token id below {vocab_size}")
+    bias = {token_id: bias for token_id, bias in given.logit_bias if token_id < vocab_size}
+    # vLLM's first model runner looks for bad words one by one in each step, and adds a bias to all sequences at once.
+    bias |= dict.fromkeys(known(banned_tokens(given)), float("-inf"))
+    longer_words = [list(word) for word in given.bad_words if len(word) > 1 and max(word) < vocab_size]
     params = VllmSampling(
         temperature=max(given.temperature, _MIN_TEMPERATURE) if given.temperature else 0.0,
         top_p=given.top_p,
@@ -70,7 +86,7 @@ def vllm_sampling(
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
         seed=message.seeds[number] & (2**63 - 1),
-        logit_bias={token_id: bias for token_id, bias in given.logit_bias if token_id < vocab_size} or None,
+        logit_bias=bias or None,
         allowed_token_ids=allowed or None,
         logprobs=limited(given.logprobs) if not named else None,
         logprob_token_ids=named or None,
@@ -90,7 +106,7 @@ def vllm_sampling(
         skip_clone=True,
     )
     # What vLLM's input processor would do with a tokeniser, which runs in the proxy here.
-    params._bad_words_token_ids = [list(word) for word in given.bad_words if max(word) < vocab_size] or None
+    params._bad_words_token_ids = longer_words or None
     params._all_stop_token_ids = set(stop_token_ids)
     return params
 

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from engine_driver import BLOCK_SIZE, EngineDriver  # type: ignore[import-not-fo
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions, Thinking
 from tandem.runtime.errors import InvalidRequest
+from tandem.vllm_worker.engine import held_requests, step_shares
 from tandem.vllm_worker.engine.vllm_sampling import check_supported
+from tandem.vllm_worker.extensions import prompt_logits
 from tandem.vllm_worker.vllm_host import kv_layout
 
 NUM_TOKENS = 40
@@ -355,6 +358,90 @@ def logprobs(driver: EngineDriver) -> dict[str, dict[str, Any]]:
     return {"alone": alone, "together": together}
 
 
+def prompt_logprobs(driver: EngineDriver) -> dict[str, Any]:
+    """Returns the log-probabilities of a prompt's tokens from whole chunks, and from slices of 16 tokens."""
+    tokens, found = prompt(61, 150), {}
+    for name, num_rows in (("whole", 10**9), ("sliced", 16)):
+        prompt_logits.ROWS_PER_SLICE = num_rows
+        whole = driver.add(tokens, num_prompt_logprobs=3, stop=StopConditions(1))
+        driver.result(whole)
+        found[name] = b"".join(driver.prompt_logprobs[whole]).hex()
+    return found
+
+
+class EveryThirdStep:
+    """Budgets that let masks be computed in every third step only."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def begin_step(self, now: float, clients: Collection[str], is_shared: bool) -> dict[str, float]:
+        self.num_steps += 1
+        return dict.fromkeys(clients, 0.0 if self.num_steps % 3 else 1.0)
+
+    def spend(self, cpu_s: dict[str, float]) -> None: ...
+
+
+def skipped(driver: EngineDriver) -> list[dict[str, Any]]:
+    """Computes sequences whose grammars may step rarely, beside one without, and the same without limits."""
+    grammars = driver.engine._grammars
+    own, found = grammars._budgets, []
+    sampling = SamplingParams(seed=7, grammar=ARRAY, frequency_penalty=0.5)
+    cases = [(sampling, 20), (msgspec.structs.replace(sampling, seed=8), 150), (SamplingParams(seed=9), 30)]
+    whole = [driver.run(prompt(90 + number, size), sampling=each) for number, (each, size) in enumerate(cases)]
+    grammars._budgets = rare = EveryThirdStep()
+    ids = [driver.add(prompt(90 + number, size), sampling=each) for number, (each, size) in enumerate(cases)]
+    for tokens, engine_id in zip(whole, ids, strict=True):
+        found.append({"whole": tokens, "skipped": driver.result(engine_id)})
+    grammars._budgets = own
+    return [*found, {"num_steps": rare.num_steps}]
+
+
+def shares(driver: EngineDriver) -> dict[str, Any]:
+    """Computes prompts whose log-probabilities are wanted, with small limits, and a short one beside them."""
+    for module in (held_requests, step_shares):
+        vars(module).update(ROWS_PER_PROMPT=8, MAX_CLIENT_ROWS=16)
+    driver.chunks.clear()
+    alone = driver.add(prompt(62, 200), num_prompt_logprobs=1, stop=StopConditions(1))
+    driver.result(alone)
+    largest_alone = max(driver.chunks)
+    wanted = [
+        driver.add(prompt(63 + number, 300), num_prompt_logprobs=1, stop=StopConditions(1)) for number in range(3)
+    ]
+    driver.wait(lambda: wanted[0] in driver.begun)
+    driver.chunks.clear()
+    short = driver.add(prompt(66, 20), stop=StopConditions(1))
+    driver.result(short)
+    has_passed = not set(wanted) & set(driver.endings)
+    largest = max(driver.chunks)
+    for each in wanted:
+        driver.result(each)
+    driver.chunks.clear()
+    driver.run(prompt(67, 200), stop=StopConditions(1))
+    return {
+        "largest_alone": largest_alone,
+        "largest": largest,
+        "has_passed": has_passed,
+        "largest_after": max(driver.chunks),
+        "all_have": all(driver.prompt_logprobs[each] for each in [alone, *wanted]),
+    }
+
+
+def tables() -> dict[str, int]:
+    """Returns the sizes that vLLM's second model runner has, which no CPU uses."""
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample import logit_bias, prompt_logprob
+
+    return {
+        "MAX_ALLOWED_TOKENS": logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS,
+        "MAX_BIASED_TOKENS": logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS,
+        "MAX_STOP_TOKENS": logit_bias.MAX_NUM_STOP_TOKEN_IDS,
+        "MAX_BAD_WORDS": envs.VLLM_MAX_NUM_BAD_WORDS,
+        "MAX_BAD_WORD_TOKENS": envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS,
+        "rows of logits": prompt_logprob.CHUNK_SIZE,
+    }
+
+
 def refusals(driver: EngineDriver) -> dict[str, dict[str, str]]:
     """Returns how requests end that are refused, or whose grammar is hostile, and one beside each."""
     found = {}
@@ -386,6 +473,10 @@ def main() -> None:
         "moved": moved(driver),
         "aborts": aborts(driver),
         "logprobs": logprobs(driver),
+        "prompt_logprobs": prompt_logprobs(driver),
+        "shares": shares(driver),
+        "skipped": skipped(driver),
+        "tables": tables(),
         "supported": supported(),
         "pauses": pauses(driver),
         "grammars": grammars(driver),

@@ -34,6 +34,9 @@ class EngineDriver:
     def __init__(self, model: str) -> None:
         self.outputs: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self.prompt_logprobs: dict[str, list[bytes]] = {}
+        self.chunks: list[int] = []
+        """Tokens of prompts in each step."""
         self.endings: dict[str, str] = {}
         self.begun: set[str] = set()
         self.allocated: dict[str, AllocatedBlocks] = {}
@@ -63,6 +66,7 @@ class EngineDriver:
         sampling: SamplingParams | None = None,
         stop: StopConditions | None = None,
         cache_salt: str = "",
+        num_prompt_logprobs: int | None = None,
         receives: bool = False,
         ships: bool = False,
     ) -> str:
@@ -81,6 +85,7 @@ class EngineDriver:
             deadline_s=600.0,
             num_generated=len(generated),
             cache_salt=cache_salt,
+            num_prompt_logprobs=num_prompt_logprobs,
             decode_worker_id=None,
             decode_epoch=None,
         )
@@ -145,9 +150,12 @@ class EngineDriver:
             self.evicted += report.evicted
             self.figures = report.figures
             self.num_reports += 1
+            self.chunks.append(report.num_prompt_tokens)
             for output in report.outputs:
                 self.outputs[output.engine_id] += [token.token_id for token in output.tokens]
                 self.logprobs[output.engine_id] += [token.logprobs for token in output.tokens]
+                if output.prompt_logprobs is not None:
+                    self.prompt_logprobs[output.engine_id] = output.prompt_logprobs
                 if output.error is not None:
                     self.endings[output.engine_id] = f"{output.error.code}: {output.error}"
                 elif output.finish_reason:

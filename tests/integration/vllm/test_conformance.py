@@ -17,6 +17,7 @@ from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 from tandem.runtime.errors import KVLayoutMismatch
+from tandem.vllm_worker.engine import sampling_limits
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 from tests.support.vllm_clusters import TESTED_VERSION, run_with_vllm
 
@@ -116,6 +117,32 @@ def test_named_tokens_do_not_change_the_logprobs_of_others(found: dict[str, Any]
                 assert other[:2] == pytest.approx(one[:2], abs=1e-4), name
                 assert [each[0] for each in other[2]] == [each[0] for each in one[2]], name
                 assert [each[1] for each in other[2]] == pytest.approx([each[1] for each in one[2]], abs=1e-4), name
+
+
+def test_slices_of_prompts_have_the_same_logprobs(found: dict[str, Any]) -> None:
+    whole, sliced = found["prompt_logprobs"]["whole"], found["prompt_logprobs"]["sliced"]
+    assert whole and sliced == whole
+
+
+def test_prompts_whose_logprobs_are_wanted_compute_in_short_chunks(found: dict[str, Any]) -> None:
+    shares = found["shares"]
+    assert shares["largest_alone"] == 16, "a step has 64 tokens otherwise"
+    assert shares["largest"] <= 16 + 20 and shares["has_passed"]
+    assert shares["largest_after"] == 64 and shares["all_have"]
+
+
+def test_sequences_that_skip_steps_get_the_same_tokens(found: dict[str, Any]) -> None:
+    *cases, counted = found["skipped"]
+    for case in cases:
+        assert case["skipped"] == case["whole"]
+    assert counted["num_steps"] > 3 * 35, "each had to wait for every third step"
+
+
+def test_no_list_exceeds_the_tables_of_the_second_model_runner(found: dict[str, Any]) -> None:
+    """A longer one ends the engine. The runner also takes slices of a prompt's logits, which the worker shortens."""
+    tables = dict(found["tables"])
+    assert tables.pop("rows of logits") >= 256
+    assert tables == {name: getattr(sampling_limits, name) for name in tables}
 
 
 def test_what_is_refused_ends_one_request_only(found: dict[str, Any]) -> None:

@@ -260,4 +260,4 @@ def test_the_check_finds_a_wait_in_a_model(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_no_thread_computes_masks_without_a_grammar() -> None:
-    assert GrammarMasks().start(SAMPLES) is None
+    assert GrammarMasks().start(SAMPLES, True) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -69,21 +70,27 @@ class CountingRunner(ModelRunner):
 class ScriptedMasks:
     """A grammar's process: the tokens so far decide which third of the vocabulary may follow. Nothing follows a stop.
 
-    longest: number of tokens behind which its mask takes too long.
+    longest: number of tokens behind which its mask takes too long. late_share: of the masks, which come later.
     """
 
-    def __init__(self, longest: int = 1000) -> None:
+    def __init__(self, longest: int = 1000, late_share: float = 0.0) -> None:
         self._longest = longest
+        self._late_share = late_share
+        self._draw = random.Random(5)
         self._tokens: dict[int, list[int]] = {}
         self._masks: list[Mask] = []
         self.num_late = 0
 
-    def send(self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float) -> None:
+    def send(
+        self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float, budget_s: float
+    ) -> None:
         for request in requests:
             fill = request.state.request(request, 1)
             tokens = self._tokens.setdefault(fill.state_id, [])
             tokens += fill.token_ids
-            if len(tokens) >= self._longest:
+            if self._draw.random() < self._late_share:
+                self._masks.append(Mask(is_late=True))
+            elif len(tokens) >= self._longest:
                 self.num_late += 1
                 self._masks.append(Mask(error=ErrorInfo.of(TOO_SLOW)))
             else:
@@ -117,7 +124,9 @@ def new_grammar(masks: ScriptedMasks | None = None) -> Grammar:
     return Grammar(compiled)
 
 
-def serve(runner: ModelRunner, samplings: list[SamplingParams], overlaps: bool) -> SteppingWorker:
+def serve(
+    runner: ModelRunner, samplings: list[SamplingParams], overlaps: bool, late_share: float = 0.0
+) -> SteppingWorker:
     """Requests of several lengths, one with two sequences; a second wave arrives while the first one decodes.
 
     One request is aborted after two tokens.
@@ -127,7 +136,10 @@ def serve(runner: ModelRunner, samplings: list[SamplingParams], overlaps: bool) 
     def start(name: str, number: int, seeds: tuple[int, ...] = (0,)) -> None:
         stop = StopConditions(6 + number, frozenset(range(0, VOCAB_SIZE, 37)), min_tokens=3)
         sampling = samplings[number % len(samplings)]
-        tokens, grammar = list(range(3, 9 + 7 * number)), new_grammar() if sampling.grammar else None
+        tokens, grammar = (
+            list(range(3, 9 + 7 * number)),
+            new_grammar(ScriptedMasks(late_share=late_share)) if sampling.grammar else None,
+        )
         worker.start(name, tokens, sampling, stop, tuple(seed + number for seed in seeds), grammar)
 
     def on_message(message: Any) -> None:
@@ -194,6 +206,22 @@ def check_overlap(runner: CountingRunner, samplings: list[SamplingParams]) -> No
         for tokens in found.tokens.values():
             token_ids = [token.token_id for token in tokens]
             assert all(may_follow(token_ids[:n], token_ids[n]) for n in range(len(token_ids)))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("late_share", [0.2, 0.8])
+def test_sequences_whose_masks_are_late_get_the_same_tokens(
+    engine: tuple[LoadedModel, EngineConfig], overlaps: bool, late_share: float
+) -> None:
+    """Their first tokens and later ones, of one sequence and of several, beside some without a grammar."""
+    loaded, config = engine
+    runner = CountingRunner(loaded, KVPool(loaded, config))
+    samplings = [SamplingParams(temperature=0.8, grammar="scripted"), GREEDY]
+    expected = serve(runner, samplings, overlaps=False)
+    found = serve(runner, samplings, overlaps, late_share)
+    assert found.ended == expected.ended
+    for name, tokens in expected.tokens.items():
+        assert [each.token_id for each in found.tokens[name]] == [each.token_id for each in tokens]
 
 
 def test_a_grammar_that_fails_ends_its_sequence_and_is_asked_no_more(

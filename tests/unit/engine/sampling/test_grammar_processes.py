@@ -91,6 +91,31 @@ def test_other_sequences_of_a_grammar_continue_in_a_new_process(server: GrammarS
     assert allows(again, 0, A) and not allows(again, 0, B) and allows(again, 1, B)
 
 
+def test_sequences_whose_masks_do_not_fit_skip_the_step_and_go_first_in_the_next(server: GrammarServer) -> None:
+    """60 sequences of an ambiguous grammar kept a step waiting for more than a second."""
+    grammar = grammar_of(server, ambiguous(600))
+    states = [grammar.new_state({END}, client="attacker") for _ in range(60)]
+    other = grammar_of(server, 'start: "ab"').new_state({END}, client="tenant")
+    samples = [
+        Sample(SamplingParams(), output_token_ids=[A] * number, grammar=each) for number, each in enumerate(states)
+    ]
+    samples.append(Sample(SamplingParams(), grammar=other))
+    rows = list(range(len(samples)))
+    has_mask: set[int] = set()
+    for _ in range(len(samples)):
+        budgets_s = {"attacker": 0.02, "tenant": 0.02}
+        mask = compute_masks(samples, rows, budgets_s=budgets_s)
+        assert not mask.errors and set(mask.rows) | mask.late == set(rows) and not set(mask.rows) & mask.late
+        assert 60 in mask.rows, "the other client is not late"
+        slowest_s = max(each._mask_s or 0.0 for each in states)
+        assert mask.cpu_s["attacker"] <= 0.02 + slowest_s + 0.005
+        new = set(mask.rows) - {60}
+        assert new and (new.isdisjoint(has_mask) or has_mask >= set(range(60))), "each gets a mask before one gets two"
+        has_mask |= new
+    assert has_mask == set(range(60))
+    assert set(compute_masks(samples, rows, budgets_s={"attacker": 0.0, "tenant": 0.02}).rows) == {60}
+
+
 def test_tokens_earn_the_time_of_long_answers(server: GrammarServer) -> None:
     """A sequence may take as long as it likes in all."""
     state = grammar_of(server, "start: /a{30000}/").new_state({END})
