@@ -1,8 +1,8 @@
 """The largest bodies that the types of the API allow: one field at a time, derived from the types themselves.
 
-Lists have as many entries as they may, equal ones and ones that differ; texts, patterns, grammars and schemas are large,
-deep, repeated or ambiguous. A new field is covered without a change here, and a type that this module does not know
-raises TypeError. What these values cost with many sequences, media and clients is for `tests.security.drawn_case`.
+Lists have as many entries as they may, equal ones and ones that differ; texts, patterns, grammars and schemas are
+large, deep, repeated or ambiguous. A new field is covered without a change here, and a type that this module does not
+know raises TypeError. What these values cost with many sequences, media and clients is for `tests.security.drawn_case`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from msgspec import inspect
 
 SMALL = 4096
 """Length up to which texts have one largest value, and values are repeated in lists."""
+ACCEPTED = (20, 128, 1000)
+"""Numbers near limits that the types do not show."""
 INTERPRETED = ("grammar", "regex", "choice", "json", "chat_template", "content", "prompt", "input", "instructions")
 """Ends of the names of fields whose text is parsed, rendered or tokenised."""
 
@@ -158,6 +160,11 @@ def _numbers(kind: inspect.IntType | inspect.FloatType) -> Iterator[tuple[str, s
     smallest = kind.ge if kind.ge is not None else None if kind.gt is None else kind.gt + step
     yield " largest", str(largest if largest is not None else 2**63 - 1 if step == 1 else 1e308)
     yield " smallest", str(smallest if smallest is not None else -(2**63) if step == 1 else -1e308)
+    for each in (
+        ACCEPTED if step == 1 else ()
+    ):  # the largest may be refused at once, and the largest accepted costs most
+        if (smallest is None or each >= smallest) and (largest is None or each <= largest):
+            yield f" {each}", str(each)
 
 
 def _texts(kind: inspect.StrType, room: int, is_interpreted: bool) -> Iterator[tuple[str, str]]:
@@ -299,7 +306,7 @@ def _schemas(room: int) -> Iterator[tuple[str, str]]:
         nested = '{"anyOf":[' * levels + '{"type":"integer"}' + ',{"type":"null"}]}' * levels
         yield f" {levels} alternatives deep", nested
     for keyword in ("anyOf", "oneOf", "allOf", "enum", "items", "prefixItems", "properties", "patternProperties"):
-        for name, item in (SUBSCHEMAS if keyword != "enum" else [("text", '"a%d"')]):
+        for name, item in SUBSCHEMAS if keyword != "enum" else [("text", '"a%d"')]:
             number = min(room // (len(item) + 12), MAX_SUBSCHEMAS)
             yield f" {keyword} of {number} times {name}", _combined(keyword, item, number)
     yield " a large pattern", '{"type":"string","pattern":"' + "(a|b)*" * (room // 6) + '"}'
