@@ -51,7 +51,7 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "max_tokens": (1, 30, 200),
     "is_forced": (False, True),
     "media": ("none", "small", "large", "many"),
-    "at_once": (1, 4, 30, 130),
+    "at_once": (1, 4, 30, 100, 130),
     "client": Client.__args__,  # type: ignore[attr-defined]
 }
 MAX_TOKENS = 20_000

@@ -30,10 +30,15 @@ MANY_CLIENTS = {
     "route": ("chat",),
     "num_prompt_tokens": (9000,),
     "media": ("small",),
-    "at_once": (130,),
+    "at_once": (100,),
     "client": ("reads",),
 }
-CONNECTIONS = {"route": ("download", "chat"), "at_once": (130,), "client": ("sends nothing", "never reads")}
+CONNECTIONS = {
+    "route": ("download", "chat"),
+    "size": (450_000,),
+    "at_once": (130,),
+    "client": ("sends nothing", "never reads", "sends slowly"),
+}
 
 
 def waves() -> list[list[Case]]:
