@@ -25,15 +25,27 @@ LOOP = "proxy loop"
 
 @dataclass
 class Costs:
-    """Of the time between two marks. cpu_s: by kind of process. grown_bytes: of the largest process of each kind, from
-    the first mark to its peak. num_descriptors: the most of one process. ended: kinds of processes that others notice
-    when they end."""
+    """Of the time between two marks, by kind of process."""
 
     elapsed_s: float = 0.0
     cpu_s: Counter[str] = field(default_factory=Counter)
+    wanted_s: Counter[str] = field(default_factory=Counter)
+    """CPU time, and the time for which threads that could run waited for a processor: who works, on a busy machine."""
     grown_bytes: Counter[str] = field(default_factory=Counter)
+    """Of the largest process of each kind, from the first mark to its peak."""
     num_descriptors: Counter[str] = field(default_factory=Counter)
+    """The most of one process."""
     ended: list[str] = field(default_factory=list)
+    """Kinds of processes that others notice when they end."""
+
+    def add(self, later: Costs) -> None:
+        """Makes these the costs of both times."""
+        self.elapsed_s += later.elapsed_s
+        self.cpu_s += later.cpu_s
+        self.wanted_s += later.wanted_s
+        self.grown_bytes += later.grown_bytes
+        self.num_descriptors |= later.num_descriptors  # the larger of each
+        self.ended += later.ended
 
 
 class CostAccount:
@@ -46,6 +58,7 @@ class CostAccount:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._cpu_s: dict[tuple[int, str], float] = {}
+        self._wanted_s: dict[tuple[int, str], float] = {}
         self._first_bytes: dict[int, int] = {}
         self._named: dict[int, str] = {}
         self._costs, self._since = Costs(), time.monotonic()
@@ -107,6 +120,7 @@ class CostAccount:
 
     def _count(self, pid: int, kind: str) -> None:
         self._spend(pid, kind, cpu_s(Path(f"/proc/{pid}/stat")))
+        self._spend(pid, kind, wanted_s(pid), is_wanted=True)
         if kind.startswith("proxy") and "/" not in kind:
             self._spend(pid, LOOP, cpu_s(Path(f"/proc/{pid}/task/{pid}/stat")))
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
@@ -116,14 +130,25 @@ class CostAccount:
         costs.grown_bytes[kind] = max(costs.grown_bytes[kind], own - first)
         costs.num_descriptors[kind] = max(costs.num_descriptors[kind], num_descriptors(pid))
 
-    def _spend(self, pid: int, kind: str, spent_s: float) -> None:
-        self._costs.cpu_s[kind] += max(0.0, spent_s - self._cpu_s.get((pid, kind), 0.0))
-        self._cpu_s[pid, kind] = spent_s
+    def _spend(self, pid: int, kind: str, spent_s: float, is_wanted: bool = False) -> None:
+        counted, known = (self._costs.wanted_s, self._wanted_s) if is_wanted else (self._costs.cpu_s, self._cpu_s)
+        counted[kind] += max(0.0, spent_s - known.get((pid, kind), 0.0))
+        known[pid, kind] = spent_s
 
 
 def cpu_s(stat: Path) -> float:
     fields = stat.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def wanted_s(pid: int) -> float:
+    """Returns for how long the threads of a process ran or waited for a processor."""
+    total_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError, ValueError):  # it has ended, or the kernel does not tell
+            ran_ns, waited_ns, _ = map(int, (task / "schedstat").read_text().split())
+            total_ns += ran_ns + waited_ns
+    return total_ns / 1e9
 
 
 def _children(task: Path) -> list[int]:

@@ -63,7 +63,8 @@ SETTLE_S = 60.0
 @dataclass(frozen=True)
 class Bounds:
     """What a case may cost. loop_s: of the proxy's loop, and more for each MiB and for each 1,000 tokens. reader_s: of
-    each request. tail_share: CPU that is used, beyond the tenant's, when all clients have left TAIL_S ago."""
+    each request. tail_share: processor that a process wants, beyond the tenant's work, when all clients have
+    left TAIL_S ago."""
 
     loop_s: float = 0.6
     loop_s_per_mib: float = 0.1
@@ -189,7 +190,7 @@ class Attacked:
         for batch_id in answers.batch_ids:
             httpx.post(f"{self._cluster.url}/v1/batches/{batch_id}/cancel", headers=self._headers, timeout=60)
         costs = self._account.take()
-        tail, settled_s = self._settle()
+        tail, settled_s = self._settle(costs)
         names = [what for what, _, _ in requests]
         result = Result(cases, names, answers, costs, self._tenant.take(), self._logged(), tail, settled_s)
         result.found = judge(result, self._bounds, self._quiet)
@@ -229,22 +230,22 @@ class Attacked:
         new, self._lines = lines - self._lines, lines
         return list(new)
 
-    def _settle(self) -> tuple[Counter[str], float]:
-        """Waits until the server does no more than for the tenant. Returns what it spent TAIL_S after the attack."""
+    def _settle(self, costs: Costs) -> tuple[Counter[str], float]:
+        """Waits until the server does no more than for the tenant, and adds what that costs.
+
+        Returns which processes still wanted more than that TAIL_S after the attack, as shares of a processor.
+        """
         began, first = time.monotonic(), None
         time.sleep(TAIL_S)
         while True:
-            self._account.take()
+            costs.add(self._account.take())
             time.sleep(TAIL_S)
-            costs = self._account.take()
-            rates = {kind: spent / costs.elapsed_s for kind, spent in costs.cpu_s.items()}
-            over = Counter(
-                {
-                    kind: rate - 1.5 * self._quiet.cpu_s[kind] / self._quiet.elapsed_s
-                    for kind, rate in rates.items()
-                    if rate - 1.5 * self._quiet.cpu_s[kind] / self._quiet.elapsed_s > self._bounds.tail_share
-                }
-            )
+            costs.add(now := self._account.take())
+            over = Counter[str]()
+            for kind, wanted_s in now.wanted_s.items():
+                share = wanted_s / now.elapsed_s - 1.5 * self._quiet.wanted_s[kind] / self._quiet.elapsed_s
+                if share > self._bounds.tail_share:
+                    over[kind] = share
             first = over if first is None else first
             if not over or time.monotonic() - began > SETTLE_S:
                 return first, time.monotonic() - began

@@ -33,18 +33,16 @@ MANY_CLIENTS = {
     "at_once": (100,),
     "client": ("reads",),
 }
-CONNECTIONS = {
-    "route": ("download", "chat"),
-    "size": (450_000,),
-    "at_once": (130,),
-    "client": ("sends nothing", "never reads", "sends slowly"),
-}
+CONNECTIONS = {"route": ("chat",), "size": (450_000,), "at_once": (130,), "client": ("sends nothing", "sends slowly")}
+DOWNLOADS = {"route": ("download",), "at_once": (100,), "client": ("never reads",)}
+
+ALONE = (MANY_CLIENTS, CONNECTIONS, DOWNLOADS)
 
 
 def waves() -> list[list[Case]]:
     cases = covering("fields", ONE_FIELD)
     together = [cases[first : first + TOGETHER] for first in range(0, len(cases), TOGETHER)]
-    return [*together, *([case] for dimensions in (MANY_CLIENTS, CONNECTIONS) for case in covering("many", dimensions))]
+    return [*together, *([case] for dimensions in ALONE for case in covering("many", dimensions))]
 
 
 def test_one_client_harms_no_other(tmp_path: Path) -> None:
