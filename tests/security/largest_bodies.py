@@ -305,7 +305,7 @@ def _schemas(room: int) -> Iterator[tuple[str, str]]:
     for levels in (100, 400, room // 40):
         nested = '{"anyOf":[' * levels + '{"type":"integer"}' + ',{"type":"null"}]}' * levels
         yield f" {levels} alternatives deep", nested
-    for keyword in ("anyOf", "oneOf", "allOf", "enum", "items", "prefixItems", "properties", "patternProperties"):
+    for keyword in ("anyOf", "oneOf", "allOf", "enum", "properties", "patternProperties"):
         for name, item in SUBSCHEMAS if keyword != "enum" else [("text", '"a%d"')]:
             number = min(room // (len(item) + 12), MAX_SUBSCHEMAS)
             yield f" {keyword} of {number} times {name}", _combined(keyword, item, number)
@@ -328,8 +328,6 @@ SUBSCHEMAS = [
 
 def _combined(keyword: str, item: str, number: int) -> str:
     items = [item % each if "%d" in item else item for each in range(1, number + 1)]
-    if keyword == "items":
-        return '{"type":"array","items":' + _combined("allOf", item, number) + "}"
     if not keyword.lower().endswith("properties"):
         return f'{{"{keyword}":[' + ",".join(items) + "]}"
     members = ",".join(f'"p{each}":{one}' for each, one in enumerate(items))
