@@ -21,7 +21,7 @@ from tests.security.largest_bodies import all_structs
 from tests.support.openapi import documented_routes
 
 MAX_CPU_S = 3.0
-"""About twice what the costliest 1 MiB takes, and more than the limit for checks of a grammar. Work that is quadratic in
+"""About twice what the costliest 1 MiB takes, and more than the limit for checks of grammars. Work that is quadratic in
 the size takes more."""
 MAX_BYTES = 400 << 20
 MAX_LOOP_S, MAX_LOOP_S_PER_MIB = 0.25, 0.02
