@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tests.support.processes import num_descriptors
@@ -131,7 +132,8 @@ class CostAccount:
         costs.num_descriptors[kind] = max(costs.num_descriptors[kind], num_descriptors(pid))
 
     def _spend(self, pid: int, kind: str, spent_s: float, is_wanted: bool = False) -> None:
-        counted, known = (self._costs.wanted_s, self._wanted_s) if is_wanted else (self._costs.cpu_s, self._cpu_s)
+        counted: Any = self._costs.wanted_s if is_wanted else self._costs.cpu_s  # Counter is declared for int only
+        known = self._wanted_s if is_wanted else self._cpu_s
         counted[kind] += max(0.0, spent_s - known.get((pid, kind), 0.0))
         known[pid, kind] = spent_s
 
