@@ -106,7 +106,8 @@ class Result:
         grown = ", ".join(f"{kind} {size >> 20}" for kind, size in self.costs.grown_bytes.items() if size > 50 << 20)
         most = dict(self.costs.num_descriptors.most_common(2))
         return (
-            f"{self.name}: {dict(self.answers.statuses)}\n    found: {'; '.join(self.found) or 'nothing'}\n"
+            f"{self.name}: {dict(self.answers.refusals.most_common(3))} "
+            f"{dict(self.answers.statuses)}\n    found: {'; '.join(self.found) or 'nothing'}\n"
             f"    CPU s: {cpu}; waits s: {slow}; MiB: {grown}; descriptors {most}; settled after {self.settled_s:.1f} s"
         )
 

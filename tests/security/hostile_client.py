@@ -24,13 +24,14 @@ FOLDER = re.compile(rb"/(?:tmp|work|root|home|usr|var|etc|opt|srv|mnt|data)/[\w.
 
 @dataclass
 class Answers:
-    """What all requests of a case got. folders, retried: pieces of answers that name a folder of the host, or that ask
+    """What all requests of a case got. refusals: the beginnings of answers that are no 200. folders, retried: pieces of answers that name a folder of the host, or that ask
     to send again what failed with 500."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     num_bytes: int = 0
     folders: set[str] = field(default_factory=set)
     retried: set[str] = field(default_factory=set)
+    refusals: Counter[str] = field(default_factory=Counter)
     batch_ids: set[str] = field(default_factory=set)
 
 
@@ -114,5 +115,7 @@ async def _read(case: Case, reader: asyncio.StreamReader, answers: Answers) -> N
         if status != 200 or b'"error"' in kept:
             answers.folders |= {found.decode() for found in FOLDER.findall(kept)}
         answers.batch_ids |= {found.decode() for found in re.findall(rb'"(batch_\w+)"', kept)}
+        if status != 200:
+            answers.refusals[f"{status} {kept[:160].decode(errors='replace')}"] += 1
         if status == 500:
             answers.retried |= {kept.decode(errors="replace")[:300]}
