@@ -24,14 +24,16 @@ FOLDER = re.compile(rb"/(?:tmp|work|root|home|usr|var|etc|opt|srv|mnt|data)/[\w.
 
 @dataclass
 class Answers:
-    """What all requests of a case got. refusals: the beginnings of answers that are no 200. folders, retried: pieces of answers that name a folder of the host, or that ask
-    to send again what failed with 500."""
+    """What all requests of a case got."""
 
     statuses: Counter[int] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    """The beginnings of answers that are no 200."""
     num_bytes: int = 0
     folders: set[str] = field(default_factory=set)
+    """Folders of the host that errors name."""
     retried: set[str] = field(default_factory=set)
-    refusals: Counter[str] = field(default_factory=Counter)
+    """Ends of answers with 500, which happen again when the request is sent again."""
     batch_ids: set[str] = field(default_factory=set)
 
 
