@@ -73,7 +73,7 @@ def _around(case: Case, number: int, forced_token: int) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model": "m", "n": case.n, "max_tokens": case.max_tokens, "max_output_tokens": max(case.max_tokens, 16),
         "ignore_eos": True, "prompt": words, "input": words, "tokens": [97] * case.num_prompt_tokens,
-        "stream": case.client in ("reads slowly", "never reads", "leaves at the first event"), "timeout": 20,
+        "stream": case.client in ("reads slowly", "never reads", "leaves at the first event")
     }  # fmt: skip
     if case.is_forced:
         fields["logit_bias"] = {str(forced_token): 100}
