@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup develop serve test test-all test-extended test-alone test-properties test-exhaustive soak mutants lint lint-types lint-style lint-collects check docs links audit bench coverage release gpu-check gpu-wheels format lock clean
+.PHONY: setup develop serve test test-all test-extended test-alone test-properties test-exhaustive attack soak mutants lint lint-types lint-style lint-collects check docs links audit bench coverage release gpu-check gpu-wheels format lock clean
 
 # What serving needs: 6.0 GB on disk, 5.2 of them PyTorch with Triton and the CUDA libraries that PyTorch's wheels bring.
 setup: $(VENV)/.installed
@@ -63,6 +63,10 @@ test-alone: develop
 # Property tests with new random examples, ROUNDS times or until one fails. All other targets try the same ones each time.
 test-properties: develop
 	for round in $$(seq $(or $(ROUNDS),1)); do $(PYTEST) -m "properties and not exhaustive" --hypothesis-profile new $(ARGS) || exit 1; done
+
+# Draws attacks of one client beside a second tenant, and prints those that did harm. ARGS="--minutes 60 --seed 7".
+attack: develop
+	$(BIN)/python -m tests.security.drawn_attacks $(ARGS)
 
 test-exhaustive: develop
 	$(PYTEST) -m exhaustive $(ARGS)

@@ -1,6 +1,8 @@
 """The largest bodies that the types of the API allow: one field at a time, derived from the types themselves.
 
-A new field is covered without a change here, and a type that this module does not know raises TypeError.
+Lists have as many entries as they may, equal ones and ones that differ; texts, patterns, grammars and schemas are
+large, deep, repeated or ambiguous. A new field is covered without a change here, and a type that this module does not
+know raises TypeError. What these values cost with many sequences, media and clients is for `tests.security.drawn_case`.
 """
 
 from __future__ import annotations
@@ -13,15 +15,19 @@ from msgspec import inspect
 
 SMALL = 4096
 """Length up to which texts have one largest value, and values are repeated in lists."""
+ACCEPTED = (20, 128, 1000)
+"""Numbers near limits that the types do not show."""
 INTERPRETED = ("grammar", "regex", "choice", "json", "chat_template", "content", "prompt", "input", "instructions")
 """Ends of the names of fields whose text is parsed, rendered or tokenised."""
 
 
-def bodies(kind: type[msgspec.Struct], max_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """Yields a name and a body for each largest value of each field. max_bytes: of a body."""
+def bodies(
+    kind: type[msgspec.Struct], max_bytes: int, fields: Sequence[str] | None = None
+) -> Iterator[tuple[str, bytes]]:
+    """Yields a name and a body for each largest value of each field, or of some. max_bytes: of a body."""
     body = inspect.type_info(kind)
     assert isinstance(body, inspect.StructType)
-    for path, value in _struct(body, max_bytes - 1024, ()):
+    for path, value in _struct(body, max_bytes - 1024, (), fields):
         yield path.lstrip("."), value.encode()
 
 
@@ -83,10 +89,14 @@ def _members(kind: inspect.UnionType) -> Sequence[inspect.Type]:
     return [each for each in kind.types if not isinstance(each, inspect.NoneType | inspect.CustomType)]
 
 
-def _struct(kind: inspect.StructType, room: int, within: tuple[type, ...]) -> Iterator[tuple[str, str]]:
+def _struct(
+    kind: inspect.StructType, room: int, within: tuple[type, ...], fields: Sequence[str] | None = None
+) -> Iterator[tuple[str, str]]:
     rest = minimal(kind)[:-1]
     for field in kind.fields:
         name = field.encode_name
+        if fields is not None and name not in fields:
+            continue
         begin = f'{rest}{"," if len(rest) > 1 else ""}"{name}":'  # of a key that occurs twice, the last counts
         for path, value in _largest(field.type, room, (*within, kind.cls), name):
             yield f".{name}{path}", begin + value + "}"
@@ -150,6 +160,11 @@ def _numbers(kind: inspect.IntType | inspect.FloatType) -> Iterator[tuple[str, s
     smallest = kind.ge if kind.ge is not None else None if kind.gt is None else kind.gt + step
     yield " largest", str(largest if largest is not None else 2**63 - 1 if step == 1 else 1e308)
     yield " smallest", str(smallest if smallest is not None else -(2**63) if step == 1 else -1e308)
+    for each in (
+        ACCEPTED if step == 1 else ()
+    ):  # the largest may be refused at once, and the largest accepted costs most
+        if (smallest is None or each >= smallest) and (largest is None or each <= largest):
+            yield f" {each}", str(each)
 
 
 def _texts(kind: inspect.StrType, room: int, is_interpreted: bool) -> Iterator[tuple[str, str]]:
@@ -158,6 +173,8 @@ def _texts(kind: inspect.StrType, room: int, is_interpreted: bool) -> Iterator[t
         return
     length = min(kind.max_length or room, room)
     yield " of letters", '"' + "a" * length + '"'
+    if length > 2:
+        yield " of letters and another", '"' + "a" * (length - 1) + 'b"'  # each further letter may still complete it
     if length <= SMALL:
         return
     yield " of line breaks", '"' + "\\n" * min(length, room // 2) + '"'
@@ -180,6 +197,31 @@ def _texts(kind: inspect.StrType, room: int, is_interpreted: bool) -> Iterator[t
     yield " of a chain of rules", f'"start: r0\\n{rule}\\n"'
     rule = "\\n".join(f"r{i} ::= r{i + 1}" for i in range(length // 22))
     yield " of a chain of GBNF rules", f'"root ::= r0\\n{rule}\\n"'
+    for label, text in ambiguous_texts(length):
+        encoded = msgspec.json.encode(text).decode()
+        if len(encoded) <= room:
+            yield f" of {label}", encoded
+
+
+def ambiguous_texts(length: int) -> Iterator[tuple[str, str]]:
+    """Yields a name and a regular expression or a grammar, of which each letter `a` leaves all ways of reading open."""
+    few, some = min(length // 60, 40), min(length // 60, 400)
+    yield "nested repetitions", "(" * few + "a" + "+)+" * few
+    yield "repetitions in a row", "(a|aa)+" * (length // 8)
+    yield "counted repetitions", "(a?){1,50}" * (length // 12)
+    yield "a late letter", ".*a" + ".{1,4}" * (length // 8)
+    yield "alternatives with one beginning", "|".join("a" * number + "b" for number in range(1, int(length**0.5)))
+    for number in (50, 300, (length - 40) // 3):  # the largest are refused at once
+        optional = "a? " * number
+        yield f"{number} optional terms in Lark", f'start: {optional}\na: "a"\n'
+        yield f"{number} optional terms in GBNF", f'root ::= {optional}\na ::= "a"\n'
+    for number in sorted({8, some}):  # all of few rules stay possible; many compete
+        rules = "".join(f'r{i}: "a" | "a" r{(i + 1) % number} | r{i} "a"\n' for i in range(number))
+        choices = " | ".join(f"r{i}" for i in range(number))
+        yield f"{number} ambiguous rules in Lark", f"start: ({choices})+\n{rules}"
+        rules = "".join(f'r{i} ::= "a" | "a" r{(i + 1) % number}\n' for i in range(number))
+        yield f"{number} ambiguous rules in GBNF", f"root ::= ({choices})+\n{rules}"
+    yield "a grammar that doubles", 'start: s\ns: s s | "a"\n'
 
 
 def _paths(kind: inspect.StrType, room: int) -> Iterator[tuple[str, str]]:
@@ -198,11 +240,35 @@ def _lists(kind: inspect.ListType, room: int, within: tuple[type, ...], name: st
     for label, item in _items(kind.item_type):
         times, value = repeated(item)
         yield f"[]{label}{times}", value
+    yield from _unequal(kind, room)
     for path, value in _largest(kind.item_type, room, within, name):
         yield f"[]{path}", f"[{value}]"
         if len(value) < SMALL:
             times, values = repeated(value)
             yield f"[]{path}{times}", values
+
+
+def _unequal(kind: inspect.ListType, room: int) -> Iterator[tuple[str, str]]:
+    """Yields lists of numbers, and of texts, in which no entry equals another."""
+    members = _members_of(kind.item_type)
+    number = min(kind.max_length or room, room // 8)
+    if any(isinstance(each, inspect.IntType) for each in members):
+        yield f"[] {number} different numbers", "[" + ",".join(map(str, range(1, number + 1))) + "]"
+    for text in members:
+        if isinstance(text, inspect.StrType) and text.pattern is None:
+            for length in sorted({8, 64, min(text.max_length or 1024, room // 4)}):
+                number = min(kind.max_length or room, room // (length + 3))
+                texts = ",".join(f'"{"a" * (length - 5)}{i:05}"' for i in range(number))
+                yield f"[] {number} texts of {length} with one beginning", f"[{texts}]"
+
+
+def _members_of(kind: inspect.Type) -> Sequence[inspect.Type]:
+    match kind:
+        case inspect.Metadata():
+            return _members_of(kind.type)
+        case inspect.UnionType():
+            return [each for member in _members(kind) for each in _members_of(member)]
+    return [kind]
 
 
 def _items(kind: inspect.Type) -> Iterator[tuple[str, str]]:
@@ -240,11 +306,33 @@ def _schemas(room: int) -> Iterator[tuple[str, str]]:
     for levels in (100, 400, room // 40):
         nested = '{"anyOf":[' * levels + '{"type":"integer"}' + ',{"type":"null"}]}' * levels
         yield f" {levels} alternatives deep", nested
-    for keyword, item in (("anyOf", '{"type":"integer"}'), ("enum", '"a"'), ("allOf", '{"type":"object"}')):
-        yield f" {keyword} of many", f'{{"{keyword}":[' + ",".join([item] * (room // (len(item) + 1))) + "]}"
-    properties = ",".join(f'"p{i}":{{"type":"string","pattern":"^a{{1,50}}$"}}' for i in range(room // 50))
-    yield " many properties", f'{{"type":"object","properties":{{{properties}}}}}'
+    for keyword in ("anyOf", "oneOf", "allOf", "enum", "properties", "patternProperties"):
+        for name, item in SUBSCHEMAS if keyword != "enum" else [("text", '"a%d"')]:
+            number = min(room // (len(item) + 12), MAX_SUBSCHEMAS)
+            yield f" {keyword} of {number} times {name}", _combined(keyword, item, number)
     yield " a large pattern", '{"type":"string","pattern":"' + "(a|b)*" * (room // 6) + '"}'
+
+
+MAX_SUBSCHEMAS = 5000
+SUBSCHEMAS = [
+    ("integer", '{"type":"integer"}'),
+    ("object", '{"type":"object"}'),
+    ("pattern", '{"type":"string","pattern":"^(.*a){%d}$"}'),
+    ("counted pattern", '{"type":"string","pattern":"^a{1,5%d}$"}'),
+    ("length", '{"type":"string","minLength":%d}'),
+    ("numbers", '{"type":"number","multipleOf":1.%d}'),
+    ("list", '{"type":"array","maxItems":%d}'),
+    ("required", '{"type":"object","properties":{"p%d":{"type":"string"}},"required":["p"]}'),
+]
+"""Name and text of what stands below a keyword many times. %d: its number, so that no two are equal."""
+
+
+def _combined(keyword: str, item: str, number: int) -> str:
+    items = [item % each if "%d" in item else item for each in range(1, number + 1)]
+    if not keyword.lower().endswith("properties"):
+        return f'{{"{keyword}":[' + ",".join(items) + "]}"
+    members = ",".join(f'"p{each}":{one}' for each, one in enumerate(items))
+    return f'{{"type":"object","{keyword}":{{{members}}}}}'
 
 
 def _anything(room: int) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """A second tenant beside an attack. How it is served meanwhile is the verdict.
 
-It has a stream, sends large prompts, runs batches and polls the proxy, from a process of its own, so that the attack's
-Python does not delay it. Works on any URL: a cluster's, or that of a proxy with fake workers.
+It has a stream, sends large prompts and other requests, runs batches, polls the proxy, and asks for probes as a kubelet
+does, from a process of its own, so that the attack's Python does not delay it. Works on any URL: a cluster's, or that
+of a proxy with fake workers.
 """
 
 from __future__ import annotations
@@ -33,8 +34,13 @@ LARGE_PROMPT_S = 0.25
 BATCH_S = 1.0
 """Pause between two batches."""
 MEMORY_POLL_S = 0.1
-PICTURE = "picture"
-"""Name of the chats with a picture among the polls."""
+PICTURE = "the picture"
+"""Name of the chats with `Plan.picture` among the polls."""
+REQUEST_S = 0.4
+"""Pause between two requests of a kind."""
+PROBE_S = 0.5
+REQUESTS = ("short", "medium", "schema", "picture")
+"""A prompt of a few tokens, one of 3 KB, an answer that follows a schema, and a small picture. None equals another."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -42,7 +48,8 @@ class Plan(msgspec.Struct, frozen=True):
 
     large_prompt_bytes: size of the prompts in the body, of which the server keeps the last 16 tokens. runs_batches:
     uploads files of one line and runs each as a batch. polled: paths that are fetched every POLL_S. picture: data URL
-    of what a chat shows every POLL_S; "" for none.
+    of what a chat shows every POLL_S; "" for none. probes: URLs, each asked on a new connection. requests: kinds of
+    `REQUESTS`, each sent every REQUEST_S.
     """
 
     url: str
@@ -53,6 +60,8 @@ class Plan(msgspec.Struct, frozen=True):
     runs_batches: bool = False
     polled: tuple[str, ...] = ("/live",)
     picture: str = ""
+    probes: tuple[str, ...] = ()
+    requests: tuple[str, ...] = ()
 
 
 class Verdict(msgspec.Struct):
@@ -70,6 +79,7 @@ class Verdict(msgspec.Struct):
     large_prompts_s: list[float] = []
     batches_s: list[float] = []
     polls_s: dict[str, list[float]] = {}
+    """Latencies of what was polled, of probes and of further requests, by path, URL and kind."""
     grown_bytes: int = 0
 
     def __str__(self) -> str:
@@ -122,6 +132,14 @@ class SecondTenant:
         if self._memory is not None:
             self._memory.start()
         return self
+
+    def take(self) -> Verdict:
+        """Returns how the tenant was served since the start or the last call. Requests that wait count as long as
+        they have waited."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("take\n")
+        self._process.stdin.flush()
+        return msgspec.json.decode(self._process.stdout.readline(), type=Verdict)
 
     def __exit__(self, *exc_info: object) -> None:
         try:
@@ -177,6 +195,8 @@ class _Tenant:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._verdict = self._new_verdict()
+        self._waiting: dict[str, float] = {}
+        """When the request of each kind that is not answered yet was sent."""
         self._last_event_at: float | None = None
         """When the running stream had its last event; None before the first."""
         self._client = httpx.AsyncClient(
@@ -186,12 +206,16 @@ class _Tenant:
         )
 
     def _new_verdict(self) -> Verdict:
-        return Verdict(polls_s={name: [] for name in (*self._plan.polled, *[PICTURE] * bool(self._plan.picture))})
+        plan = self._plan
+        names = (*plan.polled, *plan.probes, *plan.requests, *[PICTURE] * bool(plan.picture))
+        return Verdict(polls_s={name: [] for name in names})
 
     async def run(self) -> Verdict:
         async with self._client:
-            work = [self._streams(), self._large_prompts(), *map(self._polls, self._plan.polled)]
-            if self._plan.picture:
+            plan = self._plan
+            work = [self._streams(), self._large_prompts(), *map(self._polls, plan.polled)]
+            work += [*map(self._probes, plan.probes), *map(self._requests, plan.requests)]
+            if plan.picture:
                 work.append(self._pictures())
             if self._plan.runs_batches:
                 work.append(self._batches())
@@ -206,7 +230,11 @@ class _Tenant:
                 return self._verdict
             self._begin()
             print("served", flush=True)
-            await asyncio.to_thread(sys.stdin.readline)
+            while (await asyncio.to_thread(sys.stdin.readline)).strip() == "take":
+                self._note_gap()
+                self._note_waiting()
+                print(msgspec.json.encode(self._verdict).decode(), flush=True)
+                self._begin()
             await asyncio.sleep(SETTLE_S)
             self._note_gap()  # a stream that still waits counts with its wait so far
             for task in tasks:
@@ -229,6 +257,13 @@ class _Tenant:
     def _begin(self) -> None:
         """Forgets what was measured before the attack, when the server may have been cold."""
         self._verdict = self._new_verdict()
+
+    def _note_waiting(self) -> None:
+        for name, began in self._waiting.items():
+            self._latencies(name).append(time.monotonic() - began)
+
+    def _latencies(self, name: str) -> list[float]:
+        return self._verdict.polls_s.get(name, self._verdict.large_prompts_s)
 
     def _on_event(self, stream_began_at: float) -> None:
         if self._last_event_at is None:
@@ -324,17 +359,47 @@ class _Tenant:
             await self._measure(PICTURE, self._client.build_request("POST", "/v1/chat/completions", json=body))
             await asyncio.sleep(POLL_S)
 
+    async def _probes(self, url: str) -> None:
+        """Each on a connection of its own, as a kubelet does: one that stays open meets no limit."""
+        while True:
+            await self._measure(url, self._client.build_request("GET", url, headers={"connection": "close"}))
+            await asyncio.sleep(PROBE_S)
+
+    async def _requests(self, kind: str) -> None:
+        number = 0
+        while True:
+            path, body = self._request(kind, number)
+            await self._measure(kind, self._client.build_request("POST", path, json=body))
+            number += 1
+            await asyncio.sleep(REQUEST_S)
+
+    def _request(self, kind: str, number: int) -> tuple[str, dict[str, Any]]:
+        if kind == "picture":
+            from tests.support.media_proxy import data_url, image_part
+            from tests.support.vision_model import encoded, picture
+
+            image = image_part(data_url(encoded(picture(100, 80, seed=(1 << 30) + number))))
+            messages = [{"role": "user", "content": [{"type": "text", "text": "what is that?"}, image]}]
+            return "/v1/chat/completions", {"model": self._plan.model, "messages": messages, "max_tokens": 2}
+        words = f"tenant {number} " + "lorem ipsum " * (250 if kind == "medium" else 1)
+        body = self._body(words, 2) | {"truncate_prompt_tokens": 16}
+        if kind == "schema":
+            schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"}}, "required": [f"p{number}"]}
+            body |= {"structured_outputs": {"json": schema}, "max_tokens": 12, "ignore_eos": False}
+        return "/v1/completions", body
+
     async def _measure(self, name: str, request: httpx.Request) -> None:
-        verdict, began = self._verdict, time.monotonic()
+        began = time.monotonic()
+        self._waiting[name] = began
         try:
             answer = await self._client.send(request)
             if answer.status_code != 200:
-                verdict.errors.append(f"{name}: {answer.status_code} {answer.text[:200]}")
+                self._verdict.errors.append(f"{name}: {answer.status_code} {answer.text[:200]}")
         except httpx.HTTPError as error:
-            verdict.errors.append(f"{name}: {error!r}")
+            self._verdict.errors.append(f"{name}: {error!r}")
         finally:  # also of a request that waits when the tenant ends
-            latencies_s = verdict.polls_s.get(name, verdict.large_prompts_s)
-            latencies_s.append(time.monotonic() - began)
+            self._latencies(name).append(time.monotonic() - began)
+            del self._waiting[name]
 
     def _body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
         return {"model": self._plan.model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}

@@ -96,18 +96,19 @@ def clip(num_frames: int = 12, width: int = 96, height: int = 64, kind: str = "m
     return file.getvalue()
 
 
-def save_model(folder: Path, num_layers: int = 2) -> Path:
-    """Saves a tiny Qwen2-VL with random weights and its processor. More layers only make it slower."""
+def save_model(folder: Path, num_layers: int = 2, **shape: int) -> Path:
+    """Saves a tiny Qwen2-VL with random weights and its processor. More layers make it slower. shape: of its text."""
     import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     save_processor(folder)
     ids = {token: 256 + number for number, token in enumerate(SPECIAL_TOKENS)}
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": num_layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2,
         "bos_token_id": None, "eos_token_id": ids["</s>"], "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        **shape,
     }  # fmt: skip
     vision = {
         "depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64, "patch_size": 14,
