@@ -56,14 +56,14 @@ def make_refusing(file: Path, version: str = VLLM_VERSION) -> Path:
     file.write_text(
         f"""#!{sys.executable}
 import json, os, sys
-if sys.argv[1] == "-c":
+if sys.argv[1:3] == ["-P", "-c"]:
     print(3, 11, "{version}")
-elif sys.argv[2].endswith("preload"):
-    open("{file}.preload", "w").write(sys.argv[2])
+elif sys.argv[3].endswith("preload"):
+    open("{file}.preload", "w").write(sys.argv[3])
     sys.exit(1)
 else:
     with open("{file}.start", "w") as started:
-        json.dump([sys.argv[1:], dict(os.environ), open(sys.argv[3]).read()], started)
+        json.dump([sys.argv[1:], dict(os.environ), open(sys.argv[4]).read()], started)
     print("error: vLLM cannot run this model: it has no layers", file=sys.stderr)
     sys.exit({EXIT_BAD_CONFIG})
 """
@@ -157,7 +157,7 @@ def test_a_worker_is_started_in_the_environment_and_its_refusal_is_reported(
     asyncio.run(main())
     assert Path(f"{python}.preload").read_text() == "tandem.vllm_worker.preload"
     arguments, environment, content = json.loads(Path(f"{python}.start").read_text())
-    assert arguments == ["-m", "tandem.vllm_worker", str(tmp_path / "prefill-0.json")]
+    assert arguments == ["-P", "-m", "tandem.vllm_worker", str(tmp_path / "prefill-0.json")]
     assert Path(environment["PYTHONPATH"], "tandem/runtime").samefile(tandem.runtime.__path__[0])
     assert environment["PATH"].startswith(f"{tmp_path}:")
     expected = {
