@@ -162,7 +162,7 @@ LAUNCH = (
     Mutation(
         "proxies are not told that a process has exited",
         LAUNCHER,
-        "control.send(WorkerExited(name, pid, has_crashed(returncode)))",
+        "control.send(WorkerExited(name, pid, exit_cause(returncode, child.was_asked_to_end)))",
         "pass",
     ),
     Mutation(
