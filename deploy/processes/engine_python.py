@@ -61,10 +61,14 @@ class EnginePython:
     def environment(self, folder: Path) -> dict[str, str]:
         """Environment variables with which it imports Tandem's packages.
 
-        folder: private folder of the cluster; gets a link to the packages, and vLLM's sockets between ranks.
+        folder: private folder of the cluster; gets a link to the packages, vLLM's sockets between ranks, and its
+        temporary files, which it leaves behind.
         """
         packages = folder / "packages"
         packages.mkdir(exist_ok=True)
+        temporary = folder / "tmp"
+        temporary.mkdir(mode=0o700, exist_ok=True)
+        path = _path_for_sockets(folder)
         link = packages / "tandem"
         if not link.is_symlink():
             link.symlink_to(Path(tandem.runtime.__path__[0]).parent)
@@ -72,7 +76,8 @@ class EnginePython:
             **SAFE_PATH,
             "PYTHONPATH": str(packages),
             "PATH": f"{self.path.parent}:{os.environ.get('PATH', os.defpath)}",  # compilers that vLLM's kernels call
-            "VLLM_RPC_BASE_PATH": _path_for_sockets(folder),
+            "TMPDIR": str(Path(path, temporary.name)),
+            "VLLM_RPC_BASE_PATH": path,
         }
 
 

@@ -13,6 +13,6 @@ SAFE_PATH = MappingProxyType({"PYTHONSAFEPATH": "1"})
 """Environment with which also what a library starts, such as torch's compilers, leaves out the working folder."""
 
 
-def python_command(*arguments: str, python: str = sys.executable) -> list[str]:
-    """Returns the command line of an interpreter that imports nothing from its working folder."""
-    return [python, "-P", *arguments]
+def python_command(*arguments: str, python: str = "") -> list[str]:
+    """Returns the command line of an interpreter that imports nothing from its working folder. python: "" for our own."""
+    return [python or sys.executable, "-P", *arguments]

@@ -71,7 +71,9 @@ def test_no_process_of_a_cluster_imports_anything_from_its_folder(folder: Path, 
     flags = ["--data-dir", str(tmp_path / "data")]
     flags += ["--model", str(save_model(tmp_path / "model"))] if has_images else cluster_arguments()
     flags += ["--served-model-name", "m"]
-    with Cluster(*flags, cwd=folder, env={"PYTHONPATH": ""}, start_timeout_s=START_TIMEOUT_S) as cluster:
+    (temporary := tmp_path / "temporary").mkdir()
+    environment = {"PYTHONPATH": "", "TMPDIR": str(temporary)}
+    with Cluster(*flags, cwd=folder, env=environment, start_timeout_s=START_TIMEOUT_S) as cluster:
         text = {"type": "text", "text": "one"}
         content = [image_part(data_url(encoded(picture()))), text] if has_images else [text]
         body = {
@@ -98,3 +100,4 @@ def test_no_process_of_a_cluster_imports_anything_from_its_folder(folder: Path, 
         cluster.wait_for(is_checked)
         assert len(cluster.pids()) >= 3 and all(children_of(pid) is not None for pid in cluster.pids())
     assert not imported(folder)
+    assert not list(temporary.glob("vllm*")), "vLLM leaves its temporary files behind, in a folder that we remove"
