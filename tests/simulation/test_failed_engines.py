@@ -81,7 +81,7 @@ def _serve_with(mutation: Mutation) -> None:
     for end in ("not named", "exit 0"):
         with pytest.MonkeyPatch.context() as monkeypatch:
             try:
-                serve_beside_poison(FIXED, end, monkeypatch)  # type: ignore[arg-type]
+                serve_beside_poison(FIXED, end, monkeypatch)
             except AssertionError:
                 os._exit(_SHOWN)
     os._exit(0)

@@ -147,7 +147,7 @@ def test_a_worker_that_wakes_up_and_crashes_later_has_not_crashed_before() -> No
     while not table.check(now):
         now += 0.25
     table.on_register(now, register(awake))
-    assert [gone.worker for gone in table.on_exited("decode-0", 7, True).lost] == [awake]
+    assert [gone.worker for gone in table.on_exited("decode-0", 7, "crash").lost] == [awake]
 
 
 def test_a_proxy_stopped_for_long_fails_its_requests() -> None:
@@ -177,7 +177,7 @@ def test_a_name_belongs_to_its_worker_while_it_lives() -> None:
     assert table.on_register(now, register(second)).joined == [second], "the first worker is silent"
     with pytest.raises(ProtocolError, match="process 99"):
         table.on_register(now, register(first))
-    table.on_exited("decode-0", 99, True)
+    table.on_exited("decode-0", 99, "crash")
     assert table.on_register(now, register(first)).joined == [first]
 
 
@@ -187,8 +187,8 @@ def test_an_exited_process_is_lost_at_once_but_not_its_successor() -> None:
     table.on_register(0.0, register(old))
     change = table.on_register(1.0, register(new))
     assert ([gone.worker for gone in change.lost], change.joined) == ([old], [new])
-    assert not table.on_exited("decode-0", 10, True)
-    assert [gone.worker for gone in table.on_exited("decode-0", 11, True).lost] == [new]
+    assert not table.on_exited("decode-0", 10, "crash")
+    assert [gone.worker for gone in table.on_exited("decode-0", 11, "crash").lost] == [new]
 
 
 def test_limits_of_lost_workers_are_remembered_also_if_nobody_has_asked_for_them() -> None:
