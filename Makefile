@@ -144,11 +144,13 @@ format: develop
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The second file is what the image installs: the same versions, without the tools for development.
+# The second file is what the image installs: the same versions, without the tools for development. The last command
+# writes what `tandem engine install vllm` installs.
 COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --no-annotate
 lock: setup
 	$(COMPILE) --upgrade --extra dev --extra docs --extra ray --extra tracing pyproject.toml -o requirements.lock
 	$(COMPILE) --extra ray --extra tracing --constraint requirements.lock pyproject.toml -o deploy/docker/requirements.lock
+	$(BIN)/python -m tools.engine_locks
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

@@ -14,6 +14,8 @@ that the peer may still write stay in quarantine until the transfer is over (`de
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tandem.decode_worker.actions import Action, Receive
 from tandem.decode_worker.decode_answers import StepTokens, failure, preempted, refusal
 from tandem.decode_worker.reservations import Reservations
@@ -233,9 +235,9 @@ class DecodeScheduler:
 
     # ---- steps
 
-    def schedule(self, now: float) -> tuple[Batch, list[Action]]:
-        """Returns the next step's batch, and messages about preempted sequences."""
-        batch, evicted = self.running.schedule(now)
+    def schedule(self, now: float, only: Collection[DecodeSequence] | None = None) -> tuple[Batch, list[Action]]:
+        """Returns the next step's batch, and messages about preempted sequences. only: those that may step."""
+        batch, evicted = self.running.schedule(now, only)
         self.num_preempted += len(evicted)
         for sequence in evicted:
             self.sequences.remove(sequence)

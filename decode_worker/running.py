@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from tandem.decode_worker.sequence import DecodePrompt, DecodeSequence
@@ -103,8 +103,10 @@ class RunningBatch:
             return False
         return self._blocks.can_allocate(sum(map(self._must_grow, self.sequences)))
 
-    def schedule(self, now: float) -> tuple[Batch, list[DecodeSequence]]:
-        """Returns the next step's batch and the sequences that were preempted for it.
+    def schedule(
+        self, now: float, only: Collection[DecodeSequence] | None = None
+    ) -> tuple[Batch, list[DecodeSequence]]:
+        """Returns the next step's batch and the sequences that were preempted for it. only: those that may step.
 
         The oldest sequences take their blocks first. If there are none left, the newest sequence is preempted. A
         sequence that runs alone and finds no block, because transfers hold them, skips the step.
@@ -112,7 +114,8 @@ class RunningBatch:
         self.on_clock(now)
         preempted: list[DecodeSequence] = []
         step = DecodeStep([])
-        for sequence in sorted(self.sequences[: self._max_num_seqs], key=lambda s: s.age):
+        may_run = self.sequences if only is None else [each for each in self.sequences if each in only]
+        for sequence in sorted(may_run[: self._max_num_seqs], key=lambda s: s.age):
             may_step = not sequence.ended and sequence.may_step and sequence.has_more_steps
             if may_step and self._grow(sequence, preempted):
                 step.sequences.append(sequence)

@@ -4,13 +4,17 @@ keys for the traffic between hosts; the other commands talk to a running cluster
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the working folder, in which a file may have the name of a module that is imported below
+
 import argparse
 import asyncio
 import json
 import logging
 import math
 import os
-import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path

@@ -91,6 +91,7 @@ class TensorParallelGroup:
         self._on_lost = on_lost
         self._start_follower = start_follower
         self._closing = False
+        self._serves = False
         self._processes: list[FollowerProcess] = []
         self._steps: list[RankChannel[Batch]] = []
         self.transfer_connections: list[Connection] = []  # one per follower, in order of rank
@@ -125,7 +126,9 @@ class TensorParallelGroup:
         returncode = process.wait()
         if not self._closing:
             reason = f"rank {rank} (process {process.pid}) exited with {returncode}; the worker ends with it"
-            self._on_lost(reason, returncode if returncode > 0 else 1)
+            # Once it serves, a request may be the cause of any end, also of one that looks like a wrong configuration.
+            is_passed_on = returncode > 0 and not self._serves
+            self._on_lost(reason, returncode if is_passed_on else 1)
 
     @property
     def pids(self) -> list[int]:
@@ -140,6 +143,7 @@ class TensorParallelGroup:
 
     def make_runner(self, loaded: LoadedModel, pool: KVPool, decodes: bool = True) -> ModelRunner:
         """decodes: see `GraphLimits`."""
+        self._serves = True
         limits = GraphLimits.of(self._engine, decodes)
         if not self._steps:
             return ModelRunner(loaded, pool, limits)

@@ -14,6 +14,8 @@ A prompt that is decoded on the same worker is not shipped: its blocks pass to t
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
@@ -180,10 +182,18 @@ class PrefillScheduler:
 
     # ---- steps
 
-    def schedule(self, now: float, max_tokens: int | None = None) -> tuple[Batch, list[Action]]:
+    @property
+    def step_prompts(self) -> list[PrefillPrompt]:
+        """The prompts of the step in flight."""
+        return list({prompt.number: prompt for prompt in self._step.prompts}.values())
+
+    def schedule(
+        self, now: float, max_tokens: int | None = None, only: Collection[PrefillPrompt] | None = None
+    ) -> tuple[Batch, list[Action]]:
         """Returns the next step's chunks, and the reservations sent with first chunks.
 
-        max_tokens: limit on the chunks' tokens if it is less than max_num_batched_tokens.
+        max_tokens: limit on the chunks' tokens if it is less than max_num_batched_tokens. only: prompts that may
+        compute.
         """
         assert not self._step.prompts, "one step at a time"
         waiting = self.prompts.waiting.values()
@@ -202,7 +212,8 @@ class PrefillScheduler:
             return False
 
         budget = min(max_tokens or self._max_num_batched_tokens, self._max_num_batched_tokens)
-        self._step = plan_step(self._candidates(), budget, begin)
+        candidates = self._candidates()
+        self._step = plan_step([each for each in candidates if only is None or each in only], budget, begin)
         for prompt in self._step.prompts:
             prompt.in_step = True
         return self._step.batch(), actions

@@ -114,7 +114,7 @@ class Control:
                 error = self._order(message.worker_id, ClearCache())
                 self._socket.send(identity, WorkerOrdered(message.worker_id, error))
             case WorkerExited():
-                self._apply(self._table.on_exited(message.worker_id, message.pid, message.has_crashed))
+                self._apply(self._table.on_exited(message.worker_id, message.pid, message.cause))
             case GetStatus():
                 has_workers, has_pairs = message.detail != "proxy", message.detail == "pairs"
                 report = StatusReport(
@@ -244,7 +244,7 @@ class Control:
             self._connections.open(worker, self._on_worker_message, self._on_broken)
         except Exception as error:  # ZeroMQ's error, or a tcp endpoint without keys
             log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
-            self._apply(self._table.on_exited(worker.worker_id, worker.pid, has_crashed=False))
+            self._apply(self._table.on_exited(worker.worker_id, worker.pid, "unknown"))
             return
         # Prompts for an earlier process at this address may have reached this one before it registered.
         self._connections.send(worker, AbortAllAttempts(self._proxy_id))

@@ -30,6 +30,7 @@ from tandem.runtime.processes.command_line import show_command_line
 from tandem.runtime.processes.fork_server import why_unsafe_to_fork
 from tandem.runtime.processes.forked_child import fork_child
 from tandem.runtime.processes.process import run_to_exit
+from tandem.runtime.processes.python_command import python_command
 
 
 def start_follower(config: FollowerConfig) -> FollowerProcess:
@@ -38,7 +39,7 @@ def start_follower(config: FollowerConfig) -> FollowerProcess:
     variables = {"LOCAL_RANK": str(config.rank)}  # transformers selects the GPU by it
     if not why_unsafe_to_fork():
         return fork_child(partial(run_follower, config), fds, variables)
-    command = [sys.executable, "-m", "tandem.worker.follower", msgspec.json.encode(config).decode()]
+    command = python_command("-m", "tandem.worker.follower", msgspec.json.encode(config).decode())
     environment = {**os.environ, **variables}
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment)
 
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def run_follower(config: FollowerConfig) -> NoReturn:
-    show_command_line([sys.executable, "-m", "tandem.worker.follower", config.name])
+    show_command_line("tandem.worker.follower", config.name)
     # With rank 0 it ends also if it is stopped, when a signal other than SIGKILL would have no effect.
     run_to_exit(config.name, config.logs, lambda: serve(config), signal.SIGKILL)
 

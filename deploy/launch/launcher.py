@@ -27,7 +27,7 @@ from tandem.deploy.launch.start_checks import check_reports, is_complete
 from tandem.deploy.launch.start_stages import StartStages
 from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_names, num_pairs, start_role
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
-from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised, has_crashed
+from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised, exit_cause
 from tandem.deploy.sites.site import Site
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
@@ -247,7 +247,7 @@ class Launcher:
         if self._stopping.is_set():
             return
         for control in self._controls.values():
-            control.send(WorkerExited(name, child.last_pid))
+            control.send(WorkerExited(name, child.last_pid, "order"))
         self._forget(name)
 
     def _forget(self, name: str) -> None:
@@ -261,11 +261,11 @@ class Launcher:
 
     def _on_exit(self, name: str, pid: int, returncode: int) -> bool:
         """Reports the exit to the proxies and decides whether to restart the process."""
+        child = self._children[name]
         for control in self._controls.values():
-            control.send(WorkerExited(name, pid, has_crashed(returncode)))
+            control.send(WorkerExited(name, pid, exit_cause(returncode, child.was_asked_to_end)))
         self._watchdog.on_exit(name)
         self._orders.on_exit(name)
-        child = self._children[name]
         if returncode == EXIT_BAD_CONFIG and self._ready:
             # The rest of the cluster serves: it is not stopped for one process.
             log.error("%s refuses its configuration: %s", name, child.last_error() or f"see {child.log_file}")

@@ -24,6 +24,7 @@ from tandem.deploy.sites.site import Site
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError, TandemError
+from tandem.runtime.files.private_folder import why_not_secret
 from tandem.runtime.settings import with_values
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,14 @@ def with_model(config: ClusterConfig) -> ClusterConfig:
     model = config.engine_settings.model or str(DEMO_MODEL)
     name = config.served_model_name or (Path(model).name if config.engine_settings.model else "tandem-demo")
     return with_values(config, {"model": model, "served_model_name": name})
+
+
+def secret_files(config: ClusterConfig) -> list[tuple[str, str]]:
+    """Returns the settings that name a file with a secret, and the files."""
+    http = config.http
+    key = ("ssl_keyfile", http.ssl_keyfile) if http.ssl_keyfile else ("ssl_certfile", http.ssl_certfile)
+    named = [("api_keys_file", http.api_keys_file), ("admin_keys_file", http.admin_keys_file), key]
+    return [(setting, file) for setting, file in named if file]
 
 
 async def run_cluster(
@@ -59,6 +68,9 @@ async def run_cluster(
         exposed = config.cluster_host or (config.ray and "the nodes' network")
         if exposed and config.insecure_network and not config.network_keys:
             log.warning("--insecure-network: anybody who can reach %s can control this cluster", exposed)
+        for setting, file in secret_files(config):
+            if reason := why_not_secret(Path(file)):
+                log.warning("%s: %s", setting, reason)
         if not config.ray and not config.join:
             _check_port(config.http.host, config.http.port, "--port or --host")
             _check_port(*config.admin_address, "--admin-port or --admin-host")

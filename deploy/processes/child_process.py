@@ -18,6 +18,7 @@ from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.processes.forked_process import ForkedProcess
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG
+from tandem.runtime.processes.python_command import python_command
 from tandem.runtime.tasks import keep_running, start
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,7 @@ async def start_process(
         return forked
     with output.open() as file:
         return await asyncio.create_subprocess_exec(
-            python,
-            "-m",
-            module,
-            config_file,
+            *python_command("-m", module, config_file, python=python),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=file,
             stderr=file,

@@ -17,6 +17,7 @@ import tandem.runtime
 from tandem.deploy.processes.runtime_dir import VLLM_MAX_FOLDER_BYTES
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded, user_folder
+from tandem.runtime.processes.python_command import SAFE_PATH, python_command
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 INSTALL_COMMAND = "tandem engine install vllm"
@@ -60,18 +61,23 @@ class EnginePython:
     def environment(self, folder: Path) -> dict[str, str]:
         """Environment variables with which it imports Tandem's packages.
 
-        folder: private folder of the cluster; gets a link to the packages, and vLLM's sockets between ranks.
+        folder: private folder of the cluster; gets a link to the packages, vLLM's sockets between ranks, and its
+        temporary files, which it leaves behind.
         """
         packages = folder / "packages"
         packages.mkdir(exist_ok=True)
+        temporary = folder / "tmp"
+        temporary.mkdir(mode=0o700, exist_ok=True)
+        path = _path_for_sockets(folder)
         link = packages / "tandem"
         if not link.is_symlink():
             link.symlink_to(Path(tandem.runtime.__path__[0]).parent)
         return {
+            **SAFE_PATH,
             "PYTHONPATH": str(packages),
-            "PYTHONSAFEPATH": "1",  # the working folder may have names of packages that vLLM imports
             "PATH": f"{self.path.parent}:{os.environ.get('PATH', os.defpath)}",  # compilers that vLLM's kernels call
-            "VLLM_RPC_BASE_PATH": _path_for_sockets(folder),
+            "TMPDIR": str(Path(path, temporary.name)),
+            "VLLM_RPC_BASE_PATH": path,
         }
 
 
@@ -112,10 +118,14 @@ def find_engine_python(given: str) -> EnginePython:
 
 def _check_versions(python: Path) -> None:
     """Raises ConfigError."""
-    environment = {**os.environ, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, **SAFE_PATH, "PYTHONPATH": ""}
     try:
         answer = subprocess.run(
-            [python, "-c", _QUESTION], capture_output=True, text=True, timeout=_ANSWER_TIMEOUT_S, env=environment
+            python_command("-c", _QUESTION, python=str(python)),
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_TIMEOUT_S,
+            env=environment,
         )
     except OSError as error:
         raise ConfigError(f"engine_python: cannot run {python}: {error.strerror}") from error

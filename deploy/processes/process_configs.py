@@ -26,6 +26,7 @@ from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.runtime.files.user_paths import expanded
+from tandem.runtime.processes.python_command import SAFE_PATH
 from tandem.vllm_worker.vllm_worker_config import VllmEngineConfig, VllmWorkerConfig
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.worker_config import WorkerConfig
@@ -256,6 +257,7 @@ def process_environment(num_threads: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin on cores that others need
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        **SAFE_PATH,
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo",  # ranks of a worker share a host; KV transfer sets its own address
     }

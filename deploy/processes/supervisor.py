@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tandem.deploy.processes.log_file import last_error
+from tandem.protocol.messages.membership import ExitCause
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 
 OnExit = Callable[[str, int, int], bool]
@@ -30,6 +31,18 @@ def has_crashed(returncode: int) -> bool:
     return returncode not in {0, EXIT_BAD_CONFIG, EXIT_RETIRED, EXIT_LOST, *asked}
 
 
+def exit_cause(returncode: int, was_asked: bool) -> ExitCause:
+    """Returns why a worker's process has ended. was_asked: whether its supervisor wanted that.
+
+    A library that calls `exit(0)` in the middle of a request ends a worker as a crash does.
+    """
+    if returncode == EXIT_LOST:
+        return "unknown"
+    if has_crashed(returncode) or (returncode in {0, EXIT_BAD_CONFIG} and not was_asked):
+        return "crash"
+    return "order"
+
+
 class Supervised(ABC):
     """Runs one process again and again until it is stopped, or until `on_exit` returns False.
 
@@ -44,6 +57,11 @@ class Supervised(ABC):
         self._drained: tuple[int, int] | None = None  # its start and pid
         self._on_exit = on_exit
         self._stopping = asyncio.Event()
+
+    @property
+    def was_asked_to_end(self) -> bool:
+        """Whether the process that runs or ran last was told to drain or to stop."""
+        return self._stopping.is_set() or self._drained == (self.num_starts, self.last_pid)
 
     @abstractmethod
     async def run_once(self) -> int | None:

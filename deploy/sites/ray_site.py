@@ -8,6 +8,7 @@ a preloaded process to fork it from. Reasons: docs/adr/0016-ray-placement.md.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -71,7 +72,9 @@ class RaySite(Site):
             )
         write_whole(folder / NETWORK_FILE, msgspec.json.encode(cluster.network))
         try:
-            ray.init(address=cluster.ray, namespace="tandem", log_to_driver=False, logging_level=logging.WARNING)
+            # Ray lets actors import from the working folder of the process that connects: not from the operator's.
+            with contextlib.chdir(folder):
+                ray.init(address=cluster.ray, namespace="tandem", log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"--ray: cannot connect to the Ray cluster at {cluster.ray!r} ({first_line(error)}); start one with "

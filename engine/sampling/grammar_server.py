@@ -6,7 +6,6 @@ import contextlib
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import InternalError, InvalidRequest, client_reason, first_line
 from tandem.runtime.files.tokenizer_files import load_tokenizer
+from tandem.runtime.processes.python_command import python_command
 
 LOAD_TIMEOUT_S = 60.0
 """Wait for the tokeniser to load, which takes about a second."""
@@ -36,7 +36,7 @@ class GrammarServer:
         own, other = socket.socketpair()
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tandem.engine.sampling.grammar_process", str(other.fileno())],
+                python_command("-m", "tandem.engine.sampling.grammar_process", str(other.fileno())),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
             )

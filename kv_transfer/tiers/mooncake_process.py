@@ -31,6 +31,7 @@ from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.runtime.errors import ProtocolError
 from tandem.runtime.logs import LogSettings
 from tandem.runtime.processes.process import run_to_exit
+from tandem.runtime.processes.python_command import python_command
 
 OPEN_TIMEOUT_S = 15.0
 """Deadline of starting the process and connecting to the master."""
@@ -110,7 +111,7 @@ class MooncakeProcess:
             self._channel: RankChannel[StoreAnswer] = RankChannel(ours, Codec(StoreAnswer))
             argument = msgspec.json.encode(ProcessConfig(self._config, theirs.fileno(), memory)).decode()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tandem.kv_transfer.tiers.mooncake_process", argument],
+                python_command("-m", "tandem.kv_transfer.tiers.mooncake_process", argument),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), memory),

@@ -233,15 +233,17 @@ class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """Attempts in the step whose failure ended the engine, of all proxies; empty if they are not known."""
 
 
-class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Launcher to proxy: the process has exited. Faster than waiting for silence.
+ExitCause = Literal["order", "crash", "unknown"]
+"""order: the launcher asked for it, or the process was drained. crash: nobody asked, so a request may be the cause,
+whatever the exit code. unknown: the process is gone with its host."""
 
-    has_crashed: it ended by a signal or an error that nobody asked for. False if that is not known.
-    """
+
+class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Launcher to proxy: the process has exited. Faster than waiting for silence."""
 
     worker_id: str
     pid: int
-    has_crashed: bool = False
+    cause: ExitCause = "unknown"
 
 
 StatusDetail = Literal["proxy", "workers", "pairs"]

@@ -35,6 +35,7 @@ from tandem.proxy.batches.file_store import FileStore
 from tandem.proxy.batches.json_files import DAMAGED_SUFFIX, ids_in, new_id, read_json, storage_errors, write_json
 from tandem.proxy.batches.line_journal import LineJournal
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.files.private_folder import make_private_folder
 from tandem.runtime.files.whole_file import ABANDONED_AFTER_S, remove_abandoned
 
 MAX_UNFINISHED = 64
@@ -232,7 +233,7 @@ class BatchStore:
             expires_at=now + WINDOW_S,
             metadata=request.metadata,
         )
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(self._folder, self._folder.parents[1])
         write_json(self._folder / f"{batch.id}.owner", owner)
         write_json(self._folder / f"{batch.id}.json", batch)
         return batch

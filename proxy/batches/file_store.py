@@ -19,6 +19,7 @@ import msgspec
 
 from tandem.proxy.batches.json_files import ids_in, new_id, read_json, storage_errors, write_json
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.files.private_folder import make_private_folder
 from tandem.runtime.files.whole_file import ABANDONED_AFTER_S, remove_abandoned, sync_folder, whole_file
 
 MAX_FILE_BYTES = 200 << 20
@@ -85,7 +86,7 @@ class FileStore:
     def add(self, content: BinaryIO, num_bytes: int, filename: str, purpose: Purpose) -> StoredFile:
         """Copies an upload. Raises InvalidRequest, StorageFull."""
         self.check_room(num_bytes)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(self._folder, self._client_folder.parent)
         stored = StoredFile(new_id("file-"), num_bytes, int(time.time()), filename, purpose)
         data = self._data(stored.id)
         with storage_errors(), whole_file(data, durable=True) as copy:
@@ -101,7 +102,7 @@ class FileStore:
 
     def take(self, file: Path, file_id: str, filename: str) -> None:
         """Moves the results of a batch here. Idempotent: does nothing if the file was moved before."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(self._folder, self._client_folder.parent)
         with suppress(FileNotFoundError):
             file.replace(self._data(file_id))
         sync_folder(self._folder)

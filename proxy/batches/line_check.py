@@ -20,6 +20,7 @@ from tandem.proxy.batches.batch import LineError
 from tandem.proxy.batches.batch_lines import CheckedLines, check_lines, read_lines
 from tandem.runtime.files.whole_file import whole_file
 from tandem.runtime.processes.lifetime import die_with_parent
+from tandem.runtime.processes.python_command import python_command
 
 log = logging.getLogger("proxy")
 
@@ -105,8 +106,9 @@ async def _check_apart(input_file: Path, endpoint: str, index: Path) -> CheckEnd
         os.ftruncate(line, _LINE_BYTES)
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tandem.proxy.batches.line_check",
-                str(input_file), endpoint, str(index), str(line),
+                *python_command(
+                    "-m", "tandem.proxy.batches.line_check", str(input_file), endpoint, str(index), str(line)
+                ),
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, pass_fds=[line],
             )  # fmt: skip
         except OSError as error:  # no FileNotFoundError, which would say that the input is gone

@@ -26,6 +26,7 @@ from tandem.proxy.batches.batch_store import BatchFiles, BatchStore, NoRoomForRe
 from tandem.proxy.batches.file_store import FileNotFound, client_folder
 from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.batches.line_check import check_file
+from tandem.runtime.files.private_folder import close_to_others
 from tandem.runtime.tasks import start_job
 from tandem.runtime.threads import Threads
 
@@ -112,6 +113,8 @@ class BatchRunner:
             store = BatchStore(folder)
             try:
                 if may_clean:
+                    for each in (folder, *folder.iterdir()):
+                        close_to_others(each)
                     store.remove_orphans()
                 num_more = min(MAX_RUNNING_PER_CLIENT - num_running[folder], self._max_running - num_running.total())
                 for held in store.hold_unfinished(num_more):

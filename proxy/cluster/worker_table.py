@@ -20,6 +20,7 @@ from tandem.protocol.messages.membership import (
     PREFILL_ROLES,
     PROTOCOL_VERSION,
     PROXY_SILENCE_S,
+    ExitCause,
     LeaveCause,
     RegisterWorker,
     Role,
@@ -71,6 +72,7 @@ class WorkerTable:
         self._by_epoch: dict[str, WorkerRecord] = {}
         self._timers = SilenceTimers(CHECK_INTERVAL_S)  # by epoch
         self._silent: dict[str, WorkerInfo] = {}  # by name, lost by silence; their processes may still crash
+        self._crashed: dict[str, WorkerInfo] = {}  # by epoch, lost by an exit; their messages may still come
         self.prefill_workers: list[WorkerRecord] = []
         self.paired_prefill_workers: list[WorkerRecord] = []  # those with a decode worker to transfer KV to
         self.decode_workers: list[WorkerRecord] = []
@@ -201,7 +203,10 @@ class WorkerTable:
     def on_left(self, epoch: str, cause: LeaveCause = "order", attempt_ids: Iterable[str] = ()) -> MembershipChange:
         """The worker announced that it ends, or that it has given this proxy's requests up. See `WorkerLeft`."""
         if (record := self._by_epoch.get(epoch)) is None:
-            return MembershipChange()
+            crashed = self._crashed.pop(epoch, None)
+            if crashed is None or cause != "order":
+                return MembershipChange()
+            return MembershipChange([LostWorker(crashed, _LEAVE_REASONS[cause], has_left=True)])
         has_failed = cause == "failure"
         return self._remove(
             [
@@ -216,19 +221,24 @@ class WorkerTable:
             ]
         )
 
-    def on_exited(self, worker_id: str, pid: int, has_crashed: bool) -> MembershipChange:
+    def on_exited(self, worker_id: str, pid: int, cause: ExitCause) -> MembershipChange:
         """The launcher saw the process exit. A new process of that name that has already registered stays.
 
-        A worker that was silent before, for example while its memory was written to a core file, is lost once more.
+        A worker that was silent before, for example while its memory was written to a core file, is lost once more. So
+        is one that seems to have crashed, if its message that it ends in order comes later.
         """
+        has_crashed = cause == "crash"
         reason = f"its process {pid} has {'crashed' if has_crashed else 'ended'}"
         gone = [record.worker for record in self._by_epoch.values() if record.worker.worker_id == worker_id]
-        change = self._remove(
-            [LostWorker(each, reason, has_crashed, has_left=not has_crashed) for each in gone if each.pid == pid]
-        )
+        gone = [each for each in gone if each.pid == pid]
+        change = self._remove([LostWorker(each, reason, has_crashed, has_left=cause == "order") for each in gone])
         silent = self._silent.pop(worker_id, None)
         if silent is not None and silent.pid == pid and has_crashed:
             change.lost.append(LostWorker(silent, reason, has_crashed))
+        if has_crashed:
+            self._crashed.update((each.epoch, each) for each in gone)
+            while len(self._crashed) > MAX_WORKERS:
+                del self._crashed[next(iter(self._crashed))]
         return change
 
     def check(self, now: float) -> MembershipChange:

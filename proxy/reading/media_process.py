@@ -328,7 +328,7 @@ async def _receive(reader: asyncio.StreamReader, process: MediaProcess) -> None:
 
 def run(_arguments: list[str]) -> None:
     """In a forked process: serves the proxy. Exits with EXIT_BAD_CONFIG if it cannot load the model's processor."""
-    show_command_line([sys.executable, "-m", "tandem.proxy.reading.media_process"])
+    show_command_line("tandem.proxy.reading.media_process")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # clients could fill the disk, with images of others in it
     try:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+
+from tandem.runtime.processes.python_command import python_command
 
 SPACE = "." * 400
 """Argument for a process whose forks show their own command lines: these must fit into its own."""
 
 
-def show_command_line(words: Sequence[str]) -> None:
-    """Replaces this process's command line, in /proc and in `sys`. What does not fit is cut off in /proc."""
-    sys.argv, sys.orig_argv = list(words[2:]), list(words)
+def show_command_line(module: str, *arguments: str) -> None:
+    """Replaces this process's command line, in /proc and in `sys`, by that of `python -m module`.
+
+    What does not fit is cut off in /proc.
+    """
+    words = python_command("-m", module, *arguments)
+    sys.argv, sys.orig_argv = [module, *arguments], words
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     shown = b"".join(word.encode() + b"\0" for word in words)[: end - begin - 1]
     ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)

@@ -28,6 +28,7 @@ from tandem.runtime.processes.fork_server import (
     serve_forks,
     why_unsafe_to_fork,
 )
+from tandem.runtime.processes.python_command import python_command
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +142,8 @@ class ForkServer:
             actions = [(os.POSIX_SPAWN_DUP2, passed[number], spare) for number, spare in spares.items()]
             actions += [(os.POSIX_SPAWN_DUP2, spare, number) for number, spare in spares.items()]
             actions += [(os.POSIX_SPAWN_CLOSE, spare) for spare in spares.values()]  # type: ignore[misc]
-            command = [python, "-m", module, *arguments]
             own = {**ONE_THREAD, **environment}
+            command = python_command("-m", module, *arguments, python=python)
             pid = os.posix_spawn(python, command, own, file_actions=actions, setsid=True)
         return cls(ours, ForkedProcess(pid))
 

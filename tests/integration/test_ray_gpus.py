@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tests.integration.test_ray import HEAD, node_options
 from tests.support.ports import free_port
+from tests.support.product import with_tests
 from tests.support.settings import cluster_config
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
@@ -26,6 +28,7 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A Ray cluster of one node with one GPU, which nothing computes on. Yields its address."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("PYTHONPATH", with_tests(os.environ)["PYTHONPATH"])
     for limit, value in (("raylet_start_wait_time_s", "300"), ("agent_register_timeout_ms", "300000")):
         monkeypatch.setenv(f"RAY_{limit}", value)  # Ray's default is too short for a busy machine
     cluster = pytest.importorskip("ray.cluster_utils").Cluster()

@@ -54,7 +54,7 @@ def test_a_crashed_worker_keeps_its_actor_and_its_preloaded_process(
             await until(lambda: worker.last_pid not in (0, *pids))
             pids.append(worker.last_pid)
             process = psutil.Process(pids[-1])
-            await until(lambda: process.cmdline()[1:3] == ["-m", "tandem.worker"])  # set after the fork
+            await until(lambda: process.cmdline()[1:4] == ["-P", "-m", "tandem.worker"])  # set after the fork
             return process.ppid()
 
         try:

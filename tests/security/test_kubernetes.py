@@ -295,5 +295,8 @@ def test_the_service_leads_to_the_proxies(deployment: list[Document]) -> None:
         if service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     ]
     assert len(selected) == 1
+    has_several_pods = any(each["kind"] == "Deployment" and each["spec"]["replicas"] > 1 for each in deployment)
+    affinity = service["spec"].get("sessionAffinity", "None")
+    assert affinity == ("ClientIP" if has_several_pods else "None"), "a stored response is in one of the pods"
     [port] = service["spec"]["ports"]
     assert port["targetPort"] in {each["name"] for each in selected[0]["spec"]["containers"][0]["ports"]}

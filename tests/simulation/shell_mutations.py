@@ -11,6 +11,7 @@ from tests.simulation.mutation import (
     REGISTRATION,
     ROLES,
     SUPERVISOR,
+    TABLE,
     TRAFFIC,
     WORKER,
     Mutation,
@@ -162,7 +163,7 @@ LAUNCH = (
     Mutation(
         "proxies are not told that a process has exited",
         LAUNCHER,
-        "control.send(WorkerExited(name, pid, has_crashed(returncode)))",
+        "control.send(WorkerExited(name, pid, exit_cause(returncode, child.was_asked_to_end)))",
         "pass",
     ),
     Mutation(
@@ -233,3 +234,26 @@ LAUNCH = (
 )
 """Starting, watching, scaling and moving processes. An operator who repeats a command heals most of them, so the
 launcher's numbers, roles and restarts are checked when they are made (`simulator/site.py`)."""
+
+FAILURES = (
+    Mutation(
+        "a worker whose engine has failed says that it leaves in order",
+        PRESENCE,
+        'self.info.epoch, "failure")',
+        'self.info.epoch, "order")',
+    ),
+    Mutation("a worker that fails excuses its attempts", TABLE, "has_failed = cause == ", "has_failed = cause != "),
+    Mutation(
+        "an exit that nobody asked for excuses its attempts",
+        SUPERVISOR,
+        'and not was_asked):\n        return "crash"',
+        'and was_asked):\n        return "crash"',
+    ),
+    Mutation(
+        "proxies blame no prompt for a crash",
+        CONTROL,
+        "gone.worker, gone.reason, gone.has_crashed, gone.has_left",
+        "gone.worker, gone.reason, False, gone.has_left",
+    ),
+)
+"""Shown by `test_failed_engines`."""

@@ -17,12 +17,10 @@ import pytest
 from tandem.protocol.messages.membership import PROXY_SILENCE_S, Role, SetWorkerRole
 from tandem.protocol.messages.transfer import ReserveKV
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
-from tandem.proxy.dispatch.crashes import MAX_DEATHS
 from tandem.simulator import connection
-from tandem.simulator.engine import SimulatedEngine, SimulatedStepTimes
+from tandem.simulator.engine import SimulatedStepTimes
 from tandem.simulator.network import Switch
 from tandem.simulator.scenario import ClusterShape
-from tandem.worker.presence import EngineFailed
 from tests.simulation.simulated_site import ELASTIC, FIXED, DrivenCluster, simulated_site
 
 STEP_S = 0.06
@@ -252,46 +250,6 @@ def test_a_worker_that_gave_requests_up_says_so(monkeypatch: pytest.MonkeyPatch)
         site.cluster.switch.end_silence("proxy-0", "decode-0")
         assert site.finish()[running] == "finished"
         assert site.num_migrated() == 1
-
-
-@pytest.mark.parametrize("names_step", [True, False], ids=["named", "not named"])
-@pytest.mark.parametrize("shape", [FIXED, ELASTIC], ids=["fixed", "elastic"])
-def test_a_prompt_that_ends_engines_is_refused_and_no_other(
-    shape: ClusterShape, names_step: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker whose engine fails by an error has not left in order."""
-    failed: dict[SimulatedEngine, str] = {}
-    post, report = SimulatedEngine._post, DrivenCluster.report
-
-    def end_with_poison(engine: SimulatedEngine) -> None:
-        batch, _ = engine._steps[0]
-        first_token = site.requests[poison].prompt[0]
-        if batch is not None and any(item.start == 0 and item.token_ids[0] == first_token for item in batch.items):
-            engine.is_stopped = True
-            failed[engine] = site.attempt().attempt_id
-        post(engine)
-
-    def check(engine: SimulatedEngine, now: float) -> None:
-        if engine in failed:
-            raise EngineFailed("it met the poison", [failed[engine]] if names_step else [])
-
-    def report_others(site: DrivenCluster, rule: str, details: str) -> None:
-        if "it met the poison" not in details and "is refused" not in details:
-            report(site, rule, details)
-
-    monkeypatch.setattr(DrivenCluster, "report", report_others)
-    with simulated_site(shape) as site:
-        site.clients._expected.add("request_crashes_workers")
-        poison = site.ask(100, 10, proxy=0)
-        monkeypatch.setattr(SimulatedEngine, "_post", end_with_poison)
-        monkeypatch.setattr(SimulatedEngine, "check", check)
-        bystanders = [site.ask(60, 60, proxy=1) for _ in range(4)]
-        site.until(lambda: bool(site.outcome(poison)), 60.0)
-        outcomes = site.finish()
-        assert outcomes[poison] == "request_crashes_workers"
-        assert [outcomes[each] for each in bystanders] == ["finished"] * 4
-        # What a worker says may be lost with its process.
-        assert len(failed) <= MAX_DEATHS if names_step else len(failed) == MAX_DEATHS
 
 
 def test_only_the_pair_is_lost_whose_workers_are_cut_off_from_each_other() -> None:

@@ -16,6 +16,7 @@ from tandem.deploy.processes.process_configs import process_environment
 from tandem.runtime.processes.command_line import SPACE
 from tandem.runtime.processes.forked_child import ForkedChild
 from tandem.runtime.processes.forked_process import ForkServer
+from tests.support.product import with_tests
 
 PRELOAD_TIMEOUT_S = 120.0
 _IGNORED = {"PYTEST_CURRENT_TEST"}
@@ -78,8 +79,9 @@ def start_launcher(arguments: Sequence[str], added: Mapping[str, str] = MappingP
     now = {name: value for name, value in os.environ.items() if name not in _IGNORED}
     if _server is None:
         _environment, _network = now, network
-        threads = {name: value for name, value in process_environment(1).items() if name not in now}
-        _server = ForkServer.spawn("tests.support.preload", {**now, **threads}, arguments=[SPACE, *threads])
+        environment = with_tests({**process_environment(1), **now})
+        only_here = environment.keys() - now.keys()
+        _server = ForkServer.spawn("tests.support.preload", environment, arguments=[SPACE, *only_here])
         atexit.register(_server.close)
     if (now, network) != (_environment, _network):
         return None

@@ -15,7 +15,7 @@ from tandem.runtime.processes.forked_process import CHANNEL_FD
 
 def run(arguments: list[str]) -> None:
     """Writes what a worker would see to its output, and waits to be killed."""
-    show_command_line([sys.executable, "-m", "tandem.worker", *arguments])
+    show_command_line("tandem.worker", *arguments)
     print(arguments, os.environ.get("CUDA_VISIBLE_DEVICES"), Path("/proc/self/fd/0").readlink(), flush=True)
     time.sleep(100)
 

@@ -35,7 +35,7 @@ def launch(arguments: list[str]) -> None:
 
     for name in _ADDED:  # only for the imports
         os.environ.pop(name, None)
-    show_command_line([sys.executable, "-m", "tandem.worker.preload"])
+    show_command_line("tandem.worker.preload")
     server = ForkServer.fork_here({preloaded._ENTRY: preload.entry_of("tandem.worker")})
     spawn = PreloadedWorker.spawn
 
@@ -47,7 +47,7 @@ def launch(arguments: list[str]) -> None:
             self.spawn()
 
     PreloadedWorker.spawn = take  # type: ignore[method-assign]
-    show_command_line([sys.executable, "-m", "tandem.deploy.cli", *arguments])
+    show_command_line("tandem.deploy.cli", *arguments)
     sys.exit(run_tandem())
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ PACKAGES: tuple[str, ...] = tuple(PROJECT["tool"]["setuptools"]["package-dir"].v
 
 def python_files(folders: Iterable[str] = PACKAGES) -> list[Path]:
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def with_tests(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment with the repository on Python's path, which product processes do not import from."""
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))}
 
 
 def name_of(file: Path) -> str:

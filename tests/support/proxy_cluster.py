@@ -153,14 +153,14 @@ class Cluster:
 
     def lose(self, worker: WorkerInfo, reason: str = "its process has crashed", has_crashed: bool = True) -> None:
         """Loses a worker in the order that Control uses: first the worker table, then the dispatcher."""
-        assert self.worker_table.on_exited(worker.worker_id, worker.pid, has_crashed)
+        assert self.worker_table.on_exited(worker.worker_id, worker.pid, "crash" if has_crashed else "unknown")
         self.dispatcher.on_worker_lost(worker, reason, has_crashed)
 
     def fail(self, worker: WorkerInfo, attempt_ids: list[str]) -> None:
         """A worker says that it has failed in a step with these attempts. The launcher reports its exit later."""
         [gone] = self.worker_table.on_left(worker.epoch, "failure", attempt_ids).lost
         self.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed, gone.has_left, gone.attempt_ids)
-        self.worker_table.on_exited(worker.worker_id, worker.pid, has_crashed=True)
+        self.worker_table.on_exited(worker.worker_id, worker.pid, "crash")
 
     def start(self, samplings: list[SamplingParams], max_tokens: int, deadline_s: float) -> list[DispatchedSequence]:
         return self.dispatcher.start(

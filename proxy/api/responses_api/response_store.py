@@ -23,6 +23,7 @@ import msgspec
 from tandem.proxy.api.responses_api.responses_answer import response_of
 from tandem.proxy.api.responses_api.responses_request import InputItem, ItemIndex, StoredInput
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.files.private_folder import make_private_folder
 from tandem.runtime.files.whole_file import remove_abandoned, write_whole
 from tandem.runtime.threads import Threads
 
@@ -114,7 +115,7 @@ class ResponseStore:
         if len(content) > MAX_RESPONSE_BYTES or len(first) > _MAX_HEAD_BYTES:
             return False
         file = self._file(scope, response_id)
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(file.parent, self._folder.parent)
         self._remove_old(len(content))
         write_whole(file, content)
         return True

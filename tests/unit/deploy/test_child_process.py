@@ -13,6 +13,7 @@ import pytest
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.log_file import LogFile
 from tests.support.cluster import is_alive
+from tests.support.product import with_tests
 from tests.support.waiting import until
 
 
@@ -27,7 +28,13 @@ def sigint_is_handled() -> Iterator[None]:
 def sleeper(folder: Path, pid_file: Path) -> ChildProcess:
     output = LogFile(folder / "log")
     return ChildProcess(
-        "sleeper", "tests.support.sleeper", folder / "config.json", output, dict(os.environ), lambda *_: False, pid_file
+        "sleeper",
+        "tests.support.sleeper",
+        folder / "config.json",
+        output,
+        with_tests(os.environ),
+        lambda *_: False,
+        pid_file,
     )
 
 

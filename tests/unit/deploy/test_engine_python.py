@@ -29,7 +29,7 @@ from tandem.deploy.processes.engine_python import (
     vllm_environment,
 )
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs
-from tandem.deploy.processes.runtime_dir import MAX_FOLDER_BYTES, VLLM_MAX_FOLDER_BYTES
+from tandem.deploy.processes.runtime_dir import MAX_FOLDER_BYTES, MAX_SOCKET_PATH_BYTES, VLLM_MAX_FOLDER_BYTES
 from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
@@ -56,14 +56,14 @@ def make_refusing(file: Path, version: str = VLLM_VERSION) -> Path:
     file.write_text(
         f"""#!{sys.executable}
 import json, os, sys
-if sys.argv[1] == "-c":
+if sys.argv[1:3] == ["-P", "-c"]:
     print(3, 11, "{version}")
-elif sys.argv[2].endswith("preload"):
-    open("{file}.preload", "w").write(sys.argv[2])
+elif sys.argv[3].endswith("preload"):
+    open("{file}.preload", "w").write(sys.argv[3])
     sys.exit(1)
 else:
     with open("{file}.start", "w") as started:
-        json.dump([sys.argv[1:], dict(os.environ), open(sys.argv[3]).read()], started)
+        json.dump([sys.argv[1:], dict(os.environ), open(sys.argv[4]).read()], started)
     print("error: vLLM cannot run this model: it has no layers", file=sys.stderr)
     sys.exit({EXIT_BAD_CONFIG})
 """
@@ -157,7 +157,7 @@ def test_a_worker_is_started_in_the_environment_and_its_refusal_is_reported(
     asyncio.run(main())
     assert Path(f"{python}.preload").read_text() == "tandem.vllm_worker.preload"
     arguments, environment, content = json.loads(Path(f"{python}.start").read_text())
-    assert arguments == ["-m", "tandem.vllm_worker", str(tmp_path / "prefill-0.json")]
+    assert arguments == ["-P", "-m", "tandem.vllm_worker", str(tmp_path / "prefill-0.json")]
     assert Path(environment["PYTHONPATH"], "tandem/runtime").samefile(tandem.runtime.__path__[0])
     assert environment["PATH"].startswith(f"{tmp_path}:")
     expected = {
@@ -262,3 +262,16 @@ def test_vllms_sockets_fit_into_any_folder(num_bytes: int) -> None:
         listener.bind(f"{base}/{uuid.uuid4()}")
     assert len([file for file in folder.iterdir() if file.is_socket()]) == 1
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("length", [20, 85])
+def test_temporary_files_are_in_the_clusters_folder_and_sockets_fit_there(tmp_path: Path, length: int) -> None:
+    """vLLM leaves some behind; the launcher removes the folder at the end."""
+    folder = Path("/tmp") / f"tandem-test-{os.getpid()}-{length}".ljust(length - 5, "x")
+    folder.mkdir(mode=0o700)
+    try:
+        temporary = EnginePython(Path(sys.executable)).environment(folder)["TMPDIR"]
+        assert Path(temporary).samefile(folder / "tmp") and (folder / "tmp").stat().st_mode & 0o077 == 0
+        assert len(f"{temporary}/pymp-12345678/listener-12345678") <= MAX_SOCKET_PATH_BYTES
+    finally:
+        shutil.rmtree(folder)

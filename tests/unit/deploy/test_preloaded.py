@@ -59,7 +59,7 @@ def test_a_worker_is_forked_with_its_own_variables_output_and_command_line(tmp_p
         assert worker is not None
         assert await content(output.file) == "['decode-0.json'] 3 /dev/null\n"
         words = Path(f"/proc/{worker.pid}/cmdline").read_text().rstrip("\0").split("\0")
-        assert words[1:] == ["-m", "tandem.worker", "decode-0.json"]
+        assert words[1:] == ["-P", "-m", "tandem.worker", "decode-0.json"]
         assert os.getsid(worker.pid) == worker.pid, "Ctrl-C reaches only the launcher"
         worker.kill()
         assert await worker.wait() == -signal.SIGKILL

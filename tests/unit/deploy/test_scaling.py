@@ -20,6 +20,7 @@ from tandem.deploy.commands.status import plan_lines
 from tandem.deploy.launch.launcher import Launcher
 from tandem.deploy.processes.supervisor import EXIT_LOST, OnExit, Supervised
 from tandem.protocol.messages.membership import (
+    ExitCause,
     PairStatus,
     Role,
     StatusReport,
@@ -32,7 +33,7 @@ from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.protocol.proxy_endpoints import EndpointsFile, write_endpoints
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.processes.process import EXIT_RETIRED
+from tandem.runtime.processes.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 from tests.support.waiting import until
 
 
@@ -163,23 +164,28 @@ def test_a_drained_worker_is_not_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returncode", "expected"),
+    ("returncode", "is_asked", "expected"),
     [
-        (0, False),
-        (EXIT_RETIRED, False),
-        (EXIT_LOST, False),
-        (-signal.SIGTERM, False),
-        (1, True),
-        (-signal.SIGSEGV, True),
+        (0, True, "order"),
+        (0, False, "crash"),  # a library has called exit(0)
+        (EXIT_BAD_CONFIG, False, "crash"),
+        (EXIT_RETIRED, False, "order"),
+        (EXIT_LOST, True, "unknown"),
+        (-signal.SIGTERM, False, "order"),
+        (1, True, "crash"),
+        (-signal.SIGSEGV, True, "crash"),
     ],
 )
-def test_proxies_are_told_whether_a_worker_has_crashed(returncode: int, expected: bool) -> None:
+def test_proxies_are_told_why_a_worker_has_exited(returncode: int, is_asked: bool, expected: ExitCause) -> None:
     async def body(launcher: Launcher, site: FakeSite) -> None:
         sent: list[object] = []
         control: Any = SimpleNamespace(send=sent.append, close=lambda: None)
         launcher._controls["proxy-0"] = control
+        if is_asked:
+            launcher._children["decode-0"].terminate()
+        launcher._ready = True
         launcher._on_exit("decode-0", 7, returncode)
-        assert sent == [WorkerExited("decode-0", 7, has_crashed=expected)]
+        assert sent == [WorkerExited("decode-0", 7, expected)]
 
     with_launcher(9, body)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -183,3 +183,19 @@ def test_a_model_whose_plan_does_not_split_attention_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not split its attention heads"):
         check_shards("some/model", model, 2)
     check_shards("some/model", model, 1)
+
+
+@pytest.mark.parametrize(
+    ("serves", "returncode", "expected"),
+    [(False, 2, 2), (False, -9, 1), (True, 2, 1), (True, 3, 1), (True, 0, 1), (True, 1, 1)],
+)
+def test_a_rank_that_ends_while_the_worker_serves_is_a_crash(serves: bool, returncode: int, expected: int) -> None:
+    """Its exit code would say that the configuration is wrong, or that the worker has drained."""
+    codes: list[int] = []
+    group = TensorParallelGroup(
+        "worker", EngineConfig(model="m"), "127.0.0.1", LogSettings(), cast(Any, None),
+        on_lost=lambda _, code: codes.append(code),
+    )  # fmt: skip
+    group._serves = serves
+    group._watch(1, cast(Any, SimpleNamespace(pid=7, wait=lambda: returncode)))
+    assert codes == [expected]

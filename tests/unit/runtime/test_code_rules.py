@@ -54,6 +54,19 @@ MAY_WRITE = {
     "deploy/configuration_page.py",  # a page of the documentation
 }
 
+_VARIANTS = ("l", "le", "lp", "lpe", "v", "ve", "vp", "vpe")
+STARTS_PROGRAMS = {
+    "Popen", "run", "call", "check_call", "check_output", "getoutput", "getstatusoutput", "system", "popen",
+    "posix_spawn", "posix_spawnp", "create_subprocess_exec", "create_subprocess_shell", "subprocess_exec",
+    "subprocess_shell", *(f"exec{each}" for each in _VARIANTS), *(f"spawn{each}" for each in _VARIANTS),
+}  # fmt: skip
+OWNERS_OF_PROGRAMS = {"subprocess", "os", "asyncio"}
+STARTS_PYTHON_ITSELF = {"get_context", "set_start_method", "ProcessPoolExecutor"}
+"""What starts an interpreter without a command line that could be checked."""
+MAY_START_PROGRAMS = re.compile(
+    r"subprocess|os\.(exec|spawn|posix_spawn|system|popen)|from os import|" + "|".join(STARTS_PYTHON_ITSELF)
+)
+
 MAX_FIELDS_IN_DOCSTRING = 4
 
 
@@ -95,6 +108,56 @@ def writes(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
+def programs(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line and name of calls that may start Python otherwise than by `python_command`.
+
+    The command must be written as `python_command(...)` in the call, or in the function as `command = python_command`,
+    or begin with the name of another program.
+    """
+    if not MAY_START_PROGRAMS.search(source):
+        return
+    tree = ast.parse(source)
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in OWNERS_OF_PROGRAMS
+        for alias in node.names
+    }
+    made = [
+        node.targets[0].id if _is_python_command(node.value) else ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "command"
+    ]
+    is_command_safe = bool(made) and all(made)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        owner = getattr(function.value, "id", "?") if isinstance(function, ast.Attribute) else ""
+        if name in STARTS_PYTHON_ITSELF:
+            yield node.lineno, name
+        if name not in STARTS_PROGRAMS or not (
+            owner in OWNERS_OF_PROGRAMS or name in imported or "subprocess_" in name
+        ):
+            continue
+        if owner == "asyncio" and name == "run":
+            continue
+        given = node.args[name.startswith("posix_spawn") : None]
+        command = given[0] if given else None
+        if isinstance(command, ast.Starred):
+            command = command.value
+        first = command.elts[0] if isinstance(command, ast.List) and command.elts else command
+        is_other = isinstance(first, ast.Constant) and not str(first.value).rpartition("/")[2].startswith("python")
+        is_named = isinstance(command, ast.Name) and command.id == "command" and is_command_safe
+        if not (_is_python_command(command) or is_named or is_other):
+            yield node.lineno, name
+
+
+def _is_python_command(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "python_command"
+
+
 def fields_in_docstrings(source: str) -> Iterator[tuple[int, str, int]]:
     """Yields line and name of each class, and how many of its fields its docstring describes as "name: ..."."""
     for node in ast.walk(ast.parse(source)):
@@ -122,6 +185,11 @@ def test_tasks_are_started_in_one_place() -> None:
 
 def test_processes_are_forked_in_one_place() -> None:
     assert not broken(FORKS, MAY_FORK), "use tandem.runtime.processes.fork_server or forked_child"
+
+
+def test_python_is_started_in_one_way() -> None:
+    found = [f"{name_of(file)}:{line} {name}" for file in python_files() for line, name in programs(file.read_text())]
+    assert not found, "use tandem.runtime.processes.python_command, so that it imports nothing from the working folder"
 
 
 def test_a_user_may_have_no_home() -> None:
@@ -184,3 +252,30 @@ def test_the_rule_sees_a_file_that_is_written_in_place(source: str) -> None:
 )
 def test_the_rule_passes(source: str) -> None:
     assert not list(writes(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'subprocess.run([sys.executable, "-m", "x"])', "subprocess.Popen(words)", "subprocess.run(args=words)",
+        'os.execv(sys.executable, ["python"])', 'os.system("python -m venv x")', "os.posix_spawn(python, [python], {})",
+        'await asyncio.create_subprocess_exec(sys.executable, "-m", "x")', "await loop.subprocess_exec(P, python)",
+        "from subprocess import run\nrun(words)", 'subprocess.run(["/usr/bin/python3", "-c", text])',
+        "command = [python]\nsubprocess.run(command)", "multiprocessing.get_context('spawn')", "ProcessPoolExecutor(2)",
+        "command = [python]\nsubprocess.run(command)\ncommand = python_command()",
+    ],
+)  # fmt: skip
+def test_the_rule_sees_another_way_to_start_python(source: str) -> None:
+    assert list(programs(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'subprocess.run(python_command("-c", text))', 'subprocess.run(["nvidia-smi", "-L"])', "asyncio.run(main())",
+        'asyncio.create_subprocess_exec(*python_command("-m", "x"), env={})', "actor.start.run(words)",
+        "command = python_command()\nos.posix_spawn(python, command, {})",
+    ],
+)  # fmt: skip
+def test_the_rule_allows_the_one_way_to_start_python(source: str) -> None:
+    assert not list(programs(source))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
-from tandem.engine.batch import ItemOutput
+from tandem.engine.batch import BatchItem, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
@@ -224,3 +228,102 @@ def test_sequences_survive_a_step_with_a_prompt_that_does_not_fit() -> None:
     assert isinstance(failed, AttemptFailed) and failed.attempt_id == "b0"
     _, [tokens] = step(scheduler)
     assert [token.attempt_id for token in tokens.tokens] == ["a0"]
+
+
+# ---- steps that fail
+
+
+def run_with_poison(
+    scheduler: WorkerScheduler, is_poisoned: Callable[[BatchItem], bool], max_steps: int = 400
+) -> tuple[dict[str, int], dict[str, str], int]:
+    """Runs steps, which fail if they have a poisoned item. Returns the number of tokens of each attempt, the errors of
+    those that failed, and the number of failed steps."""
+    tokens: Counter[str] = Counter()
+    errors: dict[str, str] = {}
+    num_failed = 0
+    for _ in range(max_steps):
+        batch, actions = scheduler.schedule(1.0)
+        if not batch.items:
+            break
+        if any(map(is_poisoned, batch.items)):
+            num_failed += 1
+            actions += scheduler.on_step_failed(ValueError("poison"))
+        else:
+            actions += scheduler.on_step(1.0, [ItemOutput([SampledToken(9)] * len(i.samples)) for i in batch.items])
+        for action in actions:
+            match getattr(action, "message", None):
+                case FirstToken(attempt_id=attempt_id):
+                    tokens[attempt_id] += 1
+                case TokenBatch() as sent:
+                    tokens.update(token.attempt_id for token in sent.tokens)
+                case AttemptFailed() as failed:
+                    errors[failed.attempt_id] = failed.error.message
+    return tokens, errors, num_failed
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.booleans(), st.integers(1, 6)), min_size=1, max_size=14),
+    st.integers(0, 9),
+)
+def test_only_what_makes_a_step_fail_fails(prompts: list[tuple[int, bool, int]], num_begun: int) -> None:
+    """Each prompt has a length, whether it is poisoned, and a number of tokens. Some have begun before the others."""
+    scheduler = WorkerScheduler(BlockManager(999, 8), "m", max_num_batched_tokens=96, max_num_seqs=16, lease_s=10.0)
+    poison = {number + 1000 for number, (_, is_poisoned, _) in enumerate(prompts) if is_poisoned}
+
+    def is_poisoned(item: BatchItem) -> bool:
+        return bool(poison & {*item.token_ids})
+
+    for number, (length, _, max_tokens) in enumerate(prompts):
+        if number == num_begun:
+            step(scheduler)
+        start(scheduler, f"{number}-", tokens=[number + 1000] * length, max_tokens=max_tokens)
+    if num_begun < len(prompts) and any(is_bad for _, is_bad, _ in prompts[:num_begun]):
+        return  # the first step is not run with poison
+    tokens, errors, num_failed = run_with_poison(scheduler, is_poisoned)
+    assert errors.keys() == {f"{number}-0" for number, (_, is_bad, _) in enumerate(prompts) if is_bad}
+    for number, (_, is_bad, max_tokens) in enumerate(prompts):
+        begun = number < num_begun < len(prompts)
+        assert tokens[f"{number}-0"] >= (0 if is_bad else max_tokens - begun), "what it got before is not counted"
+    assert num_failed <= len(poison) * 10
+    assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+def test_a_sequence_that_makes_steps_fail_is_found_by_halves() -> None:
+    scheduler = WorkerScheduler(BlockManager(999, 8), "m", max_num_batched_tokens=96, max_num_seqs=64, lease_s=10.0)
+    for number in range(33):
+        start(scheduler, f"{number}-", tokens=[number + 1], max_tokens=5)  # no sequence gets the block of another
+    step(scheduler)
+    block = scheduler.decode.sequences.by_attempt["p", "20-0"].block_table[0]
+    tokens, errors, num_failed = run_with_poison(scheduler, lambda item: block in item.block_table)
+    assert set(errors) == {"20-0"} and num_failed <= 7
+    assert {count for attempt_id, count in tokens.items() if attempt_id != "20-0"} == {4}
+
+
+def test_who_is_left_of_a_failed_step_is_not_the_cause() -> None:
+    """The cause was aborted while the step ran."""
+    scheduler = new_scheduler()
+    start(scheduler, "a")
+    start(scheduler, "b")
+    scheduler.schedule(1.0)
+    scheduler.on_abort("p", "a0")
+    assert not [a for a in scheduler.on_step_failed(ValueError("poison")) if isinstance(a, SendToProxy)]
+    _, [first] = step(scheduler)
+    assert isinstance(first, FirstToken) and first.attempt_id == "b0"
+
+
+def test_no_step_is_submitted_ahead_while_members_run_apart() -> None:
+    scheduler = new_scheduler()
+    for name in "ab":
+        start(scheduler, name, max_tokens=10)
+    step(scheduler)
+    scheduler.schedule(2.0)
+    ahead, _ = scheduler.schedule_ahead(2.0)
+    assert len(ahead.items) == 2
+    scheduler.on_step_failed(ValueError("poison"))
+    for _ in range(2):
+        batch, _ = scheduler.schedule(2.0)
+        assert len(batch.items) == 1
+        if not scheduler._isolation.is_over:
+            assert not scheduler.schedule_ahead(2.0)[0].items
+        scheduler.on_step(2.0, [TOKEN])
+    assert len(scheduler.schedule(2.0)[0].items) == 2

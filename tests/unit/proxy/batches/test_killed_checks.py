@@ -49,7 +49,7 @@ def parse(data, number, endpoint):
 if at == 0:
     die()
 batch_lines.parse_line = parse
-line_check.main(*sys.argv[3:])
+line_check.main(*sys.argv[4:])
 """
 
 Check = Callable[[Sequence[End]], tuple[BatchObject, int]]

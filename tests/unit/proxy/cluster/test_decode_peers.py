@@ -69,7 +69,7 @@ def test_decode_peers_are_those_that_a_look_at_everything_would_find(events: lis
             case "leave", _:
                 table.on_left(info(number).epoch)
             case "exit", _:
-                table.on_exited(f"w{number}", 1, has_crashed=True)
+                table.on_exited(f"w{number}", 1, "crash")
             case "role", str():
                 roles[number] = msgspec.convert(value, Role)
                 report(number)

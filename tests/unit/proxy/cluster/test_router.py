@@ -219,7 +219,7 @@ def test_ended_requests_leave_no_load(events: list[tuple[str, int]]) -> None:
             info = (world.prefills + world.decodes)[number % 4]
             world.keep_in_tier(info, list(range(4 * number)), loaded_tokens_per_s=600.0 * number)
         elif event == "lose" and number < 2:
-            world.table.on_exited(f"decode-{number}", 1, True)
+            world.table.on_exited(f"decode-{number}", 1, "crash")
         elif event == "return":  # lost and back under the same epoch: load from before does not count
             info = (world.prefills + world.decodes)[number % 4]
             world.table.on_left(info.epoch)

@@ -127,16 +127,16 @@ def test_only_an_exit_by_a_crash_says_so() -> None:
     first, silent = worker("decode-0", pid=7), worker("decode-1", pid=8)
     for info in (first, silent):
         table.on_register(0.0, register(info))
-    [gone] = table.on_exited("decode-0", 7, False).lost
-    assert (gone.worker, gone.has_crashed) == (first, False)
+    [gone] = table.on_exited("decode-0", 7, "order").lost
+    assert (gone.worker, gone.has_crashed, gone.has_left) == (first, False, True)
     now = 0.0
     while not (change := table.check(now)):
         now += 0.25
     [gone] = change.lost
     assert gone.worker == silent and not gone.has_crashed
-    [gone] = table.on_exited("decode-1", 8, True).lost
+    [gone] = table.on_exited("decode-1", 8, "crash").lost
     assert gone.worker == silent and gone.has_crashed, "it was silent while it wrote its core file"
-    assert not table.on_exited("decode-1", 8, True)
+    assert not table.on_exited("decode-1", 8, "crash")
 
 
 def test_a_worker_that_wakes_up_and_crashes_later_has_not_crashed_before() -> None:
@@ -147,7 +147,7 @@ def test_a_worker_that_wakes_up_and_crashes_later_has_not_crashed_before() -> No
     while not table.check(now):
         now += 0.25
     table.on_register(now, register(awake))
-    assert [gone.worker for gone in table.on_exited("decode-0", 7, True).lost] == [awake]
+    assert [gone.worker for gone in table.on_exited("decode-0", 7, "crash").lost] == [awake]
 
 
 def test_a_proxy_stopped_for_long_fails_its_requests() -> None:
@@ -177,7 +177,7 @@ def test_a_name_belongs_to_its_worker_while_it_lives() -> None:
     assert table.on_register(now, register(second)).joined == [second], "the first worker is silent"
     with pytest.raises(ProtocolError, match="process 99"):
         table.on_register(now, register(first))
-    table.on_exited("decode-0", 99, True)
+    table.on_exited("decode-0", 99, "crash")
     assert table.on_register(now, register(first)).joined == [first]
 
 
@@ -187,8 +187,8 @@ def test_an_exited_process_is_lost_at_once_but_not_its_successor() -> None:
     table.on_register(0.0, register(old))
     change = table.on_register(1.0, register(new))
     assert ([gone.worker for gone in change.lost], change.joined) == ([old], [new])
-    assert not table.on_exited("decode-0", 10, True)
-    assert [gone.worker for gone in table.on_exited("decode-0", 11, True).lost] == [new]
+    assert not table.on_exited("decode-0", 10, "crash")
+    assert [gone.worker for gone in table.on_exited("decode-0", 11, "crash").lost] == [new]
 
 
 def test_limits_of_lost_workers_are_remembered_also_if_nobody_has_asked_for_them() -> None:
@@ -210,7 +210,7 @@ def test_only_an_end_by_order_or_silence_is_no_fault_of_a_request(
     [lost] = table.on_left(worker("prefill-0").epoch, cause, ["7-1"] if has_crashed else []).lost
     assert (lost.has_crashed, lost.has_left, lost.is_gone) == (has_crashed, not has_crashed, is_gone)
     assert lost.attempt_ids == ({"7-1"} if has_crashed else set())
-    assert not table.on_exited("prefill-0", worker("prefill-0").pid, has_crashed=True), "it is counted once"
+    assert not table.on_exited("prefill-0", worker("prefill-0").pid, "crash"), "it is counted once"
 
 
 def test_limits_are_those_of_the_weakest_worker() -> None:
@@ -401,3 +401,26 @@ def test_the_traffic_of_pairs_that_ship_nothing_now_stays_known() -> None:
     table.on_status(0.3, status(prefill, one))
     [report] = [each for each in table.report(0.3) if each.worker == prefill]
     assert [each.decode_worker_id for each in report.load.traffic] == ["decode-0"]
+
+
+def test_a_process_that_is_gone_with_its_host_neither_crashed_nor_left() -> None:
+    """Its prompts count the attempt: a request may be the cause, but it is not blamed for it."""
+    table = WorkerTable(SILENCE_S)
+    table.on_register(0.0, register(worker("decode-0", pid=7)))
+    [gone] = table.on_exited("decode-0", 7, "unknown").lost
+    assert (gone.has_crashed, gone.has_left) == (False, False)
+
+
+def test_an_orderly_end_that_is_heard_of_after_the_exit_excuses_attempts() -> None:
+    """The launcher did not ask for the end, and its report overtook the worker's own."""
+    table = WorkerTable(SILENCE_S)
+    gone = worker("decode-0", pid=7)
+    table.on_register(0.0, register(gone))
+    [crashed] = table.on_exited("decode-0", 7, "crash").lost
+    assert crashed.has_crashed and not table.on_left("another")
+    [late] = table.on_left(gone.epoch, "order").lost
+    assert (late.worker, late.has_left, late.has_crashed) == (gone, True, False)
+    assert not table.on_left(gone.epoch, "order")
+    table.on_register(0.0, register(gone))
+    table.on_exited("decode-0", 7, "crash")
+    assert not table.on_left(gone.epoch, "failure"), "it is counted once"

@@ -237,7 +237,7 @@ def test_a_worker_that_does_not_read_fails_the_request(monkeypatch: pytest.Monke
 
 def test_a_request_without_a_pair_is_refused_before_dispatch() -> None:
     async def test(cluster: Cluster) -> None:
-        cluster.worker_table.on_exited("decode-0", 2, True)
+        cluster.worker_table.on_exited("decode-0", 2, "crash")
         with pytest.raises(Overloaded, match="no decode worker is ready"):
             await collect(cluster.generate())
         assert cluster.pool.sent == []
@@ -289,7 +289,7 @@ def test_a_short_prompt_may_end_at_its_first_token_or_lose_its_worker() -> None:
 
 def test_prompts_are_served_without_prefill_workers() -> None:
     async def test(cluster: Cluster) -> None:
-        cluster.worker_table.on_exited(PREFILL.worker_id, PREFILL.pid, True)
+        cluster.worker_table.on_exited(PREFILL.worker_id, PREFILL.pid, "crash")
         reader = asyncio.create_task(collect(cluster.generate(max_tokens=1)))
         await turn()
         [(_, start)] = cluster.pool.of(StartPrefill)

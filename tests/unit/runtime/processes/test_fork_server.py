@@ -20,6 +20,7 @@ import pytest
 from tandem.runtime.processes import fork_server, forked_process
 from tandem.runtime.processes.fork_server import Entry
 from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost, KeptForkServer
+from tests.support.product import with_tests
 
 
 def leave(arguments: list[str]) -> None:
@@ -201,6 +202,7 @@ def test_bad_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 PARENT = """
 import asyncio, os, time
 from tandem.runtime.processes.forked_process import ForkServer
+from tests.support.product import with_tests
 
 def wait(arguments):
     time.sleep(100)
@@ -219,7 +221,10 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(
     "server",
-    ['ForkServer.fork_here({"worker": wait})', 'ForkServer.spawn("tests.support.light_preload", os.environ)'],
+    [
+        'ForkServer.fork_here({"worker": wait})',
+        'ForkServer.spawn("tests.support.light_preload", with_tests(os.environ))',
+    ],
     ids=["forked", "spawned"],
 )
 def test_a_killed_parent_takes_all_with_it(server: str) -> None:
@@ -239,7 +244,7 @@ def spawned(test: Callable[[ForkedProcess], Awaitable[None]], cwd: Path) -> None
     """Runs a test with a process that was forked from a program, `tests.support.light_preload`, and sleeps there."""
 
     async def main() -> None:
-        server = ForkServer.spawn("tests.support.light_preload", os.environ)
+        server = ForkServer.spawn("tests.support.light_preload", with_tests(os.environ))
         try:
             await server.until_ready(60)
             with (cwd / "output").open("wb+") as output:
@@ -334,7 +339,7 @@ def test_a_kept_server_that_was_closed_starts_no_other(caplog: pytest.LogCapture
         def spawn() -> ForkServer:
             nonlocal num_spawned
             num_spawned += 1
-            return ForkServer.spawn("tests.support.light_preload", {**os.environ, "SLOW": "1"})
+            return ForkServer.spawn("tests.support.light_preload", {**with_tests(os.environ), "SLOW": "1"})
 
         kept = KeptForkServer(spawn, 1.0)
         waiting = asyncio.ensure_future(kept.start("worker", {}))
