@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
         text = ModelText(config.model, config.requests.generation_config)
         log_formats(config.requests.tool_call_parser, config.requests.reasoning_parser, text)
-        readers = ReaderPool(BodyReader(text, config), config, config.tokenizer_threads)
+        readers = ReaderPool(BodyReader(text, config), config, config.tokenizer_threads + 1)
         readers.fork()
         uvloop.run(serve(config, text, readers))
     except ConfigError as error:
