@@ -152,7 +152,8 @@ class ProxyServer:
         )
         media: MediaPool | None = None
         if config.media_cache_endpoint:
-            media = MediaPool(config, MediaCacheClient(self._context, config.media_cache_endpoint), ttft_slo_s)
+            cache = MediaCacheClient(self._context, config.media_cache_endpoint)
+            media = MediaPool(config, cache, readers, ttft_slo_s)
 
         api_keys: ApiKeys | None = None
         http = config.http

@@ -1,18 +1,20 @@
-"""The proxy's side of requests with images and video: hands bodies to the media process and owns their leases.
+"""The proxy's side of requests with images and video: has them read, and owns their leases.
 
-The media process (`proxy.reading.media_process`) is separate from the reader processes, so text never waits for images
-and only this process loads torch. It is forked from a process that has imported what it needs, and again when a request
-arrives after it was lost.
+A reader process finds the images and videos in the body, the media process (`proxy.reading.media_process`) makes
+tensors of them, and a reader renders and tokenises the prompt, which depends on their sizes. The media process is
+separate, so text never waits for images and only this process loads torch. It is forked from a process that has
+imported what it needs, and again when a request arrives after it was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
 import socket
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -27,7 +29,7 @@ from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.reading.body_reader import BodyKind
+from tandem.proxy.reading.body_reader import BodyKind, BodyReader
 from tandem.proxy.reading.media_messages import (
     ENTRY,
     EXIT_BAD_CONFIG,
@@ -43,6 +45,7 @@ from tandem.proxy.reading.media_messages import (
     read_message,
     write_message,
 )
+from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InternalError, ProtocolError, TandemError, WorkerLost
@@ -64,9 +67,14 @@ _CANCEL_GRACE_S = 10.0
 """Added to twice the decode timeout: time for a cancelled job to be answered before the process is killed."""
 
 
+class _MediaProcessLost(InternalError):
+    """The media process ended with the request in it, perhaps because of another one."""
+
+
 class _Job(NamedTuple):
-    client: str
-    done: asyncio.Future[GenerationRequest]
+    done: asyncio.Future[MediaJobDone]
+    held: ExitStack
+    """What the request holds until the process has answered: its place and its items' file."""
 
 
 class MediaPool:
@@ -76,15 +84,18 @@ class MediaPool:
     others are refused. So is one that is not read within ttft_slo_s.
     """
 
-    def __init__(self, config: ProxyConfig, cache: MediaCacheClient, ttft_slo_s: float | None = None) -> None:
+    def __init__(
+        self, config: ProxyConfig, cache: MediaCacheClient, readers: ReaderPool, ttft_slo_s: float | None = None
+    ) -> None:
         # The media process decodes untrusted files, so it gets no secrets.
         self._config = config.without_secrets()
         self._cache = cache
+        self._readers = readers
         self._ttft_slo_s = ttft_slo_s
         self._cancel_timeout_s = 2 * config.media.decode_timeout_s + _CANCEL_GRACE_S
         self._jobs: dict[str, _Job] = {}  # by lease, until the process has answered
+        self._places: Counter[str] = Counter()  # by client, of requests that wait for the process or are in it
         self._starting = asyncio.Lock()
-        self._num_starting = 0  # requests that wait for a process to start
         self._server = KeptForkServer(partial(ForkServer.spawn, _MODULE, os.environ), _LOAD_TIMEOUT_S)
         self._process: ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no process runs
@@ -104,7 +115,7 @@ class MediaPool:
                 await asyncio.wait([self._watching])  # until the previous process is gone
             try:
                 ours, theirs = socket.socketpair()
-                with contextlib.ExitStack() as on_error, theirs:
+                with ExitStack() as on_error, theirs:
                     on_error.callback(ours.close)
                     process = await self._server.start(ENTRY, {MEDIA_FD: theirs.fileno()})
                     on_error.callback(process.end)
@@ -129,60 +140,84 @@ class MediaPool:
     ) -> GenerationRequest:
         """Returns the request with tokenised prompts. The caller must call its `release_media`.
 
-        client, cache_scope: see `MediaJob`. Raises InvalidRequest, QueueFull, ClientLimitExceeded, SLOUnreachable,
-        Overloaded if the cache is full, InternalError if the process died, WorkerLost if the cache died twice.
+        client, cache_scope: see `ReaderPool.read`. Raises InvalidRequest, QueueFull, ClientLimitExceeded,
+        SLOUnreachable, Overloaded if the cache is full, InternalError if the process died twice, WorkerLost if the
+        cache did.
         """
         try:
-            return await self._read(kind, body, limits, client, cache_scope)
-        except WorkerLost as error:
-            log.warning("the media cache was lost; reading a request again: %s", error)
-        return await self._read(kind, body, limits, client, cache_scope)
+            async with asyncio.timeout(self._ttft_slo_s) as limit:
+                try:
+                    return await self._read(kind, body, limits, client, cache_scope)
+                except (WorkerLost, _MediaProcessLost) as error:
+                    log.warning("reading a request with media again: %s", error)
+                return await self._read(kind, body, limits, client, cache_scope)
+        except TimeoutError as error:
+            if self._ttft_slo_s is None or not limit.expired():
+                raise
+            raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
 
     async def _read(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
     ) -> GenerationRequest:
+        lease_id = ""
+        with ExitStack() as held:
+            self._take_place(client)
+            held.callback(self._give_place, client)
+            items = SpooledBody()
+            held.callback(items.close)
+            find = BodyReader.find_media
+            found = await self._readers.run(find, body, kind, cache_scope, items.path, client=client)
+            if found.items:
+                await self.start()
+                assert self._writer is not None
+                lease_id = self._cache.new_id()
+                done: asyncio.Future[MediaJobDone] = asyncio.get_running_loop().create_future()
+                job = MediaJob(lease_id, found.items, items.path, found.cache_salt, limits.max_model_len, client)
+                write_message(self._writer, job)
+                self._jobs[lease_id] = _Job(done, held.pop_all())
+        if not lease_id:  # the body only looks as if it had media
+            return await self._readers.read(kind, body, limits, client, cache_scope)
+        lease = MediaLease(self._cache, lease_id)
+        try:
+            await done
+        except BaseException:
+            if done.cancelled():
+                self._cancel(lease_id)
+            elif done.exception() is None:  # answered at the moment of the time-out or cancellation
+                lease.release()
+            raise
+        try:
+            arguments = kind, limits, cache_scope, done.result().media, done.result().placeholders
+            request = await self._readers.run(BodyReader.read_with_media, body, *arguments, client=client)
+            return _with_lease(request, lease)
+        except BaseException:
+            lease.release()
+            raise
+
+    def _take_place(self, client: str) -> None:
+        """Raises QueueFull, ClientLimitExceeded, and InternalError if the model's processor cannot be loaded."""
         if self._config_error is not None:
             raise InternalError(self._config_error)
-        if (num_waiting := len(self._jobs) + self._num_starting) >= self._config.media.max_waiting_media:
+        limit = self._config.media.max_waiting_media
+        if (num_waiting := self._places.total()) >= limit:
             raise QueueFull(
-                f"{num_waiting} requests with images or video are waiting already; the limit is "
-                f"{self._config.media.max_waiting_media}. Try again later.",
+                f"{num_waiting} requests with images or video are waiting already; the limit is {limit}. Try again "
+                "later.",
                 _RETRY_AFTER_S,
             )
-        self._num_starting += 1
-        try:
-            async with asyncio.timeout(self._ttft_slo_s):
-                await self.start()
-        except TimeoutError as error:
-            assert self._ttft_slo_s is not None
-            raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
-        finally:
-            self._num_starting -= 1
-        max_own = math.ceil(self._config.media.max_waiting_media * MAX_CLIENT_SHARE)
-        if sum(job.client == client for job in self._jobs.values()) >= max_own:
+        max_own = math.ceil(limit * MAX_CLIENT_SHARE)
+        if self._places[client] >= max_own:
             raise ClientLimitExceeded(
                 f"{max_own} of your requests with images or video are waiting already, which is the limit for each "
                 "client. Try again later.",
                 _RETRY_AFTER_S,
             )
-        assert self._writer is not None
-        lease_id = self._cache.new_id()
-        done: asyncio.Future[GenerationRequest] = asyncio.get_running_loop().create_future()
-        self._jobs[lease_id] = _Job(client, done)
-        content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
-        write_message(self._writer, MediaJob(lease_id, kind, content, limits, path, client, cache_scope))
-        try:
-            async with asyncio.timeout(self._ttft_slo_s):
-                await done
-        except BaseException as error:
-            if done.cancelled():
-                self._cancel(lease_id)
-            elif done.exception() is None:  # answered at the moment of the time-out or cancellation
-                done.result().release_media()
-            if isinstance(error, TimeoutError) and self._ttft_slo_s is not None:
-                raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
-            raise
-        return done.result()
+        self._places[client] += 1
+
+    def _give_place(self, client: str) -> None:
+        self._places[client] -= 1
+        if not self._places[client]:
+            del self._places[client]
 
     def _cancel(self, lease_id: str) -> None:
         """Cancels a job. The process is killed if it does not answer in time, as when a decoder hangs."""
@@ -219,9 +254,11 @@ class MediaPool:
                 log.error("the media process ended with status %d", code)
             if code == EXIT_BAD_CONFIG:
                 self._config_error = "images and video are not served: see the proxy's log for the model's processor"
-            lost = InternalError(self._config_error or "the media process that read the request was lost; try again")
+            lost: TandemError = _MediaProcessLost("the media process that read the request was lost; try again")
+            if self._config_error is not None or self._is_closed:
+                lost = InternalError(self._config_error or _STOPPING)
             for lease_id in list(self._jobs):
-                self._on_answer(MediaJobFailed.of(lease_id, lost))
+                self._end(lease_id, lost)
 
     async def _ping(self, writer: asyncio.StreamWriter, process: ForkedProcess) -> None:
         """Kills a process that has started and then leaves pings unanswered."""
@@ -236,24 +273,19 @@ class MediaPool:
             write_message(writer, PingMediaProcess())
 
     def _on_answer(self, message: MediaJobDone | MediaJobFailed) -> None:
-        job = self._jobs.pop(message.lease_id, None)
+        self._end(message.lease_id, message if isinstance(message, MediaJobDone) else message.error)
+
+    def _end(self, lease_id: str, answer: MediaJobDone | TandemError) -> None:
+        job = self._jobs.pop(lease_id, None)
         if job is None:
             return
-        done = job.done
-        lease = MediaLease(self._cache, message.lease_id)
-        try:
-            if isinstance(message, MediaJobFailed):
-                raise message.error
-            request = _with_lease(message.request, lease)
-        except TandemError as error:
-            lease.release()
-            if not done.done():
-                done.set_exception(error)
+        job.held.close()
+        if isinstance(answer, MediaJobDone) and not job.done.done():
+            job.done.set_result(answer)
             return
-        if done.done():  # cancelled
-            lease.release()
-        else:
-            done.set_result(request)
+        MediaLease(self._cache, lease_id).release()
+        if isinstance(answer, TandemError) and not job.done.done():
+            job.done.set_exception(answer)
 
     def close(self) -> None:
         """Ends the process, whose jobs end with an error, and starts no other."""
@@ -265,7 +297,7 @@ class MediaPool:
 
 
 def _with_lease(request: GenerationRequest, lease: MediaLease) -> GenerationRequest:
-    """Opens the request's media in this process. Raises WorkerLost, Overloaded."""
+    """Opens the request's media in this process; then the request owns the lease. Raises WorkerLost, Overloaded."""
     assert isinstance(request.prompt, RenderedPrompts)
     prompts = [replace(prompt, media=lease.hold(prompt.media)) for prompt in request.prompt.prompts]
     return msgspec.structs.replace(request, prompt=RenderedPrompts(prompts), media_lease=lease)

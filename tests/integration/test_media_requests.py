@@ -155,6 +155,6 @@ def test_a_frozen_media_process_is_replaced(served: MediaProxy) -> None:
     pid = media_process(served)
     os.kill(pid, signal.SIGSTOP)
     answer = served.chat(an_image(41))
-    assert answer.status_code == 500 and "was lost" in answer.text
+    assert answer.status_code == 200, "it was read again"
     assert not is_alive(pid)
     assert served.chat(an_image(42)).status_code == 200

@@ -47,6 +47,7 @@ MAY_WRITE = {
     "proxy/batches/json_files.py",  # sets a damaged file aside
     "proxy/batches/line_journal.py",  # a journal, with the batch's lock
     "proxy/cluster/adapter_table.py",  # a lock
+    "proxy/reading/body_reader.py",  # a memfd
     "proxy/reading/reader_pool.py",  # a memfd
     "deploy/sites/ray_actor.py",  # a memfd
     "deploy/sites/ray_process.py",  # empties a log
