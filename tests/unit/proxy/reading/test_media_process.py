@@ -203,8 +203,9 @@ def test_an_answer_that_is_too_large_to_be_sent_is_an_error(
     reader: MediaProcessOnLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = image_part(data_url(encoded(picture(400, 400))))
+    assert reader.prompt(part), "it is cached"
     with monkeypatch.context() as patched:
-        patched.setattr("tandem.protocol.codec.MAX_MESSAGE_BYTES", 400)
+        patched.setattr("tandem.protocol.codec.MAX_MESSAGE_BYTES", 600)
         assert "MediaJobDone) of" in reader.refusal(part)
     assert reader.prompt(part), "the process goes on"
 
