@@ -174,7 +174,7 @@ def wide_beams(attacker: Attacker) -> None:
 def large_timelines(attacker: Attacker) -> None:
     """A stream of 1,024 sequences that asks for its timeline with each event."""
     body = attacker.complete(prompt=[f"{i}" for i in range(8)], n=128, max_tokens=3, stream=True, ignore_eos=True)
-    attacker.send("/v1/completions", body, **{"x-tandem-timeline": "1"})
+    attacker.send("/v1/completions", body, timeline="1")
 
 
 def sooner_priorities(attacker: Attacker) -> None:
