@@ -30,8 +30,6 @@ LAST_CPU_S = 0.5
 """Processor time for checks after one was ended at CHECKS_CPU_S: of a grammar without the schemas of tools."""
 CHECK_MEMORY_BYTES = 256 << 20
 """Memory that a check may take beside its stack. A worker's process has as much to compile the grammar and apply it."""
-_NICENESS = 5
-"""Niceness of the process: a check that takes seconds yields to what other clients wait for."""
 _CHECK = msgspec.msgpack.Decoder(GrammarCheck)
 _OVER_TIME = GrammarCheck(
     f"checking it takes more than {CHECKS_CPU_S:g} s of processor time, the limit for all schemas and grammars of a "
@@ -116,7 +114,6 @@ def _serve(connection: Connection, cpu_s: float, parent_pid: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     max_bytes = num_data_bytes(os.getpid()) + CHECK_STACK_BYTES + CHECK_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
-    os.nice(_NICENESS)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # of all threads
     while True:

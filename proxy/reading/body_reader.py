@@ -29,7 +29,7 @@ from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.detokenizer import decode_whole
 from tandem.proxy.text.media_text import media_prompt
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.prompt import CachedMedia, ChatPrompt, Placeholder, RenderedPrompts, has_media
+from tandem.proxy.text.prompt import CachedMedia, ChatPrompt, MediaPlaceholder, RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer, Room
 from tandem.runtime.errors import InvalidRequest, TandemError
 from tandem.runtime.garbage_collection import collection_paused
@@ -153,7 +153,7 @@ class BodyReader:
         limits: ModelLimits,
         cache_scope: str,
         media: list[CachedMedia],
-        placeholders: dict[MediaKind, Placeholder],
+        placeholders: dict[MediaKind, MediaPlaceholder],
     ) -> GenerationRequest:
         """Like `read`, of a request whose images and videos are in the media cache. Raises InvalidRequest."""
         request = self.decode(body, kind, cache_scope)

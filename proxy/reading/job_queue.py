@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 J = TypeVar("J")
 
 
-class Turn(NamedTuple):
+class JobTurn(NamedTuple):
     """What jobs take turns by."""
 
     client: str
@@ -28,7 +28,7 @@ class JobQueue(Generic[J]):
         assert num_processes > 1
         self._max_held = num_processes - 1
         self._max_transforms = max_transforms
-        self._jobs: dict[Turn, deque[J]] = {}  # the turn that waits longest first; only turns with jobs
+        self._jobs: dict[JobTurn, deque[J]] = {}  # the turn that waits longest first; only turns with jobs
         self._held: Counter[str] = Counter()
         self._held_by_transforms: Counter[str] = Counter()
         self._num_waiting: Counter[str] = Counter()
@@ -36,18 +36,18 @@ class JobQueue(Generic[J]):
     def num_waiting(self, client: str) -> int:
         return self._num_waiting[client]
 
-    def put(self, turn: Turn, job: J) -> None:
+    def put(self, turn: JobTurn, job: J) -> None:
         self._jobs.setdefault(turn, deque()).append(job)
         self._num_waiting[turn.client] += 1
 
-    def put_back(self, turn: Turn, job: J) -> None:
+    def put_back(self, turn: JobTurn, job: J) -> None:
         """Lets the job be the client's next one."""
         own = self._jobs.pop(turn, deque())
         own.appendleft(job)
         self._jobs = {turn: own, **self._jobs}
         self._num_waiting[turn.client] += 1
 
-    def discard(self, turn: Turn, job: J) -> bool:
+    def discard(self, turn: JobTurn, job: J) -> bool:
         """Removes a job. Returns whether it was waiting."""
         own = self._jobs.get(turn, deque())
         if job not in own:
@@ -68,7 +68,7 @@ class JobQueue(Generic[J]):
         self._held_by_transforms[turn.client] += turn.is_transform
         return job
 
-    def release(self, turn: Turn) -> None:
+    def release(self, turn: JobTurn) -> None:
         """Ends what `take` has begun: the process is free again, or another one has taken its place."""
         for held, number in ((self._held, 1), (self._held_by_transforms, int(turn.is_transform))):
             held[turn.client] -= number
@@ -82,15 +82,15 @@ class JobQueue(Generic[J]):
         self._num_waiting.clear()
         return jobs
 
-    def _may_hold(self, turn: Turn) -> bool:
+    def _may_hold(self, turn: JobTurn) -> bool:
         if turn.is_transform and self._held_by_transforms[turn.client] >= self._max_transforms:
             return False
         return self._held[turn.client] < self._max_held
 
-    def _num_held(self, turn: Turn) -> int:
+    def _num_held(self, turn: JobTurn) -> int:
         return self._held[turn.client]
 
-    def _pop(self, turn: Turn) -> J:
+    def _pop(self, turn: JobTurn) -> J:
         own = self._jobs.pop(turn)
         job = own.popleft()
         if own:

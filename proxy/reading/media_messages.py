@@ -11,7 +11,7 @@ from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 from tandem.protocol.messages.media import MediaKind
 from tandem.proxy.media.source import InvalidMedia, SentMedia
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.text.prompt import CachedMedia, ContextLengthExceeded, Placeholder
+from tandem.proxy.text.prompt import CachedMedia, ContextLengthExceeded, MediaPlaceholder
 from tandem.runtime.errors import ErrorInfo, ProtocolError, TandemError
 
 M = TypeVar("M")
@@ -65,7 +65,7 @@ class MediaJobDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     lease_id: str
     media: list[CachedMedia]
     """One for each item of the job, in order."""
-    placeholders: dict[MediaKind, Placeholder]
+    placeholders: dict[MediaKind, MediaPlaceholder]
 
 
 class MediaJobFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ from tandem.proxy.media.processor import MediaProcessor, MediaSize, PreparedMedi
 from tandem.proxy.media.source import MediaSource, SentMedia
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.model_files import find_model
-from tandem.proxy.text.prompt import CachedMedia, Placeholder
+from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder
 
 
 class MediaContent(msgspec.Struct, frozen=True):
@@ -35,9 +35,11 @@ class MediaReader:
         self._description: msgspec.msgpack.Decoder[PreparedMedia] = msgspec.msgpack.Decoder(PreparedMedia)
 
     @property
-    def placeholders(self) -> dict[MediaKind, Placeholder]:
+    def placeholders(self) -> dict[MediaKind, MediaPlaceholder]:
         processor = self.processor
-        return {kind: Placeholder(text, processor.token_ids[kind]) for kind, text in processor.placeholders.items()}
+        return {
+            kind: MediaPlaceholder(text, processor.token_ids[kind]) for kind, text in processor.placeholders.items()
+        }
 
     def inspect(self, item: SentMedia, path: str, fetched: bytes | None, cache_salt: str) -> MediaContent:
         """Reads the item's header and hashes its bytes. Raises InvalidMedia.

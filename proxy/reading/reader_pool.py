@@ -25,7 +25,7 @@ from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia, reads_files
-from tandem.proxy.reading.job_queue import JobQueue, Turn
+from tandem.proxy.reading.job_queue import JobQueue, JobTurn
 from tandem.proxy.reading.reader_connection import JobLost, ReaderConnection
 from tandem.proxy.reading.reader_process import CONFIG_FD, encode_job, reader_entries, result_decoder
 from tandem.proxy.reading.spooled_body import SpooledBody
@@ -63,7 +63,7 @@ _LOAD_TIMEOUT_S = 60.0
 class _PendingJob:
     """A job until it has ended. answer: has been cancelled if the caller is gone."""
 
-    def __init__(self, turn: Turn, request: bytes, num_bytes: int) -> None:
+    def __init__(self, turn: JobTurn, request: bytes, num_bytes: int) -> None:
         self.turn = turn
         self.request = request
         self.num_bytes = num_bytes
@@ -143,7 +143,7 @@ class ReaderPool:
         self, method: Callable[..., bytes], body: bytes | SpooledBody, *arguments: object, client: str = ""
     ) -> bytes:
         """Like `run`, for a call that needs no worker. Such calls have a share of the client's processes."""
-        answer = await self._submit(method, body, arguments, Turn(client, is_transform=True)).answer
+        answer = await self._submit(method, body, arguments, JobTurn(client, is_transform=True)).answer
         return result_decoder(method).decode(answer)  # type: ignore[no-any-return]  # of the annotated type
 
     async def run(self, method: Callable[..., T], data: bytes | SpooledBody, *arguments: object, client: str = "") -> T:
@@ -154,11 +154,11 @@ class ReaderPool:
         InvalidRequest if it takes too much CPU time or memory or crashes, Overloaded, ClientLimitExceeded,
         InternalError.
         """
-        answer = await self._submit(method, data, arguments, Turn(client)).answer
+        answer = await self._submit(method, data, arguments, JobTurn(client)).answer
         return result_decoder(method).decode(answer)  # type: ignore[no-any-return]  # of the annotated type
 
     def _submit(
-        self, method: Callable[..., object], data: bytes | SpooledBody, arguments: tuple[object, ...], turn: Turn
+        self, method: Callable[..., object], data: bytes | SpooledBody, arguments: tuple[object, ...], turn: JobTurn
     ) -> _PendingJob:
         """Raises Overloaded, ClientLimitExceeded, and InternalError once closed."""
         if self._is_closed:
@@ -208,7 +208,7 @@ class ReaderPool:
     async def _keep_process(self) -> None:
         """Starts a process again and again, and feeds it with jobs until it has ended."""
         loop = asyncio.get_running_loop()
-        held: Turn | None = None  # of the job that ended the last process: its client holds this place meanwhile
+        held: JobTurn | None = None  # of the job that ended the last process: its client holds this place meanwhile
         while True:
             started_at = loop.time()
             try:
@@ -244,7 +244,7 @@ class ReaderPool:
         finally:
             os.close(config)
 
-    async def _feed(self, connection: ReaderConnection) -> Turn | None:
+    async def _feed(self, connection: ReaderConnection) -> JobTurn | None:
         """Gives the process jobs until it has ended. Returns the turn of the job that ended it."""
         while (job := await self._next_job(connection)) is not None:
             job.connection = connection

@@ -6,12 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from tandem.protocol.messages.media import MediaKind
-from tandem.proxy.text.prompt import CachedMedia, MediaPrompt, Placeholder
+from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder, MediaPrompt
 from tandem.runtime.errors import InvalidRequest
 
 
 def media_prompt(
-    text: str, media: Sequence[CachedMedia], placeholders: Mapping[MediaKind, Placeholder], add_special_tokens: bool
+    text: str,
+    media: Sequence[CachedMedia],
+    placeholders: Mapping[MediaKind, MediaPlaceholder],
+    add_special_tokens: bool,
 ) -> MediaPrompt:
     """Replaces each placeholder in the rendered chat by its item's replacement, like transformers' processors.
 

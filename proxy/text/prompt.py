@@ -89,7 +89,7 @@ class CachedMedia(msgspec.Struct, frozen=True):
     """Text that replaces its placeholder in the rendered chat, with `num_tokens` placeholders."""
 
 
-class Placeholder(msgspec.Struct, frozen=True):
+class MediaPlaceholder(msgspec.Struct, frozen=True):
     """The placeholder of a kind of media in a rendered chat."""
 
     text: str

@@ -96,7 +96,7 @@ def heavy_formats_that_stay(attacker: Attacker) -> None:
     """Each is answered by an error that says what to change, and none by one that asks to try again."""
     requests = [each for number in range(2) for each in heavy_formats(number)]
     with ThreadPoolExecutor(30) as threads:
-        answers = list(threads.map(lambda request: attacker.send(*request, timeout_s=120), requests))
+        answers = list(threads.map(lambda request: attacker.send(*request, timeout_s=300), requests))
     for (path, _), answer in zip(requests, answers, strict=True):
         assert answer is not None and answer.status_code == 400, (path, answer and answer.text)
         assert "Send fewer" in answer.text, (path, answer.text)

@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.proxy.reading.job_queue import JobQueue, Turn
+from tandem.proxy.reading.job_queue import JobQueue, JobTurn
 
-A, B, C, D = map(Turn, "abcd")
-A_CALL = Turn("a", is_transform=True)
+A, B, C, D = map(JobTurn, "abcd")
+A_CALL = JobTurn("a", is_transform=True)
 
 
 def test_clients_take_turns() -> None:
@@ -63,11 +63,11 @@ def test_calls_without_a_worker_have_a_share_of_their_clients_processes() -> Non
 def test_every_job_is_taken_once_and_some_client_can_always_go_on(
     num_processes: int, steps: list[tuple[str, bool, str]]
 ) -> None:
-    queue: JobQueue[tuple[Turn, int]] = JobQueue(num_processes, 1)
-    waiting: list[tuple[Turn, int]] = []
-    running: list[Turn] = []
+    queue: JobQueue[tuple[JobTurn, int]] = JobQueue(num_processes, 1)
+    waiting: list[tuple[JobTurn, int]] = []
+    running: list[JobTurn] = []
     for number, (client, is_transform, step) in enumerate(steps):
-        turn = Turn(client, is_transform)
+        turn = JobTurn(client, is_transform)
         if step == "put":
             queue.put(turn, (turn, number))
             waiting.append((turn, number))

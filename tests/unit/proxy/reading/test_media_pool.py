@@ -29,7 +29,7 @@ from tandem.proxy.reading.media_messages import (
 )
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
-from tandem.proxy.text.prompt import CachedMedia, Placeholder, Prompt, RenderedPrompts
+from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder, Prompt, RenderedPrompts
 from tandem.runtime.errors import InternalError, InvalidRequest, WorkerLost
 from tandem.runtime.processes.forked_process import ForkedProcess
 from tests.support.settings import proxy_config
@@ -63,7 +63,7 @@ class Cache(MediaCacheClient):
 
 
 SOURCE = MediaSource(0, "image", "", "messages")
-PLACEHOLDERS: dict[MediaKind, Placeholder] = {"image": Placeholder("<image>", 7)}
+PLACEHOLDERS: dict[MediaKind, MediaPlaceholder] = {"image": MediaPlaceholder("<image>", 7)}
 
 
 class Readers(ReaderPool):

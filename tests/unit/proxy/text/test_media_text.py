@@ -6,10 +6,13 @@ import pytest
 
 from tandem.protocol.messages.media import MediaKind
 from tandem.proxy.text.media_text import media_prompt
-from tandem.proxy.text.prompt import CachedMedia, Placeholder
+from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder
 from tandem.runtime.errors import InvalidRequest
 
-PLACEHOLDERS: dict[MediaKind, Placeholder] = {"image": Placeholder("<i.>", 7), "video": Placeholder("<v>", 8)}
+PLACEHOLDERS: dict[MediaKind, MediaPlaceholder] = {
+    "image": MediaPlaceholder("<i.>", 7),
+    "video": MediaPlaceholder("<v>", 8),
+}
 
 
 def item(kind: MediaKind, replacement: str) -> CachedMedia:
