@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
             from tandem.proxy.text.model_text import ModelText
 
         text = ModelText(config.model, config.requests.generation_config)
-        readers = ReaderPool(BodyReader(text, config), config, config.tokenizer_threads)
+        readers = ReaderPool(BodyReader(text, config), config, config.tokenizer_threads + 1)
         readers.fork()
         uvloop.run(serve(config, text, readers))
     except ConfigError as error:

@@ -157,7 +157,7 @@ class ProxyServer:
         media: MediaPool | None = None
         if config.media_cache_endpoint:
             cache = MediaCacheClient(self._context, config.media_cache_endpoint)
-            media = MediaPool(config, cache, ttft_slo_s, self._descriptors)
+            media = MediaPool(config, cache, readers, ttft_slo_s, self._descriptors)
 
         api_keys: ApiKeys | None = None
         http = config.http

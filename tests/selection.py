@@ -24,6 +24,7 @@ LONG = ("security/test_largest_values.py",)
 """Modules that begin the last stage for the same reason."""
 FORKING = (
     "unit/deploy/test_runtime_dir.py",
+    "unit/proxy/api/test_limited_checks.py",
     "unit/proxy/reading/test_reader_pool.py",
     "unit/runtime/processes/test_fork_server.py",
     "security/test_calls_without_workers.py",

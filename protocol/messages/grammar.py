@@ -7,7 +7,6 @@ come from clients, so their size and, by `parser_limits`, the time and memory to
 from __future__ import annotations
 
 import re
-import time
 from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits
@@ -21,7 +20,7 @@ MAX_GRAMMAR_DEPTH = 1000
 3.6 for a rule, 2.6 for a terminal, 6.3 for a value of a schema, 9.5 for a property that is a `$ref`."""
 COMPILE_STACK_BYTES = 128 << 20
 """Stack of the thread that compiles a grammar on a worker. Only touched pages take memory."""
-_CHECK_STACK_BYTES = COMPILE_STACK_BYTES // 4
+CHECK_STACK_BYTES = COMPILE_STACK_BYTES // 4
 """Stack of the thread that validates, so that what passes compiles with a wide margin: 10 MB for MAX_GRAMMAR_DEPTH, and
 6 MB for as many properties as fit in MAX_GRAMMAR_BYTES, at 0.35 kB each."""
 _MAX_ERROR_CHARACTERS = 300
@@ -52,14 +51,15 @@ class GrammarCheck(NamedTuple):
     """Why it cannot be served, in one line; empty if it can."""
     ignored: str = ""
     """What it asks for and does not enforce, in one line; mostly empty."""
-    cpu_s: float = 0.0
-    """Processor time of the library's work."""
+    is_over_time: bool = False
+    """Whether the check was ended because the request's checks have taken their time."""
 
 
 def check_grammar(text: str) -> GrammarCheck:
-    """Validates a grammar. Takes up to 2 s. One that overflows the stack of the validating thread ends the process.
+    """Validates a grammar. Takes minutes and gigabytes for some, and ends the process if the stack overflows.
 
-    Everything that a proxy has llguidance do with a client's grammar happens here.
+    So a proxy calls it in processes with limits only (`proxy.api.limited_checks`). Everything that a proxy has
+    llguidance do with a client's grammar happens here.
     """
     if (size := grammar_bytes(text)) > MAX_GRAMMAR_BYTES:
         return GrammarCheck(f"it is too large: {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}")
@@ -72,7 +72,7 @@ def check_grammar(text: str) -> GrammarCheck:
             f"it is too deeply nested: references and nested values have more than {MAX_GRAMMAR_DEPTH} levels. "
             "Write rules that only name another one, or chains of $ref, in place"
         )
-    return call_with_stack(_CHECK_STACK_BYTES, lambda: _validate(text))
+    return call_with_stack(CHECK_STACK_BYTES, lambda: _validate(text))
 
 
 def grammar_bytes(text: str) -> int:
@@ -81,18 +81,16 @@ def grammar_bytes(text: str) -> int:
 
 
 def _validate(text: str) -> GrammarCheck:
-    """Runs on a thread of its own, whose processor time is the library's."""
     try:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     except BaseException as panic:  # from the library's Rust code; not an Exception
         if type(panic).__name__ != "PanicException":
             raise
         is_error, messages = True, [str(panic)]
-    cpu_s = time.thread_time()
     if is_error:
-        return GrammarCheck(one_line(_SCHEMA_ERROR.sub(r"\1", messages[0])), "", cpu_s)
+        return GrammarCheck(one_line(_SCHEMA_ERROR.sub(r"\1", messages[0])))
     ignored = [message for message in messages if not message.startswith(_NEEDS_TOKENIZER)]
-    return GrammarCheck("", one_line("; ".join(ignored)), cpu_s)
+    return GrammarCheck("", one_line("; ".join(ignored)))
 
 
 def one_line(message: str) -> str:

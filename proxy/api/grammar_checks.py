@@ -10,16 +10,18 @@ import logging
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from itertools import chain
 from typing import NamedTuple
 
 import msgspec
 
-from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, GrammarCheck, check_grammar, grammar_bytes
+from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, GrammarCheck, grammar_bytes
 from tandem.proxy.api.chat_messages import JsonObject
 from tandem.proxy.api.gbnf import to_lark
 from tandem.proxy.api.json_schemas import find_fault
+from tandem.proxy.api.limited_checks import LimitedChecks
 from tandem.proxy.api.output_grammar import (
     CallGrammar,
     FreeReason,
@@ -32,9 +34,9 @@ from tandem.runtime.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-MAX_CHECKS_CPU_S = 2.0
-"""Processor time after which no further check of a single schema begins. The first one, of the whole, has ended by
-then; with the last one, they take less than a reader's limit (`proxy.reading.reader_connection.JOB_CPU_S`)."""
+Check = Callable[[str], GrammarCheck]
+"""See `tandem.protocol.messages.grammar.check_grammar`."""
+
 MAX_CHECKS = 1500
 """Checks of a request. A grammar of MAX_GRAMMAR_BYTES has fewer different schemas."""
 _NUM_KEPT = 32
@@ -54,26 +56,33 @@ class CheckedGrammar(NamedTuple):
 
 
 class GrammarChecks:
-    """Checks grammars, and keeps the last ones that were served. check: see `check_grammar`."""
+    """Checks grammars, and keeps the last ones that were served. begin: begins the checks of one request."""
 
-    def __init__(self, check: Callable[[str], GrammarCheck] = check_grammar) -> None:
-        self._check = check
+    def __init__(self, begin: Callable[[], AbstractContextManager[Check]] = LimitedChecks) -> None:
+        self._begin = begin
         self._kept: OrderedDict[bytes, CheckedGrammar] = OrderedDict()
 
     def checked(self, wanted: OutputGrammar) -> CheckedGrammar:
-        """Takes up to 5 s. Raises InvalidRequest for what the client has asked for and cannot be enforced."""
+        """Raises InvalidRequest for what the client has asked for and cannot be enforced."""
         # JSON, because MessagePack has no integers beyond 64 bits.
         key = blake2b(msgspec.json.encode(wanted), digest_size=16).digest()
         if (found := self._kept.pop(key, None)) is None:
-            found = self._checked_text(wanted) if isinstance(wanted, TextGrammar) else self._checked_calls(wanted)
+            with self._begin() as check:
+                checks = _RequestChecks(check)
+                found = checks.of_text(wanted) if isinstance(wanted, TextGrammar) else checks.of_calls(wanted)
         self._kept[key] = found
         while len(self._kept) > _NUM_KEPT:
             self._kept.popitem(last=False)
         return found
 
-    # ---- the answer's text
 
-    def _checked_text(self, wanted: TextGrammar) -> CheckedGrammar:
+class _RequestChecks:
+    """The checks of one request."""
+
+    def __init__(self, check: Check) -> None:
+        self._check = check
+
+    def of_text(self, wanted: TextGrammar) -> CheckedGrammar:
         text = wanted.text()
         if wanted.schema is None:
             if (size := grammar_bytes(text)) > MAX_GRAMMAR_BYTES:
@@ -81,7 +90,7 @@ class GrammarChecks:
             text = to_lark(text, wanted.param)
         check = self._check(text)
         if check.error:
-            raise self._text_error(wanted, check.error)
+            raise self._text_error(wanted, check)
         if check.ignored:
             log.warning(
                 "%s is served without keywords that cannot be enforced; with strict: true they are refused",
@@ -89,16 +98,17 @@ class GrammarChecks:
             )
         return CheckedGrammar(text)
 
-    def _text_error(self, wanted: TextGrammar, reason: str) -> InvalidRequest:
-        place = self._place(wanted.schema, wanted.is_strict, reason) if wanted.schema is not None else ""
-        return InvalidRequest(f"{wanted.param}{place} cannot be served as a grammar: {reason}.", wanted.param)
+    def _text_error(self, wanted: TextGrammar, check: GrammarCheck) -> InvalidRequest:
+        place = self._place(wanted.schema, wanted.is_strict, check) if wanted.schema is not None else ""
+        return InvalidRequest(f"{wanted.param}{place} cannot be served as a grammar: {check.error}.", wanted.param)
 
-    def _place(self, schema: JsonObject, is_strict: bool, reason: str) -> str:
-        return find_fault(schema, reason, lambda part: self._check(lark_of(json_rule(part, is_strict))))
+    def _place(self, schema: JsonObject, is_strict: bool, check: GrammarCheck) -> str:
+        """Returns the place of the fault that the check has found in the schema; "" if it was ended before."""
+        if check.is_over_time:
+            return ""
+        return find_fault(schema, check.error, lambda part: self._check(lark_of(json_rule(part, is_strict))))
 
-    # ---- calls
-
-    def _checked_calls(self, wanted: CallGrammar) -> CheckedGrammar:
+    def of_calls(self, wanted: CallGrammar) -> CheckedGrammar:
         free = _FreeTools(wanted)
         for name in wanted.schemas if wanted.tool_format.writes_json else ():
             if reason := wanted.why_no_object(name):
@@ -127,36 +137,40 @@ class GrammarChecks:
         if wanted.content is not None:
             check = self._check(wanted.content.text())
             if check.error:
-                raise self._text_error(wanted.content, check.error)
+                raise self._text_error(wanted.content, check)
         if wanted.tool_format.writes_json:
-            whole = self._free_faulty(wanted, free, whole)
+            if not whole.is_over_time:
+                whole = self._free_faulty(wanted, free, whole)
             if not whole.error:
                 return wanted.text(free.kinds)
+            if whole.is_over_time and wanted.is_required:
+                raise _not_served(wanted, whole)
             free.add_rest("limits", f"the schemas of all tools are too much together: {whole.error}")
             whole = self._check(wanted.text(free.kinds))
             if not whole.error:
                 return wanted.text(free.kinds)
         if wanted.is_optional:
             return None
-        raise InvalidRequest(f"{wanted.param} cannot be served as a grammar: {whole.error}.", wanted.param)
+        raise _not_served(wanted, whole)
 
     def _free_faulty(self, wanted: CallGrammar, free: _FreeTools, whole: GrammarCheck) -> GrammarCheck:
         """Checks each schema by itself, small ones first, and returns the check of the grammar without faulty ones."""
-        cpu_s, num_found = whole.cpu_s, 0
+        num_found = 0
         for number, (rule, names) in enumerate(sorted(free.names_by_rule().items(), key=lambda each: len(each[0]))):
-            if cpu_s >= MAX_CHECKS_CPU_S or number >= MAX_CHECKS:
+            if number >= MAX_CHECKS:
                 return whole
             check = self._check(lark_of(rule))
-            cpu_s += check.cpu_s
+            if check.is_over_time:
+                return check
             if not check.error:
                 continue
             for name in names:
                 if wanted.is_asked_for(name):
-                    place = self._place(wanted.arguments(name), name in wanted.strict, check.error)
+                    place = self._place(wanted.arguments(name), name in wanted.strict, check)
                     raise _tool_error(wanted, name, place, check.error)
             free.add(names, "invalid", check.error)
             num_found += 1
-        return self._check(wanted.text(free.kinds)) if num_found and cpu_s < MAX_CHECKS_CPU_S else whole
+        return self._check(wanted.text(free.kinds)) if num_found else whole
 
 
 class _FreeTools:
@@ -186,7 +200,7 @@ class _FreeTools:
             self.kinds[name], self._reasons[name] = kind, reason
 
     def add_rest(self, kind: FreeReason, reason: str) -> None:
-        """Frees all tools that are not strict. Limits are the server's, and `required` asks for a call."""
+        """Frees all tools that are not strict."""
         for names in self.names_by_rule().values():
             self.add([name for name in names if name not in self._wanted.strict], kind, reason)
 
@@ -225,6 +239,10 @@ def _too_large(param: str, size: int, largest: str = "") -> InvalidRequest:
     """largest: name of the tool that takes most of it."""
     more = f" The largest schema is that of tool {largest!r}." if largest else ""
     return InvalidRequest(f"{param} is too large: {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}.{more}", param)
+
+
+def _not_served(wanted: CallGrammar, whole: GrammarCheck) -> InvalidRequest:
+    return InvalidRequest(f"{wanted.param} cannot be served as a grammar: {whole.error}.", wanted.param)
 
 
 def _tool_error(wanted: CallGrammar, name: str, place: str, reason: str) -> InvalidRequest:

@@ -11,8 +11,6 @@ from tandem.proxy.api.chat_messages import JsonObject
 
 MAX_PARTS = 200
 """Parts of a schema that are checked, each with the schema's definitions."""
-MAX_CPU_S = 1.0
-"""Processor time after which no further part is checked."""
 _MAX_PLACE_CHARACTERS = 200
 _NO_SCHEMA = "schema must be an object or boolean"
 """The library's reason where a number, a string or null stands in place of a schema."""
@@ -54,17 +52,16 @@ def find_fault(schema: JsonObject, reason: str, check: Callable[[JsonObject], Gr
     """
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     node, place, seen = schema, "", {id(schema)}
-    num_parts, cpu_s = 0, 0.0
+    num_parts = 0
     while True:
         for step, part in _parts(node):
             if not isinstance(part, dict):
                 if reason == _NO_SCHEMA and not isinstance(part, bool):
                     return _shown(place + step)
                 continue
-            if num_parts == MAX_PARTS or cpu_s > MAX_CPU_S:
+            if num_parts == MAX_PARTS or (result := check(definitions | part)).is_over_time:
                 return _shown(place)
-            result = check(definitions | part)
-            num_parts, cpu_s = num_parts + 1, cpu_s + result.cpu_s
+            num_parts += 1
             if result.error == reason:
                 node, place = part, place + step
                 break

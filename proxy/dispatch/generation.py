@@ -258,5 +258,7 @@ class Generation:
         if not shows_prompt or number in self._shown_prompts:
             return None
         self._shown_prompts.add(number)
-        echo = await self._services.readers.text_of(prompt.token_ids, prompt.is_text) if request.echo else ""
+        echo = ""
+        if request.echo:
+            echo = await self._services.readers.text_of(prompt.token_ids, prompt.is_text, self._client)
         return PromptTokens(prompt.token_ids, echo, logprobs or [], prompt.is_text)

@@ -1,4 +1,4 @@
-"""Reads the bytes of images and videos: data URLs, files in the allowed folder, and http(s).
+"""Reads the bytes of images and videos from files in the allowed folder and from http(s).
 
 To prevent requests to internal addresses, a host name is resolved once, all of its addresses are checked, and the
 connection goes to a checked address. Redirects are followed here, each with the same checks.
@@ -7,8 +7,6 @@ connection goes to a checked address. Redirects are followed here, each with the
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import os
 import socket
 import ssl
@@ -18,11 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
+from urllib.parse import unquote_to_bytes, urljoin, urlsplit
 
 import httpcore
 
 from tandem.proxy.admission.fair_slots import FairSlots
+from tandem.proxy.media.data_url import check_num_bytes
 from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import MAX_CLIENT_SHARE, MediaSource
@@ -40,7 +39,6 @@ _HEADERS = [
     (b"Accept-Encoding", b"identity"),
 ]
 _MAX_SHOWN = 100
-_STANDARD_ALPHABET = str.maketrans("-_", "+/")
 
 
 class _CheckedAddress(httpcore.AsyncNetworkBackend):
@@ -208,7 +206,7 @@ class FetchedMedia:
         num_bytes = 0
         async for piece in response.aiter_stream():
             num_bytes += len(piece)
-            _check_num_bytes(source, num_bytes, self._fetcher.limits)
+            check_num_bytes(source, num_bytes, self._fetcher.limits)
             self._fetcher.hold(self._client, len(piece))
             self._num_bytes += len(piece)
             pieces.append(piece)
@@ -219,48 +217,10 @@ def is_remote(source: MediaSource) -> bool:
     return source.url[:5].lower() in ("http:", "https")
 
 
-def read_local(source: MediaSource, limits: MediaLimits) -> bytes:
-    """Reads a data or file URL. Raises InvalidMedia."""
-    scheme = source.url.partition(":")[0].lower()
-    if scheme == "data":
-        return _decode_data_url(source, limits)
-    if scheme == "file":
-        return _read_file(source, limits)
-    raise source.refused("its URL must begin with data:, http:, https: or file:")
-
-
-def _decode_data_url(source: MediaSource, limits: MediaLimits) -> bytes:
-    head, comma, data = source.url.partition(",")
-    if not comma:
-        raise source.refused("its data URL has no comma; it must look like data:image/png;base64,AAAA")
-    media_type = head[5:].partition(";")[0].strip().lower()
-    is_known = media_type == "" or media_type.endswith("/octet-stream")  # of any file: the bytes tell what they are
-    if not is_known and media_type.partition("/")[0] != source.kind:
-        raise source.refused(f"its data URL is of type {media_type[:_MAX_SHOWN]}, not {source.kind}")
-    is_base64 = "".join(head.lower().split()).endswith(";base64")
-    if is_base64:
-        data = _plain_base64(data)
-    _check_num_bytes(source, int(len(data) * (3 / 4 if is_base64 else 1 / 3)) - 3, limits)  # before decoding
-    try:
-        decoded = base64.b64decode(data, validate=True) if is_base64 else unquote_to_bytes(data)
-    except (binascii.Error, ValueError) as error:
-        raise source.refused(f"its data URL is not valid base64: {client_reason(error)}") from error
-    _check_num_bytes(source, len(decoded), limits)
-    return decoded
-
-
-def _plain_base64(data: str) -> str:
-    """Returns base64 in the standard alphabet on one line with its padding.
-
-    Clients send it in lines, with the alphabet for URLs, percent-encoded and without padding.
-    """
-    if "%" in data:
-        data = unquote(data)
-    data = "".join(data.split()).translate(_STANDARD_ALPHABET).rstrip("=")
-    return data + "=" * (-len(data) % 4)
-
-
-def _read_file(source: MediaSource, limits: MediaLimits) -> bytes:
+def read_file(source: MediaSource, limits: MediaLimits) -> bytes:
+    """Reads a file URL. Raises InvalidMedia."""
+    if source.url.partition(":")[0].lower() != "file":
+        raise source.refused("its URL must begin with data:, http:, https: or file:")
     if not limits.allowed_media_path:
         raise source.refused("this server does not read files; start it with --allowed-media-path")
     parts = urlsplit(source.url)
@@ -278,8 +238,3 @@ def _read_file(source: MediaSource, limits: MediaLimits) -> bytes:
         return read_regular(path, limits.max_bytes, follow_links=False)
     except OSError as error:
         raise source.refused(f"its file cannot be read: {error.strerror}") from error
-
-
-def _check_num_bytes(source: MediaSource, num_bytes: int, limits: MediaLimits) -> None:
-    if num_bytes > limits.max_bytes:
-        raise source.refused(f"it has more than {limits.max_bytes} bytes")

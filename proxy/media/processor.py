@@ -1,4 +1,4 @@
-"""Turns images and videos into tensors and prompt text with the model's Hugging Face processor.
+"""Turns images and videos into tensors, and says what stands for them in a prompt, with the model's HF processor.
 
 Runs only in the media process (`proxy.reading.media_process`), because the processor imports torch. Each thread has a
 processor of its own, because calls change its state.
@@ -27,7 +27,7 @@ from tandem.protocol.messages.media import BYTES_PER_ELEMENT, MediaKind, MediaTe
 from tandem.proxy.media.decode import decode_image, decode_video, image_size, sampled, video_info
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import MediaSource
-from tandem.runtime.errors import ConfigError, InvalidRequest, client_reason, first_line
+from tandem.runtime.errors import ConfigError, client_reason, first_line
 from tandem.runtime.files.tokenizer_files import without_length_limits
 
 _IDENTITY_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -87,7 +87,9 @@ class MediaProcessor:
             token = getattr(processor, f"{kind}_token", None)
             if token is not None and getattr(processor, f"{kind}_processor", None) is not None:
                 self.placeholders[kind] = token
-        if not self.placeholders or type(processor).replace_image_token is ProcessorMixin.replace_image_token:
+        made, base = type(processor), ProcessorMixin
+        is_usual = made.get_text_with_replacements is base.get_text_with_replacements  # as `text.media_text` does it
+        if not self.placeholders or not is_usual or made.replace_image_token is base.replace_image_token:
             raise ConfigError(
                 f"the processor of {folder} ({type(processor).__name__}) is not supported for images or video"
             )
@@ -153,22 +155,6 @@ class MediaProcessor:
             if source.kind == "image":
                 return self._prepare_image(decode_image(source, data, self._limits))
             return self._prepare_video(source, data)
-
-    def expand(self, text: str, replacements: dict[MediaKind, list[str]]) -> str:
-        """Replaces each placeholder in the rendered chat by its item's replacement. Raises InvalidRequest."""
-        for kind, token in self.placeholders.items():
-            num_found, num_wanted = text.count(token), len(replacements.get(kind, []))
-            if num_found != num_wanted:
-                raise InvalidRequest(
-                    f"The rendered chat has {num_found} {kind} placeholders ({token}) for {num_wanted} {kind}s; send "
-                    "media as content parts and write no placeholders into the text.",
-                    "messages",
-                )
-        [expanded], _ = self._processor.get_text_with_replacements(
-            [text], replacements.get("image", []), replacements.get("video", [])
-        )
-        assert isinstance(expanded, str)
-        return expanded
 
     def _num_patches(self, height: int, width: int) -> tuple[int, int]:
         """Returns (patches, tokens) of an image of this size."""

@@ -12,6 +12,10 @@ MAX_CLIENT_SHARE = 0.75
 an API key or, without keys, an address."""
 
 
+MAX_URL_CHARACTERS = 8192
+"""Of a URL that is not a data URL."""
+
+
 class InvalidMedia(InvalidRequest):
     """An image or video cannot be served; the message says which one and why."""
 
@@ -31,3 +35,21 @@ class MediaSource(msgspec.Struct, frozen=True):
 
     def refused(self, reason: str) -> InvalidMedia:
         return InvalidMedia(f"{self.kind} {self.number} ({self.param}): {reason}", self.param)
+
+
+class SentMedia(msgspec.Struct, frozen=True):
+    """An item as the media process gets it."""
+
+    source: MediaSource
+    """Without its URL if that contained the bytes."""
+    offset: int = 0
+    """Place of the bytes in the job's file."""
+    num_bytes: int | None = None
+    """Number of the bytes in the job's file; None if they are to be read from the URL."""
+
+
+class FoundMedia(msgspec.Struct, frozen=True):
+    """The images and videos of a request, in order."""
+
+    items: list[SentMedia]
+    cache_salt: str

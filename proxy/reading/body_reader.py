@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from tandem.protocol.messages.client_salt import scoped_salt
+from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.api.answer_bodies import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.generation_request import GenerationRequest
@@ -20,11 +22,14 @@ from tandem.proxy.api.responses_api.response_store import ItemLookup
 from tandem.proxy.api.responses_api.responses_request import InputItem
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_record import ModelLimits
+from tandem.proxy.media.data_url import decode_data_url, is_data_url
+from tandem.proxy.media.source import MAX_URL_CHARACTERS, FoundMedia, SentMedia
 from tandem.proxy.parsers.parser_names import reasoning_format, tool_format
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.detokenizer import decode_whole
+from tandem.proxy.text.media_text import media_prompt
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.prompt import ChatPrompt, RenderedPrompts, has_media
+from tandem.proxy.text.prompt import CachedMedia, ChatPrompt, MediaPlaceholder, RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer, Room
 from tandem.runtime.errors import InvalidRequest, TandemError
 from tandem.runtime.garbage_collection import collection_paused
@@ -67,6 +72,7 @@ class BodyReader:
             text.requires_short_call_ids,
         )
         self._settings = config.requests
+        self._media_limits = config.media
         self._soonest_priority = config.admission.soonest_priority
         self._tokenizer = text.tokenizer
         self._num_token_ids = text.num_token_ids
@@ -118,6 +124,43 @@ class BodyReader:
         if has_media(request.prompt):
             raise HasMedia("the request has images or video")
         return self.render(request, limits)
+
+    def find_media(self, body: bytes, kind: BodyKind, cache_scope: str, path: str) -> FoundMedia:
+        """Returns the images and videos of a request, and appends the bytes of those in data URLs to the file `path`.
+
+        Raises InvalidRequest, InvalidMedia.
+        """
+        request = self.decode(body, kind, cache_scope)
+        assert isinstance(request.prompt, ChatPrompt)
+        items, offset = [], 0
+        with Path(path).open("ab") as file:
+            for source in request.prompt.media:
+                if not is_data_url(source):
+                    if len(source.url) > MAX_URL_CHARACTERS:
+                        raise source.refused(f"its URL has more than {MAX_URL_CHARACTERS} characters")
+                    items.append(SentMedia(source))
+                    continue
+                data = decode_data_url(source, self._media_limits)
+                file.write(data)
+                items.append(SentMedia(msgspec.structs.replace(source, url=""), offset, len(data)))
+                offset += len(data)
+        return FoundMedia(items, request.cache_salt)
+
+    def read_with_media(
+        self,
+        body: bytes,
+        kind: BodyKind,
+        limits: ModelLimits,
+        cache_scope: str,
+        media: list[CachedMedia],
+        placeholders: dict[MediaKind, MediaPlaceholder],
+    ) -> GenerationRequest:
+        """Like `read`, of a request whose images and videos are in the media cache. Raises InvalidRequest."""
+        request = self.decode(body, kind, cache_scope)
+        prompt = request.prompt
+        assert isinstance(prompt, ChatPrompt)
+        expanded = media_prompt(self.renderer.chat_text(prompt), media, placeholders, prompt.add_special_tokens)
+        return self.render(msgspec.structs.replace(request, prompt=expanded), limits)
 
     def render(self, request: GenerationRequest, limits: ModelLimits) -> GenerationRequest:
         """Tokenises a decoded request, and checks its grammar if it has one. Raises InvalidRequest."""

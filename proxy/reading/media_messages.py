@@ -8,15 +8,12 @@ from typing import TypeVar
 import msgspec
 
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
-from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.validation import ModelNotFound
-from tandem.proxy.cluster.worker_record import ModelLimits
+from tandem.protocol.messages.media import MediaKind
 from tandem.proxy.media.media_lease import MadeMedia
 from tandem.proxy.media.media_source_bytes import HeldSources
-from tandem.proxy.media.source import InvalidMedia
+from tandem.proxy.media.source import InvalidMedia, SentMedia
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.reading.body_reader import BodyKind
-from tandem.proxy.text.prompt import ContextLengthExceeded
+from tandem.proxy.text.prompt import CachedMedia, ContextLengthExceeded, MediaPlaceholder
 from tandem.runtime.errors import ErrorInfo, ProtocolError, TandemError
 
 M = TypeVar("M")
@@ -26,9 +23,7 @@ ENTRY, MEDIA_FD = "media", 3
 EXIT_BAD_CONFIG = 2
 """Exit status of a media process that cannot load the model's processor."""
 _LENGTH_BYTES = 4
-_PROXY_ERRORS: dict[str, type[TandemError]] = {
-    error.code: error for error in (InvalidMedia, ContextLengthExceeded, ModelNotFound)
-}
+_PROXY_ERRORS: dict[str, type[TandemError]] = {error.code: error for error in (InvalidMedia, ContextLengthExceeded)}
 """Errors of the proxy's own, which `ErrorInfo.to_error` does not know."""
 
 
@@ -39,19 +34,17 @@ class MediaSetup(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A body to read."""
+    """The images and videos of a request, to be made into tensors."""
 
     lease_id: str
-    """Lease under which its media are cached."""
-    kind: BodyKind
-    body: bytes
-    limits: ModelLimits
-    path: str = ""
-    """File with the body; empty if `body` is all of it."""
+    """Lease under which they are cached."""
+    items: list[SentMedia]
+    path: str
+    """File with the bytes of those that came in data URLs."""
+    cache_salt: str
+    max_model_len: int
     client: str = ""
     """Threads and downloads are shared among clients."""
-    cache_scope: str = ""
-    """See `BodyReader.decode`."""
 
 
 class RemakeMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -81,9 +74,11 @@ class MediaJobDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """The answer to a MediaJob. After it the process no longer uses the lease."""
 
     lease_id: str
-    request: GenerationRequest
-    sources: HeldSources | None = None
-    """Held by the same lease."""
+    media: list[CachedMedia]
+    """One for each item of the job, in order."""
+    placeholders: dict[MediaKind, MediaPlaceholder]
+    sources: HeldSources
+    """The bytes that the client sent, held by the same lease."""
 
 
 class MediaRemade(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

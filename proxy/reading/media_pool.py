@@ -1,18 +1,20 @@
-"""The proxy's side of requests with images and video: hands bodies to the media process and owns their leases.
+"""The proxy's side of requests with images and video: has them read, and owns their leases.
 
-The media process (`proxy.reading.media_process`) is separate from the reader processes, so text never waits for images
-and only this process loads torch. It is forked from a process that has imported what it needs, and again when a request
-arrives after it was lost.
+A reader process finds the images and videos in the body, the media process (`proxy.reading.media_process`) makes
+tensors of them, and a reader renders and tokenises the prompt, which depends on their sizes. The media process is
+separate, so text never waits for images and only this process loads torch. It is forked from a process that has
+imported what it needs, and again when a request arrives after it was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
 import socket
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -29,7 +31,7 @@ from tandem.proxy.media.media_lease import MadeMedia, MediaLease
 from tandem.proxy.media.media_source_bytes import HeldSources
 from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.reading.body_reader import BodyKind
+from tandem.proxy.reading.body_reader import BodyKind, BodyReader
 from tandem.proxy.reading.media_messages import (
     ENTRY,
     EXIT_BAD_CONFIG,
@@ -47,6 +49,7 @@ from tandem.proxy.reading.media_messages import (
     read_message,
     write_message,
 )
+from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InternalError, ProtocolError, TandemError, WorkerLost
@@ -71,9 +74,14 @@ _CANCEL_GRACE_S = 10.0
 _Answer = MediaJobDone | MediaRemade
 
 
+class _MediaProcessLost(InternalError):
+    """The media process ended with the request in it, perhaps because of another one."""
+
+
 class _Job(NamedTuple):
-    client: str
     done: asyncio.Future[_Answer]
+    held: ExitStack
+    """What the request holds until the process has answered: its place and its items' file."""
 
 
 class MediaPool:
@@ -89,6 +97,7 @@ class MediaPool:
         self,
         config: ProxyConfig,
         cache: MediaCacheClient,
+        readers: ReaderPool,
         ttft_slo_s: float | None = None,
         descriptors: DescriptorBudget | None = None,
     ) -> None:
@@ -96,11 +105,12 @@ class MediaPool:
         # The media process decodes untrusted files, so it gets no secrets.
         self._config = config.without_secrets()
         self._cache = cache
+        self._readers = readers
         self._ttft_slo_s = ttft_slo_s
         self._cancel_timeout_s = 2 * config.media.decode_timeout_s + _CANCEL_GRACE_S
         self._jobs: dict[str, _Job] = {}  # by lease, until the process has answered
+        self._places: Counter[str] = Counter()  # by client, of requests that wait for the process or are in it
         self._starting = asyncio.Lock()
-        self._num_starting = 0  # requests that wait for a process to start
         self._server = KeptForkServer(partial(ForkServer.spawn, _MODULE, os.environ), _LOAD_TIMEOUT_S)
         self._process: ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no process runs
@@ -120,7 +130,7 @@ class MediaPool:
                 await asyncio.wait([self._watching])  # until the previous process is gone
             try:
                 ours, theirs = socket.socketpair()
-                with contextlib.ExitStack() as on_error, theirs:
+                with ExitStack() as on_error, theirs:
                     on_error.callback(ours.close)
                     process = await self._server.start(ENTRY, {MEDIA_FD: theirs.fileno()})
                     on_error.callback(process.end)
@@ -145,57 +155,74 @@ class MediaPool:
     ) -> GenerationRequest:
         """Returns the request with tokenised prompts. The caller must call its `release_media`.
 
-        client, cache_scope: see `MediaJob`. Raises InvalidRequest, QueueFull, ClientLimitExceeded, SLOUnreachable,
-        Overloaded if the cache is full, InternalError if the process died, WorkerLost if the cache died twice.
+        client, cache_scope: see `ReaderPool.read`. Raises InvalidRequest, QueueFull, ClientLimitExceeded,
+        SLOUnreachable, Overloaded if the cache is full, InternalError if the process died twice, WorkerLost if the
+        cache did.
         """
         try:
-            return await self._read(kind, body, limits, client, cache_scope)
-        except WorkerLost as error:
-            log.warning("the media cache was lost; reading a request again: %s", error)
-        return await self._read(kind, body, limits, client, cache_scope)
+            async with asyncio.timeout(self._ttft_slo_s) as limit:
+                try:
+                    return await self._read(kind, body, limits, client, cache_scope)
+                except (WorkerLost, _MediaProcessLost) as error:
+                    log.warning("reading a request with media again: %s", error)
+                return await self._read(kind, body, limits, client, cache_scope)
+        except TimeoutError as error:
+            if self._ttft_slo_s is None or not limit.expired():
+                raise
+            raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
 
     async def _read(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
     ) -> GenerationRequest:
+        with ExitStack() as held:
+            self._take_place(client)
+            held.callback(self._give_place, client)
+            held.enter_context(self._descriptors.hold(client))
+            items = SpooledBody()
+            held.callback(items.close)
+            find = BodyReader.find_media
+            found = await self._readers.run(find, body, kind, cache_scope, items.path, client=client)
+            if found.items:
+                await self.start()
+                new_id, max_len = self._cache.new_id(), limits.max_model_len
+                job = MediaJob(new_id, found.items, items.path, found.cache_salt, max_len, client)
+                done = await self._run(job, held.pop_all())
+        if not found.items:  # the body only looks as if it had media
+            return await self._readers.read(kind, body, limits, client, cache_scope)
+        assert isinstance(done, MediaJobDone)
+        lease = MediaLease(self._cache, job.lease_id, self._descriptors, client, self._make_again)
+        try:
+            arguments = kind, limits, cache_scope, done.media, done.placeholders
+            request = await self._readers.run(BodyReader.read_with_media, body, *arguments, client=client)
+            return _with_lease(request, done.sources, lease)
+        except BaseException:
+            lease.release()
+            raise
+
+    def _take_place(self, client: str) -> None:
+        """Raises QueueFull, ClientLimitExceeded, and InternalError if the model's processor cannot be loaded."""
         if self._config_error is not None:
             raise InternalError(self._config_error)
-        if (num_waiting := len(self._jobs) + self._num_starting) >= self._config.media.max_waiting_media:
+        limit = self._config.media.max_waiting_media
+        if (num_waiting := self._places.total()) >= limit:
             raise QueueFull(
-                f"{num_waiting} requests with images or video are waiting already; the limit is "
-                f"{self._config.media.max_waiting_media}. Try again later.",
+                f"{num_waiting} requests with images or video are waiting already; the limit is {limit}. Try again "
+                "later.",
                 _RETRY_AFTER_S,
             )
-        self._num_starting += 1
-        try:
-            async with asyncio.timeout(self._ttft_slo_s):
-                await self.start()
-        except TimeoutError as error:
-            assert self._ttft_slo_s is not None
-            raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
-        finally:
-            self._num_starting -= 1
-        max_own = math.ceil(self._config.media.max_waiting_media * MAX_CLIENT_SHARE)
-        if sum(job.client == client for job in self._jobs.values()) >= max_own:
+        max_own = math.ceil(limit * MAX_CLIENT_SHARE)
+        if self._places[client] >= max_own:
             raise ClientLimitExceeded(
                 f"{max_own} of your requests with images or video are waiting already, which is the limit for each "
                 "client. Try again later.",
                 _RETRY_AFTER_S,
             )
-        content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
-        job = MediaJob(self._cache.new_id(), kind, content, limits, path, client, cache_scope)
-        try:
-            async with asyncio.timeout(self._ttft_slo_s):
-                done = await self._run(job)
-        except TimeoutError as error:
-            assert self._ttft_slo_s is not None
-            raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
-        assert isinstance(done, MediaJobDone)
-        lease = MediaLease(self._cache, job.lease_id, self._descriptors, client, self._make_again)
-        try:
-            return _with_lease(done, lease)
-        except TandemError:
-            lease.release()
-            raise
+        self._places[client] += 1
+
+    def _give_place(self, client: str) -> None:
+        self._places[client] -= 1
+        if not self._places[client]:
+            del self._places[client]
 
     async def _make_again(self, sources: HeldSources, client: str) -> tuple[str, list[MadeMedia]]:
         """Makes the pixels of a running request again. Returns the id of their lease, and the pixels.
@@ -204,15 +231,18 @@ class MediaPool:
         """
         await self.start()
         job = RemakeMedia(self._cache.new_id(), sources, client)
-        done = await self._run(job)
+        done = await self._run(job, ExitStack())
         assert isinstance(done, MediaRemade)
         return job.lease_id, done.items
 
-    async def _run(self, job: MediaJob | RemakeMedia) -> _Answer:
-        """Returns the process's answer, whose lease the caller must release. It is released if this raises."""
+    async def _run(self, job: MediaJob | RemakeMedia, held: ExitStack) -> _Answer:
+        """Returns the process's answer, whose lease the caller must release. It is released if this raises.
+
+        held: is closed when the process has answered, also if the caller is gone.
+        """
         assert self._writer is not None
         done: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
-        self._jobs[job.lease_id] = _Job(job.client, done)
+        self._jobs[job.lease_id] = _Job(done, held)
         write_message(self._writer, job)
         try:
             return await done
@@ -258,9 +288,11 @@ class MediaPool:
                 log.error("the media process ended with status %d", code)
             if code == EXIT_BAD_CONFIG:
                 self._config_error = "images and video are not served: see the proxy's log for the model's processor"
-            lost = InternalError(self._config_error or "the media process that read the request was lost; try again")
+            lost: TandemError = _MediaProcessLost("the media process that read the request was lost; try again")
+            if self._config_error is not None or self._is_closed:
+                lost = InternalError(self._config_error or _STOPPING)
             for lease_id in list(self._jobs):
-                self._on_answer(MediaJobFailed.of(lease_id, lost))
+                self._end(lease_id, lost)
 
     async def _ping(self, writer: asyncio.StreamWriter, process: ForkedProcess) -> None:
         """Kills a process that has started and then leaves pings unanswered."""
@@ -275,18 +307,19 @@ class MediaPool:
             write_message(writer, PingMediaProcess())
 
     def _on_answer(self, message: _Answer | MediaJobFailed) -> None:
-        job = self._jobs.pop(message.lease_id, None)
+        self._end(message.lease_id, message.error if isinstance(message, MediaJobFailed) else message)
+
+    def _end(self, lease_id: str, answer: _Answer | TandemError) -> None:
+        job = self._jobs.pop(lease_id, None)
         if job is None:
             return
-        done = job.done
-        if isinstance(message, MediaJobFailed):
-            self._cache.release([message.lease_id])
-            if not done.done():
-                done.set_exception(message.error)
-        elif done.done():  # cancelled
-            self._cache.release([message.lease_id])
-        else:
-            done.set_result(message)
+        job.held.close()
+        if not isinstance(answer, TandemError) and not job.done.done():
+            job.done.set_result(answer)
+            return
+        self._cache.release([lease_id])
+        if isinstance(answer, TandemError) and not job.done.done():
+            job.done.set_exception(answer)
 
     def close(self) -> None:
         """Ends the process, whose jobs end with an error, and starts no other."""
@@ -297,11 +330,11 @@ class MediaPool:
         self._cache.close()
 
 
-def _with_lease(done: MediaJobDone, lease: MediaLease) -> GenerationRequest:
-    """Opens the request's media in this process. Raises WorkerLost, Overloaded, ClientShareExceeded."""
-    request = done.request
+def _with_lease(request: GenerationRequest, sources: HeldSources, lease: MediaLease) -> GenerationRequest:
+    """Opens the request's media in this process; then the request owns the lease.
+
+    Raises WorkerLost, Overloaded, ClientShareExceeded."""
     assert isinstance(request.prompt, RenderedPrompts)
-    if done.sources is not None:
-        lease.hold_sources(done.sources)
+    lease.hold_sources(sources)
     prompts = [replace(prompt, media=lease.hold(prompt.media)) for prompt in request.prompt.prompts]
     return msgspec.structs.replace(request, prompt=RenderedPrompts(prompts), media_lease=lease)

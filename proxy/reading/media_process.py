@@ -1,15 +1,15 @@
-"""The media process: reads requests with images and video, one process per proxy (`proxy.reading.media_pool`).
+"""The media process: makes tensors of images and video, one process per proxy (`proxy.reading.media_pool`).
 
-Its loop fetches URLs; everything else runs on threads. Steps of a request: decode the body; fetch; read headers and
-hash; ask the cache; decode, process, write and commit what is not cached; render the chat and tokenise. Each job is
-answered by one `MediaJobDone` or `MediaJobFailed`. The proxy releases the leases.
+It sees nothing else of a request: readers decode the body, render, tokenise and check grammars. Its loop fetches URLs;
+everything else runs on threads. Steps of a job: fetch; read headers and hash; ask the cache; decode, process, write and
+commit what is not cached. Each job is answered by one `MediaJobDone` or `MediaJobFailed`. The proxy releases the
+leases.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import resource
 import signal
@@ -28,11 +28,8 @@ from tandem.media_cache.media_segment import offsets_of
 from tandem.protocol.messages.media_cache import MediaKey, WantedMedia
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.fair_slots import FairSlots
-from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
-from tandem.proxy.media.media_lease import MadeMedia
 from tandem.proxy.media.media_source_bytes import HeldSources, SourceBytes, sources_key
-from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,
@@ -53,7 +50,7 @@ from tandem.proxy.reading.media_messages import (
     write_message,
 )
 from tandem.proxy.reading.media_reader import MediaContent, MediaReader
-from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
+from tandem.proxy.text.prompt import ContextLengthExceeded
 from tandem.runtime.errors import (
     ConfigError,
     InternalError,
@@ -72,7 +69,6 @@ from tandem.runtime.tasks import start
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Read = tuple[GenerationRequest, HeldSources]
 
 _NICENESS = 10
 """Niceness of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
@@ -80,8 +76,8 @@ _LOAD_TIMEOUT_S = 600.0
 _CLIENTS_AT_ONCE = 16
 """Clients that may have requests in work at the same time, each as many as there are threads."""
 _MEMORY_BYTES = 5 << 29
-"""Memory beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and
-stacks of the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
+"""Memory beyond what is loaded: for items of bodies (1 GiB, `proxy.http.bodies`), fetched ones (1 GiB, `MediaLimits`),
+and stacks of the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
 _MEMORY_PER_THREAD_BYTES = 2 << 30
 """Memory for one item that is decoded and processed. The largest that the limits allow took 1.2 GiB."""
 
@@ -91,7 +87,7 @@ class MediaProcess:
 
     def __init__(self, config: ProxyConfig, send: Callable[[FromMediaProcess], None], client_pid: int) -> None:
         self._send = send
-        self._num_threads = config.media_threads
+        self._num_threads = config.media_threads + 1
         self._max_pixels = config.media.max_request_pixels
         self._threads = ThreadPoolExecutor(self._num_threads, "media")
         self._reader = asyncio.get_running_loop().run_in_executor(self._threads, MediaReader, config)
@@ -100,10 +96,10 @@ class MediaProcess:
         self._cache = MediaCacheClient(self._context, config.media_cache_endpoint, client_pid)
         # A client's requests take turns, so that the first one is done before the last one has begun.
         self._turns = FairSlots(_CLIENTS_AT_ONCE * self._num_threads, self._num_threads)
-        # Each item is a job of its own, so that the items of one request do not keep all threads from other clients.
-        self._jobs = FairSlots(self._num_threads, math.ceil(MAX_CLIENT_SHARE * self._num_threads))
+        # Each item is a job of its own. No client holds the last thread, so a slow video delays its own client only.
+        self._jobs = FairSlots(self._num_threads, self._num_threads - 1)
         self._is_loaded = asyncio.Event()
-        self._running: dict[str, asyncio.Task[_Read] | asyncio.Task[list[MadeMedia]]] = {}
+        self._running: dict[str, asyncio.Task[MediaJobDone] | asyncio.Task[MediaRemade]] = {}
 
     async def load(self, max_memory_bytes: int | None = None) -> None:
         """Loads one processor per thread; jobs wait for the end of it. Raises ConfigError.
@@ -144,12 +140,11 @@ class MediaProcess:
                 if (running := self._running.get(message.lease_id)) is not None:
                     running.cancel()
 
-    def _on_end(self, lease_id: str, job: asyncio.Task[_Read] | asyncio.Task[list[MadeMedia]]) -> None:
+    def _on_end(self, lease_id: str, job: asyncio.Task[MediaJobDone] | asyncio.Task[MediaRemade]) -> None:
         """Answers the job. A callback, because a task that is cancelled before it starts runs no code of its own."""
         del self._running[lease_id]
         try:
-            result = job.result()
-            self._send(MediaRemade(lease_id, result) if isinstance(result, list) else MediaJobDone(lease_id, *result))
+            self._send(job.result())
         except asyncio.CancelledError:
             failure: TandemError = RequestAborted("the client closed the connection")
         except TandemError as error:  # also MessageTooLarge, from sending
@@ -164,29 +159,19 @@ class MediaProcess:
             return
         self._send(MediaJobFailed.of(lease_id, failure))
 
-    async def _read(self, job: MediaJob) -> _Read:
+    async def _read(self, job: MediaJob) -> MediaJobDone:
         await self._is_loaded.wait()
-        reader = self._reader.result()
-        async with self._turns.slot(job.client):
-            request = await self._in_turn(job, reader.decode, job)
-            assert isinstance(request.prompt, ChatPrompt)
-            remote = [source for source in request.prompt.media if is_remote(source)]
-            if not remote:
-                return await self._process(reader, job, request, {})
         with FetchedMedia(self._fetcher, job.client) as fetched:
-            await _gather(*(fetched.fetch(source) for source in remote))
+            await _gather(*(fetched.fetch(item.source) for item in job.items if is_remote(item.source)))
             async with self._turns.slot(job.client):
-                return await self._process(reader, job, request, fetched.data)
+                return await self._process(self._reader.result(), job, fetched.data)
 
-    async def _process(
-        self, reader: MediaReader, job: MediaJob, request: GenerationRequest, fetched: dict[int, bytes]
-    ) -> _Read:
+    async def _process(self, reader: MediaReader, job: MediaJob, fetched: dict[int, bytes]) -> MediaJobDone:
         """fetched: bytes of remote items, by item number."""
-        assert isinstance(request.prompt, ChatPrompt)
         contents = await _gather(
             *(
-                self._in_turn(job, reader.inspect, source, fetched.get(source.number), request.cache_salt)
-                for source in request.prompt.media
+                self._in_turn(job, reader.inspect, item, job.path, fetched.get(item.source.number), job.cache_salt)
+                for item in job.items
             )
         )
         num_pixels = sum({content.key: content.size.num_pixels for content in contents}.values())
@@ -197,10 +182,10 @@ class MediaProcess:
                 "messages",
             )
         num_tokens = sum(content.size.num_tokens for content in contents)
-        if num_tokens >= job.limits.max_model_len:
+        if num_tokens >= job.max_model_len:
             raise ContextLengthExceeded(
                 f"The images alone have {num_tokens} tokens, but this model's maximum context length is "
-                f"{job.limits.max_model_len} tokens for prompt and output together.",
+                f"{job.max_model_len} tokens for prompt and output together.",
                 "messages",
             )
         # The bytes that the client sent are kept, so that pixels can be made again.
@@ -213,9 +198,10 @@ class MediaProcess:
             for content, offset in zip(distinct, offsets, strict=True)
         ]
         sources = HeldSources(cached[wanted.key][0], items)
-        return await self._in_turn(job, reader.render, request, job.limits, contents, cached), sources
+        media = [reader.cached(content, *cached[content.key]) for content in contents]
+        return MediaJobDone(job.lease_id, media, reader.placeholders, sources)
 
-    async def _remake(self, job: RemakeMedia) -> list[MadeMedia]:
+    async def _remake(self, job: RemakeMedia) -> MediaRemade:
         await self._is_loaded.wait()
         reader = self._reader.result()
         async with self._turns.slot(job.client):
@@ -223,7 +209,8 @@ class MediaProcess:
                 contents = await self._in_turn(job, reader.again, job.sources)
             except OSError as error:  # the request has ended meanwhile
                 raise WorkerLost(f"the bytes of an image or video cannot be read again: {error}") from error
-            return reader.made(contents, await self._make(reader, job, contents))
+            cached = await self._make(reader, job, contents)
+        return MediaRemade(job.lease_id, [reader.made(content, *cached[content.key]) for content in contents])
 
     async def _make(
         self,
@@ -305,7 +292,7 @@ async def serve(channel: socket.socket) -> int:
     assert isinstance(setup, MediaSetup)
     setup_logging(f"{setup.config.proxy_id}-media", setup.config.logs)
     process = MediaProcess(setup.config, partial(write_message, writer), os.getppid())
-    loading = start(process.load(_MEMORY_BYTES + setup.config.media_threads * _MEMORY_PER_THREAD_BYTES))
+    loading = start(process.load(_MEMORY_BYTES + (setup.config.media_threads + 1) * _MEMORY_PER_THREAD_BYTES))
     receiving = start(_receive(reader, process))
     await asyncio.wait([loading, receiving], return_when=asyncio.FIRST_COMPLETED)
     if loading.done() and (error := loading.exception()) is not None:

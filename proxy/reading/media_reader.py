@@ -1,4 +1,4 @@
-"""The steps of reading a request with images and video that run on the media process's threads."""
+"""The steps of reading a request's images and video that run on the media process's threads."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import msgspec
 from tandem.media_cache.media_segment import write_segment
 from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey
-from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.worker_record import ModelLimits
-from tandem.proxy.media.fetch import read_local
+from tandem.proxy.media.fetch import read_file
 from tandem.proxy.media.media_lease import MadeMedia
 from tandem.proxy.media.media_source_bytes import HeldSources, read_sources
 from tandem.proxy.media.processor import MediaProcessor, MediaSize, PreparedMedia
-from tandem.proxy.media.source import MediaSource
+from tandem.proxy.media.source import MediaSource, SentMedia
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.reading.body_reader import BodyReader
-from tandem.proxy.reading.media_messages import MediaJob
-from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.prompt import CachedMedia, ChatPrompt, MediaPrompt, has_own_template
-from tandem.runtime.errors import InvalidRequest
+from tandem.proxy.text.model_files import find_model
+from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder
 
 
 class MediaContent(msgspec.Struct, frozen=True):
@@ -34,28 +29,34 @@ class MediaContent(msgspec.Struct, frozen=True):
 
 
 class MediaReader:
-    """Loads the tokeniser and the processor. Raises ConfigError."""
+    """Loads the processor. Raises ConfigError."""
 
     def __init__(self, config: ProxyConfig) -> None:
-        text = ModelText(config.model, config.requests.generation_config)
         self._limits = config.media
-        self._bodies = BodyReader(text, config)
-        self.processor = MediaProcessor(text.folder, config.media, config.trust_remote_code)
+        self.processor = MediaProcessor(find_model(config.model), config.media, config.trust_remote_code)
         self._description: msgspec.msgpack.Decoder[PreparedMedia] = msgspec.msgpack.Decoder(PreparedMedia)
 
-    def decode(self, job: MediaJob) -> GenerationRequest:
-        """Raises InvalidRequest."""
-        body = Path(job.path).read_bytes() if job.path else job.body
-        request = self._bodies.decode(body, job.kind, job.cache_scope)
-        if has_own_template(request.prompt):  # is rendered in a forked process, and this one has threads
-            raise InvalidRequest(
-                "chat_template cannot be combined with images or video; leave one of them out.", "chat_template"
-            )
-        return request
+    @property
+    def placeholders(self) -> dict[MediaKind, MediaPlaceholder]:
+        processor = self.processor
+        return {
+            kind: MediaPlaceholder(text, processor.token_ids[kind]) for kind, text in processor.placeholders.items()
+        }
 
-    def inspect(self, source: MediaSource, fetched: bytes | None, cache_salt: str) -> MediaContent:
-        """Reads the item's header and hashes its bytes. fetched: None for data and file URLs. Raises InvalidMedia."""
-        data = read_local(source, self._limits) if fetched is None else fetched
+    def inspect(self, item: SentMedia, path: str, fetched: bytes | None, cache_salt: str) -> MediaContent:
+        """Reads the item's header and hashes its bytes. Raises InvalidMedia.
+
+        path: of the job's file. fetched: bytes of a remote item.
+        """
+        source = item.source
+        if fetched is not None:
+            data = fetched
+        elif item.num_bytes is not None:
+            with Path(path).open("rb") as file:
+                file.seek(item.offset)
+                data = file.read(item.num_bytes)
+        else:
+            data = read_file(source, self._limits)
         size = self.processor.size(source, data)
         return MediaContent(source, data, MediaKey(self.processor.digest(source, data, cache_salt), "input"), size)
 
@@ -80,30 +81,11 @@ class MediaReader:
             )
         return contents
 
-    def made(self, contents: list[MediaContent], cached: dict[MediaKey, tuple[str, bytes]]) -> list[MadeMedia]:
-        made = []
-        for content in contents:
-            segment, description = cached[content.key]
-            made.append(MadeMedia(content.key.digest, segment, self._description.decode(description).tensors))
-        return made
+    def made(self, content: MediaContent, segment: str, description: bytes) -> MadeMedia:
+        return MadeMedia(content.key.digest, segment, self._description.decode(description).tensors)
 
-    def render(
-        self,
-        request: GenerationRequest,
-        limits: ModelLimits,
-        contents: list[MediaContent],
-        cached: dict[MediaKey, tuple[str, bytes]],
-    ) -> GenerationRequest:
-        """Renders and tokenises the chat. cached: segment and description of each item. Raises InvalidRequest."""
-        assert isinstance(request.prompt, ChatPrompt)
-        replacements: dict[MediaKind, list[str]] = {}
-        media = []
-        for content in contents:
-            segment, description = cached[content.key]
-            prepared = self._description.decode(description)
-            kind = content.source.kind
-            replacements.setdefault(kind, []).append(prepared.replacement)
-            media.append(CachedMedia(kind, content.key.digest, segment, prepared.tensors, prepared.num_tokens))
-        text = self.processor.expand(self._bodies.renderer.chat_text(request.prompt), replacements)
-        prompt = MediaPrompt(text, media, self.processor.token_ids, request.prompt.add_special_tokens)
-        return self._bodies.render(msgspec.structs.replace(request, prompt=prompt), limits)
+    def cached(self, content: MediaContent, segment: str, description: bytes) -> CachedMedia:
+        """Returns what the prompt needs of an item that is in the cache."""
+        prepared = self._description.decode(description)
+        kind, digest = content.source.kind, content.key.digest
+        return CachedMedia(kind, digest, segment, prepared.tensors, prepared.num_tokens, prepared.replacement)

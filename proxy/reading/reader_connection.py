@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 
 from tandem.proxy.reading.reader_process import ENTRY, JOBS_FD, LENGTH_BYTES, JobAnswer
-from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, Overloaded, RequestAborted, TandemError
 from tandem.runtime.processes.forked_process import ForkedProcess, KeptForkServer
 from tandem.runtime.tasks import start_job
 
@@ -28,12 +28,21 @@ _MAX_ANSWER_BYTES = 1 << 30
 _ANSWER = msgspec.msgpack.Decoder(JobAnswer)
 
 
-class JobLost(Exception):
-    """The process is gone. error: the job's error; None if the process had not read the job, so that it is innocent."""
+_FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP)
+"""Signals of a process that has no memory or stack left, or meets a fault in a library. The same job meets it again."""
 
-    def __init__(self, error: TandemError | None) -> None:
+
+class JobLost(Exception):
+    """The process is gone.
+
+    error: the job's error; None if something else ended the process, so that another may have the job. had_read:
+    whether the process had read the job.
+    """
+
+    def __init__(self, error: TandemError | None, had_read: bool = True) -> None:
         super().__init__(str(error))
         self.error = error
+        self.had_read = had_read
 
 
 class ReaderConnection:
@@ -45,6 +54,7 @@ class ReaderConnection:
         self._reader = reader
         self._writer = writer
         self._killed_for: TandemError | None = None
+        self._is_last_job = False
         self._watching = start_job(self._watch(), "watching a reader process")
 
     @classmethod
@@ -61,12 +71,18 @@ class ReaderConnection:
 
     @property
     def has_ended(self) -> bool:
-        return self.process.returncode is not None
+        """Whether the process takes no more jobs."""
+        return self._is_last_job or self._killed_for is not None or self.process.returncode is not None
+
+    @property
+    def ends_in_order(self) -> bool:
+        """Whether the process was ended, or ends because it has grown."""
+        return self._is_last_job or self._killed_for is not None
 
     async def call(self, request: bytes, num_bytes: int) -> msgspec.Raw:
         """Returns the answer. num_bytes: size of the body. Raises the job's error, JobLost when the process is gone."""
         if self._reader.at_eof():
-            raise JobLost(None)
+            raise JobLost(None, had_read=False)
         limit_s = JOB_CPU_S + JOB_CPU_S_PER_MIB * num_bytes / (1 << 20)
         limiting = start_job(self._limit(limit_s), "limiting a reader process", self._kill)
         try:
@@ -78,14 +94,14 @@ class ReaderConnection:
                 raise JobLost(InternalError("the process that read the request sent an invalid answer"))
             answer = _ANSWER.decode(await self._reader.readexactly(length))
         except (BrokenPipeError, ConnectionResetError) as error:  # the process did not read all of the request
-            raise JobLost(self._killed_for) from error
+            raise JobLost(self._killed_for, had_read=False) from error
         except asyncio.IncompleteReadError as error:
-            died = InternalError("the process that read the request died; try again")
-            raise JobLost(self._killed_for or died) from error
+            raise JobLost(self._killed_for or await self._fault()) from error
         except msgspec.MsgspecError as error:
             raise JobLost(InternalError("the process that read the request sent an invalid answer")) from error
         finally:
             limiting.cancel()
+        self._is_last_job = answer.is_last
         if answer.error is not None:
             raise to_error(answer.error)
         return answer.result
@@ -97,7 +113,9 @@ class ReaderConnection:
         while (left_s := limit_s - (self.process.cpu_s() - used_before_s)) > 0:
             late_in_s = began_at + _DEADLINE_FACTOR * limit_s - clock()
             if late_in_s <= 0:
-                self._killed_for = InternalError("the process that read the request did not answer in time; try again")
+                self._killed_for = Overloaded(
+                    "the request was not read in time, because the machine is busy; try again"
+                )
                 break
             await asyncio.sleep(min(left_s, late_in_s) + _TICK_S)
         else:
@@ -105,6 +123,21 @@ class ReaderConnection:
                 f"Reading this request takes more than {limit_s:.0f} s of CPU time, the limit for its size. Send a "
                 "shorter one, or a simpler schema, grammar or template."
             )
+        self._kill()
+
+    async def _fault(self) -> TandemError | None:
+        """Waits for the end of the process. Returns the job's error if the job has ended it by a fault."""
+        status = await self.process.wait()
+        if -status not in _FAULTS:
+            return None
+        return InvalidRequest(
+            f"Reading this request ends the process that reads it ({signal.Signals(-status).name}): it takes too much "
+            "memory, or is too deeply nested. Send a smaller or simpler one."
+        )
+
+    def abort(self) -> None:
+        """Kills the process, because nobody waits for its job."""
+        self._killed_for = self._killed_for or RequestAborted("the client closed the connection")
         self._kill()
 
     async def _watch(self) -> None:

@@ -2,8 +2,9 @@
 
 They are processes and not threads because a thread holds the interpreter's lock while it decodes JSON
 (docs/adr/0007-reader-processes.md). A fork server, which is forked before the loop and any thread exists, forks them
-and their successors, so that all share the tokeniser's memory. Each has one job at a time: a job that crashes its
-process, or that must be ended at a limit, harms no other one.
+and their successors, so that all share the tokeniser's memory. Each has one job at a time. A process is ended when its
+job crashes it, exceeds a limit or has no caller any more, and when it has grown; another one takes its place. Clients
+take turns, and none holds the last process (`proxy.reading.job_queue`).
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from typing import TypeVar
 import msgspec
 
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
+from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia, reads_files
-from tandem.proxy.reading.job_queue import JobQueue
+from tandem.proxy.reading.job_queue import JobQueue, JobTurn
 from tandem.proxy.reading.reader_connection import JobLost, ReaderConnection
 from tandem.proxy.reading.reader_process import CONFIG_FD, encode_job, reader_entries, result_decoder
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_template, has_token_ids
-from tandem.runtime.errors import InternalError, Overloaded, TandemError
+from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, TandemError
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.processes.forked_process import ForkServer, ForkServerLost, KeptForkServer
 from tandem.runtime.tasks import keep_running
@@ -44,9 +46,12 @@ MAX_INLINE_PROMPTS = 32
 MAX_INLINE_TOKENS = 1024
 """Prompt tokens up to which an echo is detokenised on the loop (under 1 ms)."""
 MAX_PENDING_JOBS = 4096
-"""Jobs that may wait for a process. Other limits apply earlier (`proxy.admission`)."""
+"""Jobs that may wait for a process, or be in one. Other limits apply earlier (`proxy.admission`)."""
+_MAX_CLIENT_SHARE = 0.75
+"""Share of MAX_PENDING_JOBS that may wait for one client."""
 _TRANSFORM_SHARE = 0.5
-"""Share of the processes, and at least one, that work on calls of `/tokenize` and `/detokenize` at the same time."""
+"""Share of the processes, and at least one, that work on calls without a worker of one client at the same time."""
+_RETRY_AFTER_S = 1
 _STOPPING = "the server is stopping"
 _STABLE_AFTER_S, _RESTART_DELAY_S = 1.0, 0.05
 """A process that lived shorter than the first is replaced after the second: jobs that crash at once cost few forks."""
@@ -58,16 +63,15 @@ _LOAD_TIMEOUT_S = 60.0
 class _PendingJob:
     """A job until it has ended. answer: has been cancelled if the caller is gone."""
 
-    def __init__(self, client: str, request: bytes, num_bytes: int) -> None:
-        self.client = client
+    def __init__(self, turn: JobTurn, request: bytes, num_bytes: int) -> None:
+        self.turn = turn
         self.request = request
         self.num_bytes = num_bytes
         self.answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self.on_end: Callable[[], None] = lambda: None
-        self.was_lost = False  # once, with a process that had not read it
+        self.connection: ReaderConnection | None = None  # of the process that has the job
+        self.was_lost = False  # once, with a process that something else ended
 
     def end(self, answer: msgspec.Raw | TandemError) -> None:
-        self.on_end()
         if self.answer.done():
             return
         if isinstance(answer, TandemError):
@@ -77,16 +81,18 @@ class _PendingJob:
 
 
 class ReaderPool:
-    """config: a fork server loads a reader by it if the one that `fork` makes is lost, or was not made."""
+    """config: a fork server loads a reader by it if the one that `fork` makes is lost, or was not made.
+
+    num_processes: at least 2, because one client holds all but one at most.
+    """
 
     def __init__(self, reader: BodyReader, config: ProxyConfig, num_processes: int) -> None:
         self._reader = reader
         self._config = config.without_secrets()
         self._num_processes = num_processes
         self._num_pending = 0
-        self._transform_turns = asyncio.Semaphore(max(1, int(_TRANSFORM_SHARE * num_processes)))
         self._server = KeptForkServer(self._spawn_server, _LOAD_TIMEOUT_S)
-        self._queue: JobQueue[_PendingJob] = JobQueue()
+        self._queue: JobQueue[_PendingJob] = JobQueue(num_processes, max(1, int(_TRANSFORM_SHARE * num_processes)))
         self._idle: list[asyncio.Future[None]] = []  # of processes without a job; a result wakes one
         self._keeping: list[asyncio.Task[None]] = []
         self._is_closed = False
@@ -109,9 +115,9 @@ class ReaderPool:
             self._keeping = [keep() for _ in range(self._num_processes)]
 
     async def read(
-        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, cache_scope: str = ""
+        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str = "", cache_scope: str = ""
     ) -> GenerationRequest:
-        """Returns the request with tokenised prompts. cache_scope: see `BodyReader.decode`.
+        """Returns the request with tokenised prompts. client: see `run`. cache_scope: see `BodyReader.decode`.
 
         Raises InvalidRequest, HasMedia, Overloaded, InternalError."""
         if isinstance(body, bytes) and not reads_files(kind, body):
@@ -125,60 +131,60 @@ class ReaderPool:
             # The client decides how long its own template or grammar takes.
             if is_short and not has_own_template(request.prompt) and request.output_grammar is None:
                 return self._reader.render(request, limits)
-        return await self.run(BodyReader.read, body, kind, limits, cache_scope, client=cache_scope)
+        return await self.run(BodyReader.read, body, kind, limits, cache_scope, client=client)
 
-    async def text_of(self, token_ids: bytes, skip_special_tokens: bool = True) -> str:
-        """Returns the text of a prompt. token_ids: packed."""
+    async def text_of(self, token_ids: bytes, skip_special_tokens: bool = True, client: str = "") -> str:
+        """Returns the text of a prompt. token_ids: packed. client: see `run`."""
         if len(token_ids) <= MAX_INLINE_TOKENS * BYTES_PER_TOKEN:
             return self._reader.text_of(token_ids, skip_special_tokens)
-        return await self.run(BodyReader.text_of, token_ids, skip_special_tokens)
+        return await self.run(BodyReader.text_of, token_ids, skip_special_tokens, client=client)
 
-    async def transform(self, method: Callable[..., bytes], body: bytes | SpooledBody, *arguments: object) -> bytes:
-        """Like `run`, for a call that needs no worker. It waits while others like it have their share of the processes.
-
-        A call whose client has disconnected keeps its turn until the process is done with it.
-        """
-        await self._transform_turns.acquire()
-        try:
-            job = self._submit(method, body, arguments)
-        except BaseException:
-            self._transform_turns.release()
-            raise
-        job.on_end = self._transform_turns.release
-        return result_decoder(method).decode(await job.answer)  # type: ignore[no-any-return]  # of the annotated type
+    async def transform(
+        self, method: Callable[..., bytes], body: bytes | SpooledBody, *arguments: object, client: str = ""
+    ) -> bytes:
+        """Like `run`, for a call that needs no worker. Such calls have a share of the client's processes."""
+        answer = await self._submit(method, body, arguments, JobTurn(client, is_transform=True)).answer
+        return result_decoder(method).decode(answer)  # type: ignore[no-any-return]  # of the annotated type
 
     async def run(self, method: Callable[..., T], data: bytes | SpooledBody, *arguments: object, client: str = "") -> T:
         """Calls a method of a process's reader; a spooled body is passed as the path of its file.
 
         method: a function of a module or class, annotated with types that msgspec encodes. client: whose job it is;
-        clients take turns. Raises as the method does, InvalidRequest if it takes too much CPU time or memory,
-        Overloaded, InternalError.
+        clients take turns. Cancelling ends the job, and its process if it has begun. Raises as the method does,
+        InvalidRequest if it takes too much CPU time or memory or crashes, Overloaded, ClientLimitExceeded,
+        InternalError.
         """
-        answer = await self._submit(method, data, arguments, client).answer
+        answer = await self._submit(method, data, arguments, JobTurn(client)).answer
         return result_decoder(method).decode(answer)  # type: ignore[no-any-return]  # of the annotated type
 
     def _submit(
-        self, method: Callable[..., object], data: bytes | SpooledBody, arguments: tuple[object, ...], client: str = ""
+        self, method: Callable[..., object], data: bytes | SpooledBody, arguments: tuple[object, ...], turn: JobTurn
     ) -> _PendingJob:
-        """Raises Overloaded, and InternalError once closed."""
+        """Raises Overloaded, ClientLimitExceeded, and InternalError once closed."""
         if self._is_closed:
             raise InternalError(_STOPPING)
         if self._num_pending >= MAX_PENDING_JOBS:
             raise Overloaded("too many requests are waiting to be read; try again later")
+        if (num_own := self._queue.num_waiting(turn.client)) >= MAX_PENDING_JOBS * _MAX_CLIENT_SHARE:
+            raise ClientLimitExceeded(
+                f"{num_own} of your requests are waiting to be read already, which is the limit for each client. Try "
+                "again later.",
+                _RETRY_AFTER_S,
+            )
         self.start()
         content = Path(data.path) if isinstance(data, SpooledBody) else data
         num_bytes = data.num_bytes if isinstance(data, SpooledBody) else len(data)
-        job = _PendingJob(client, encode_job(method, content, arguments), num_bytes)
+        job = _PendingJob(turn, encode_job(method, content, arguments), num_bytes)
         self._num_pending += 1
         job.answer.add_done_callback(partial(self._on_answer, job))
-        self._queue.put(client, job)
+        self._queue.put(turn, job)
         self._wake()
         return job
 
     def _on_answer(self, job: _PendingJob, answer: asyncio.Future[msgspec.Raw]) -> None:
         self._num_pending -= 1
-        if answer.cancelled() and self._queue.discard(job.client, job):  # its caller is gone
-            job.on_end()
+        if answer.cancelled() and not self._queue.discard(job.turn, job) and job.connection is not None:
+            job.connection.abort()  # the caller is gone, and what the job would still take is for nobody
 
     def _wake(self) -> None:
         while self._idle:
@@ -202,6 +208,7 @@ class ReaderPool:
     async def _keep_process(self) -> None:
         """Starts a process again and again, and feeds it with jobs until it has ended."""
         loop = asyncio.get_running_loop()
+        held: JobTurn | None = None  # of the job that ended the last process: its client holds this place meanwhile
         while True:
             started_at = loop.time()
             try:
@@ -211,11 +218,18 @@ class ReaderPool:
                 self._fail_waiting("the process that reads requests cannot be started; try again later")
                 await asyncio.sleep(_FAILED_START_DELAY_S)
                 continue
+            if held is not None:
+                self._queue.release(held)
+                self._wake()
             try:
-                await self._feed(connection)
+                held = await self._feed(connection)
             finally:
                 connection.close()
-            log.error("a reader process ended with status %d; starting another", await connection.process.wait())
+            status = await connection.process.wait()
+            if connection.ends_in_order:
+                log.info("a reader process was ended; starting another")
+            else:
+                log.error("a reader process ended with status %d; starting another", status)
             if loop.time() - started_at < _STABLE_AFTER_S:
                 await asyncio.sleep(_RESTART_DELAY_S)
 
@@ -230,27 +244,37 @@ class ReaderPool:
         finally:
             os.close(config)
 
-    async def _feed(self, connection: ReaderConnection) -> None:
-        """Gives the process jobs until it has ended."""
+    async def _feed(self, connection: ReaderConnection) -> JobTurn | None:
+        """Gives the process jobs until it has ended. Returns the turn of the job that ended it."""
         while (job := await self._next_job(connection)) is not None:
+            job.connection = connection
+            answer: msgspec.Raw | TandemError | None
             try:
-                job.end(await connection.call(job.request, job.num_bytes))
+                answer = await connection.call(job.request, job.num_bytes)
             except JobLost as lost:
-                if lost.error is None and not job.was_lost and not job.answer.done():
-                    job.was_lost = True  # the process had not read it, so another one may
-                    self._queue.put_back(job.client, job)
-                    self._wake()
-                else:
-                    job.end(lost.error or InternalError("the process that should read the request died; try again"))
-                return
+                answer = lost.error or (_lost_twice(lost.had_read) if job.was_lost else None)
+                is_lost = True
             except TandemError as error:
-                job.end(error)
+                answer, is_lost = error, False
             except BaseException:
                 job.end(InternalError(_STOPPING))
                 raise
+            else:
+                is_lost = False
+            job.connection = None
+            if answer is not None:
+                job.end(answer)
+            elif not job.answer.done():
+                job.was_lost = True
+                self._queue.put_back(job.turn, job)
+                self._wake()
+            if is_lost or connection.has_ended:
+                return job.turn
+            self._queue.release(job.turn)
+        return None
 
     def _fail_waiting(self, reason: str) -> None:
-        while (job := self._queue.take()) is not None:
+        for job in self._queue.take_all():
             job.end(InternalError(reason))
 
     def close(self) -> None:
@@ -265,3 +289,13 @@ class ReaderPool:
 def _end_wait(idle: asyncio.Future[None]) -> None:
     if not idle.done():
         idle.set_result(None)
+
+
+def _lost_twice(had_read: bool) -> TandemError:
+    """Returns the error of a job that lost two processes. had_read: whether the last one had read the job."""
+    if not had_read:
+        return InternalError("the process that should read the request died; try again")
+    return InvalidRequest(
+        "Two processes that read this request were killed while they did, probably because it takes too much memory. "
+        "Send a smaller or simpler one."
+    )

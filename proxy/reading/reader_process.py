@@ -41,6 +41,10 @@ MEMORY_PER_BODY_BYTE = 128
 """Memory in addition for each byte of the body: a byte of text may become a token of 120."""
 
 
+MAX_GROWN_BYTES = 128 << 20
+"""Memory by which a process may have grown after a job. A new one takes milliseconds."""
+
+
 class ReaderJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call of a function or method whose first argument is a BodyReader and whose second is the body."""
 
@@ -59,6 +63,8 @@ class JobAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     result: msgspec.Raw = msgspec.Raw(b"\xc0")  # null
     error: ErrorInfo | None = None
+    is_last: bool = False
+    """Whether the process ends now, because it has grown: what libraries have freed does not return to the system."""
 
 
 _JOB = msgspec.msgpack.Decoder(ReaderJob)
@@ -85,15 +91,30 @@ def _arguments_decoder(method: Callable[..., Any], num_arguments: int) -> msgspe
 
 
 def work(reader: BodyReader, _arguments: list[str]) -> None:
-    """Answers jobs until the proxy closes the socket."""
+    """Answers jobs until the proxy closes the socket, or the process has grown."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the proxy handles it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # clients could fill the disk, with prompts of others in it
     channel = socket.socket(fileno=JOBS_FD)
     requests = channel.makefile("rb")
+    max_bytes = _private_bytes() + MAX_GROWN_BYTES
     while (request := _receive(requests)) is not None:
-        answer = _ENCODER.encode(_answer(reader, _JOB.decode(request)))
-        channel.sendall(len(answer).to_bytes(LENGTH_BYTES, "little"))
-        channel.sendall(answer)
+        answer = _answer(reader, _JOB.decode(request))
+        del request
+        is_last = _private_bytes() > max_bytes
+        _send(channel, _ENCODER.encode(msgspec.structs.replace(answer, is_last=is_last)))
+        if is_last:
+            return
+
+
+def _send(channel: socket.socket, answer: bytes) -> None:
+    channel.sendall(len(answer).to_bytes(LENGTH_BYTES, "little"))
+    channel.sendall(answer)
+
+
+def _private_bytes() -> int:
+    """Returns the resident memory of this process that is no file's."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * resource.getpagesize()
 
 
 def _answer(reader: BodyReader, job: ReaderJob) -> JobAnswer:
@@ -104,7 +125,7 @@ def _answer(reader: BodyReader, job: ReaderJob) -> JobAnswer:
     except MemoryError:
         refusal = "Reading this request takes more memory than its size allows; send a smaller or simpler one."
         return JobAnswer(error=ErrorInfo.of(InvalidRequest(refusal)))
-    except Exception:
+    except BaseException:  # also a panic of a library, which would be one of the next request too
         log.exception("a request could not be read")
         return JobAnswer(error=ErrorInfo.of(InternalError("the request could not be read; see the proxy's log")))
 

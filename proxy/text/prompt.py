@@ -77,13 +77,23 @@ class CompletionPrompt(msgspec.Struct, frozen=True, tag=True):
 
 
 class CachedMedia(msgspec.Struct, frozen=True):
-    """An item whose tensors are in the media cache. num_tokens: its placeholder tokens in the prompt."""
+    """An item whose tensors are in the media cache."""
 
     kind: MediaKind
     digest: bytes
     segment: str
     tensors: tuple[MediaTensor, ...]
     num_tokens: int
+    """Number of its placeholder tokens in the prompt."""
+    replacement: str = ""
+    """Text that replaces its placeholder in the rendered chat, with `num_tokens` placeholders."""
+
+
+class MediaPlaceholder(msgspec.Struct, frozen=True):
+    """The placeholder of a kind of media in a rendered chat."""
+
+    text: str
+    token_id: int
 
 
 class MediaPrompt(msgspec.Struct, frozen=True, tag=True):

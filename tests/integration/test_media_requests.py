@@ -61,7 +61,7 @@ def test_text_is_served_while_images_wait_and_a_full_queue_refuses(served: Media
     wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
 
 
-def test_a_lost_media_process_fails_its_jobs_and_is_replaced(served: MediaProxy) -> None:
+def test_a_lost_media_process_costs_no_request_and_is_replaced(served: MediaProxy) -> None:
     assert served.chat(an_image(20)).status_code == 200
     pid = media_process(served)
     preloaded = media_processes(served, "media_preload")
@@ -70,8 +70,7 @@ def test_a_lost_media_process_fails_its_jobs_and_is_replaced(served: MediaProxy)
         lost = clients.submit(served.chat, an_image(21))
         os.kill(pid, signal.SIGKILL)
         answer = lost.result(PATIENCE_S)
-    # It was lost with the process, or came after it and was read by the next.
-    assert answer.status_code in (200, 500), answer.text
+    assert answer.status_code == 200, answer.text
     assert served.chat("text").status_code == 200
     assert served.chat(an_image(22)).status_code == 200 and media_process(served) != pid
     assert media_processes(served, "media_preload") == preloaded and len(preloaded) == 1, "nothing is imported again"
@@ -155,6 +154,6 @@ def test_a_frozen_media_process_is_replaced(served: MediaProxy) -> None:
     pid = media_process(served)
     os.kill(pid, signal.SIGSTOP)
     answer = served.chat(an_image(41))
-    assert answer.status_code == 500 and "was lost" in answer.text
+    assert answer.status_code == 200, "it was read again"
     assert not is_alive(pid)
     assert served.chat(an_image(42)).status_code == 200

@@ -29,14 +29,15 @@ class Attacker:
     def headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
 
-    def send(self, path: str, body: bytes | dict[str, Any] | None = None, **headers: str) -> httpx.Response | None:
+    def send(
+        self, path: str, body: bytes | dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S, timeline: str = ""
+    ) -> httpx.Response | None:
         """Returns the answer, or None if there is none: the attack goes on all the same."""
+        headers = self.headers | ({"x-tandem-timeline": timeline} if timeline else {})
         content = json.dumps(body).encode() if isinstance(body, dict) else body
         try:
             method = "GET" if content is None else "POST"
-            return httpx.request(
-                method, self.cluster.url + path, content=content, headers=self.headers | headers, timeout=TIMEOUT_S
-            )
+            return httpx.request(method, self.cluster.url + path, content=content, headers=headers, timeout=timeout_s)
         except httpx.HTTPError:
             return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import socket
 import time
@@ -15,7 +16,7 @@ import httpx
 from tests.faults.streams import descendants
 from tests.security.attacker import Attack, Attacker
 from tests.support.cluster import MODEL, Cluster
-from tests.support.hostile_grammars import ambiguous
+from tests.support.hostile_grammars import CONJUNCTIONS, ambiguous
 
 
 def lark_chain(length: int) -> str:
@@ -98,6 +99,59 @@ def long_lists_of_tokens(attacker: Attacker) -> None:
     attacker.send_all("/v1/completions", bodies)
 
 
+def heavy_formats(number: int) -> list[tuple[str, dict[str, Any]]]:
+    """Returns (path, body) of requests whose grammars take minutes or gigabytes to check, one for each way to ask.
+
+    number: makes them different from others, so that no result is kept.
+    """
+    conjunctions = [*CONJUNCTIONS.values()]
+    patterns = [{"pattern": f"{pattern}|{number}"} for pattern in conjunctions[number % len(conjunctions)]]
+    schema = {"type": "object", "properties": {"a": {"type": "string", "allOf": patterns}}, "required": ["a"]}
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    function = {"name": "f", "parameters": schema}
+    tools = [{"type": "function", "function": {**function, "name": f"f{i}"}} for i in range(64)]
+    strict = [{"type": "function", "function": {**function, "strict": True}}]
+    json_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    responses = {"model": MODEL, "input": "a", "max_output_tokens": 16}
+    return [
+        ("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 4, "structured_outputs": {"json": schema}}),
+        ("/v1/chat/completions", chat | {"response_format": json_format}),
+        ("/v1/chat/completions", chat | {"tools": strict}),
+        ("/v1/chat/completions", chat | {"tools": tools, "tool_choice": "required"}),
+        ("/v1/messages", chat | {"tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}}),
+        ("/v1/responses", responses | {"text": {"format": {"type": "json_schema", "name": "a", "schema": schema}}}),
+    ]  # fmt: skip
+
+
+def heavy_formats_that_stay(attacker: Attacker) -> None:
+    """Each is answered by an error that says what to change, and none by one that asks to try again."""
+    requests = [each for number in range(2) for each in heavy_formats(number)]
+    with ThreadPoolExecutor(30) as threads:
+        answers = list(threads.map(lambda request: attacker.send(*request, timeout_s=300), requests))
+    for (path, _), answer in zip(requests, answers, strict=True):
+        assert answer is not None and answer.status_code == 400, (path, answer and answer.text)
+        assert "Send fewer" in answer.text, (path, answer.text)
+
+
+def heavy_formats_that_hang_up(attacker: Attacker) -> None:
+    """Requests whose client is gone after a while, again and again."""
+    requests = [each for number in range(5) for each in heavy_formats(number)]
+    waits_s = itertools.cycle([0.7, 0.02, 0.2, 2.5])
+    with ThreadPoolExecutor(30) as threads:
+        list(threads.map(lambda request, wait_s: attacker.send(*request, timeout_s=wait_s), requests, waits_s))
+
+
+def heavy_tools_that_nobody_asked_for(attacker: Attacker) -> None:
+    """Tools that help, and are no condition: the answer comes without a grammar for their arguments."""
+    for number in range(3):
+        patterns = [{"pattern": f"{pattern}|{number}"} for pattern in CONJUNCTIONS["contains, few"]]
+        function = {"name": "f", "parameters": {"properties": {"a": {"type": "string", "allOf": patterns}}}}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+        body["tools"] = [{"type": "function", "function": function}]
+        answer = attacker.send("/v1/chat/completions", body, timeout_s=120)
+        assert answer is not None and answer.status_code == 200, answer and answer.text
+
+
 def stored_ballast(attacker: Attacker) -> None:
     """A stored response of 15 MB that the server decoded anew for each page of its items."""
     lists = b",".join([b"[]"] * 4_900_000)
@@ -151,7 +205,7 @@ def wide_beams(attacker: Attacker) -> None:
 def large_timelines(attacker: Attacker) -> None:
     """A stream of 1,024 sequences that asks for its timeline with each event."""
     body = attacker.complete(prompt=[f"{i}" for i in range(8)], n=128, max_tokens=3, stream=True, ignore_eos=True)
-    attacker.send("/v1/completions", body, **{"x-tandem-timeline": "1"})
+    attacker.send("/v1/completions", body, timeline="1")
 
 
 def sooner_priorities(attacker: Attacker) -> None:
@@ -206,6 +260,9 @@ def num_threads(cluster: Cluster) -> int:
 ATTACKS = [
     Attack(critical_chains),
     Attack(longer_chains),
+    Attack(heavy_formats_that_stay, max_grown_bytes=800 << 20),
+    Attack(heavy_formats_that_hang_up, max_grown_bytes=800 << 20),
+    Attack(heavy_tools_that_nobody_asked_for, max_grown_bytes=800 << 20),
     Attack(stored_ballast),
     Attack(slow_conversions),
     Attack(ambiguous_grammars, max_grown_bytes=1 << 30),  # in processes of their own

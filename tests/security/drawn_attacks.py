@@ -88,7 +88,7 @@ class Result:
     costs: Costs
     verdict: Verdict
     logged: list[str] = field(default_factory=list)
-    tail: Counter[str] = field(default_factory=Counter)
+    tail: dict[str, float] = field(default_factory=dict)
     settled_s: float = 0.0
     found: list[str] = field(default_factory=list)
 
@@ -231,7 +231,7 @@ class Attacked:
         new, self._lines = lines - self._lines, lines
         return list(new)
 
-    def _settle(self, costs: Costs) -> tuple[Counter[str], float]:
+    def _settle(self, costs: Costs) -> tuple[dict[str, float], float]:
         """Waits until the server does no more than for the tenant, and adds what that costs.
 
         Returns which processes still wanted more than that TAIL_S after the attack, as shares of a processor.
@@ -242,7 +242,7 @@ class Attacked:
             costs.add(self._account.take())
             time.sleep(TAIL_S)
             costs.add(now := self._account.take())
-            over = Counter[str]()
+            over: dict[str, float] = {}
             for kind, wanted_s in now.wanted_s.items():
                 share = wanted_s / now.elapsed_s - 1.5 * self._quiet.wanted_s[kind] / self._quiet.elapsed_s
                 if share > self._bounds.tail_share:

@@ -91,7 +91,7 @@ def drawn(seed: str, only: Mapping[str, Sequence[Any]] = MappingProxyType({})) -
     return _case(seed, {name: rng.choice(values) for name, values in (DIMENSIONS | dict(only)).items()})
 
 
-def covering(seed: str, dimensions: dict[str, Sequence[Any]]) -> list[Case]:
+def covering(seed: str, dimensions: Mapping[str, Sequence[Any]]) -> list[Case]:
     """Returns the cases of `pairwise`. Dimensions that are not named have their first value."""
     plain = {name: values[0] for name, values in DIMENSIONS.items()}
     return [_case(f"{seed}/{number}", plain | row) for number, row in enumerate(pairwise(dimensions, seed))]
@@ -139,7 +139,7 @@ def field_of(name: str) -> str:
     return found[0] if found else ""
 
 
-def pairwise(dimensions: dict[str, Sequence[Any]], seed: str) -> list[dict[str, Any]]:
+def pairwise(dimensions: Mapping[str, Sequence[Any]], seed: str) -> list[dict[str, Any]]:
     """Returns rows in which each two values of different dimensions occur together, greedily."""
     rng = random.Random(seed)
     names = list(dimensions)

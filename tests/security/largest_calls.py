@@ -265,7 +265,7 @@ def main(folder: Path) -> None:
     )  # fmt: skip
     stored = stored_things(folder)
     text = ModelText(model)
-    readers = ReaderPool(BodyReader(text, config), config, 1)
+    readers = ReaderPool(BodyReader(text, config), config, 2)
     readers.fork()
     names = ReadNames()
     names.install()

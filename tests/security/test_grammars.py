@@ -35,7 +35,7 @@ for make in CHAINS.values():
         if grammar.check_grammar(text).error:
             continue
         num_served += 1
-        half = grammar._CHECK_STACK_BYTES // 2
+        half = grammar.CHECK_STACK_BYTES // 2
         call_with_stack(half, lambda: LLMatcher.validate_grammar(text, limits=grammar.parser_limits()))
 print(num_served)
 """

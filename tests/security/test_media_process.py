@@ -6,7 +6,9 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from tandem.proxy.admission.admission import ClientLimitExceeded
@@ -14,15 +16,16 @@ from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.processor import MediaProcessor
 from tandem.proxy.media.source import MediaSource
-from tandem.proxy.reading.media_messages import MediaJobDone, MediaJobFailed
-from tandem.proxy.reading.media_reader import MediaContent, MediaReader
+from tandem.proxy.reading.media_messages import MediaJob, MediaJobDone, MediaJobFailed
+from tandem.proxy.reading.media_reader import MediaReader
 from tandem.runtime.errors import InternalError, Overloaded
 from tests.support.media_proxy import data_url, image_part, video_part
-from tests.support.media_reader import MediaProcessOnLoop, prompt_of
+from tests.support.media_reader import MediaProcessOnLoop
 from tests.support.vision_model import clip, encoded, picture, save_processor
 from tests.unit.proxy.reading.test_media_pool import Cache, Pool, run
 
 MAX_PIXELS = 60_000
+NUM_SLOW = 4
 PHOTO = image_part(data_url(encoded(picture(200, 150, seed=1))))
 VIDEO = video_part(data_url(clip(5, 96, 64), "video/mp4"))
 
@@ -53,7 +56,7 @@ def test_cached_items_are_shared_within_one_salt_only(reader: MediaProcessOnLoop
     def digest_of(salt: str | None) -> tuple[bytes, int]:
         before = reader.status().num_misses
         [done] = reader.read_all([reader.job(image, **({} if salt is None else {"cache_salt": salt}))])
-        _, [item], _ = prompt_of(done)
+        _, [item], _ = reader.prompt_of(done)
         reader.client.release([done.lease_id])
         return item.digest, reader.status().num_misses - before
 
@@ -113,42 +116,49 @@ def test_one_client_leaves_waiting_places_to_others(tmp_path: Path) -> None:
     run(test, tmp_path)
 
 
-def test_items_of_one_client_leave_threads_to_others(
-    reader: MediaProcessOnLoop, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["inspect", "write"])
+def test_slow_items_of_one_client_never_hold_the_last_thread(
+    step: str, reader: MediaProcessOnLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One client sends 12 images, each of which holds a thread. Another's image waits for a few, not for all."""
-    inspect, begun, gate = MediaReader.inspect, list[int](), threading.Semaphore(0)
+    """One client sends 12 images, each of which holds a thread until the end. Another's image waits for none."""
+    original, begun, gate = getattr(MediaReader, step), list[int](), threading.Event()
 
-    def slow(self: MediaReader, source: MediaSource, fetched: bytes | None, cache_salt: str) -> MediaContent:
-        if cache_salt == "attacker":
-            begun.append(source.number)
-            assert gate.acquire(timeout=60)
-        return inspect(self, source, fetched, cache_salt)
+    def slow(self: MediaReader, item: Any, *arguments: Any) -> Any:
+        if item.source.number < NUM_SLOW:
+            begun.append(item.source.number)
+            assert gate.wait(60)
+        return original(self, item, *arguments)
 
-    monkeypatch.setattr(MediaReader, "inspect", slow)
+    reader.run(reader.client.clear())
+    monkeypatch.setattr(MediaReader, step, slow)
     large = [image_part(data_url(encoded(picture(100, 80 + number, seed=number)))) for number in range(12)]
     small = image_part(data_url(encoded(picture(20, 20, seed=50))))
-    attacks = [reader.job(*large[i : i + 4], client="attacker", cache_salt="attacker") for i in range(0, 12, 4)]
+    attacks = [reader.job(*large[i : i + NUM_SLOW], client="attacker") for i in range(0, 12, NUM_SLOW)]
+    first, second = (reader.job(small, client="tenant", cache_salt=str(number)) for number in range(2))
+    tenant = [
+        msgspec.structs.replace(job, items=[msgspec.structs.replace(job.items[0], source=last_of(job))])
+        for job in (first, second)
+    ]
 
-    async def test() -> int:
+    async def test() -> None:
         for job in attacks:
             reader.process.on_message(job)
         async with asyncio.timeout(20):
-            while len(begun) < 2:  # noqa: ASYNC110  # all threads
+            while len(begun) < 2:  # noqa: ASYNC110  # all threads but one
                 await asyncio.sleep(0.01)
-        tenant = reader.job(small, client="tenant")
-        reader.process.on_message(tenant)
-        done, num_ended = None, 0
-        while done is None and num_ended < len(large):
-            try:
-                done = await asyncio.wait_for(reader.done.get(), 0.3)
-            except TimeoutError:
-                gate.release()
-                num_ended += 1
-        gate.release(len(large))
+        for job in tenant:
+            reader.process.on_message(job)
+            done = await asyncio.wait_for(reader.done.get(), 20)
+            assert isinstance(done, MediaJobDone) and done.lease_id == job.lease_id
+        assert len(begun) == 2
+        gate.set()
+        reader.client.release([job.lease_id for job in tenant])
         for _ in attacks:
-            await reader.done.get()
-        assert isinstance(done, MediaJobDone) and done.lease_id == tenant.lease_id
-        return num_ended
+            reader.client.release([(await reader.done.get()).lease_id])
 
-    assert reader.run(test()) <= 6
+    reader.run(test())
+
+
+def last_of(job: MediaJob) -> MediaSource:
+    """Returns the job's source with a number that no slow one has."""
+    return msgspec.structs.replace(job.items[0].source, number=NUM_SLOW)

@@ -48,3 +48,13 @@ CHAINS: dict[str, Callable[[int], str]] = {
 def ambiguous(number: int) -> str:
     """Any number of letters up to `number`, in as many ways as there are subsets. One row has all of its items."""
     return "start: " + "a? " * number + '\na: "a"'
+
+
+CONJUNCTIONS: dict[str, list[str]] = {
+    "contains": [f".*a{i}.*" for i in range(200)],
+    "contains, few": [f".*a{i}.*" for i in range(20)],
+    "distances": [f"a.{{{i}}}b" for i in range(200)],
+    "long distances": [f"a.{{{1000 + i}}}b.*" for i in range(30)],
+    "ends": [f"^.*[{chr(97 + i % 26)}].{{{i % 9 + 1}}}$" for i in range(400)],
+}
+"""Patterns of which a string must match each. Checking them takes minutes or gigabytes."""

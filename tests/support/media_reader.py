@@ -1,4 +1,4 @@
-"""A media process and a media cache on the test's event loop."""
+"""A media process and a media cache on the test's event loop, and the reader that works before and after them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tandem.media_cache.media_cache_config import MediaCacheConfig
@@ -20,9 +21,11 @@ from tandem.protocol.messages.media import MediaItem, check_media, check_segment
 from tandem.protocol.messages.media_cache import MediaCacheStatus, MediaKey
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.sockets import new_context
+from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.proxy_config import ProxyConfig
+from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.media_messages import (
     FROM_PROCESS,
     FromMediaProcess,
@@ -42,10 +45,11 @@ Answer = MediaJobDone | MediaRemade | MediaJobFailed
 
 
 class MediaProcessOnLoop:
-    """Reads requests with media as the process beside a proxy does. limits: fields of MediaLimits."""
+    """Reads requests with media as the processes beside a proxy do. limits: fields of MediaLimits."""
 
-    def __init__(self, folder: Path, **limits: Any) -> None:
+    def __init__(self, folder: Path, trusts_templates: bool = False, **limits: Any) -> None:
         self.folder = folder
+        self._requests = RequestSettings(trust_request_chat_template=trusts_templates)
         (folder / "files").mkdir()
         defaults = {"max_media_items": 4, "max_pixels": 1_000_000, "max_bytes": 4 << 20}
         self.limits = MediaLimits(**{**defaults, **limits}, allowed_media_path=str(folder / "files"))
@@ -63,7 +67,14 @@ class MediaProcessOnLoop:
         self.client = MediaCacheClient(self._context, endpoint)
         self.done: asyncio.Queue[Answer] = asyncio.Queue()
         config = ProxyConfig(
-            "proxy-0", "", str(self.folder), "m", media_cache_endpoint=endpoint, media=self.limits, media_threads=2
+            "proxy-0",
+            "",
+            str(self.folder),
+            "m",
+            media_cache_endpoint=endpoint,
+            media=self.limits,
+            media_threads=2,
+            requests=self._requests,
         )
 
         def on_message(message: FromMediaProcess) -> None:
@@ -73,6 +84,8 @@ class MediaProcessOnLoop:
 
         self.process = MediaProcess(config, on_message, os.getpid())
         await self.process.load()
+        self.bodies = BodyReader.load(config)
+        self._bodies_by_lease: dict[str, bytes] = {}
 
     def close(self) -> None:
         self.run(self._close())
@@ -88,7 +101,11 @@ class MediaProcessOnLoop:
     def job(self, *parts: dict[str, Any] | str, client: str = "", **fields: Any) -> MediaJob:
         content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
         body = msgspec.json.encode({"messages": [{"role": "user", "content": content}], **fields})
-        return MediaJob(self.client.new_id(), "chat", body, LIMITS, client=client)
+        lease_id = self.client.new_id()
+        path = str(self.folder / f"items-{lease_id}")
+        found = self.bodies.find_media(body, "chat", "", path)
+        self._bodies_by_lease[lease_id] = body
+        return MediaJob(lease_id, found.items, path, found.cache_salt, LIMITS.max_model_len, client)
 
     def read_all(self, jobs: Sequence[MediaJob | RemakeMedia]) -> list[Answer]:
         """Reads all bodies concurrently; returns the results in order."""
@@ -101,32 +118,35 @@ class MediaProcessOnLoop:
         by_lease = {done.lease_id: done for done in self.run(read())}
         return [by_lease[job.lease_id] for job in jobs]
 
-    def prompt(self, *parts: dict[str, Any] | str) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
+    def prompt(
+        self, *parts: dict[str, Any] | str, **fields: Any
+    ) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
         """(token ids, items, tensors by name of each)."""
-        [done] = self.read_all([self.job(*parts)])
+        [done] = self.read_all([self.job(*parts, **fields)])
         try:
-            return prompt_of(done)
+            return self.prompt_of(done)
         finally:
             self.client.release([done.lease_id])
 
+    def prompt_of(self, done: Answer) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
+        if isinstance(done, MediaJobFailed):
+            raise done.error
+        assert isinstance(done, MediaJobDone)
+        body = self._bodies_by_lease[done.lease_id]
+        request = self.bodies.read_with_media(body, "chat", LIMITS, "", done.media, done.placeholders)
+        assert isinstance(request.prompt, RenderedPrompts)
+        [prompt] = request.prompt.prompts
+        token_ids = unpack_token_ids(prompt.token_ids)
+        check_media(prompt.media, len(token_ids))
+        return token_ids, prompt.media, [tensors_of(item) for item in prompt.media]
+
     def refusal(self, *parts: dict[str, Any] | str, **fields: Any) -> str:
-        [done] = self.read_all([self.job(*parts, **fields)])
-        self.client.release([done.lease_id])
-        assert isinstance(done, MediaJobFailed) and isinstance(done.error, InvalidRequest), done
-        return done.error.message
+        with pytest.raises(InvalidRequest) as raised:
+            self.prompt(*parts, **fields)
+        return raised.value.message
 
     def status(self) -> MediaCacheStatus:
         return self.run(self.client.status())
-
-
-def prompt_of(done: Answer) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
-    if isinstance(done, MediaJobFailed):
-        raise done.error
-    assert isinstance(done, MediaJobDone) and isinstance(done.request.prompt, RenderedPrompts)
-    [prompt] = done.request.prompt.prompts
-    token_ids = unpack_token_ids(prompt.token_ids)
-    check_media(prompt.media, len(token_ids))
-    return token_ids, prompt.media, [tensors_of(item) for item in prompt.media]
 
 
 def tensors_of(item: MediaItem) -> dict[str, NDArray[Any]]:

@@ -120,7 +120,7 @@ class Cluster:
         text = cast(ModelText, self.text)
         self.admission = Admission(AdmissionSettings(8), time.monotonic)
         self.reader = BodyReader(text, ProxyConfig("proxy-0", "", "m", "m"))
-        readers = ReaderPool(self.reader, ProxyConfig("proxy-0", "", "m", "m"), 1)  # what is small starts no process
+        readers = ReaderPool(self.reader, ProxyConfig("proxy-0", "", "m", "m"), 2)  # what is small starts no process
         self.services = GenerationServices(
             text,
             TokenText(self.text.tokenizer),

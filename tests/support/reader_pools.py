@@ -16,9 +16,12 @@ from tandem.runtime.processes import forked_process
 CONFIG = ProxyConfig("proxy-0", "", "m", "m")
 
 
-def fork_pool(num_processes: int, reader: object = None) -> ReaderPool:
-    """Returns a pool whose fork server is forked from the tests' process, which may have threads that hold no lock."""
-    pool = ReaderPool(cast(BodyReader, reader), CONFIG, num_processes)
+def fork_pool(num_per_client: int, reader: object = None) -> ReaderPool:
+    """Returns a pool whose fork server is forked from the tests' process, which may have threads that hold no lock.
+
+    num_per_client: processes that one client may hold. There is one more.
+    """
+    pool = ReaderPool(cast(BodyReader, reader), CONFIG, num_per_client + 1)
     with mock.patch.object(forked_process, "why_unsafe_to_fork", lambda: ""):
         pool.fork()
     gc.unfreeze()

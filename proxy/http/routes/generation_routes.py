@@ -72,14 +72,18 @@ def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
 
     async def tokenize(request: Request) -> Response:
         return await _transform(
-            request, state, lambda body: readers.transform(BodyReader.tokenize, body, max_model_len(state))
+            request,
+            state,
+            lambda body: readers.transform(BodyReader.tokenize, body, max_model_len(state), client=client_of(request)),
         )
 
     async def count_tokens(request: Request) -> Response:
         return await _transform(request, state, partial(_count_tokens, state, request))
 
     async def detokenize(request: Request) -> Response:
-        return await _transform(request, state, lambda body: readers.transform(BodyReader.detokenize, body))
+        return await _transform(
+            request, state, lambda body: readers.transform(BodyReader.detokenize, body, client=client_of(request))
+        )
 
     return [
         ApiRoute("POST", "/v1/completions", partial(generate, "completion"), "Continue a prompt.", CompletionResponse,
@@ -115,8 +119,7 @@ async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, reques
             read_timeout_s = min(state.request_timeout_s, timeout_s or math.inf)
             soonest = _soonest_priority(body, config.admission.soonest_priority)
             reading = _read(state, kind, body, client, cache_scope, soonest, read_timeout_s)
-            is_long = not isinstance(body, bytes) or (state.media is not None and mentions_media(body))
-            asked = await (unless_disconnected(request.receive, reading) if is_long else reading)
+            asked = await unless_disconnected(request.receive, reading)
     except TandemError as error:
         is_refused = rejection_reason(error) is not None and not isinstance(error, NoWorkerReady)
         state.requests.end(record, error.code, is_refused)
@@ -167,7 +170,7 @@ async def _transform(
 async def _count_tokens(state: AppState, request: Request, body: bytes | SpooledBody) -> bytes:
     """Returns the JSON answer. Images are read as those of a message are, so they need a ready worker."""
     with suppress(HasMedia):
-        return await state.readers.transform(BodyReader.count_tokens, body)
+        return await state.readers.transform(BodyReader.count_tokens, body, client=client_of(request))
     assert state.media is not None
     limits = await state.readiness.limits()
     counted = await state.media.read("count", body, limits, client_of(request), cache_scope_of(request))
@@ -225,11 +228,11 @@ async def _read_body(
     """Requests with media are read by the media process, all others by the tokeniser processes."""
     limits = await state.readiness.limits()
     if state.media is None:
-        return await state.readers.read(kind, body, limits, cache_scope)
+        return await state.readers.read(kind, body, limits, client, cache_scope)
     if kind in ("chat", "message", "response") and mentions_media(body):
         return await state.media.read(kind, body, limits, client, cache_scope)
     try:
-        return await state.readers.read(kind, body, limits, cache_scope)
+        return await state.readers.read(kind, body, limits, client, cache_scope)
     except HasMedia:
         return await state.media.read(kind, body, limits, client, cache_scope)
 

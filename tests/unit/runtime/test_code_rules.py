@@ -38,6 +38,7 @@ MAY_WRITE = {
     "runtime/files/whole_file.py",
     "runtime/threads.py",  # /proc
     "deploy/cli.py",  # /dev/null
+    "proxy/api/limited_checks.py",  # /dev/null
     "kv_transfer/tiers/host_memory.py",  # shared memory
     "kv_transfer/tiers/disk.py",  # blocks, under random names
     "media_cache/media_segment.py",  # shared memory, whose header is written last
@@ -46,6 +47,7 @@ MAY_WRITE = {
     "proxy/batches/json_files.py",  # sets a damaged file aside
     "proxy/batches/line_journal.py",  # a journal, with the batch's lock
     "proxy/cluster/adapter_table.py",  # a lock
+    "proxy/reading/body_reader.py",  # a memfd
     "proxy/reading/reader_pool.py",  # a memfd
     "deploy/sites/ray_actor.py",  # a memfd
     "deploy/sites/ray_process.py",  # empties a log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, GrammarCheck, check_grammar, grammar_bytes
-from tandem.proxy.api.grammar_checks import MAX_CHECKS, MAX_CHECKS_CPU_S, CheckedGrammar, GrammarChecks
+from tandem.proxy.api.grammar_checks import MAX_CHECKS, Check, CheckedGrammar, GrammarChecks
 from tandem.proxy.api.json_schemas import without_annotations
 from tandem.proxy.api.output_grammar import CallGrammar, TextGrammar
 from tandem.proxy.parsers.argument_types import ToolArguments, typed_value
@@ -93,25 +94,32 @@ def calls(schemas: dict[str, Any], name: ToolFamilyName = "hermes", **options: A
 
 
 class CountingChecks:
-    """cpu_s: of each check; None for what the library takes."""
+    """refused: what a refused grammar has; None for the library's checks. max_checks: after which one is over time."""
 
-    def __init__(self, cpu_s: float | None = None, refused: str = "") -> None:
-        self._cpu_s = cpu_s
+    def __init__(self, refused: str | None = None, max_checks: int = MAX_CHECKS) -> None:
         self._refused = refused
+        self._max_checks = max_checks
         self.texts: list[str] = []
 
     def __call__(self, text: str) -> GrammarCheck:
         self.texts.append(text)
-        if self._cpu_s is None:
+        if self._refused is None:
             return check_grammar(text)
-        return GrammarCheck("too complex" if self._refused in text else "", "", self._cpu_s)
+        if len(self.texts) == self._max_checks + 1:
+            return GrammarCheck("it takes too long", is_over_time=True)
+        return GrammarCheck("too complex" if self._refused in text else "")
+
+
+def checks_with(check: Check = check_grammar) -> GrammarChecks:
+    """Returns checks in this process."""
+    return GrammarChecks(lambda: nullcontext(check))
 
 
 @pytest.mark.parametrize("kind", FAULTY)
 def test_a_faulty_schema_frees_the_arguments_of_its_tool_only(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     schema = FAULTY[kind][0]
     with caplog.at_level(logging.WARNING):
-        checked = GrammarChecks().checked(calls({"before": GOOD, "odd": schema, "after": GOOD}))
+        checked = checks_with().checked(calls({"before": GOOD, "odd": schema, "after": GOOD}))
     text = checked.text or ""
     assert A_RULE in text
     assert checked == CheckedGrammar(
@@ -128,7 +136,7 @@ def test_where_it_is_asked_for_the_error_names_tool_place_and_reason(kind: str, 
     schema, place = FAULTY[kind]
     options: dict[str, Any] = {"strict": frozenset({"odd"})} if asked == "strict" else {"is_required": True}
     with pytest.raises(InvalidRequest) as raised:
-        GrammarChecks().checked(calls({"fine": GOOD, "odd": schema}, **options))
+        checks_with().checked(calls({"fine": GOOD, "odd": schema}, **options))
     message = raised.value.message
     assert raised.value.param == "tools" and "'odd'" in message and f"at {place}" in message
     assert len(message) < 600 and message.isprintable()
@@ -138,14 +146,14 @@ def test_where_it_is_asked_for_the_error_names_tool_place_and_reason(kind: str, 
 def test_a_format_that_was_asked_for_does_not_make_tools_asked_for() -> None:
     wanted = calls({"fine": GOOD, "odd": argument({"type": "float"})}, content=TextGrammar("p", schema={"enum": [1]}))
     assert not wanted.is_optional
-    assert GrammarChecks().checked(wanted) == CheckedGrammar(wanted.text({"odd"}), {"invalid": 1})
+    assert checks_with().checked(wanted) == CheckedGrammar(wanted.text({"odd"}), {"invalid": 1})
 
 
 def test_a_strict_tool_does_not_need_the_others_to_be_valid() -> None:
     schemas = {"fine": GOOD, "odd": argument({"type": "float"})}
     wanted = calls(schemas, strict=frozenset({"fine"}))
     assert not wanted.is_optional
-    assert GrammarChecks().checked(wanted) == CheckedGrammar(wanted.text({"odd"}), {"invalid": 1})
+    assert checks_with().checked(wanted) == CheckedGrammar(wanted.text({"odd"}), {"invalid": 1})
 
 
 @pytest.mark.parametrize("kind", FAULTY)
@@ -155,13 +163,13 @@ def test_a_response_format_is_refused_with_place_and_reason(kind: str) -> None:
         return  # an answer may be an array
     param = "response_format.json_schema.schema"
     with pytest.raises(InvalidRequest) as raised:
-        GrammarChecks().checked(TextGrammar(param, schema=schema, is_strict=False))
+        checks_with().checked(TextGrammar(param, schema=schema, is_strict=False))
     inner = place.removeprefix("parameters").rstrip(":").removesuffix(".type")
     assert raised.value.message.startswith(f"{param}{inner} ") or kind == "too deep"
     assert raised.value.param == param and "cannot be served as a grammar: " in raised.value.message
     with_tools = calls({"f": GOOD}, content=TextGrammar(param, schema=schema, is_strict=False))
     with pytest.raises(InvalidRequest) as raised:
-        GrammarChecks().checked(with_tools)
+        checks_with().checked(with_tools)
     assert raised.value.param == param
 
 
@@ -171,7 +179,7 @@ def test_many_tools_are_served_with_the_largest_schemas_left_out(
     name: ToolFamilyName, num_tools: int, num_bytes: int
 ) -> None:
     schemas = {f"tool_{i}": argument({"const": f"{i}" + "x" * num_bytes}) for i in range(num_tools)} | {"small": GOOD}
-    checked = GrammarChecks().checked(calls(schemas, name))
+    checked = checks_with().checked(calls(schemas, name))
     assert checked.text is not None and grammar_bytes(checked.text) <= MAX_GRAMMAR_BYTES
     assert all(f"{tool}" in checked.text for tool in schemas), "the names stay constrained"
     num_free = checked.num_free_tools["size"]
@@ -189,7 +197,7 @@ def test_descriptions_take_no_room() -> None:
         }
         for i in range(128)
     }
-    checked = GrammarChecks().checked(calls(schemas))
+    checked = checks_with().checked(calls(schemas))
     assert checked.num_free_tools == {} and "xxx" not in (checked.text or "")
     plain = {"type": "string"}
     assert without_annotations(schemas["tool_7"]) == {
@@ -201,43 +209,56 @@ def test_descriptions_take_no_room() -> None:
 @pytest.mark.parametrize("options", [{"is_required": True}, {"content": TextGrammar("response_format", schema=GOOD)}])
 def test_a_forced_call_of_many_tools_is_served_too(options: dict[str, Any]) -> None:
     schemas = {f"tool_{i}": argument({"const": f"{i}" + "x" * 2000}) for i in range(100)}
-    assert GrammarChecks().checked(calls(schemas, **options)).num_free_tools["size"] < 60
+    assert checks_with().checked(calls(schemas, **options)).num_free_tools["size"] < 60
     schemas["largest"] = argument({"const": "x" * 9999})
     with pytest.raises(InvalidRequest, match=f"tools is too large: .* at most {MAX_GRAMMAR_BYTES}.*'largest'"):
-        GrammarChecks().checked(calls(schemas, strict=frozenset(schemas), **options))
+        checks_with().checked(calls(schemas, strict=frozenset(schemas), **options))
 
 
 def test_if_even_the_names_are_too_many_there_is_no_grammar() -> None:
     checks = CountingChecks()
     schemas = {f"{i}" + "n" * 120: GOOD for i in range(2000)}
-    checked = GrammarChecks(checks).checked(calls(schemas))
+    checked = checks_with(checks).checked(calls(schemas))
     assert checked == CheckedGrammar(None, {"size": 2000}) and not checks.texts
     with pytest.raises(InvalidRequest, match="too large"):
-        GrammarChecks().checked(calls(schemas, is_required=True))
+        checks_with().checked(calls(schemas, is_required=True))
 
 
 def test_many_slow_schemas_cost_a_bounded_number_of_checks() -> None:
     slow = {f"tool_{i}": argument({"pattern": f"slow{i}"}) for i in range(128)}
-    checks = CountingChecks(cpu_s=MAX_CHECKS_CPU_S, refused="slow")
-    checked = GrammarChecks(checks).checked(calls(slow))
+    checks = CountingChecks(refused="slow", max_checks=0)
+    checked = checks_with(checks).checked(calls(slow))
     assert checked.num_free_tools == {"limits": 128} and checked.text is not None and "slow" not in checked.text
     assert len(checks.texts) == 2, "of all, and of the names"
-    checks = CountingChecks(cpu_s=MAX_CHECKS_CPU_S / 8, refused="slow")
-    assert GrammarChecks(checks).checked(calls(slow)).num_free_tools == {"invalid": 7, "limits": 121}
-    assert len(checks.texts) == 1 + 7 + 1
+    checks = CountingChecks(refused="slow", max_checks=8)
+    assert checks_with(checks).checked(calls(slow)).num_free_tools == {"invalid": 7, "limits": 121}
+    assert len(checks.texts) == 1 + 8 + 1
     # All are valid alone, and fail together.
-    checks = CountingChecks(cpu_s=0.0, refused="call_1")
-    assert GrammarChecks(checks).checked(calls(slow)).num_free_tools == {"limits": 128}
+    checks = CountingChecks(refused="call_1")
+    assert checks_with(checks).checked(calls(slow)).num_free_tools == {"limits": 128}
     assert len(checks.texts) == 1 + 128 + 1 < MAX_CHECKS
-    checks = CountingChecks(cpu_s=0.0, refused="")
-    assert GrammarChecks(checks).checked(calls(slow)) == CheckedGrammar(None, {"invalid": 128})
+    checks = CountingChecks(refused="")
+    assert checks_with(checks).checked(calls(slow)) == CheckedGrammar(None, {"invalid": 128})
     with pytest.raises(InvalidRequest, match="too complex"):
-        GrammarChecks(checks).checked(calls(slow, is_required=True))
+        checks_with(checks).checked(calls(slow, is_required=True))
+
+
+def test_what_was_asked_for_and_takes_too_long_is_refused_by_its_field() -> None:
+    slow = {"heavy": argument({"pattern": "slow"}), "fast": GOOD}
+    for wanted in (calls(slow, is_required=True), calls(slow, strict=frozenset({"heavy"}))):
+        with pytest.raises(InvalidRequest, match=r"tools cannot be served as a grammar: .*too") as raised:
+            checks_with(CountingChecks(refused="slow", max_checks=0)).checked(wanted)
+        assert raised.value.param == "tools"
+    checked = checks_with(CountingChecks(refused="slow", max_checks=0)).checked(calls(slow, strict=frozenset({"fast"})))
+    assert checked.num_free_tools == {"limits": 1} and A_RULE in (checked.text or "")
+    text = TextGrammar("response_format", schema={"pattern": "slow"})
+    with pytest.raises(InvalidRequest, match="response_format cannot be served as a grammar: it takes too long"):
+        checks_with(CountingChecks(refused="slow", max_checks=0)).checked(text)
 
 
 def test_a_conversation_is_checked_once(caplog: pytest.LogCaptureFixture) -> None:
     checks = CountingChecks()
-    kept = GrammarChecks(checks)
+    kept = checks_with(checks)
     tools = {"fine": GOOD, "odd": argument({"type": "float"})}
     with caplog.at_level(logging.WARNING):
         first = kept.checked(calls(tools))
@@ -257,7 +278,7 @@ def test_a_conversation_is_checked_once(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_log_line_is_bounded_and_escaped(caplog: pytest.LogCaptureFixture) -> None:
     schemas = {f"odd_{i}": argument({"type": f"\x1b[31m\u2028evil\r\n{i}" + "x" * 5000}) for i in range(200)}
     with caplog.at_level(logging.WARNING):
-        GrammarChecks().checked(calls(schemas))
+        checks_with().checked(calls(schemas))
     [message] = caplog.messages
     assert message.isprintable() and len(message) < 2000 and "and 195 more" in message
 
@@ -285,7 +306,7 @@ _VALUES = st.recursive(
 @given(st.dictionaries(_NAMES, _VALUES, max_size=2), st.dictionaries(_NAMES, _VALUES, max_size=3))
 def test_any_schema_is_served_and_its_arguments_are_read(properties: dict[str, Any], more: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": properties} | more
-    checked = GrammarChecks().checked(calls({"f": schema, "g": GOOD}))
+    checked = checks_with().checked(calls({"f": schema, "g": GOOD}))
     assert checked.text is not None and A_RULE in checked.text and check_grammar(checked.text).error == ""
     types = ToolArguments.of(schema)
     for name in (*properties, "unknown"):
@@ -293,9 +314,9 @@ def test_any_schema_is_served_and_its_arguments_are_read(properties: dict[str, A
     with_place = calls({"f": schema, "g": GOOD}, is_required=True)
     if checked.num_free_tools:
         with pytest.raises(InvalidRequest, match="'f' cannot be enforced, at parameters"):
-            GrammarChecks().checked(with_place)
+            checks_with().checked(with_place)
     else:
-        assert GrammarChecks().checked(with_place).num_free_tools == {}
+        assert checks_with().checked(with_place).num_free_tools == {}
 
 
 def test_arguments_are_read_by_faulty_schemas_too() -> None:

@@ -278,7 +278,7 @@ def test_grammars_are_compiled_off_the_loop(
     text: ModelText, reader: BodyReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = _NoRendering(text, ProxyConfig("proxy-0", "", "m", "m"))
-    pool = ReaderPool(here, ProxyConfig("proxy-0", "", "m", "m"), 1)
+    pool = ReaderPool(here, ProxyConfig("proxy-0", "", "m", "m"), 2)
     ran: list[str] = []
 
     async def run(job: Any, *arguments: Any, client: str) -> Any:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
-from urllib.parse import quote
 
 import httpcore
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tandem.proxy.media import fetch as media_fetch
-from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, read_local
+from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher
 from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.media.source import InvalidMedia, MediaSource
-from tandem.runtime.errors import InvalidRequest, Overloaded
+from tandem.runtime.errors import Overloaded
 
 LIMITS = MediaLimits(max_bytes=1000, fetch_timeout_s=20, allow_private_media=True)
 Reply = Callable[[str, asyncio.StreamWriter], Awaitable[None]]
@@ -198,50 +194,3 @@ def test_a_download_has_a_timeout() -> None:
 def test_the_total_of_fetched_bytes_is_limited() -> None:
     with pytest.raises(Overloaded, match="waiting to be processed"):
         fetch(replying(answer("200 OK", bytes(900))), limits=msgspec.structs.replace(LIMITS, max_fetched_bytes=800))
-
-
-@given(st.text(max_size=60) | st.text(max_size=40).map(lambda text: f"data:image/png;base64,{text}"))
-def test_any_url_is_read_or_refused(url: str) -> None:
-    try:
-        read_local(source(url), LIMITS)
-    except InvalidRequest as error:
-        assert "messages[0].content[1]" in error.message
-
-
-BYTES = bytes(range(256)) + b"\xfb\xff\xfe"
-STANDARD, FOR_URLS = base64.b64encode(BYTES).decode(), base64.urlsafe_b64encode(BYTES).decode()
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        f"data:image/png;base64,{STANDARD}",
-        f"data:image/png;base64, {STANDARD} ",
-        f"data:image/jpg;base64,{STANDARD.rstrip('=')}",
-        f"data:image/png;base64,{FOR_URLS}",
-        f"data:IMAGE/PNG;BASE64,{FOR_URLS.rstrip('=')}",
-        f"data:image/png;charset=utf-8;base64,{quote(STANDARD, safe='')}",
-        f"data: image/png ; base64 ,{STANDARD}",
-        f"data:;base64,{STANDARD}==",
-        f"data:binary/octet-stream;base64,{STANDARD}",
-        f"data:image;base64,{STANDARD}",
-        "data:image/png;base64," + "\r\n".join(STANDARD[i : i + 76] for i in range(0, len(STANDARD), 76)) + "\n",
-        "data:image/png;base64," + "%0A".join(STANDARD[i : i + 64] for i in range(0, len(STANDARD), 64)),
-        f"data:image/png,{quote(BYTES)}",
-    ],
-)
-def test_base64_in_any_form_is_read(url: str) -> None:
-    assert read_local(source(url), LIMITS) == BYTES
-
-
-@pytest.mark.parametrize("data", ["AAAAA", "A*AA", "A=AA"])
-def test_what_is_no_base64_is_refused(data: str) -> None:
-    with pytest.raises(InvalidMedia, match="not valid base64"):
-        read_local(source(f"data:image/png;base64,{data}"), LIMITS)
-
-
-def test_the_size_of_base64_counts_without_its_line_ends() -> None:
-    lines = "\n".join(base64.b64encode(bytes(1000)).decode())
-    assert len(read_local(source(f"data:image/png;base64,{lines}"), LIMITS)) == LIMITS.max_bytes
-    with pytest.raises(InvalidMedia, match="more than 1000 bytes"):
-        read_local(source(f"data:image/png;base64,{base64.b64encode(bytes(1001)).decode()}"), LIMITS)

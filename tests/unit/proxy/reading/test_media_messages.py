@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from tandem.protocol.codec import MAX_MESSAGE_BYTES
-from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.media.source import InvalidMedia
 from tandem.proxy.reading.media_messages import FROM_PROCESS, TO_PROCESS, MediaJobFailed, read_message
 from tandem.proxy.text.prompt import ContextLengthExceeded
@@ -27,7 +26,6 @@ from tandem.runtime.errors import (
     [
         InvalidMedia("image 0 (messages): too large", "messages"),
         ContextLengthExceeded("too long", "messages"),
-        ModelNotFound("no such model", "model"),
         InvalidRequest("no", "n"),
         Overloaded("full"),
         WorkerLost("the cache is gone"),

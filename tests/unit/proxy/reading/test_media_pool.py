@@ -7,12 +7,12 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tandem.media_cache.media_client import MediaCacheClient
-from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.media import MediaItem, MediaKind
 from tandem.protocol.messages.media_cache import MediaPart
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.descriptor_budget import DescriptorBudget
@@ -22,6 +22,8 @@ from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_lease import MadeMedia
 from tandem.proxy.media.media_source_bytes import HeldSources, SourceBytes
+from tandem.proxy.media.source import FoundMedia, MediaSource, SentMedia
+from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.media_messages import (
     TO_PROCESS,
     CancelMediaJob,
@@ -32,7 +34,8 @@ from tandem.proxy.reading.media_messages import (
     RemakeMedia,
 )
 from tandem.proxy.reading.media_pool import MediaPool
-from tandem.proxy.text.prompt import Prompt, RenderedPrompts
+from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder, Prompt, RenderedPrompts
 from tandem.runtime.errors import ClientShareExceeded, InternalError, InvalidRequest, Overloaded, WorkerLost
 from tandem.runtime.processes.forked_process import ForkedProcess
 from tests.support.settings import proxy_config
@@ -65,15 +68,51 @@ class Cache(MediaCacheClient):
         self.released += [f"{lease_id} {part}" if part is not None else lease_id for lease_id in lease_ids]
 
 
+SOURCE = MediaSource(0, "image", "", "messages")
+PLACEHOLDERS: dict[MediaKind, MediaPlaceholder] = {"image": MediaPlaceholder("<image>", 7)}
+
+
+class Readers(ReaderPool):
+    """Finds one image in each body, and answers with `request` at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(Any, None), CONFIG, 2)
+        self.found = FoundMedia([SentMedia(SOURCE, 0, 3)], "")
+        self.read_with: list[CachedMedia] = []
+        self.error: Exception | None = None
+        self.blocked: str | None = None
+        """Name of the method that does not end."""
+        self.paths: list[str] = []
+
+    async def run(self, method: Any, data: Any, *arguments: Any, client: str = "") -> Any:
+        if method.__name__ == self.blocked:
+            await asyncio.Event().wait()
+        if method is BodyReader.find_media:
+            path = arguments[-1]
+            Path(path).write_bytes(b"gif")
+            self.paths.append(path)
+            return self.found
+        assert method is BodyReader.read_with_media and arguments[-1] == PLACEHOLDERS
+        self.read_with = arguments[-2]
+        if self.error is not None:
+            raise self.error
+        return request_with(Path(self.read_with[0].segment))
+
+    async def read(self, *arguments: Any, **named: Any) -> GenerationRequest:
+        return request_with(Path("/dev/null"))
+
+
 class Pool(MediaPool):
     def __init__(self, cache: Cache, ttft_slo_s: float | None = None) -> None:
-        super().__init__(CONFIG, cache, ttft_slo_s)
+        self.readers = Readers()
+        super().__init__(CONFIG, cache, self.readers, ttft_slo_s)
         self.cache = cache
         self.process = FakeProcess()
 
     @property
     def num_waiting(self) -> int:
-        return len(self._jobs)
+        assert len(self._jobs) <= self._places.total()
+        return self._places.total()
 
     async def start(self) -> None:
         self._writer = self.process  # type: ignore[assignment]
@@ -87,9 +126,14 @@ class Pool(MediaPool):
     def begin(self) -> asyncio.Task[GenerationRequest]:
         return asyncio.create_task(self.read("chat", b"{}", LIMITS))
 
-    def answer(self, job: MediaJob, answer: GenerationRequest | Exception) -> None:
-        if isinstance(answer, GenerationRequest):
-            self._on_answer(MediaJobDone(job.lease_id, answer))
+    def answer(self, job: MediaJob, answer: Path | Exception, sources: HeldSources | None = None) -> None:
+        """answer: file of the item's segment, or an error. sources: an empty file beside it unless given."""
+        if isinstance(answer, Path):
+            if sources is None:
+                (beside := answer.with_name("sources of an item")).touch()
+                sources = HeldSources(str(beside), [])
+            media = [CachedMedia("image", b"d" * 32, str(answer), (), 1, "<image>")]
+            self._on_answer(MediaJobDone(job.lease_id, media, PLACEHOLDERS, sources))
         else:
             self._on_answer(MediaJobFailed.of(job.lease_id, answer))  # type: ignore[arg-type]
 
@@ -129,7 +173,7 @@ def test_the_request_owns_its_lease(tmp_path: Path) -> None:
         pool = Pool(cache)
         reading = pool.begin()
         job = await pool.job()
-        pool.answer(job, request_with(segment))
+        pool.answer(job, segment)
         request = await reading
         assert num_open(segment) == 1 and not cache.released and not pool.num_waiting
         assert request.media_lease is not None
@@ -150,7 +194,7 @@ def test_pixels_are_released_before_the_request_ends_and_made_again_for_another_
         pool = Pool(cache)
         reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS, "a"))
         job = await pool.job()
-        pool._on_answer(MediaJobDone(job.lease_id, request_with(pixels), held))
+        pool.answer(job, pixels, held)
         request = await reading
         lease = request.media_lease
         assert lease is not None and isinstance(request.prompt, RenderedPrompts)
@@ -196,7 +240,7 @@ def test_pixels_that_are_made_after_the_request_has_ended_are_released(tmp_path:
         pool = Pool(cache)
         reading = pool.begin()
         job = await pool.job()
-        pool._on_answer(MediaJobDone(job.lease_id, request_with(segment), HeldSources(str(segment), [])))
+        pool.answer(job, segment)
         lease = (await reading).media_lease
         assert lease is not None
         lease.release_pixels()
@@ -219,16 +263,17 @@ def test_open_media_count_as_descriptors_of_their_client(tmp_path: Path) -> None
         pool = Pool(cache)
         pool._descriptors = DescriptorBudget(256, 100, 20)
         with pool._descriptors.hold("a", int(pool._descriptors.room * 0.75)):
-            for client in ("a", "b"):
-                reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS, client))
-                job = await pool.job()
-                pool._on_answer(MediaJobDone(job.lease_id, request_with(segment)))
-                if client == "a":
-                    with pytest.raises(ClientShareExceeded, match="descriptors"):
-                        await reading
-                    assert cache.released == [job.lease_id]
-                else:
-                    (await reading).release_media()
+            with pytest.raises(ClientShareExceeded, match="descriptors"):
+                await pool.read("chat", b"{}", LIMITS, "a")
+            reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS, "b"))
+            pool.answer(await pool.job(), segment)
+            (await reading).release_media()
+        with pool._descriptors.hold("a", int(pool._descriptors.room * 0.75) - 1):
+            reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS, "a"))
+            pool.answer(job := await pool.job(), segment)
+            with pytest.raises(ClientShareExceeded, match="descriptors"):
+                await reading
+            assert cache.released[-1] == job.lease_id
         assert pool._descriptors.num_taken == 0
 
     run(test, tmp_path)
@@ -253,7 +298,7 @@ def test_a_request_is_read_again_if_its_media_cannot_be_opened(tmp_path: Path) -
         pool = Pool(cache)
         reading = pool.begin()
         first = await pool.job()
-        pool.answer(first, request_with(tmp_path / "gone"))
+        pool.answer(first, tmp_path / "gone")
         second = await pool.job()
         pool.answer(second, WorkerLost("gone again"))
         with pytest.raises(WorkerLost):
@@ -288,13 +333,79 @@ def test_a_cancelled_request_releases_its_lease(is_answered_first: bool, tmp_pat
         reading = pool.begin()
         job = await pool.job()
         if is_answered_first:
-            pool.answer(job, request_with(segment))
+            pool.answer(job, segment)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         if not is_answered_first:
             assert pool.process.messages.get_nowait() == CancelMediaJob(job.lease_id)
-            pool.answer(job, request_with(segment))
+            pool.answer(job, segment)
         assert reading.cancelled() and cache.released == [job.lease_id] and num_open(segment) == 0
+
+    run(test, tmp_path)
+
+
+def test_items_are_readable_until_the_process_has_answered(tmp_path: Path) -> None:
+    """Its descriptor must not become another request's while a cancelled job may still read it."""
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        reading = pool.begin()
+        job = await pool.job()
+        assert job.path == pool.readers.paths[0] and job.items == [SentMedia(SOURCE, 0, 3)]
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert Path(job.path).read_bytes() == b"gif" and pool.num_waiting == 1
+        pool.answer(job, InternalError("cancelled"))
+        assert not Path(job.path).exists() and not pool.num_waiting
+
+    run(test, tmp_path)
+
+
+def test_a_body_that_only_mentions_media_is_read_like_any_other(tmp_path: Path) -> None:
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        pool.readers.found = FoundMedia([], "")
+        assert (await pool.begin()).media_lease is None
+        assert not pool.num_waiting and pool.process.messages.empty() and not cache.released
+
+    run(test, tmp_path)
+
+
+@pytest.mark.parametrize("ends", ["by an error", "by its client", "late"])
+def test_a_request_that_ends_while_it_is_rendered_releases_its_lease(ends: str, tmp_path: Path) -> None:
+    segment = tmp_path / "segment"
+    segment.touch()
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache, 0.2 if ends == "late" else None)
+        if ends == "by an error":
+            pool.readers.error = InvalidRequest("no such grammar")
+        else:
+            pool.readers.blocked = "read_with_media"
+        reading = pool.begin()
+        job = await pool.job()
+        pool.answer(job, segment)
+        await until(lambda: not pool.num_waiting)
+        await asyncio.sleep(0.01)
+        if ends == "by its client":
+            reading.cancel()
+        error = {"by an error": InvalidRequest, "by its client": asyncio.CancelledError, "late": SLOUnreachable}[ends]
+        with pytest.raises(error):
+            await reading
+        assert cache.released == [job.lease_id] and not pool.num_waiting
+
+    run(test, tmp_path)
+
+
+def test_a_request_that_ends_while_its_media_are_looked_for_holds_nothing(tmp_path: Path) -> None:
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        pool.readers.blocked = "find_media"
+        reading = pool.begin()
+        await until(lambda: pool.num_waiting == 1)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert not pool.num_waiting and not cache.released
 
     run(test, tmp_path)
 
@@ -322,7 +433,7 @@ class SleepingServer:
 
 
 def starting(cache: Cache) -> tuple[MediaPool, SleepingServer]:
-    pool, server = MediaPool(CONFIG, cache), SleepingServer()
+    pool, server = MediaPool(CONFIG, cache, Readers()), SleepingServer()
     pool._server = server  # type: ignore[assignment]
     return pool, server
 
@@ -331,6 +442,8 @@ def starting(cache: Cache) -> tuple[MediaPool, SleepingServer]:
 def test_only_a_process_that_ends_by_itself_is_an_error(
     closes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """What it was reading is read again by one more process, and no more."""
+
     async def test(cache: Cache) -> None:
         pool, server = starting(cache)
         reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS))
@@ -340,9 +453,11 @@ def test_only_a_process_that_ends_by_itself_is_an_error(
             pool.close()
         else:
             process.kill()
-        with pytest.raises(InternalError, match="was lost"):
+            await until(lambda: len(server.started) == 2 and bool(pool._jobs))
+            server.started[1].kill()
+        with pytest.raises(InternalError, match="is stopping" if closes else "was lost"):
             await reading
-        assert process.returncode == -signal.SIGKILL
+        assert [each.returncode for each in server.started] == [-signal.SIGKILL] * (1 if closes else 2)
         pool.close()
 
     run(test, tmp_path)
@@ -368,7 +483,7 @@ def test_a_process_that_starts_while_the_pool_is_closed_is_ended(
         pool, server = starting(cache)
         server.may_start.clear()
         reading = asyncio.create_task(pool.read("chat", b"{}", LIMITS))
-        await until(lambda: pool._num_starting == 1)
+        await until(lambda: pool._starting.locked())
         await asyncio.sleep(0)
         pool.close()
         server.may_start.set()

@@ -19,30 +19,17 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoProcessor
 
-from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.reading.media_messages import (
     CancelMediaJob,
-    MediaJob,
     MediaJobDone,
     MediaJobFailed,
     MediaRemade,
     RemakeMedia,
 )
-from tandem.proxy.reading.media_reader import MediaReader
 from tandem.runtime.errors import InvalidRequest, RequestAborted
 from tests.support.media_proxy import data_url, image_part, video_part
-from tests.support.media_reader import MediaProcessOnLoop, prompt_of, tensors_of
-from tests.support.settings import proxy_config
+from tests.support.media_reader import MediaProcessOnLoop, tensors_of
 from tests.support.vision_model import clip, encoded, picture, save_processor
-
-
-def test_a_chat_template_of_the_client_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = str(save_processor(tmp_path_factory.mktemp("own")))
-    config = proxy_config(model=folder, trust_request_chat_template=True, media_cache_endpoint="ipc://none")
-    part = image_part(data_url(encoded(picture())))
-    body = {"messages": [{"role": "user", "content": [part]}], "chat_template": "x"}
-    with pytest.raises(InvalidRequest, match="cannot be combined with images"):
-        MediaReader(config).decode(MediaJob("lease", "chat", msgspec.json.encode(body), ModelLimits(64, 300)))
 
 
 @contextmanager
@@ -128,8 +115,8 @@ def test_pixels_are_made_again_from_the_kept_sources(reader: MediaProcessOnLoop)
     parts = [image_part(data_url(one)), video_part(data_url(video, "video/mp4")), image_part(data_url(two))]
     job = reader.job(*parts, parts[0])
     [done] = reader.read_all([job])
-    assert isinstance(done, MediaJobDone) and done.sources is not None
-    _, media, expected = prompt_of(done)
+    assert isinstance(done, MediaJobDone)
+    _, media, expected = reader.prompt_of(done)
     assert [item.kind for item in done.sources.items] == ["image", "video", "image"]
     reader.client.release([job.lease_id], "input")
     reader.run(reader.client.clear())
@@ -156,7 +143,7 @@ def test_concurrent_requests_share_no_state(reader: MediaProcessOnLoop) -> None:
     """Two threads, images of different sizes, some of them in several requests."""
     parts = [image_part(data_url(encoded(picture(60 + 20 * i, 70, seed=30 + i)))) for i in range(6)]
     jobs = [reader.job(parts[i % 6], "and", parts[(i + 1) % 6]) for i in range(12)]
-    prompts = [prompt_of(done) for done in reader.read_all(jobs)]
+    prompts = [reader.prompt_of(done) for done in reader.read_all(jobs)]
     reader.client.release([job.lease_id for job in jobs])
     alone = [reader.prompt(parts[i % 6], "and", parts[(i + 1) % 6]) for i in range(6)]
     for i, (token_ids, media, tensors) in enumerate(prompts):
@@ -228,7 +215,7 @@ def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(
     parts = [image_part(data_url(encoded(picture(400, 400, seed=60 + i)))) for i in range(2)]
     job = reader.job(*parts)
     before = reader.status()
-    [done] = reader.read_all([MediaJob(job.lease_id, "chat", job.body, ModelLimits(64, 300, "m", 64))])
+    [done] = reader.read_all([msgspec.structs.replace(job, max_model_len=64)])
     assert isinstance(done, MediaJobFailed) and isinstance(done.error, InvalidRequest)
     assert "The images alone have" in done.error.message
     assert reader.status().num_misses == before.num_misses
@@ -248,14 +235,32 @@ def test_a_cancelled_job_is_answered(reader: MediaProcessOnLoop) -> None:
     assert reader.status().num_leases == 0
 
 
-def test_a_request_that_is_too_large_to_be_sent_is_answered(
+def test_an_answer_that_is_too_large_to_be_sent_is_an_error(
     reader: MediaProcessOnLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The input of a response is kept with its images, and may exceed the limit on messages."""
-    monkeypatch.setattr("tandem.protocol.codec.MAX_MESSAGE_BYTES", 10_000)
-    part = image_part(data_url(encoded(picture())))
-    assert "MediaJobDone) of" in reader.refusal(part, stop=["a" * 1000] * 16)
+    part = image_part(data_url(encoded(picture(400, 400))))
+    assert reader.prompt(part), "it is cached"
+    with monkeypatch.context() as patched:
+        patched.setattr("tandem.protocol.codec.MAX_MESSAGE_BYTES", 1200)
+        assert "MediaJobDone) of" in reader.refusal(part)
     assert reader.prompt(part), "the process goes on"
+
+
+def test_the_clients_own_template_and_what_it_makes_of_images(tmp_path_factory: pytest.TempPathFactory) -> None:
+    reader = MediaProcessOnLoop(save_processor(tmp_path_factory.mktemp("own")), trusts_templates=True)
+    try:
+        part = image_part(data_url(encoded(picture())))
+        with_image = "{% for p in messages[0].content %}{% if p.type == 'image' %}<|image_pad|>{% endif %}{% endfor %}"
+        _, [item], _ = reader.prompt(part, "hi", chat_template=with_image)
+        assert item.spans
+        assert "0 image placeholders" in reader.refusal(part, "hi", chat_template="none")
+        assert "2 image placeholders" in reader.refusal(part, chat_template="<|image_pad|> <|image_pad|>")
+    finally:
+        reader.close()
+
+
+def test_an_url_is_limited(reader: MediaProcessOnLoop) -> None:
+    assert "more than 8192 characters" in reader.refusal(image_part("https://example.com/" + "a" * 8200))
 
 
 def sound() -> bytes:

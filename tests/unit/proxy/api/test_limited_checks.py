@@ -1,0 +1,104 @@
+"""What a grammar's check takes is limited by the kernel, for all grammars of a request together."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protocol.messages.grammar import GrammarCheck
+from tandem.proxy.api import limited_checks
+from tandem.proxy.api.limited_checks import LimitedChecks
+from tandem.proxy.api.output_grammar import json_rule, lark_of
+from tandem.runtime.errors import InternalError
+from tests.support.hostile_grammars import CONJUNCTIONS
+
+GOOD = lark_of(json_rule({"type": "object"}, False))
+
+
+def spin(_text: str) -> GrammarCheck:
+    while True:
+        pass
+
+
+def allocate(_text: str) -> GrammarCheck:
+    os.abort() if not bytearray(64 << 20) else None
+    return GrammarCheck()
+
+
+def with_check(monkeypatch: pytest.MonkeyPatch, check: Callable[[str], GrammarCheck]) -> LimitedChecks:
+    monkeypatch.setattr(limited_checks, "check_grammar", check)
+    monkeypatch.setattr(limited_checks, "CHECKS_CPU_S", 0.2)
+    monkeypatch.setattr(limited_checks, "LAST_CPU_S", 0.1)
+    return LimitedChecks()
+
+
+def test_grammars_are_checked_in_one_process() -> None:
+    with LimitedChecks() as check:
+        assert check(GOOD) == GrammarCheck()
+        child = check._child
+        assert "unexpected" in check("start: (").error.lower() or check("start: (").error
+        assert check(GOOD) == GrammarCheck() and check._child is child is not None
+    assert not Path(f"/proc/{child.pid}").exists()
+
+
+def test_what_takes_too_long_is_ended_and_the_rest_of_the_request_has_a_short_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with with_check(monkeypatch, lambda text: spin(text) if text == "slow" else GrammarCheck()) as check:
+        assert check("fast") == GrammarCheck()
+        over = check("slow")
+        assert over.is_over_time and "processor time" in over.error and "Send fewer" in over.error
+        assert check("fast") == GrammarCheck()
+        assert check("slow").is_over_time
+        assert check("fast").is_over_time, "nothing is left"
+        assert check._child is None
+
+
+def test_many_checks_have_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(_text: str) -> GrammarCheck:
+        for _ in range(300_000):
+            pass
+        return GrammarCheck()
+
+    with with_check(monkeypatch, take) as check:
+        checks = [check(str(number)).is_over_time for number in range(500)]
+    assert not checks[0] and checks[-1]
+
+
+def test_crashes_are_errors_of_the_grammar_and_take_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(text: str) -> GrammarCheck:
+        for _ in range(100_000):
+            pass
+        signal.raise_signal(signal.SIGABRT if text == "memory" else signal.SIGSEGV)
+        return GrammarCheck()
+
+    with with_check(monkeypatch, crash) as check:
+        assert "MiB of memory" in check("memory").error
+        assert "too deeply nested" in check("depth").error
+        errors = [check("depth") for _ in range(200)]
+        assert errors[-1].is_over_time
+
+
+def test_a_process_that_something_else_ends_is_no_error_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(_text: str) -> GrammarCheck:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return GrammarCheck()
+
+    with with_check(monkeypatch, killed) as check, pytest.raises(InternalError, match="was lost"):
+        check("x")
+
+
+@pytest.mark.parametrize("name", CONJUNCTIONS)
+def test_patterns_that_all_apply_end_at_a_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the limit they take minutes, or gigabytes."""
+    monkeypatch.setattr(limited_checks, "CHECKS_CPU_S", 0.5)
+    patterns = CONJUNCTIONS[name]
+    schema: dict[str, Any] = {"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]}
+    with LimitedChecks() as check:
+        result = check(lark_of(json_rule(schema, False)))
+    assert result.is_over_time or "memory" in result.error, result
