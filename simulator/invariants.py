@@ -68,12 +68,16 @@ class Invariants:
         """
         if attempt.route.is_shipped and attempt.times.reserved_at is None and not attempt.is_over:
             self._report("a stream began before decode had blocks", attempt.attempt_id)
-        info = attempt.route.decode
+        info = (
+            attempt.route.decode if attempt.has_decoded else None
+        )  # nothing is decoded behind a first token that ends
         if delta.finish_reason is None or info is None or (worker := self._cluster.process(info.pid)).loop.is_dead:
             return
         blocks = worker.worker._scheduler.blocks
         stored = sequence.prompt.token_ids + pack_token_ids(sequence.generated[:-1])
-        hashes = BlockHasher(self._cluster.shape.block_size, "simulated").prompt_hashes(stored)
+        prompt = sequence.prompt
+        hasher = BlockHasher(self._cluster.shape.block_size, "simulated", prompt.cache_salt, (), prompt.adapter)
+        hashes = hasher.prompt_hashes(stored)
         assert isinstance(blocks, NotedBlocks)
         if not blocks.has_evicted and len(blocks.match(hashes)) < len(hashes):
             self._report("a finished sequence is not cached", f"{worker.name}: {attempt.attempt_id}")

@@ -38,12 +38,15 @@ from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import RequestAborted
 from tandem.runtime.processes.process import EXIT_FAILED, exit_code_of, serve
 from tandem.runtime.tasks import start
+from tandem.simulator.attachments import SimulatedAdapters, SimulatedGrammars
 from tandem.simulator.connection import SILENT_S
 from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
-from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
+from tandem.simulator.engine import Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.noted_blocks import NotedBlocks
+from tandem.simulator.sampling import EOS_TOKEN_ID, VOCAB_SIZE
 from tandem.simulator.scenario import ClusterShape
+from tandem.simulator.step_faults import StepFaults
 from tandem.simulator.tiers import SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
 from tandem.telemetry.proxy_metrics import ProxyMetrics
@@ -93,6 +96,10 @@ class Machine:
     stored: dict[str, Stored] = field(default_factory=dict)
     """Blocks in tiers, by tier; host memory belongs to one worker, and outlives its process."""
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
+    has_faults: bool = True
+    """Whether data paths and steps may still fail."""
+    num_failed_requests: int = 0
+    """Requests in steps that have failed."""
 
     def watch_exit(self, loop: ProcessLoop, pid: int, on_exit: Callable[[], None]) -> Callable[[], None]:
         """Implements `runtime.processes.exits.WatchExit` for the process of this loop."""
@@ -226,15 +233,20 @@ class SimulatedWorker(SimulatedProcess):
         connectors: Any = {
             name: each for name, each in CONNECTORS.items() if shape.config.kv_connector in ("auto", name)
         }
-        nothing: Any = SimpleNamespace(get=lambda *_: None, close=lambda: None)
+        rng = machine.timeline.rng
+        grammars: Any = SimulatedGrammars(self.loop, rng, on_prepared)
+        adapters: Any = SimulatedAdapters(self.loop, rng, on_prepared)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
-        self.engine = new_engine(self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note)
+        faults = StepFaults(machine, self.name, lambda: self.worker._scheduler)
+        self.engine = new_engine(
+            self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note, faults.why_failed
+        )
         self.pools = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
         engine, pools = self.engine, cast(Any, self.pools)
         return EngineHost(
             ranks, loaded, blocks, 1024, engine, pools, connectors,
-            nothing, nothing, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit), f"host {self.host}",
+            grammars, adapters, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit), f"host {self.host}",
         )  # fmt: skip
 
     def _tiers(self, pools: list[Pool]) -> SimulatedTiers:
@@ -286,7 +298,7 @@ def model_text() -> tuple[Any, TokenText]:
     words = {str(number): number for number in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="0"))  # noqa: S106
     text = SimpleNamespace(
-        tokenizer=tokenizer, eos_token_ids=frozenset[int](), sampling_defaults=SamplingDefaults()
+        tokenizer=tokenizer, eos_token_ids=frozenset({EOS_TOKEN_ID}), sampling_defaults=SamplingDefaults()
     )  # fmt: skip
     return text, TokenText(tokenizer)
 
