@@ -192,6 +192,10 @@ class Invariants:
             role = roles.get(record.worker.worker_id, record.role)
             if proxy.name == "proxy-0" and role != record.role and self._is_calm(launcher.loop, proxy.loop):
                 yield "the launcher takes a worker for one of another role", details, SOON_S
+        for sequence in proxy.dispatcher._sequences:
+            if sequence.num_deaths > len(self._cluster.died_at):
+                details = f"{proxy.name}: {sequence.num_deaths}, not {len(self._cluster.died_at)}"
+                yield "a request is blamed for more deaths than there were", details, 0
         if now - proxy.loop.running_since > SOON_S and any(now > each.until + 1 for each in proxy.dispatcher._waiting):
             yield "a prompt waits for a worker for too long", proxy.name, 0
 

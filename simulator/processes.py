@@ -98,6 +98,8 @@ class Machine:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
     has_faults: bool = True
     """Whether data paths and steps may still fail."""
+    died_at: set[float] = field(default_factory=set)
+    """When processes died: all of a lost host at the same time."""
     num_failed_requests: int = 0
     """Requests in steps that have failed."""
 
@@ -172,6 +174,8 @@ class SimulatedProcess:
         if self.loop.is_dead:
             return
         self._machine.note(f"{self.name} ({self.pids[0]}) exits with {code}")
+        if code:
+            self._machine.died_at.add(self._machine.timeline.now)
         self._end_rank(0)
         self._machine.switch.on_killed(self.name)
         self.watched_by = [loop for loop, pid, _ in self.watches if pid == self.pids[0]]
@@ -184,6 +188,7 @@ class SimulatedProcess:
         """Ends the process with its host. No kernel is left to tell its peers."""
         if self.loop.is_dead:
             return
+        self._machine.died_at.add(self._machine.timeline.now)
         for loop in self.loops:
             loop.kill()
         silent_s = self._machine.timeline.rng.uniform(*SILENT_S)
