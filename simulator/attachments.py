@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -58,7 +59,7 @@ class SimulatedMasks:
 class SimulatedGrammars:
     """Takes the place of `engine.sampling.grammars.Grammars`. on_ready: called when one is compiled."""
 
-    def __init__(self, loop: ProcessLoop, rng: Any, on_ready: Callable[[], None]) -> None:
+    def __init__(self, loop: ProcessLoop, rng: random.Random, on_ready: Callable[[], None]) -> None:
         self._loop, self._rng, self._on_ready = loop, rng, on_ready
         self._known: dict[str, Grammar] = {}
 
@@ -79,7 +80,7 @@ class SimulatedGrammars:
 class SimulatedAdapters:
     """Takes the place of `engine.lora.adapters.Adapters`. An adapter's weights are its digest."""
 
-    def __init__(self, loop: ProcessLoop, rng: Any, on_ready: Callable[[], None]) -> None:
+    def __init__(self, loop: ProcessLoop, rng: random.Random, on_ready: Callable[[], None]) -> None:
         self._loop, self._rng, self._on_ready = loop, rng, on_ready
         self._known: dict[str, Adapter] = {}
 
@@ -104,7 +105,12 @@ class SimulatedAdapters:
         pass
 
 
-def _later(loop: ProcessLoop, rng: Any, end: Callable[[], None], on_ready: Callable[[], None]) -> None:
+def attachments(loop: ProcessLoop, rng: random.Random, on_ready: Callable[[], None]) -> tuple[Any, Any]:
+    """Returns the grammars and the adapters of a worker. on_ready: called when one of them can be used."""
+    return SimulatedGrammars(loop, rng, on_ready), SimulatedAdapters(loop, rng, on_ready)
+
+
+def _later(loop: ProcessLoop, rng: random.Random, end: Callable[[], None], on_ready: Callable[[], None]) -> None:
     def run() -> None:
         end()
         on_ready()

@@ -38,7 +38,7 @@ from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import RequestAborted
 from tandem.runtime.processes.process import EXIT_FAILED, exit_code_of, serve
 from tandem.runtime.tasks import start
-from tandem.simulator.attachments import SimulatedAdapters, SimulatedGrammars
+from tandem.simulator.attachments import attachments
 from tandem.simulator.connection import SILENT_S
 from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
 from tandem.simulator.engine import Pool, SimulatedEngine, TimedEngine
@@ -58,7 +58,6 @@ from tandem.worker.worker import Worker
 FOLLOWER_EXIT_S = 0.3
 """Time in which the ranks of a worker end after the first one, at most."""
 PROXY_POLL_S = 0.05
-
 
 OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 Note = Callable[..., None]
@@ -238,9 +237,7 @@ class SimulatedWorker(SimulatedProcess):
         connectors: Any = {
             name: each for name, each in CONNECTORS.items() if shape.config.kv_connector in ("auto", name)
         }
-        rng = machine.timeline.rng
-        grammars: Any = SimulatedGrammars(self.loop, rng, on_prepared)
-        adapters: Any = SimulatedAdapters(self.loop, rng, on_prepared)
+        grammars, adapters = attachments(self.loop, machine.timeline.rng, on_prepared)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
         faults = StepFaults(machine, self.name, lambda: self.worker._scheduler)
