@@ -213,7 +213,7 @@ def draw(seed: int) -> Scenario:
         cluster,
         hang_share=hang_share,
         step_failure_share=rng.choice([0.0] * 5 + [0.003]),
-        no_memory_share=rng.choice([0.0] * 3 + [0.003, 0.03]),
+        no_memory_share=rng.choice([0.0] * 3 + [0.01, 0.1]),
     )
     return Scenario(seed, cluster, requests, faults)
 
