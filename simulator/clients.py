@@ -10,19 +10,20 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from tandem.protocol.messages.sampling import SamplingParams
+from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.batches.batch_run import MAX_RETRY_S, MIN_RETRY_S
+from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.dispatch.crashes import MAX_DEATHS
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import start
-from tandem.simulator.engine import answer
+from tandem.simulator.answer_check import AnswerCheck, KnownPrefixes
 from tandem.simulator.processes import Note, SimulatedProxy
 from tandem.simulator.scenario import MODEL, NO_TIMEOUT_S, Request
 from tandem.telemetry.request_log import RequestRecord
@@ -60,13 +61,19 @@ class Clients:
         send_again: Callable[[float, Request], object],
         num_kills: int = 0,
         limits: AdmissionSettings = AdmissionSettings(),  # noqa: B008  # frozen
+        *,
+        steps_fail: bool = False,
     ) -> None:
-        self._expected = expected_errors(num_kills, limits)
+        self._expected = expected_errors(num_kills, limits) | ({"internal_error"} if steps_fail else set())
         self._has_slo = limits.ttft_slo_ms > 0
         self.outcomes: dict[int, str] = {}
         self._served: defaultdict[str, Counter[str]] = defaultdict(Counter)  # what proxies should count
         self._of_proxies: defaultdict[str, dict[int, Request]] = defaultdict(dict)  # open requests by proxy
         self._num_refusals: Counter[int] = Counter()  # of lines of batches
+        self._num_open: Counter[str] = Counter()  # sequences whose end has not come, by proxy
+        self.num_failed = 0
+        """Requests that have failed together with a step."""
+        self._prefixes = KnownPrefixes(report)
         self._send_again = send_again
         self._report = report
         self._note = note
@@ -86,41 +93,38 @@ class Clients:
 
     async def _serve(self, request: Request, proxy: SimulatedProxy) -> None:
         """Does what an HTTP route does: reads all deltas of a request, and closes the generator."""
-        prompts: list[Prompt] = []
-        for prompt in request.prompts:
-            token_ids = pack_token_ids(list(prompt))
-            hashes = pack_short_hashes(BlockHasher(proxy.block_size, MODEL).prompt_hashes(token_ids))
-            prompts.append(Prompt(token_ids, len(prompt), prefix_hashes=hashes))
-        wanted = GenerationRequest(
-            prompt=RenderedPrompts(prompts),
-            max_tokens=request.max_tokens,
-            max_tokens_param="max_tokens",
-            base_sampling=SamplingParams(temperature=0.0),
-            n=request.num_sequences,
-            seed=0,
-            priority=request.priority,
-            timeout=request.timeout_s,
-        )
+        wanted, check = _wanted(request, proxy.block_size), AnswerCheck(request, self._report)
         record = RequestRecord(f"request {request.number}", MODEL, arrived_at=proxy.loop.time())
         outcome, served = "finished", Counter[str]()
+        is_first = self._prefixes.add(request, check, proxy.block_size)
+        self._num_open[proxy.proxy_id] += check.num_open
         try:
             await proxy.readiness.limits()
             served = self._served[proxy.proxy_id]
             served["requests"] += 1
+            served["with stop strings"] += bool(request.wishes.stop)
             generation = Generation(proxy.services, wanted, record, f"client {request.number % 3}")
             async with aclosing(generation.deltas()) as deltas:
-                if not await self._read(served, request, deltas):
+                if not await self._read(served, request, check, proxy, deltas):
                     outcome = "client left"
+            if outcome == "finished":
+                check.check_usage(record)
+                is_first = is_first and all(len(each._attempts) == 1 for each in record.sequences)
+                if is_first and not request.more_prompts:
+                    self._prefixes.check(request, record.num_cached_tokens, proxy.block_size)
             served["left" if outcome == "client left" else "finished"] += 1
         except TandemError as error:
             outcome = error.code
             served[outcome] += 1
             if outcome == "overloaded" and not proxy.table.workers():  # none has come
                 outcome = "no_worker_ready"
-            is_expected = outcome in self._expected or (outcome == "request_aborted" and not proxy.accepts)
+            is_expected = outcome in self._expected | check.errors
+            is_expected = is_expected or (outcome == "request_aborted" and not proxy.accepts)
+            self.num_failed += outcome == "internal_error" and outcome not in check.errors
             is_patient = request.timeout_s == NO_TIMEOUT_S and not self._has_slo
             if not is_expected or (outcome in LATE_ERRORS and is_patient):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
+        self._num_open[proxy.proxy_id] -= check.num_open
         proxy.num_open -= 1
         self._of_proxies[proxy.proxy_id].pop(request.number, None)
         if request.is_of_batch and outcome in REFUSALS:
@@ -132,14 +136,15 @@ class Clients:
     def miscounted(self, proxy: SimulatedProxy) -> str | None:
         """Returns what the metrics of a proxy without open requests count otherwise than its clients.
 
-        A request that its client leaves with its last token counts as finished or as left.
+        A request that its client leaves with its last token counts as finished or as left. Tokens that come behind a
+        stop string, together with it, are counted.
         """
         served, counted = self._served[proxy.proxy_id], Counter[str]()
         for sample in next(iter(proxy.metrics.requests.collect())).samples:
             if sample.name.endswith("_total"):
                 outcome = sample.labels["outcome"]
                 counted["finished" if outcome in ("stop", "length") else outcome] += int(sample.value)
-        codes = (counted | served).keys() - {"requests", "finished", "left", "aborted", "tokens"}
+        codes = (counted | served).keys() - {"requests", "finished", "left", "aborted", "tokens", "with stop strings"}
         wrong = [
             f"{code}: {counted[code]}, not {served[code]}" for code in sorted(codes) if counted[code] != served[code]
         ]
@@ -148,31 +153,30 @@ class Clients:
         if counted.total() != served["requests"]:
             wrong.append(f"requests: {counted.total()}, not {served['requests']}")
         tokens = int(proxy.metrics.generation_tokens._value.get())
-        if tokens < served["tokens"] or (tokens > served["tokens"] and served["finished"] == served["requests"]):
+        is_exact = served["finished"] == served["requests"] and not served["with stop strings"]
+        if tokens < served["tokens"] or (tokens > served["tokens"] and is_exact):
             wrong.append(f"tokens: {tokens}, not {served['tokens']}")
         return "; ".join(wrong) or None
 
-    async def _read(self, served: Counter[str], request: Request, deltas: AsyncGenerator[TextDelta, None]) -> bool:
+    async def _read(
+        self,
+        served: Counter[str],
+        request: Request,
+        check: AnswerCheck,
+        proxy: SimulatedProxy,
+        deltas: AsyncGenerator[TextDelta, None],
+    ) -> bool:
         """Checks what comes. Returns whether the client has stayed to the end."""
-        answers = [
-            answer(prompt, request.max_tokens) for prompt in request.prompts for _ in range(request.num_sequences)
-        ]
-        tokens: list[list[int]] = [[] for _ in answers]
-        texts = [""] * len(answers)
         async for delta in deltas:
             await asyncio.sleep(request.read_s)
-            got, wanted = tokens[delta.index], answers[delta.index]
-            got += [token.token_id for token in delta.tokens]
             served["tokens"] += len(delta.tokens)
-            texts[delta.index] += delta.text
-            if got != wanted[: len(got)]:
-                self._report("wrong tokens", f"request {request.number}: {got} instead of {wanted[: len(got)]}")
+            check.add(delta)
             if delta.finish_reason is not None:
-                if len(got) != len(wanted):
-                    self._report("a short answer", f"request {request.number}: {len(got)} of {len(wanted)} tokens")
-                if texts[delta.index].split() != [str(token_id) for token_id in got]:
-                    self._report("wrong text", f"request {request.number}: {texts[delta.index]!r} of {got}")
-            if request.stops_after is not None and len(got) > request.stops_after:
+                self._num_open[proxy.proxy_id] -= 1
+                if (num := proxy.dispatcher.num_running) > self._num_open[proxy.proxy_id]:
+                    details = f"request {request.number}: {proxy.name} holds {num} sequences"
+                    self._report("a sequence goes on behind its end", details)
+            if request.stops_after is not None and check.num_tokens(delta.index) > request.stops_after:
                 return False
         return True
 
@@ -181,3 +185,32 @@ class Clients:
             self._report("two ends", f"request {request.number}: {self.outcomes[request.number]}, then {outcome}")
         self.outcomes[request.number] = outcome
         self._note("request %d: %s", request.number, outcome)
+
+
+def _wanted(request: Request, block_size: int) -> GenerationRequest:
+    """Returns what the proxy's readers make of a request."""
+    wishes = request.wishes
+    adapter = NamedAdapter("adapter", AdapterRef(wishes.adapter, "/adapters")) if wishes.adapter else None
+    hasher = BlockHasher(block_size, MODEL, wishes.salt, (), adapter.ref if adapter is not None else None)
+    prompts: list[Prompt] = []
+    for prompt in request.prompts:
+        token_ids = pack_token_ids(list(prompt))
+        prompts.append(Prompt(token_ids, len(prompt), prefix_hashes=pack_short_hashes(hasher.prompt_hashes(token_ids))))
+    return GenerationRequest(
+        prompt=RenderedPrompts(prompts),
+        max_tokens=request.max_tokens,
+        max_tokens_param="max_tokens",
+        base_sampling=wishes.params,
+        n=request.num_sequences,
+        seed=wishes.seed,
+        priority=request.priority,
+        timeout=request.timeout_s,
+        stop=list(wishes.stop),
+        include_stop_str_in_output=wishes.shows_stop,
+        stop_token_ids=list(wishes.stop_token_ids),
+        ignore_eos=wishes.ignore_eos,
+        min_tokens=wishes.min_tokens,
+        cache_salt=wishes.salt,
+        adapter=adapter,
+        num_prompt_logprobs=wishes.num_prompt_logprobs,
+    )

@@ -1,6 +1,7 @@
-"""The engine in simulated time. Its tokens are hashes of the tokens before them, which it reads from KV blocks.
+"""The engine in simulated time. It reads what its tokens depend on from KV blocks and from what the step says.
 
-So the only right answer to each prompt is known (`answer`), and a block that was lost, mixed up or overwritten shows.
+So a block that was lost, mixed up or overwritten shows, and so does a step with a wrong seed, history or adapter
+(`simulator.sampling`).
 """
 
 from __future__ import annotations
@@ -8,36 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from tandem.engine.batch import Batch, BatchItem, ItemOutput
+from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.engine import OnDone, StepTiming
-from tandem.protocol.messages.sampling import SampledToken
+from tandem.engine.sampling.grammar import GrammarState, MaskRequest
+from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
+from tandem.runtime.errors import ErrorInfo, TandemError
+from tandem.simulator.sampling import VOCAB_SIZE, History, after, logprobs_of, needs_history, sampled, start_state
 from tandem.simulator.timeline import ProcessLoop
 
-VOCAB_SIZE = 50_000
-_START = 0x243F6A8885A308D3
 
-
-def _after(state: int, token_id: int) -> int:
-    """Returns the state of a sequence behind one more token."""
-    mixed = (state ^ (token_id + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
-    return mixed ^ mixed >> 31
-
-
-def _next_token(state: int) -> int:
-    return 1 + (state >> 20) % (VOCAB_SIZE - 1)
-
-
-def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Returns the tokens that follow the prompt."""
-    state = _START
-    for token_id in prompt:
-        state = _after(state, token_id)
-    generated: list[int] = []
-    for _ in range(num_tokens):
-        generated.append(_next_token(state))
-        state = _after(state, generated[-1])
-    return generated
+class StepFailed(Exception):
+    """A step of a simulated engine that fails, so that all of its requests do."""
 
 
 @dataclass
@@ -73,7 +57,8 @@ class SimulatedStepTimes:
 class SimulatedEngine:
     """Implements `engine.engine.Engine`. on_corrupt: called with what is wrong in a sequence, and its block.
 
-    pools: of the ranks, which hold the same, because a slot stands for the heads of its rank.
+    pools: of the ranks, which hold the same, because a slot stands for the heads of its rank. why_failed: returns an
+    error if the oldest step fails. It has then done nothing, not even its copies.
     """
 
     def __init__(
@@ -84,8 +69,10 @@ class SimulatedEngine:
         overlaps: bool,
         on_corrupt: Callable[[str, int], None],
         note: Callable[..., None],
+        why_failed: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self.overlaps = overlaps
+        self._why_failed = why_failed
         self._loop = loop
         self._pools = pools
         self.times = times
@@ -93,7 +80,8 @@ class SimulatedEngine:
         self._note = note
         self._steps: deque[tuple[Batch | None, OnDone]] = deque()
         self._is_running = self._has_ended = False
-        self._samples: list[SampledToken] = []  # of the step before
+        self._samples: list[tuple[int, bool]] = []  # of the step before: tokens, and whether they have an error
+        self._histories: list[list[History | ErrorInfo]] = []  # of the samples of the running step, by item
         self.is_stopped = False
 
     def submit(self, batch: Batch | None, on_done: OnDone) -> None:
@@ -108,6 +96,7 @@ class SimulatedEngine:
         batch = self._steps[0][0]
         assert batch is not None
         self._is_running = True
+        self._histories = [[self._history(item, sample) for sample in item.samples] for item in batch.items]
         step_s = self.times.of(batch) * self._loop.slowness
         self._loop.call_later(self.times.gap_s + step_s, self._end, step_s)
 
@@ -123,38 +112,80 @@ class SimulatedEngine:
             return
         batch, on_done = self._steps.popleft()
         assert batch is not None
+        timing = StepTiming(self._step_s, 0.0)
+        if (error := self._why_failed()) is not None:
+            self._steps.clear()  # the one behind it is not run
+            self._loop.call_soon(on_done, None, error, timing)
+            return
         for pool in self._pools:
             for source, destination in batch.block_copies:
                 pool.blocks[destination] = list(pool.blocks[source])
-        outputs = [self._run(item) for item in batch.items]
-        self._samples = [token for output in outputs for token in output.tokens]
+        outputs = [self._run(item, histories) for item, histories in zip(batch.items, self._histories, strict=True)]
+        self._samples = [(token.token_id, output.error is not None) for output in outputs for token in output.tokens]
         if self._steps and self._steps[0][0] is None:
             self._steps.popleft()
         if self._steps:
             self._begin()
-        self._loop.call_soon(on_done, outputs, None, StepTiming(self._step_s, 0.0))
+        self._loop.call_soon(on_done, outputs, None, timing)
 
-    def _run(self, item: BatchItem) -> ItemOutput:
+    def _history(self, item: BatchItem, sample: Sample) -> History | ErrorInfo:
+        """Returns what a sample depends on besides the KV, or why it fails. Called when the step before has ended."""
+        output, grammar = list(sample.output_token_ids), sample.grammar
+        if item.follows is not None and needs_history(sample.params):
+            token_id, has_failed = self._samples[item.follows]
+            output.append(token_id)
+            grammar = None if has_failed else grammar
+        mask = self._mask(grammar, output, sample) if grammar is not None and not grammar.has_failed else b""
+        if isinstance(mask, ErrorInfo):
+            return mask
+        return History(sample.prompt_token_ids, output, sample.banned_token_ids, mask)
+
+    def _mask(self, state: GrammarState, output: list[int], sample: Sample) -> bytes | ErrorInfo:
+        try:
+            process = state.grammar.process()
+            process.send([MaskRequest(state, output, sample.banned_token_ids)], [], 1.0)
+        except TandemError as error:
+            return ErrorInfo.of(error)
+        mask = process.receive(1.0)
+        assert mask is not None
+        if mask.error is not None and state.is_optional:
+            state.give_up(mask.error.message)
+            return b""
+        return mask.error or mask.bits
+
+    def _run(self, item: BatchItem, histories: list[History | ErrorInfo]) -> ItemOutput:
+        if item.adapter is not None and item.adapter.error is not None:
+            return ItemOutput([], error=item.adapter.error)
         state, token_ids, size = self._read(item), self._tokens_of(item), self._pools[0].block_size
         written = item.block_table[item.start // size : -(-(item.start + len(token_ids)) // size)]
         self._note("%s: a step writes blocks %s", self._loop.name, tuple(written))
         for block in written:
             if not self._pools[0].is_held(block):
                 self._on_corrupt(f"a step writes block {block}, which is free", block)
+        targets, prompt_logprobs = iter(item.target_token_ids), list[TokenLogprobs]()
         for position, token_id in enumerate(token_ids, item.start):
-            following = _after(state, token_id)
+            following = after(state, token_id)
             block, slot = divmod(position, size)
             for pool in self._pools:
                 pool.blocks[item.block_table[block]][slot] = state, following
             state = following
-        return ItemOutput([SampledToken(_next_token(state)) for _ in item.samples])
+            if item.num_prompt_logprobs is not None and (target := next(targets, None)) is not None:
+                prompt_logprobs.append(logprobs_of(state, target, item.num_prompt_logprobs))
+        position = item.start + len(token_ids)
+        tokens = [
+            SampledToken(0) if isinstance(history, ErrorInfo) else sampled(state, position, sample.params, history)
+            for sample, history in zip(item.samples, histories, strict=True)
+        ]
+        error = next((each for each in histories if isinstance(each, ErrorInfo)), None)
+        return ItemOutput(tokens, prompt_logprobs, error)
 
     def _tokens_of(self, item: BatchItem) -> Sequence[int]:
-        return item.token_ids if item.follows is None else [self._samples[item.follows].token_id]
+        return item.token_ids if item.follows is None else [self._samples[item.follows][0]]
 
     def _read(self, item: BatchItem) -> int:
         """Returns the state behind the item's context, as all of its blocks have it."""
-        state, first = _START, self._pools[0]
+        digest: Any = item.adapter.weights if item.adapter is not None else ""
+        state, first = start_state(digest), self._pools[0]
         for start in range(0, item.start, first.block_size):
             block = item.block_table[start // first.block_size]
             num_slots = min(first.block_size, item.start - start)
@@ -181,7 +212,7 @@ class SimulatedEngine:
 class TimedEngine(SimulatedEngine):
     """Keeps no KV: a token follows from the one before it and its position. Only the time of a step counts."""
 
-    def _run(self, item: BatchItem) -> ItemOutput:
+    def _run(self, item: BatchItem, histories: list[History | ErrorInfo]) -> ItemOutput:
         token_ids = self._tokens_of(item)
         token_id = next_timed_token(item.start + len(token_ids), token_ids[-1])
         return ItemOutput([SampledToken(token_id) for _ in item.samples])
@@ -189,4 +220,4 @@ class TimedEngine(SimulatedEngine):
 
 def next_timed_token(position: int, last_token_id: int) -> int:
     """Returns the token at a position, behind this one."""
-    return _next_token(_after(position, last_token_id))
+    return 1 + (after(position, last_token_id) >> 20) % (VOCAB_SIZE - 1)

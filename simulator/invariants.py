@@ -68,12 +68,16 @@ class Invariants:
         """
         if attempt.route.is_shipped and attempt.times.reserved_at is None and not attempt.is_over:
             self._report("a stream began before decode had blocks", attempt.attempt_id)
-        info = attempt.route.decode
+        info = (
+            attempt.route.decode if attempt.has_decoded else None
+        )  # nothing is decoded behind a first token that ends
         if delta.finish_reason is None or info is None or (worker := self._cluster.process(info.pid)).loop.is_dead:
             return
         blocks = worker.worker._scheduler.blocks
         stored = sequence.prompt.token_ids + pack_token_ids(sequence.generated[:-1])
-        hashes = BlockHasher(self._cluster.shape.block_size, "simulated").prompt_hashes(stored)
+        prompt = sequence.prompt
+        hasher = BlockHasher(self._cluster.shape.block_size, "simulated", prompt.cache_salt, (), prompt.adapter)
+        hashes = hasher.prompt_hashes(stored)
         assert isinstance(blocks, NotedBlocks)
         if not blocks.has_evicted and len(blocks.match(hashes)) < len(hashes):
             self._report("a finished sequence is not cached", f"{worker.name}: {attempt.attempt_id}")
@@ -188,6 +192,10 @@ class Invariants:
             role = roles.get(record.worker.worker_id, record.role)
             if proxy.name == "proxy-0" and role != record.role and self._is_calm(launcher.loop, proxy.loop):
                 yield "the launcher takes a worker for one of another role", details, SOON_S
+        for sequence in proxy.dispatcher._sequences:
+            if sequence.num_deaths > len(self._cluster.died_at):
+                details = f"{proxy.name}: {sequence.num_deaths}, not {len(self._cluster.died_at)}"
+                yield "a request is blamed for more deaths than there were", details, 0
         if now - proxy.loop.running_since > SOON_S and any(now > each.until + 1 for each in proxy.dispatcher._waiting):
             yield "a prompt waits for a worker for too long", proxy.name, 0
 

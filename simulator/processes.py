@@ -38,12 +38,15 @@ from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import RequestAborted
 from tandem.runtime.processes.process import EXIT_FAILED, exit_code_of, serve
 from tandem.runtime.tasks import start
+from tandem.simulator.attachments import attachments
 from tandem.simulator.connection import SILENT_S
 from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
-from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
+from tandem.simulator.engine import Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.noted_blocks import NotedBlocks
+from tandem.simulator.sampling import EOS_TOKEN_ID, VOCAB_SIZE
 from tandem.simulator.scenario import ClusterShape
+from tandem.simulator.step_faults import StepFaults
 from tandem.simulator.tiers import SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
 from tandem.telemetry.proxy_metrics import ProxyMetrics
@@ -55,7 +58,6 @@ from tandem.worker.worker import Worker
 FOLLOWER_EXIT_S = 0.3
 """Time in which the ranks of a worker end after the first one, at most."""
 PROXY_POLL_S = 0.05
-
 
 OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 Note = Callable[..., None]
@@ -93,6 +95,12 @@ class Machine:
     stored: dict[str, Stored] = field(default_factory=dict)
     """Blocks in tiers, by tier; host memory belongs to one worker, and outlives its process."""
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
+    has_faults: bool = True
+    """Whether data paths and steps may still fail."""
+    died_at: set[float] = field(default_factory=set)
+    """When processes died: all of a lost host at the same time."""
+    num_failed_requests: int = 0
+    """Requests in steps that have failed."""
 
     def watch_exit(self, loop: ProcessLoop, pid: int, on_exit: Callable[[], None]) -> Callable[[], None]:
         """Implements `runtime.processes.exits.WatchExit` for the process of this loop."""
@@ -165,6 +173,8 @@ class SimulatedProcess:
         if self.loop.is_dead:
             return
         self._machine.note(f"{self.name} ({self.pids[0]}) exits with {code}")
+        if code:
+            self._machine.died_at.add(self._machine.timeline.now)
         self._end_rank(0)
         self._machine.switch.on_killed(self.name)
         self.watched_by = [loop for loop, pid, _ in self.watches if pid == self.pids[0]]
@@ -177,6 +187,7 @@ class SimulatedProcess:
         """Ends the process with its host. No kernel is left to tell its peers."""
         if self.loop.is_dead:
             return
+        self._machine.died_at.add(self._machine.timeline.now)
         for loop in self.loops:
             loop.kill()
         silent_s = self._machine.timeline.rng.uniform(*SILENT_S)
@@ -226,15 +237,18 @@ class SimulatedWorker(SimulatedProcess):
         connectors: Any = {
             name: each for name, each in CONNECTORS.items() if shape.config.kv_connector in ("auto", name)
         }
-        nothing: Any = SimpleNamespace(get=lambda *_: None, close=lambda: None)
+        grammars, adapters = attachments(self.loop, machine.timeline.rng, on_prepared)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
-        self.engine = new_engine(self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note)
+        faults = StepFaults(machine, self.name, lambda: self.worker._scheduler)
+        self.engine = new_engine(
+            self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note, faults.why_failed
+        )
         self.pools = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
         engine, pools = self.engine, cast(Any, self.pools)
         return EngineHost(
             ranks, loaded, blocks, 1024, engine, pools, connectors,
-            nothing, nothing, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit), f"host {self.host}",
+            grammars, adapters, lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit), f"host {self.host}",
         )  # fmt: skip
 
     def _tiers(self, pools: list[Pool]) -> SimulatedTiers:
@@ -286,7 +300,7 @@ def model_text() -> tuple[Any, TokenText]:
     words = {str(number): number for number in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="0"))  # noqa: S106
     text = SimpleNamespace(
-        tokenizer=tokenizer, eos_token_ids=frozenset[int](), sampling_defaults=SamplingDefaults()
+        tokenizer=tokenizer, eos_token_ids=frozenset({EOS_TOKEN_ID}), sampling_defaults=SamplingDefaults()
     )  # fmt: skip
     return text, TokenText(tokenizer)
 

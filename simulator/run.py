@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
+from tandem.simulator.engine import StepFailed
 from tandem.simulator.event_log import EventLog
 from tandem.simulator.invariants import Invariants
 from tandem.simulator.scenario import START_S, Request, Scenario
@@ -80,8 +81,11 @@ class LogHandler(logging.Handler):
         self._on_lost = on_lost
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and record.exc_info[1] is not None:
-            self._report("a logged error", f"{record.getMessage()}: {_described(record.exc_info[1])}")
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, StepFailed):
+            return
+        if error is not None:
+            self._report("a logged error", f"{record.getMessage()}: {_described(error)}")
         elif record.msg == "lost %s (epoch %s): %s" and isinstance(record.args, tuple):
             self._on_lost(*map(str, record.args))
 
@@ -116,8 +120,9 @@ class _Run:
         self._result = Result(self._log)
         num_kills = sum(fault.kind in ("kill", "fail starts") for fault in scenario.faults)
         self._clients = Clients(
-            self.report, self._log.note, self._send_later, num_kills, scenario.cluster.config.admission
-        )
+            self.report, self._log.note, self._send_later, num_kills, scenario.cluster.config.admission,
+            steps_fail=scenario.cluster.step_failure_share > 0,
+        )  # fmt: skip
         self._cluster = SimulatedCluster(
             scenario.cluster,
             self._timeline,
@@ -146,6 +151,8 @@ class _Run:
         for proxy in self._cluster.proxies.values() if not self._is_broken() else ():
             if (problem := self._clients.miscounted(proxy)) is not None:
                 self.report("metrics count otherwise than clients", f"{proxy.name}: {problem}")
+        if self._clients.num_failed > self._cluster.num_failed_requests:
+            self.report("more requests failed than were in failed steps", str(self._clients.num_failed))
         shape = self._scenario.cluster
         if not self._is_broken() and not self._scenario.faults and not shape.failure_share and not shape.corrupt_share:
             self._check_undisturbed()

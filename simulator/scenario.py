@@ -12,7 +12,8 @@ from tandem.deploy.device_defaults import with_device_defaults
 from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.runtime.settings import with_values
-from tandem.simulator.engine import SimulatedStepTimes, answer
+from tandem.simulator.answers import Wishes, answer_of, draw_wishes
+from tandem.simulator.engine import SimulatedStepTimes
 
 Command = Literal["leave", "leave proxy", "restart all", "drain for good", "change role", "scale"]
 """What operators do."""
@@ -60,6 +61,8 @@ class Request:
     """Of a request with several prompts."""
     is_of_batch: bool = False
     """Whether it is a line of a batch, which is sent until it has an answer."""
+    wishes: Wishes = field(default_factory=Wishes)
+    """What else the client asks for."""
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -116,6 +119,10 @@ class ClusterShape:
     num_hosts: int = 1
     max_workers: int = MAX_WORKERS
     """For which the hosts have room."""
+    step_failure_share: float = 0.0
+    """Share of the steps that fail, with all requests in them."""
+    no_memory_share: float = 0.0
+    """Share of the larger steps that do not fit into the device's memory."""
     hang_share: float = 0.0
     """Share of the workers told to leave that hang for good instead."""
 
@@ -190,7 +197,8 @@ def draw(seed: int) -> Scenario:
         max_workers=10,
         step_times=SimulatedStepTimes(rng.choice([0.004, 0.004, 0.1])),
     )
-    requests, faults = _requests(rng, cluster, end), _faults(rng, end)
+    requests = _requests(rng, random.Random(f"wishes {seed}"), cluster, end)
+    faults = _faults(rng, end)
     # Later additions come last, so that the rest of a known seed stays as it is.
     cluster = replace(cluster, bytes_per_s=rng.choice([math.inf, math.inf, 1e6, 1e5]))
     if rng.random() < 0.15:
@@ -201,7 +209,13 @@ def draw(seed: int) -> Scenario:
     has_batch = rng.random() < 0.25
     if has_batch and not cluster.config.admission.ttft_slo_ms:  # a line that is always late would be sent for ever
         requests = tuple(of_batch(each) if each.number % 2 else each for each in requests)
-    return Scenario(seed, replace(cluster, hang_share=hang_share), requests, faults)
+    cluster = replace(
+        cluster,
+        hang_share=hang_share,
+        step_failure_share=rng.choice([0.0] * 5 + [0.003]),
+        no_memory_share=rng.choice([0.0] * 3 + [0.01, 0.1]),
+    )
+    return Scenario(seed, cluster, requests, faults)
 
 
 def of_batch(request: Request) -> Request:
@@ -209,7 +223,9 @@ def of_batch(request: Request) -> Request:
     return replace(request, priority=LOWEST_PRIORITY, timeout_s=NO_TIMEOUT_S, stops_after=None, is_of_batch=True)
 
 
-def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Request, ...]:
+def _requests(
+    rng: random.Random, rng_of_wishes: random.Random, cluster: ClusterShape, end: float
+) -> tuple[Request, ...]:
     """Prompts are new, extend an earlier prompt or its answer, or share text behind another beginning."""
     limit = min(cluster.max_model_len, cluster.num_blocks * cluster.block_size) - 4 * cluster.block_size
     chats = [_tokens(rng, rng.randint(1, 120)) for _ in range(rng.randint(1, 6))]
@@ -223,7 +239,8 @@ def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Re
                 prompt = chat + prompt
             case 2 if requests:
                 earlier = rng.choice(requests)
-                prompt = earlier.prompt + tuple(answer(earlier.prompt, earlier.max_tokens)) + prompt
+                answer = answer_of(earlier.prompt, earlier.max_tokens, earlier.wishes)
+                prompt = earlier.prompt + tuple(answer.token_ids) + prompt
                 at = rng.uniform(earlier.at, end)
             case 3:
                 prompt = _tokens(rng, cluster.block_size) + chat
@@ -242,6 +259,7 @@ def _requests(rng: random.Random, cluster: ClusterShape, end: float) -> tuple[Re
                 stops_after=rng.randint(0, 10) if rng.random() < 0.2 else None,
                 read_s=rng.choice([0.0, 0.0, 0.05]),
                 more_prompts=tuple(each[:at_most] for each in more),
+                wishes=draw_wishes(rng_of_wishes),
             )
         )
     return tuple(sorted(requests, key=lambda each: each.at))

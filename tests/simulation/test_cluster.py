@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-import tandem.simulator.clients
+import tandem.simulator.answer_check
 from tandem.deploy.commands.simulate import simulate
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.membership import DrainWorker, GetStatus, ToProxyControl
-from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer
+from tandem.simulator.answers import Answer, answer_of
 from tandem.simulator.connection import SILENT_S
-from tandem.simulator.engine import answer
 from tandem.simulator.event_log import EventLog
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.run import run
@@ -81,9 +81,12 @@ def test_a_violation_is_told_and_made_smaller(
     scenario = draw(1)
     assert simulate(1, "", 0.0, tmp_path / "log") == 0
     assert f"no violation; {len(scenario.requests)} requests" in capsys.readouterr().out
-    monkeypatch.setattr(
-        tandem.simulator.clients, "answer", lambda prompt, num_tokens: [*answer(prompt, num_tokens)[:-1], 7]
-    )
+
+    def wrong_answer(*asked: Any) -> Answer:
+        answer = answer_of(*asked)
+        return replace(answer, tokens=[*answer.tokens[:-1], SampledToken(7)])
+
+    monkeypatch.setattr(tandem.simulator.answer_check, "answer_of", wrong_answer)
     assert simulate(1, "", 0.0, tmp_path / "log") == 1
     printed = capsys.readouterr().out
     assert printed.startswith("seed 1: ") and ": wrong tokens: request " in printed

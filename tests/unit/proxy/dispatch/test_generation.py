@@ -98,6 +98,26 @@ def test_a_stop_string_ends_the_request_on_the_workers_too() -> None:
     play(test)
 
 
+def test_a_stop_string_ends_one_of_several_sequences_on_the_workers_at_once() -> None:
+    async def test(cluster: Cluster) -> None:
+        made, _ = generation(cluster, stop=["END"], n=2)
+        deltas = made.deltas()
+        first = asyncio.create_task(anext(deltas))
+        stopped, _ = await prefills(cluster, 2)
+        token_ids = cluster.text.ids("END")
+        cluster.first(stopped, token_ids[0])
+        for token_id in token_ids[1:]:
+            cluster.token(stopped, token_id)
+        delta = await first
+        while delta.finish_reason is None:
+            delta = await anext(deltas)
+        assert cluster.dispatcher.num_running == 1, "the other one goes on"
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+        await deltas.aclose()
+
+    play(test)
+
+
 def test_several_prompts_and_n_are_numbered_as_openai_does() -> None:
     async def test(cluster: Cluster) -> None:
         _, answers = generation(cluster, prompt=["a", "b"], n=2, seed=5)

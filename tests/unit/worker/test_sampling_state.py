@@ -1,0 +1,91 @@
+"""What a step samples with, behind a migration, an abort of a sibling, and a step that did not fit into memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tandem.engine.batch import Batch
+from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.protocol.messages.dispatch import AttemptPreempted, PrepareDecode, StartPrefill
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, ReserveKV, ShipKV
+from tandem.worker.worker_scheduler import WorkerScheduler
+from tests.unit.worker.test_worker_scheduler import TOKEN, new_scheduler, start, step
+
+PROMPT, GENERATED = list(range(20)), [31, 32, 33]
+PENALISED = SamplingParams(frequency_penalty=0.5, seed=1)
+
+
+def dispatched(kind: Any, num_sequences: int = 1, **fields: Any) -> Any:
+    """Returns the message that dispatches sequences again, which have generated three tokens before."""
+    return kind(
+        "p", [f"a{number}" for number in range(num_sequences)], "t", pack_token_ids([*PROMPT, *GENERATED]),
+        PENALISED, [5 + number for number in range(num_sequences)], StopConditions(30, frozenset({7}), min_tokens=5),
+        9.0, num_generated=len(GENERATED), **fields,
+    )  # fmt: skip
+
+
+def arrived(message: PrepareDecode, first_tokens: list[int], aborted: str = "") -> Batch:
+    """Lets the KV of a prompt arrive at a decode worker, and returns its next step."""
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", 64, 4, lease_s=10.0).decode
+    scheduler.on_prepare(0.0, message)
+    actions: list[Any] = scheduler.on_reserve(0.0, ReserveKV("pair", "t", len(PROMPT) + len(GENERATED)))
+    [reserved] = [each.message for each in actions if isinstance(each.message, KVReserved)]
+    if aborted:
+        scheduler.on_abort("p", aborted)
+    scheduler.on_ship(ShipKV("pair", 0, "t", 0, len(reserved.block_ids)))
+    scheduler.on_received("t", None)
+    scheduler.on_finish_transfer(FinishTransfer("t", len(PROMPT) + len(GENERATED), first_tokens))
+    return scheduler.schedule(1.0)[0]
+
+
+def check_sample(sample: Any, output: list[int], seed: int) -> None:
+    assert list(sample.prompt_token_ids) == PROMPT and list(sample.output_token_ids) == output
+    assert sample.params == msgspec.structs.replace(PENALISED, seed=seed)
+
+
+def test_a_migrated_sequence_is_sampled_like_one_that_stayed() -> None:
+    """Penalties know what was generated before, and `min_tokens` counts it."""
+    scheduler = new_scheduler()
+    scheduler.prefill.on_start(0.0, dispatched(StartPrefill, decode_worker_id="w", decode_epoch="e"), None,
+                               decodes_here=True)  # fmt: skip
+    bans = []
+    for output in (GENERATED, [*GENERATED, 9], [*GENERATED, 9, 9]):
+        batch, _ = scheduler.schedule(1.0)
+        [sample] = batch.items[0].samples
+        check_sample(sample, output, 5)
+        bans.append(set(sample.banned_token_ids))
+        scheduler.on_step(1.0, [TOKEN])
+    assert bans == [{7}, {7}, set()]
+
+
+def test_a_migrated_sequence_is_decoded_elsewhere_like_one_that_stayed() -> None:
+    prepare = dispatched(PrepareDecode, prefill_worker_id="x", prefill_epoch="x")
+    [item] = arrived(prepare, [34]).items
+    check_sample(item.samples[0], [*GENERATED, 34], 5)
+    assert set(item.samples[0].banned_token_ids) == {7}, "the fifth token is still to come"
+
+
+def test_siblings_keep_their_tokens_and_seeds_when_one_is_aborted() -> None:
+    prepare = dispatched(PrepareDecode, 3, prefill_worker_id="x", prefill_epoch="x")
+    for aborted in range(3):
+        items = arrived(prepare, [41, 42, 43], f"a{aborted}").items
+        left = [number for number in range(3) if number != aborted]
+        assert [list(item.token_ids) for item in items] == [[41 + number] for number in left]
+        for number, item in zip(left, items, strict=True):
+            check_sample(item.samples[0], [*GENERATED, 41 + number], 5 + number)
+
+
+def test_no_sequence_goes_on_without_the_copies_of_a_step_that_did_not_fit() -> None:
+    """The older half would be kept otherwise; its block may be one that was to be copied."""
+    scheduler = new_scheduler()
+    start(scheduler, "a", 2, tokens=list(range(20)))
+    step(scheduler)
+    batch, _ = scheduler.schedule(2.0)
+    assert batch.block_copies
+    messages = [each.message for each in scheduler.on_out_of_memory(MemoryError()) if hasattr(each, "message")]
+    assert [type(message) for message in messages] == [AttemptPreempted] * 2 and scheduler.is_idle
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
