@@ -216,11 +216,12 @@ class SimulatedWorker(SimulatedProcess):
 
     async def _load(self, config: TandemWorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
         machine, shape = self._machine, self._machine.shape
-        layout = KVLayout("simulated", "float32", 1, 1, 16, shape.block_size, tensor_parallel_size=len(self.pids))
+        num_ranks, num_heads = len(self.pids), shape.num_heads
+        layout = KVLayout("simulated", "float32", 1, num_heads // num_ranks, 16, shape.block_size, num_ranks)
         block_size = shape.block_size if shape.keeps_kv else 0
         blocks = NotedBlocks(self.name, shape, machine.note)
-        own = [Pool(shape.num_blocks, block_size, self._check_write, blocks.is_held) for _ in self.pids]
-        machine.wires.pools.update(zip(self.pids, own, strict=True))
+        pool_of = functools.partial(Pool, shape.num_blocks, block_size, self._check_write, blocks.is_held)
+        own = [pool_of(head) for head in range(num_heads)]
         cpu: Any = SimpleNamespace(type="cpu")
         loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, cpu, cpu, layout)
         connectors: Any = {
@@ -230,7 +231,7 @@ class SimulatedWorker(SimulatedProcess):
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
         self.engine = new_engine(self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note)
-        self.pools = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
+        self.pools = SimulatedPools(self.loops, self.pids, layout, own, machine.wires, self._tiers(own))
         engine, pools = self.engine, cast(Any, self.pools)
         return EngineHost(
             ranks, loaded, blocks, 1024, engine, pools, connectors,
