@@ -15,9 +15,8 @@ from typing import Any, cast
 
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, gather, when_all
-from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender
+from tandem.kv_transfer.ranks.fan_out import FanOutPools, FanOutReceiver, FanOutSender
 from tandem.kv_transfer.ranks.head_slices import HeadRoute, head_routes
-from tandem.kv_transfer.ranks.worker_pools import FanOutPools
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
 from tandem.simulator.engine import Pool

@@ -92,7 +92,7 @@ def _of_proxy(cluster: SimulatedCluster, proxy: SimulatedProxy, infos: dict[str,
         load, use = record.load, record.use
         yield f"{about}'s drain", record.draining, False
         held = (0, 0, 0, [], blocks.num_blocks, len(blocks._by_hash))
-        told = (load.num_running, load.num_waiting, load.num_decoding, [each for each in load.waiting_tokens if each[1]],
+        told = (load.num_running, load.num_waiting, load.num_decoding, load.waiting_tokens,
                 load.num_free_blocks, load.num_cached_blocks)  # fmt: skip
         yield f"{about}'s load", told, held
         assumed = use.num_sequences, use.prompts.total, use.num_free_blocks, use.itl_s(1)
