@@ -13,6 +13,7 @@ from typing import Any
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.proxy.cluster.worker_load import WorkerUse
 from tandem.simulator.processes import SimulatedProxy, SimulatedWorker
+from tandem.simulator.site import SimulatedLauncher
 from tandem.worker.tier_traffic import REFRESH_INTERVAL_S
 
 Wait = tuple[str, str, float]
@@ -53,13 +54,13 @@ def of_worker(worker: SimulatedWorker) -> Iterator[Wait]:
         claimed, source = decode.sequences.by_transfer.get(transfer.transfer_id), incoming._by_id.get(transfer.pair_id)
         if claimed is not None and source is not None and claimed.prefill_epoch != source.prefill_epoch:
             yield "a prompt gets blocks of another process than computes it", f"{name}: {transfer.transfer_id}", 0
-    tiers = worker.pools.tiers
-    for tier in scheduler.tiers._tiers.values():
+    tiers, is_serving = worker.pools.tiers, worker.presence._registration is not None
+    for tier in scheduler.tiers._tiers.values() if is_serving else ():
         if not tiers.is_idle(tier.name) or tier.error:
             continue
         for block_hash in tiers.present(tier.name) ^ tier.hashes.keys():
             details = f"{name}: {tier.name}: {block_hash.hex()}"
-            yield "a tier's directory is not refreshed", details, REFRESH_INTERVAL_S + LATE_S
+            yield "a tier's directory is not refreshed", details, 2 * REFRESH_INTERVAL_S + LATE_S
 
 
 def of_proxy(proxy: SimulatedProxy) -> Iterator[Wait]:
@@ -99,3 +100,15 @@ def _overestimates(details: str, use: WorkerUse, load: WorkerLoad) -> Iterator[W
         yield "a worker seems to have more prompts than it has", details, LATE_S
     if use.num_sequences > max(load.num_decoding, use._num_own):
         yield "a worker seems to have more sequences than it has", details, LATE_S
+
+
+def of_launcher(launcher: SimulatedLauncher, now: float) -> Iterator[Wait]:
+    """Checks that a launcher that hears from proxies counts no process that has been followed by another."""
+    if not launcher.is_ready or launcher.loop.stopped_at is not None:
+        return
+    product = launcher.launcher
+    heard_at = max((each.heard_at for each in product._orders._proxies.values()), default=0.0)
+    pids = {child.name: child.last_pid for child in product._children.values()}
+    for name, (_, report) in product._reports._heard.items():
+        if pids.get(name) != report.worker.pid and now - heard_at < LATE_S:
+            yield "the launcher counts a process that has ended", f"{name} ({report.worker.pid})", 2 * LATE_S

@@ -90,6 +90,7 @@ class Invariants:
 
     def _waits(self) -> Iterator[tuple[str, str, float]]:
         """Yields (rule, details, seconds) of what may last for so long."""
+        yield from accounts.of_launcher(self._cluster.launcher, self._timeline.now)
         for worker in self._cluster.workers.values():
             if worker.epoch is not None:
                 self._by_epoch[worker.epoch] = worker

@@ -27,10 +27,7 @@ from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S, WorkerTable
 from tandem.proxy.control import Control
-from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation_services import GenerationServices
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
@@ -43,6 +40,7 @@ from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
 from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.noted_blocks import NotedBlocks
+from tandem.simulator.observed_dispatcher import ObservedDispatcher, OnDelta
 from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.tiers import SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
@@ -56,8 +54,6 @@ FOLLOWER_EXIT_S = 0.3
 """Time in which the ranks of a worker end after the first one, at most."""
 PROXY_POLL_S = 0.05
 
-
-OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 Note = Callable[..., None]
 
 
@@ -292,20 +288,6 @@ def model_text() -> tuple[Any, TokenText]:
     return text, TokenText(tokenizer)
 
 
-class ObservedDispatcher(Dispatcher):
-    """Calls on_delta with the tokens that a reader takes. The other arguments: see `Dispatcher`."""
-
-    def __init__(self, on_delta: OnDelta, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._on_delta = on_delta
-
-    def take(self, sequence: DispatchedSequence) -> TokenDelta | None:
-        attempt, delta = sequence.attempt, super().take(sequence)
-        if delta is not None and attempt is not None:
-            self._on_delta(sequence, attempt, delta)
-        return delta
-
-
 class SimulatedProxy(SimulatedProcess):
     """One process of a proxy, from its control socket to the tokens and texts that its HTTP routes send."""
 
@@ -334,6 +316,7 @@ class SimulatedProxy(SimulatedProcess):
         self.router = Router(self.table, routing.decode_prefill_threshold, routing.num_proxies, rng=rng)
         self.dispatcher = ObservedDispatcher(
             self._machine.on_delta,
+            self._machine.report,
             self.proxy_id,
             self.router,
             connections,

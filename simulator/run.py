@@ -22,9 +22,10 @@ from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.event_log import EventLog
 from tandem.simulator.invariants import Invariants
+from tandem.simulator.messages import REST_S, Messages
 from tandem.simulator.scenario import START_S, Request, Scenario
 from tandem.simulator.timeline import Timeline
-from tandem.simulator.views import REST_S, RestMessages, wrong_view
+from tandem.simulator.views import wrong_view
 
 RECOVERY_S = 100.0
 """Time in which all requests end after the last fault, besides that for shipping their prompts; a minute later the
@@ -132,7 +133,7 @@ class _Run:
             lambda *taken: self._invariants.check_delta(*taken),
             self._on_message,
         )
-        self._rest: RestMessages | None = None
+        self._messages = Messages(self._cluster, self.report)
         self._invariants = Invariants(self._cluster, self._timeline, self.report)
         for request in scenario.requests:
             self._cluster.world.call_at(request.at, self._send, request)
@@ -166,8 +167,7 @@ class _Run:
 
     def _on_message(self, sender: str, receiver: str, message: Any) -> None:
         self._log.on_message(sender, receiver, message)
-        if self._rest is not None:
-            self._rest.on_message(sender, receiver, message)
+        self._messages.on_message(sender, receiver, message)
 
     def _wrong_view(self) -> str | None:
         return self._cluster.not_whole() or wrong_view(self._cluster)
@@ -177,17 +177,16 @@ class _Run:
         if self._is_broken() or self._scenario.cluster.config.autoscale:
             return
         for _ in range(MAX_LOOKS):  # what a silent network has kept comes first
-            self._rest = rest = RestMessages()
+            self._messages.begin_rest()
             self._timeline.run(self._is_broken, self._timeline.now + REST_S)
-            if (problem := rest.too_many()) is None:
-                break
-        else:
-            self.report("messages at rest", str(problem))
-        self._rest = None
+            if (problem := self._messages.end_rest()) is None:
+                return
+        self.report("messages at rest", str(problem))
 
     def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
         self._log.note("a proxy lost %s (%s): %s", worker_id, epoch, reason)
         self._invariants.on_lost(worker_id, epoch, reason)
+        self._messages.on_lost(epoch)
 
     def _send_later(self, delay_s: float, request: Request) -> None:
         self._cluster.world.call_later(delay_s, self._send, request)

@@ -207,7 +207,8 @@ def draw(seed: int) -> Scenario:
     has_batch = rng.random() < 0.25
     if has_batch and not cluster.config.admission.ttft_slo_ms:  # a line that is always late would be sent for ever
         requests = tuple(of_batch(each) if each.number % 2 else each for each in requests)
-    cluster = replace(_other_workers(rng, cluster), hang_share=hang_share)
+    boot_s = rng.choice([cluster.boot_s] * 6 + [0.05])  # of preloaded processes
+    cluster = replace(_other_workers(rng, cluster), hang_share=hang_share, boot_s=boot_s)
     return Scenario(seed, cluster, requests, faults)
 
 

@@ -1,7 +1,6 @@
 """Views that must agree at rest: what each process knows of the others is compared with what these hold.
 
-A view may be late while requests run and faults happen. Once nothing changes, each must become right by itself, and
-processes must have nothing more to tell each other than that they are alive.
+A view may be late while requests run and faults happen. Once nothing changes, each must become right by itself.
 """
 
 from __future__ import annotations
@@ -10,32 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tandem.deploy.launch.hang_detector import INTERVAL_S
-from tandem.protocol.messages.membership import (
-    DECODE_ROLES,
-    PREFILL_ROLES,
-    ClusterView,
-    GetStatus,
-    StatusReport,
-    WorkerStatus,
-)
-from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
+from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES
 from tandem.protocol.prefix_hash import pack_short_hashes, unpack_short_hashes
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.processes import SimulatedProxy, SimulatedWorker
-from tandem.worker.proxy_links import HEARTBEAT_INTERVAL_S
-
-REST_S = 0.6
-"""Time for which messages are counted: at least two heartbeats of each worker."""
-_INTERVALS_S: dict[type, float] = {
-    WorkerStatus: HEARTBEAT_INTERVAL_S,
-    ClusterView: HEARTBEAT_INTERVAL_S,
-    GetStatus: INTERVAL_S,
-    StatusReport: INTERVAL_S,
-    ScaleCluster: INTERVAL_S,  # an operator insists on the numbers
-    ClusterScaled: INTERVAL_S,
-}
-"""Least time between two messages of a kind from one process to another, of all kinds that are sent at rest."""
 
 View = tuple[str, object, object]
 """What is known, in words; as it is known; and the truth."""
@@ -156,30 +133,3 @@ def _of_launcher(cluster: SimulatedCluster, infos: dict[str, Any]) -> Iterator[V
     ids = {name: report.proxy_id for name, report in launcher._reports._last.items()}
     yield "the launcher on proxies", ids, {name: proxy.proxy_id for name, proxy in cluster.proxies.items()}
     yield "the launcher on its orders", list(launcher._orders._orders), []
-
-
-class RestMessages:
-    """Counts the messages of a cluster at rest."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str, type]] = Counter()
-        self._news: list[str] = []
-
-    def on_message(self, sender: str, receiver: str, message: Any) -> None:
-        self._counts[sender, receiver, type(message)] += 1
-        is_news = False
-        if isinstance(message, WorkerStatus):
-            updates = message.prefixes, message.tier_prefixes
-            is_news = message.pairs is not None or any(each is not None and each.restart for each in updates)
-        elif isinstance(message, ClusterView):
-            is_news = not message.known or message.restart or bool(message.workers or message.gone)
-        if is_news:
-            self._news.append(f"{sender} tells {receiver} what it knows: {type(message).__name__}")
-
-    def too_many(self) -> str | None:
-        """Returns which messages are not those of a cluster at rest, or None."""
-        for (sender, receiver, kind), count in self._counts.items():
-            limit = 2 + int(REST_S / _INTERVALS_S[kind]) if kind in _INTERVALS_S else 0
-            if count > limit:
-                return f"{sender} sends {receiver} {count} {kind.__name__} in {REST_S} s"
-        return self._news[0] if self._news else None
