@@ -68,7 +68,7 @@ def _of_proxy(cluster: SimulatedCluster, proxy: SimulatedProxy, infos: dict[str,
         tiers[record.bit] = [block_hash for tier in scheduler.tiers._tiers.values() for block_hash in tier.hashes]
         load, use = record.load, record.use
         yield f"{about}'s drain", record.draining, False
-        held = (0, 0, 0, [], blocks.num_blocks, len(blocks._by_hash))
+        held: object = (0, 0, 0, [], blocks.num_blocks, len(blocks._by_hash))
         told = (load.num_running, load.num_waiting, load.num_decoding, load.waiting_tokens,
                 load.num_free_blocks, load.num_cached_blocks)  # fmt: skip
         yield f"{about}'s load", told, held
@@ -118,7 +118,7 @@ def _of_worker(cluster: SimulatedCluster, worker: SimulatedWorker, infos: dict[s
         traffic._outgoing_table._by_id.keys(),
     )
     prefill, decode = scheduler.prefill, scheduler.decode
-    left = {
+    left: dict[str, Iterable[object]] = {
         "attempts": prefill.prompts.by_attempt, "leases": prefill._leases._leases,
         "prompts that wait": decode.sequences.by_transfer, "transfers": decode._transfers._by_id,
         "reservations": decode.reservations._reserved, "waits for tiers": scheduler.tiers._waits,
