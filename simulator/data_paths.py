@@ -10,10 +10,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, gather, when_all
-from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender
+from tandem.kv_transfer.ranks.fan_out import FanOutPools, FanOutReceiver, FanOutSender
+from tandem.kv_transfer.ranks.head_slices import HeadRoute, head_routes
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVTransferFailed
 from tandem.simulator.engine import Pool
@@ -48,8 +51,8 @@ class Wires:
     """Returns whether the block that is written now changes on its way."""
     reach: Callable[[str, str], bool] = lambda one, two: True
     """Returns whether two processes reach each other over the network."""
-    pools: dict[int, Pool] = field(default_factory=dict)
-    """By process id; they outlive their process while others map them."""
+    pools: dict[int, list[Pool]] = field(default_factory=dict)
+    """Of the heads of a rank, by its process id; they outlive their process while others map them."""
     paths: dict[str, _Connection] = field(default_factory=dict)
 
     def on_killed(self, loop: ProcessLoop) -> None:
@@ -58,71 +61,108 @@ class Wires:
             if loop in path.loops:
                 path.fail("the peer is gone")
 
-    def copy(self, source: Pool, src: int, target: Pool, dst: int) -> None:
-        target.on_write(dst)
-        target.blocks[dst] = list(source.blocks[src])
-        if self.corrupts():
-            target.blocks[dst][0] = (7, 7)
+    def copy(self, source: Sequence[Pool], src: int, target: Sequence[Pool], dst: int) -> None:
+        """Copies a block of some heads. Those of other heads than the target's make no sense there."""
+        target[0].on_write(dst)
+        for one, other in zip(source, target, strict=True):
+            other.blocks[dst] = list(one.blocks[src])
+            if self.corrupts() or one.head != other.head:
+                other.blocks[dst][0] = (7, 7)
 
 
-class SimulatedPools:
-    """Takes the place of `kv_transfer.ranks.worker_pools.WorkerPools`. loops: of the ranks, as `pids`.
+@dataclass
+class SimulatedRank:
+    """Takes the place of `kv_transfer.ranks.rank_pool.RankPool`. heads: pools of this rank's heads, in order.
 
     An address is the process id of its rank.
     """
 
-    def __init__(self, loops: list[ProcessLoop], pids: list[int], layout: KVLayout, wires: Wires, tiers: Any) -> None:
-        self.layout = layout
-        self._pids = pids
-        self.tiers = tiers
-        self._loops = loops
-        self._own = [wires.pools[pid] for pid in pids]
-        self.wires = wires
-        self._checksums_at = 0.0
+    rank: int
+    pid: int
+    loop: ProcessLoop
+    heads: list[Pool]
+    layout: KVLayout
+    wires: Wires
+    checksums_at: float = 0.0
+    """When the checksums that were asked for last are there."""
 
     def open_sender(self, connector: str, pair_id: str, addresses: list[list[bytes]], on_ready: OnDone) -> KVSender:
-        ready, senders = when_all(len(self._loops), on_ready), list[KVSender]()
-        for rank, (loop, own, peer) in enumerate(zip(self._loops, self._own, addresses, strict=True)):
+        routes = head_routes(self.layout.total_kv_heads, self.layout.tensor_parallel_size, len(addresses))
+        by_route = [address for rank in addresses for address in rank]
+        own = [each for each in zip(routes, by_route, strict=True) if each[0].src_rank == self.rank]
+        ready = when_all(len(own), on_ready)
+
+        def open_path(route: HeadRoute, address: bytes) -> KVSender:
+            source = self.heads[route.src.start : route.src.stop]
             if CONNECTORS[connector].one_sided:
                 error = KVTransferFailed("the path cannot be opened") if self.wires.breaks() else None
-                loop.call_later(self.wires.block_s(), ready, error)
-                senders.append(_OneSidedSender(loop, own, self.wires.pools[int(peer[0])], self.wires))
-            else:
-                path = self.wires.paths.get(f"{pair_id}/{rank}")
-                if path is None:
-                    raise KVTransferFailed("the peer has closed the path")
-                path.connect(loop, own, ready)
-                senders.append(path.sender)
-        return FanOutSender(senders)
+                self.loop.call_later(self.wires.block_s(), ready, error)
+                target = self.wires.pools[int(address)][route.dst.start : route.dst.stop]
+                return _OneSidedSender(self.loop, source, target, self.wires)
+            path = self.wires.paths.get(f"{pair_id}/{route.src_rank}-{route.dst_rank}")
+            if path is None or str(path.receiver_pid).encode() != address:
+                raise KVTransferFailed("the peer has closed the path")
+            path.connect(self.loop, source, ready)
+            return path.sender
+
+        return FanOutSender.open(partial(open_path, *each) for each in own)
 
     def open_receiver(
         self,
         connector: str,
         pair_id: str,
         num_senders: int,
-        on_addresses: Callable[[list[list[bytes]] | KVTransferFailed], None],
+        on_addresses: Callable[[list[bytes] | KVTransferFailed], None],
     ) -> KVReceiver:
-        listening, receivers = gather(len(self._loops), on_addresses), list[KVReceiver]()
-        for rank, (loop, own, pid) in enumerate(zip(self._loops, self._own, self._pids, strict=True)):
-            if CONNECTORS[connector].one_sided:
-                receivers.append(_OneSidedReceiver(loop))
-            else:
-                path = self.wires.paths[f"{pair_id}/{rank}"] = _Connection(loop, own, self.wires)
-                receivers.append(path.receiver)
-            loop.call_soon(listening[rank], [str(pid).encode()])
-        return FanOutReceiver(receivers)
+        routes = head_routes(self.layout.total_kv_heads, num_senders, self.layout.tensor_parallel_size)
+        routes = [route for route in routes if route.dst_rank == self.rank]
 
-    def checksums(self, block_ids: Sequence[int], on_done: Callable[[list[int]], None]) -> None:
-        found = [zlib.crc32(repr([pool.blocks[block] for pool in self._own]).encode()) for block in block_ids]
-        loop = self._loops[0]  # results arrive in the order of the calls
-        self._checksums_at = max(loop.time() + self.wires.block_s(), self._checksums_at)
-        loop.call_at(self._checksums_at, on_done, found)
+        def open_path(route: HeadRoute, listening: Callable[[bytes], None]) -> KVReceiver:
+            address = str(self.pid).encode()
+            if self.layout.tensor_parallel_size == 1:
+                self.loop.call_soon(listening, address)
+            else:  # the ranks answer in any order
+                self.loop.call_later(self.wires.block_s() / 10, listening, address)
+            if CONNECTORS[connector].one_sided:
+                return _OneSidedReceiver(self.loop)
+            target = self.heads[route.dst.start : route.dst.stop]
+            path = _Connection(self.loop, self.pid, target, self.wires)
+            self.wires.paths[f"{pair_id}/{route.src_rank}-{self.rank}"] = path
+            return path.receiver
+
+        listening = zip(routes, gather(len(routes), on_addresses), strict=True)
+        return FanOutReceiver.open(partial(open_path, *each) for each in listening)
+
+    def checksums(self, block_ids: Sequence[int], on_done: OnChecksums) -> None:
+        first = self.rank * self.layout.num_kv_heads
+        found = [0] * len(block_ids)
+        for number, pool in enumerate(self.heads, first):
+            for each, block in enumerate(block_ids):
+                found[each] ^= zlib.crc32(f"{number} {pool.blocks[block]}".encode())
+        self.checksums_at = max(self.loop.time() + self.wires.block_s(), self.checksums_at)
+        self.loop.call_at(self.checksums_at, on_done, found)  # results arrive in the order of the calls
+
+
+class SimulatedPools(FanOutPools):
+    """Takes the place of `kv_transfer.ranks.worker_pools.WorkerPools`. pools: of all heads, in order."""
+
+    def __init__(
+        self, loops: list[ProcessLoop], pids: list[int], layout: KVLayout, pools: list[Pool], wires: Wires, tiers: Any
+    ) -> None:  # fmt: skip
+        num = layout.num_kv_heads
+        self.ranks = [
+            SimulatedRank(rank, pid, loop, pools[rank * num : (rank + 1) * num], layout, wires)
+            for rank, (pid, loop) in enumerate(zip(pids, loops, strict=True))
+        ]
+        wires.pools.update({each.pid: each.heads for each in self.ranks})
+        self.tiers = tiers
+        super().__init__(layout, cast(Any, self.ranks))
 
 
 class _OneSidedSender:
     """Implements `kv_transfer.connector.KVSender`."""
 
-    def __init__(self, loop: ProcessLoop, source: Pool, target: Pool, wires: Wires) -> None:
+    def __init__(self, loop: ProcessLoop, source: list[Pool], target: list[Pool], wires: Wires) -> None:
         self._loop = loop
         self._source, self._target = source, target
         self._wires = wires
@@ -183,7 +223,8 @@ class _OneSidedReceiver:
 class _Connection:
     """A two-sided path. The sender's jobs meet the receiver's in order."""
 
-    def __init__(self, loop: ProcessLoop, target: Pool, wires: Wires) -> None:
+    def __init__(self, loop: ProcessLoop, pid: int, target: list[Pool], wires: Wires) -> None:
+        self.receiver_pid = pid
         self.receiver, self.sender = _End(self, loop, target), _End(self, None, None)
         self._wires = wires
         self._error: KVTransferFailed | None = None
@@ -193,9 +234,9 @@ class _Connection:
     def loops(self) -> list[ProcessLoop | None]:
         return [self.receiver.loop, self.sender.loop]
 
-    def connect(self, loop: ProcessLoop, source: Pool, on_ready: OnDone) -> None:
+    def connect(self, loop: ProcessLoop, source: list[Pool], on_ready: OnDone) -> None:
         """Connects the sender, which learns of it once the receiver's process runs."""
-        self.sender.loop, self.sender.pool, self.sender.on_ready = loop, source, on_ready
+        self.sender.loop, self.sender.pools, self.sender.on_ready = loop, source, on_ready
         if self._error is not None:
             loop.call_soon(on_ready, self._error)
         self.receiver.call(self._wires.block_s(), self._accept)
@@ -232,8 +273,8 @@ class _Connection:
         if self._error is not None:
             return
         src, dst = self.sender.jobs[0][0], self.receiver.jobs[0][0]
-        assert len(src) == len(dst) and self.sender.pool is not None and self.receiver.pool is not None
-        self._wires.copy(self.sender.pool, src[number], self.receiver.pool, dst[number])
+        assert len(src) == len(dst) and self.sender.pools is not None and self.receiver.pools is not None
+        self._wires.copy(self.sender.pools, src[number], self.receiver.pools, dst[number])
         if self._wires.breaks():
             self.fail("the path broke")
         elif number + 1 < len(src):
@@ -265,8 +306,8 @@ class _Connection:
 class _End:
     """One end of a two-sided path: a `KVSender` and a `KVReceiver`."""
 
-    def __init__(self, path: _Connection, loop: ProcessLoop | None, pool: Pool | None) -> None:
-        self.loop, self.pool = loop, pool
+    def __init__(self, path: _Connection, loop: ProcessLoop | None, pools: list[Pool] | None) -> None:
+        self.loop, self.pools = loop, pools
         self.on_ready: OnDone | None = None
         self.jobs: deque[tuple[Sequence[int], OnDone]] = deque()
         self._path = path

@@ -34,6 +34,8 @@ class Pool:
     """Called with each block that another process writes."""
     is_held: Callable[[int], bool] = lambda block_id: True
     """Whether a block belongs to a request, so that a step may write it."""
+    head: int = 0
+    """Number of the head whose keys and values it holds."""
     blocks: list[list[tuple[int, int] | None]] = field(init=False)
 
     def __post_init__(self) -> None:

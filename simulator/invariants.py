@@ -12,6 +12,7 @@ from tandem.protocol.prefix_hash import BlockHasher
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.simulator import accounts
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.connection import SILENT_S
 from tandem.simulator.noted_blocks import NotedBlocks
@@ -93,14 +94,17 @@ class Invariants:
 
     def _waits(self) -> Iterator[tuple[str, str, float]]:
         """Yields (rule, details, seconds) of what may last for so long."""
+        yield from accounts.of_launcher(self._cluster.launcher, self._timeline.now)
         for worker in self._cluster.workers.values():
             if worker.epoch is not None:
                 self._by_epoch[worker.epoch] = worker
             if worker.loop.stopped_at is None and worker.presence is not None:
                 yield from self._of_worker(worker)
+                yield from accounts.of_worker(worker)
         for proxy in self._cluster.proxies.values():
             if proxy.loop.stopped_at is None and hasattr(proxy, "control"):
                 yield from self._of_proxy(proxy)
+                yield from accounts.of_proxy(proxy)
             elif proxy.loop.is_frozen and self._is_watched(proxy):
                 yield (
                     "a frozen proxy is not replaced",

@@ -27,6 +27,8 @@ from tandem.simulator.timeline import ProcessLoop, Timeline
 
 M = TypeVar("M")
 RECONNECT_S = 0.05
+LINGER_S = 0.3
+"""Time that a closing dealer has to deliver queued messages, see `protocol.sockets`."""
 OnMessage = Callable[[str, str, Any], None]
 
 
@@ -224,6 +226,8 @@ class SimulatedRouter(_Socket):
         identity = connection.dealer.identity
         before, self._peers[identity] = self._peers.get(identity), connection
         if before is not None:  # a restarted peer takes over its identity
+            is_successor = connection.dealer.loop is not before.dealer.loop or before.dealer.is_closed
+            assert is_successor or not connection.dealer.is_closed, f"a closed socket takes over from {identity!r}"
             before.close(at_router=True)
 
     def on_ended(self, connection: Connection) -> None:
@@ -265,6 +269,7 @@ class SimulatedDealer(_Socket):
         self._on_broken = on_broken
         self._connection: Connection | None = None
         self._unsent: deque[bytes] = deque()
+        self._closed_at = math.inf
         self.loop.call_later(self._switch.latency_s(), self._connect)
 
     def _connect(self) -> None:
@@ -272,7 +277,7 @@ class SimulatedDealer(_Socket):
             return
         router = self._switch.routers.get(self.endpoint)
         if router is None or router.loop.is_dead or not self._switch.can_connect(self.loop.name, router.loop.name):
-            if not self.is_closed:
+            if self.loop.time() < self._closed_at + LINGER_S:
                 self.loop.call_later(RECONNECT_S, self._connect)
             return
         self._connection = Connection(self._switch, self, router)
@@ -310,7 +315,7 @@ class SimulatedDealer(_Socket):
         """What was sent is delivered unless `discard` is set, then the router forgets this socket."""
         if self._is_over:
             return
-        self.is_closed = True
+        self.is_closed, self._closed_at = True, self.loop.time()
         connection, self._connection = self._connection, None
         if discard:
             self._unsent.clear()

@@ -27,10 +27,7 @@ from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S, WorkerTable
 from tandem.proxy.control import Control
-from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation_services import GenerationServices
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
@@ -44,6 +41,7 @@ from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
 from tandem.simulator.engine import Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.noted_blocks import NotedBlocks
+from tandem.simulator.observed_dispatcher import ObservedDispatcher, OnDelta
 from tandem.simulator.sampling import EOS_TOKEN_ID, VOCAB_SIZE
 from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.step_faults import StepFaults
@@ -59,7 +57,6 @@ FOLLOWER_EXIT_S = 0.3
 """Time in which the ranks of a worker end after the first one, at most."""
 PROXY_POLL_S = 0.05
 
-OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 Note = Callable[..., None]
 
 
@@ -227,11 +224,12 @@ class SimulatedWorker(SimulatedProcess):
 
     async def _load(self, config: TandemWorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
         machine, shape = self._machine, self._machine.shape
-        layout = KVLayout("simulated", "float32", 1, 1, 16, shape.block_size, tensor_parallel_size=len(self.pids))
+        num_ranks, num_heads = len(self.pids), shape.num_heads
+        layout = KVLayout("simulated", "float32", 1, num_heads // num_ranks, 16, shape.block_size, num_ranks)
         block_size = shape.block_size if shape.keeps_kv else 0
         blocks = NotedBlocks(self.name, shape, machine.note)
-        own = [Pool(shape.num_blocks, block_size, self._check_write, blocks.is_held) for _ in self.pids]
-        machine.wires.pools.update(zip(self.pids, own, strict=True))
+        pool_of = functools.partial(Pool, shape.num_blocks, block_size, self._check_write, blocks.is_held)
+        own = [pool_of(head) for head in range(num_heads)]
         cpu: Any = SimpleNamespace(type="cpu")
         loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, cpu, cpu, layout)
         connectors: Any = {
@@ -244,7 +242,7 @@ class SimulatedWorker(SimulatedProcess):
         self.engine = new_engine(
             self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note, faults.why_failed
         )
-        self.pools = SimulatedPools(self.loops, self.pids, layout, machine.wires, self._tiers(own))
+        self.pools = SimulatedPools(self.loops, self.pids, layout, own, machine.wires, self._tiers(own))
         engine, pools = self.engine, cast(Any, self.pools)
         return EngineHost(
             ranks, loaded, blocks, 1024, engine, pools, connectors,
@@ -305,20 +303,6 @@ def model_text() -> tuple[Any, TokenText]:
     return text, TokenText(tokenizer)
 
 
-class ObservedDispatcher(Dispatcher):
-    """Calls on_delta with the tokens that a reader takes. The other arguments: see `Dispatcher`."""
-
-    def __init__(self, on_delta: OnDelta, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._on_delta = on_delta
-
-    def take(self, sequence: DispatchedSequence) -> TokenDelta | None:
-        attempt, delta = sequence.attempt, super().take(sequence)
-        if delta is not None and attempt is not None:
-            self._on_delta(sequence, attempt, delta)
-        return delta
-
-
 class SimulatedProxy(SimulatedProcess):
     """One process of a proxy, from its control socket to the tokens and texts that its HTTP routes send."""
 
@@ -347,6 +331,7 @@ class SimulatedProxy(SimulatedProcess):
         self.router = Router(self.table, routing.decode_prefill_threshold, routing.num_proxies, rng=rng)
         self.dispatcher = ObservedDispatcher(
             self._machine.on_delta,
+            self._machine.report,
             self.proxy_id,
             self.router,
             connections,

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest.mock import patch
 
 from tandem.simulator.clients import Clients
@@ -22,8 +23,10 @@ from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.engine import StepFailed
 from tandem.simulator.event_log import EventLog
 from tandem.simulator.invariants import Invariants
+from tandem.simulator.messages import REST_S, Messages
 from tandem.simulator.scenario import START_S, Request, Scenario
 from tandem.simulator.timeline import Timeline
+from tandem.simulator.views import wrong_view
 
 RECOVERY_S = 100.0
 """Time in which all requests end after the last fault, besides that for shipping their prompts; a minute later the
@@ -35,6 +38,8 @@ RESTART_ALL_S = 240.0
 CONNECT_S = 0.05
 LOOK_S = 0.2
 """Between two looks whether the cluster is at rest."""
+MAX_LOOKS = 8
+"""Looks at a cluster's messages, until one shows only those of a cluster at rest."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +136,9 @@ class _Run:
             self._log.note,
             self._clients.on_proxy_end,
             lambda *taken: self._invariants.check_delta(*taken),
-            self._log.on_message,
+            self._on_message,
         )
+        self._messages = Messages(self._cluster, self.report)
         self._invariants = Invariants(self._cluster, self._timeline, self.report)
         for request in scenario.requests:
             self._cluster.world.call_at(request.at, self._send, request)
@@ -148,6 +154,8 @@ class _Run:
         recovered_at += RESTART_ALL_S * any(fault.kind == "restart all" for fault in self._scenario.faults)
         self._expect("a request does not end", self._unfinished, recovered_at)
         self._expect("the cluster does not recover", self._cluster.not_whole, recovered_at + 60)
+        self._expect("a view is wrong at rest", self._wrong_view, recovered_at + 60)
+        self._check_rest()
         for proxy in self._cluster.proxies.values() if not self._is_broken() else ():
             if (problem := self._clients.miscounted(proxy)) is not None:
                 self.report("metrics count otherwise than clients", f"{proxy.name}: {problem}")
@@ -164,9 +172,28 @@ class _Run:
             loop.discard()
         return result
 
+    def _on_message(self, sender: str, receiver: str, message: Any) -> None:
+        self._log.on_message(sender, receiver, message)
+        self._messages.on_message(sender, receiver, message)
+
+    def _wrong_view(self) -> str | None:
+        return self._cluster.not_whole() or wrong_view(self._cluster)
+
+    def _check_rest(self) -> None:
+        """Counts messages for a moment, unless a planner may still change the numbers of workers."""
+        if self._is_broken() or self._scenario.cluster.config.autoscale:
+            return
+        for _ in range(MAX_LOOKS):  # what a silent network has kept comes first
+            self._messages.begin_rest()
+            self._timeline.run(self._is_broken, self._timeline.now + REST_S)
+            if (problem := self._messages.end_rest()) is None:
+                return
+        self.report("messages at rest", str(problem))
+
     def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
         self._log.note("a proxy lost %s (%s): %s", worker_id, epoch, reason)
         self._invariants.on_lost(worker_id, epoch, reason)
+        self._messages.on_lost(epoch)
 
     def _send_later(self, delay_s: float, request: Request) -> None:
         self._cluster.world.call_later(delay_s, self._send, request)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
+from tandem.protocol.messages.membership import Role
 from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.runtime.settings import with_values
@@ -126,6 +127,11 @@ class ClusterShape:
     hang_share: float = 0.0
     """Share of the workers told to leave that hang for good instead."""
 
+    @property
+    def num_heads(self) -> int:
+        """KV heads of the model: one for each rank of the largest workers."""
+        return max(self.config.num_ranks(role) for role in get_args(Role))
+
     def with_config(self, **settings: Any) -> ClusterShape:
         """Returns the shape with other settings of the operator."""
         return replace(self, config=with_values(self.config, settings))
@@ -209,13 +215,29 @@ def draw(seed: int) -> Scenario:
     has_batch = rng.random() < 0.25
     if has_batch and not cluster.config.admission.ttft_slo_ms:  # a line that is always late would be sent for ever
         requests = tuple(of_batch(each) if each.number % 2 else each for each in requests)
+    boot_s = rng.choice([cluster.boot_s] * 6 + [0.05])  # of preloaded processes
     cluster = replace(
-        cluster,
+        _other_workers(rng, cluster),
         hang_share=hang_share,
+        boot_s=boot_s,
         step_failure_share=rng.choice([0.0] * 5 + [0.003]),
         no_memory_share=rng.choice([0.0] * 3 + [0.01, 0.1]),
     )
     return Scenario(seed, cluster, requests, faults)
+
+
+def _other_workers(rng: random.Random, cluster: ClusterShape) -> ClusterShape:
+    """Lets decode workers of some clusters compute prompts, or both roles have other numbers of ranks."""
+    kind, config = rng.random(), cluster.config
+    threshold, num_decode = rng.choice([8, 32, 100]), rng.choice([1, 2, 3])
+    if kind < 0.12 and not config.autoscale:
+        return cluster.with_config(prefill=0, workers=0, decode=num_decode, decode_prefill_threshold=threshold)
+    if kind < 0.24:
+        return cluster.with_config(decode_prefill_threshold=threshold)
+    if kind < 0.36 and not config.workers:
+        one, two = rng.choice([(1, 2), (2, 1)])
+        return cluster.with_config(prefill_tensor_parallel_size=one, decode_tensor_parallel_size=two)
+    return cluster
 
 
 def of_batch(request: Request) -> Request:

@@ -88,6 +88,14 @@ class SimulatedTiers:
     def close(self) -> None:
         pass
 
+    def is_idle(self, name: str) -> bool:
+        """Whether a tier has answered all its jobs."""
+        return not self._jobs[name]
+
+    def present(self, name: str) -> set[bytes]:
+        """Returns the blocks that this worker can know a tier to hold."""
+        return {each for each in self._stored[name] if name != "store" or each in self._met}
+
     def _add(self, name: str, work: Callable[[int], bool], count: int, on_answer: OnAnswer) -> None:
         jobs = self._jobs[name]
         jobs.append((work, count, on_answer))
@@ -102,7 +110,8 @@ class SimulatedTiers:
         if error is None and number < count and work(number):
             self._loop.call_later(self.job_s(), self._run, name, number + 1)
             return
-        known, now = self._known[name], [each for each in self._stored[name] if name != "store" or each in self._met]
+        present, known = self.present(name), self._known[name]
+        now = [each for each in self._stored[name] if each in present]
         changes = TierChanges([each for each in now if each not in known], sorted(known.difference(now)))
         self._known[name] = set(now)
         on_answer(TierAnswer(number, error, changes, len(now), MAX_BLOCKS))

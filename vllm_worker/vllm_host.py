@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
 from tandem.kv_transfer.connector import KVConnector
-from tandem.kv_transfer.ranks.worker_pools import FanOutPools
+from tandem.kv_transfer.ranks.fan_out import FanOutPools
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.host import host_id

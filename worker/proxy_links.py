@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class _ProxyLink:
         self.proxy_id: str | None = None
         self.first_seen_at = 0.0
         self.seen_at = 0.0
+        self.registered_at = -math.inf
         self.is_settling = False  # see PROXY_SETTLE_S
         self.version = 0  # of `workers`, see ClusterView; 0 until the proxy has sent all
         self.workers: dict[str, WorkerInfo] = {}  # by epoch
@@ -122,7 +124,15 @@ class ProxyLinks:
         )
         link = _ProxyLink(socket)
         self._links.append(link)
-        socket.send(self._register)
+        self._register_with(link)
+
+    def _register_with(self, link: _ProxyLink) -> None:
+        """Registers once per heartbeat at most: a proxy that was away answers all heartbeats that waited for it, and
+        each registration costs it a list of all workers."""
+        now = asyncio.get_running_loop().time()
+        if now >= link.registered_at + HEARTBEAT_INTERVAL_S:
+            link.registered_at = now
+            link.socket.send(self._register)
 
     def _follow(self, endpoints: list[str]) -> None:
         """Connects to new endpoints. Proxies at removed endpoints are lost, with their requests in flight."""
@@ -196,7 +206,7 @@ class ProxyLinks:
                         # next prompt comes after that on the same connection, and may be here already.
                         log.warning("proxy %s has declared this worker lost: registering again", message.proxy_id)
                         link.known_by = None
-                    link.socket.send(self._register)
+                    self._register_with(link)
                 if message.restart:
                     self._on_restart()
                 self._update_link(link, message)
@@ -232,7 +242,7 @@ class ProxyLinks:
             link.is_settling, self._is_view_stale = False, True
         if message.since not in (0, link.version):
             if message.known:
-                link.socket.send(self._register)
+                self._register_with(link)
             return
         if message.since == 0:
             link.workers, self._is_view_stale = {}, True

@@ -39,10 +39,21 @@ class ManagedCluster(Scalable, Protocol):
 
 
 class AdminSocket:
-    """Binds SOCKET_NAME in `folder` when it is made; `close` closes it."""
+    """Binds SOCKET_NAME in `folder` when it is made; `close` closes it.
 
-    def __init__(self, network: Network, folder: Path, cluster: ManagedCluster, autoscaler: Autoscaler) -> None:
+    decode_may_prefill: whether the cluster serves without workers that prefill.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        cluster: ManagedCluster,
+        autoscaler: Autoscaler,
+        decode_may_prefill: bool = False,
+    ) -> None:
         self._cluster = cluster
+        self._decode_may_prefill = decode_may_prefill
         self._autoscaler = autoscaler
         self._socket = network.router(f"ipc://{folder / SOCKET_NAME}", Codec(ToLauncher), self._on_message)
 
@@ -65,7 +76,7 @@ class AdminSocket:
         for role, count in wanted.items():
             if not 0 <= count <= MAX_WORKERS:
                 return ScaleRefused(f"{role}={count}: give a number between 0 and {MAX_WORKERS}")
-        if phase := last_of_phase(self._cluster.counts, wanted):
+        if phase := last_of_phase(self._cluster.counts, wanted, decode_may_prefill=self._decode_may_prefill):
             return ScaleRefused(f"no worker could {phase} any more; keep one of role {phase} or any")
         try:
             self._cluster.scale(wanted)

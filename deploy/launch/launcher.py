@@ -113,7 +113,8 @@ class Launcher:
         with ExitStack() as cleanup:
             if not config.join:  # else the cluster's own launcher does this
                 autoscaler = Autoscaler(config, self, boot_s)
-                admin_socket = AdminSocket(self._network, self._folder, self, autoscaler)
+                may_prefill = config.routing.decode_prefill_threshold > 0  # decode workers
+                admin_socket = AdminSocket(self._network, self._folder, self, autoscaler, may_prefill)
                 cleanup.callback(admin_socket.close)
                 if config.prefill or config.workers:  # decode workers alone report no prefill speed to plan with
                     watches["the autoscaler"] = autoscaler.run

@@ -112,10 +112,16 @@ def start_role(name: str) -> Role:
     return next(role for role, prefix in NAME_PREFIX.items() if name.startswith(f"{prefix}-"))
 
 
-def last_of_phase(counts: Mapping[Role, int], wanted: Mapping[Role, int]) -> str:
-    """Returns the phase that some workers do now and none would do with the wanted numbers; "" if there is none."""
+def last_of_phase(
+    counts: Mapping[Role, int], wanted: Mapping[Role, int], *, decode_may_prefill: bool = False
+) -> str:  # fmt: skip
+    """Returns the phase that some workers do now and none would do with the wanted numbers; "" if there is none.
+
+    decode_may_prefill: whether decode workers compute prompts while there is no other worker that does.
+    """
     after = {**counts, **wanted}
-    for phase, roles in (("prefill", PREFILL_ROLES), ("decode", DECODE_ROLES)):
+    prefill_roles = PREFILL_ROLES | DECODE_ROLES if decode_may_prefill else PREFILL_ROLES
+    for phase, roles in (("prefill", prefill_roles), ("decode", DECODE_ROLES)):
         if any(counts[role] for role in roles) and not any(after[role] for role in roles):
             return phase
     return ""

@@ -7,8 +7,10 @@ path connects each two ranks that have heads in common. With equal sizes, rank i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,8 @@ class WorkerTable:
         if record.draining:
             return f"{worker_id} is draining; it takes no new work in any role"
         others = [each.role for each in self._by_epoch.values() if each is not record and not each.draining]
-        for roles, phase in ((PREFILL_ROLES, "prefill"), (DECODE_ROLES, "decode")):
+        prefill_roles = PREFILL_ROLES | DECODE_ROLES if self._decode_may_prefill else PREFILL_ROLES
+        for roles, phase in ((prefill_roles, "prefill"), (DECODE_ROLES, "decode")):
             if record.role in roles and role not in roles and not roles.intersection(others):
                 return f"{worker_id} is the last worker that may {phase}; give another worker that role first"
         if record.role != role:

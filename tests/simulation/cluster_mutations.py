@@ -25,13 +25,13 @@ from bench.support.report import Aim, Report
 from tandem.simulator.run import run
 from tandem.simulator.scenario import draw
 from tests.simulation.mutation import Mutation
-from tests.simulation.policy_mutations import PURE, TRANSFERS
+from tests.simulation.policy_mutations import PURE, TRANSFERS, VIEWS
 from tests.simulation.sampling_mutations import SAMPLING
 from tests.simulation.shell_mutations import LAUNCH, SHELL
 
 ROOT = Path(__file__).parents[2]
 SEEDS_AT_ONCE = 10
-MUTATIONS = SHELL + PURE + TRANSFERS + LAUNCH + SAMPLING
+MUTATIONS = SHELL + PURE + TRANSFERS + VIEWS + LAUNCH + SAMPLING
 
 
 def mutated(mutation: Mutation) -> str:

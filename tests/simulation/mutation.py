@@ -26,6 +26,7 @@ DECODE, TRANSFER, PREFILL = (
 )
 TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt_table.py"
 KNOWN_PAIRS = "proxy/cluster/known_pairs.py"
+INDEX, LOAD = "proxy/cluster/prefix_index.py", "proxy/cluster/worker_load.py"
 SEQUENCES = "decode_worker/sequence_table.py"
 LAUNCHER, ROLES, SUPERVISOR = (
     "deploy/launch/launcher.py",

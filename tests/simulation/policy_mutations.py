@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from tests.simulation.mutation import (
     ATTEMPT,
+    CONTROL,
     DECODE,
     DISPATCHER,
     GENERATION,
     INCOMING,
     INCOMING_TABLE,
+    INDEX,
     KNOWN_PAIRS,
+    LOAD,
     OUTGOING_TABLE,
     PREFILL,
     PROMPTS,
+    REGISTRATION,
     SEQUENCES,
     TABLE,
     TRANSFER,
@@ -273,3 +277,60 @@ TRANSFERS = (
     ),
 )
 """Rules of blocks that two workers write. Most need two-sided paths or corrupt blocks."""
+
+
+VIEWS = (
+    Mutation(
+        "blocks that a worker has evicted stay in the router's index",
+        INDEX,
+        "            self._remove(block_hash, mask)\n            holder.held.discard(block_hash)",
+        "            holder.held.discard(block_hash)",
+    ),
+    Mutation(
+        "a gap in the changes of prefixes is not noticed",
+        INDEX,
+        "update.number != holder.last_number + 1:",
+        "update.number < holder.last_number:",
+    ),
+    Mutation(
+        "a worker's own prompts are counted twice",
+        LOAD,
+        "{level: n - self._own[level] for level",
+        "{level: n for level",
+    ),
+    Mutation(
+        "promised blocks count as free", LOAD, "load.num_free_blocks - self._num_promised", "load.num_free_blocks"
+    ),
+    Mutation(
+        "proxies answer with an old version of the view",
+        CONTROL,
+        "        self._unchanged = self._encode_unchanged()\n        view",
+        "        view",
+    ),
+    Mutation(
+        "a version of the view is taken with a whole one only",
+        REGISTRATION,
+        "        link.version = message.version\n        for",
+        "        if message.since == 0:\n            link.version = message.version\n        for",
+    ),
+    Mutation(
+        "another role of a worker is not passed on",
+        REGISTRATION,
+        "            if known is None or known != worker:",
+        "            if known is None:",
+    ),
+    Mutation("tiers are refreshed once", "worker/tier_traffic.py", "        self._refreshing.discard(name)\n", ""),
+    Mutation(
+        "blocks are shipped at the end only",
+        "prefill_worker/prompt.py",
+        "else self.num_computed_tokens // block_size",
+        "else 0",
+    ),
+    Mutation(
+        "the addresses of a pair are in another order",
+        INCOMING,
+        "PairAccepted(pair_id, action.connector, addresses, action.checksums)",
+        "PairAccepted(pair_id, action.connector, addresses[::-1], action.checksums)",
+    ),
+)
+"""Faults that another mechanism heals, or that only make requests late: views that are wrong show them."""

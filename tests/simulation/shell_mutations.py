@@ -94,7 +94,7 @@ SHELL = (
     Mutation(
         "a worker does not register again",
         REGISTRATION,
-        "                        link.known_by = None\n                    link.socket.send(self._register)",
+        "                        link.known_by = None\n                    self._register_with(link)",
         "                        link.known_by = None",
     ),
     Mutation("a worker has no clock ticks", PRESENCE, "                on_tick(now)\n", ""),

@@ -21,7 +21,7 @@ from tandem.runtime.errors import KVPathRefused
 from tandem.runtime.tasks import start
 from tandem.simulator.clients import Clients
 from tandem.simulator.cluster import SimulatedCluster
-from tandem.simulator.data_paths import SimulatedPools
+from tandem.simulator.data_paths import SimulatedRank
 from tandem.simulator.engine import SimulatedStepTimes
 from tandem.simulator.run import hidden_logs, seeded_ids
 from tandem.simulator.scenario import NO_TIMEOUT_S, ClusterShape, Request, cluster_config
@@ -160,8 +160,8 @@ def failing_tiers(cluster: SimulatedCluster) -> None:
 
 def slow_link(cluster: SimulatedCluster, name: str) -> None:
     """The worker's blocks take longer to its peers than those of others, from the next opening of its pairs on."""
-    pools = cluster.workers[name].pools
-    pools.wires = replace(pools.wires, block_s=lambda: 0.002)
+    for rank in cluster.workers[name].pools.ranks:
+        rank.wires = replace(rank.wires, block_s=lambda: 0.002)
     cluster.workers["decode-0"].exit()
 
 
@@ -185,14 +185,14 @@ def isolate(cluster: SimulatedCluster, prefill: str, decode: str) -> None:
 
 def without_peer_access() -> AbstractContextManager[Any]:
     """The driver does not let a worker map its peers' memory."""
-    open_sender = SimulatedPools.open_sender
+    open_sender = SimulatedRank.open_sender
 
-    def refuse(pools: SimulatedPools, connector: str, *arguments: Any) -> Any:
+    def refuse(rank: SimulatedRank, connector: str, *arguments: Any) -> Any:
         if connector == "ipc":
             raise KVPathRefused("the driver cannot map the peer's memory")
-        return open_sender(pools, connector, *arguments)
+        return open_sender(rank, connector, *arguments)
 
-    return patch.object(SimulatedPools, "open_sender", refuse)
+    return patch.object(SimulatedRank, "open_sender", refuse)
 
 
 def later(seconds: float, act: Callable[..., object], *arguments: Any) -> Act:

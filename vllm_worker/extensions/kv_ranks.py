@@ -22,10 +22,11 @@ from xxhash import xxh3_64_intdigest
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer
 from tandem.kv_transfer.ranks import contained_path
+from tandem.kv_transfer.ranks.fan_out import FanOutPools
 from tandem.kv_transfer.ranks.rank_pool import OnAddresses, RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
-from tandem.kv_transfer.ranks.worker_pools import READY_TIMEOUT_S, FanOutPools
+from tandem.kv_transfer.ranks.worker_pools import READY_TIMEOUT_S
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.network_keys import NetworkKeys
 from tandem.protocol.rank_channel import accept, connect, listen

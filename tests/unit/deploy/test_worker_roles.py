@@ -104,3 +104,5 @@ def test_pairs_are_counted_in_each_direction_between_different_workers(counts: d
 def test_the_last_worker_of_a_phase_is_noticed(wanted: dict[Role, int], phase: str) -> None:
     assert last_of_phase({"prefill": 1, "decode": 1, "any": 0}, wanted) == phase
     assert last_of_phase({"prefill": 0, "decode": 1, "any": 0}, {"decode": 2}) == ""
+    without = last_of_phase({"prefill": 1, "decode": 1, "any": 0}, wanted, decode_may_prefill=True)
+    assert without == ("decode" if wanted == {"decode": 0} else ""), "decode workers compute all prompts then"

@@ -9,9 +9,8 @@ import torch
 
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.ranks import contained_path
-from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender
+from tandem.kv_transfer.ranks.fan_out import FanOutPools, FanOutReceiver, FanOutSender
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.ranks.worker_pools import FanOutPools
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tests.support.raising_connector import Faults, RaisingConnector

@@ -23,7 +23,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError
-from tandem.worker.proxy_links import ProxyLinks
+from tandem.worker.proxy_links import HEARTBEAT_INTERVAL_S, ProxyLinks
 from tests.support.clocked_loop import ClockedLoop, run_in_no_time
 
 INFO = WorkerInfo("decode-0", "e", "decode", "tcp://127.0.0.1:1", 1)
@@ -163,7 +163,10 @@ def test_workers_are_those_that_any_proxy_knows_and_a_missed_change_is_asked_for
         assert not a.sent
         a.on_message(ClusterView("a", True, 4, 3, [peer(4)]))
         a.on_message(ClusterView("a", True, 4, 4))
-        assert a.sent == [register] * 2 and not b.sent and views[-1] == ["e", "p1"]
+        assert a.sent == [register] and not b.sent and views[-1] == ["e", "p1"], "asked once per heartbeat"
+        loop.now += HEARTBEAT_INTERVAL_S
+        a.on_message(ClusterView("a", True, 4, 4))
+        assert a.sent == [register] * 2 and not b.sent
         a.on_message(ClusterView("a", True, 4, 0, [INFO, peer(2), peer(3), peer(4)]))
         assert views.pop() == ["e", "p2", "p3", "p4"]
         b.on_message(ClusterView("restarted", True, 5, 4, [], ["p2"]))
@@ -220,9 +223,11 @@ def test_what_a_proxy_has_sent_since_it_declared_this_worker_lost_is_kept(proxie
         sockets: list[Any] = [link.socket for link in registration._links]
         for name, socket in zip(proxies, sockets, strict=True):
             socket.on_message(ClusterView(name, True, 1, 0, [INFO]))
+        await asyncio.sleep(1.5 * HEARTBEAT_INTERVAL_S)
         a = sockets[0]
         a.sent.clear()
-        a.on_message(ClusterView("a", False, 1, 1))
+        for _ in range(5):  # answers to the heartbeats that waited for it
+            a.on_message(ClusterView("a", False, 1, 1))
         assert a.sent == [register] and lost == []
         registration.close()
 

@@ -258,6 +258,18 @@ def test_a_role_change_is_refused_when_it_would_stop_the_service() -> None:
     assert [info.role for info in table.workers()] == ["any", "prefill", "prefill"]
 
 
+def test_the_last_worker_that_may_prefill_becomes_a_decode_worker_where_these_compute_prompts() -> None:
+    """It could not return to its role in a cluster that had started without prefill workers. Found by the simulator."""
+    table = WorkerTable(3.5, decode_may_prefill=True)
+    for number in range(2):
+        table.on_register(0.0, register(worker(f"decode-{number}")))
+    assert table.change_role(1.0, "decode-0", "any") == ""
+    assert table.change_role(1.0, "decode-0", "decode") == ""
+    assert table.change_role(1.0, "decode-0", "prefill") == ""
+    assert "last worker that may decode" in table.change_role(1.0, "decode-1", "prefill")
+    assert table.change_role(1.0, "decode-0", "decode") == ""
+
+
 def test_a_role_change_of_an_unknown_or_draining_worker_is_refused() -> None:
     table, _, [decode, _] = cluster(1, 2)
     assert "no worker decode-7 is registered" in table.change_role(1.0, "decode-7", "any")
