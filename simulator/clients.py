@@ -24,6 +24,7 @@ from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.engine import answer
 from tandem.simulator.processes import Note, SimulatedProxy
+from tandem.simulator.refusals import Refusals
 from tandem.simulator.scenario import MODEL, NO_TIMEOUT_S, Request
 from tandem.telemetry.request_log import RequestRecord
 
@@ -102,18 +103,21 @@ class Clients:
             timeout=request.timeout_s,
         )
         record = RequestRecord(f"request {request.number}", MODEL, arrived_at=proxy.loop.time())
-        outcome, served = "finished", Counter[str]()
+        outcome, served, client = "finished", Counter[str](), f"client {request.number % 3}"
+        problem: TandemError | None = None
+        proxy.refusals.begin(request, client)
         try:
             await proxy.readiness.limits()
             served = self._served[proxy.proxy_id]
             served["requests"] += 1
-            generation = Generation(proxy.services, wanted, record, f"client {request.number % 3}")
+            proxy.refusals.ask(request)
+            generation = Generation(proxy.services, wanted, record, client)
             async with aclosing(generation.deltas()) as deltas:
-                if not await self._read(served, request, deltas):
+                if not await self._read(served, request, deltas, proxy.refusals):
                     outcome = "client left"
             served["left" if outcome == "client left" else "finished"] += 1
         except TandemError as error:
-            outcome = error.code
+            problem, outcome = error, error.code
             served[outcome] += 1
             if outcome == "overloaded" and not proxy.table.workers():  # none has come
                 outcome = "no_worker_ready"
@@ -121,6 +125,7 @@ class Clients:
             is_patient = request.timeout_s == NO_TIMEOUT_S and not self._has_slo
             if not is_expected or (outcome in LATE_ERRORS and is_patient):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
+        proxy.refusals.end(request, problem)
         proxy.num_open -= 1
         self._of_proxies[proxy.proxy_id].pop(request.number, None)
         if request.is_of_batch and outcome in REFUSALS:
@@ -152,7 +157,13 @@ class Clients:
             wrong.append(f"tokens: {tokens}, not {served['tokens']}")
         return "; ".join(wrong) or None
 
-    async def _read(self, served: Counter[str], request: Request, deltas: AsyncGenerator[TextDelta, None]) -> bool:
+    async def _read(
+        self,
+        served: Counter[str],
+        request: Request,
+        deltas: AsyncGenerator[TextDelta, None],
+        refusals: Refusals,
+    ) -> bool:
         """Checks what comes. Returns whether the client has stayed to the end."""
         answers = [
             answer(prompt, request.max_tokens) for prompt in request.prompts for _ in range(request.num_sequences)
@@ -160,6 +171,7 @@ class Clients:
         tokens: list[list[int]] = [[] for _ in answers]
         texts = [""] * len(answers)
         async for delta in deltas:
+            refusals.on_token(request, delta.index)
             await asyncio.sleep(request.read_s)
             got, wanted = tokens[delta.index], answers[delta.index]
             got += [token.token_id for token in delta.tokens]

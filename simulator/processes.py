@@ -27,10 +27,7 @@ from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S, WorkerTable
 from tandem.proxy.control import Control
-from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation_services import GenerationServices
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
@@ -43,6 +40,9 @@ from tandem.simulator.data_paths import CONNECTORS, SimulatedPools, Wires
 from tandem.simulator.engine import VOCAB_SIZE, Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.noted_blocks import NotedBlocks
+from tandem.simulator.observed_dispatcher import ObservedDispatcher, OnDelta
+from tandem.simulator.orderly import Orderly
+from tandem.simulator.refusals import Refusals
 from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.tiers import SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
@@ -57,7 +57,6 @@ FOLLOWER_EXIT_S = 0.3
 PROXY_POLL_S = 0.05
 
 
-OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 Note = Callable[..., None]
 
 
@@ -93,6 +92,11 @@ class Machine:
     stored: dict[str, Stored] = field(default_factory=dict)
     """Blocks in tiers, by tier; host memory belongs to one worker, and outlives its process."""
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
+    orderly: Orderly = field(init=False)
+
+    def __post_init__(self) -> None:
+        drain_s = self.shape.config.drain_timeout_s
+        self.orderly = Orderly(lambda: self.timeline.now, self.report, drain_s)
 
     def watch_exit(self, loop: ProcessLoop, pid: int, on_exit: Callable[[], None]) -> Callable[[], None]:
         """Implements `runtime.processes.exits.WatchExit` for the process of this loop."""
@@ -154,6 +158,8 @@ class SimulatedProcess:
         self.exit(code)
 
     def send_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGTERM:
+            self._machine.orderly.on_told_to_leave(self, by_signal=True)
         handler = self.loop.signal_handlers.get(number)
         if handler is None:
             self.exit(-number)
@@ -165,6 +171,7 @@ class SimulatedProcess:
         if self.loop.is_dead:
             return
         self._machine.note(f"{self.name} ({self.pids[0]}) exits with {code}")
+        self._machine.orderly.on_exit(self, code)
         self._end_rank(0)
         self._machine.switch.on_killed(self.name)
         self.watched_by = [loop for loop, pid, _ in self.watches if pid == self.pids[0]]
@@ -291,20 +298,6 @@ def model_text() -> tuple[Any, TokenText]:
     return text, TokenText(tokenizer)
 
 
-class ObservedDispatcher(Dispatcher):
-    """Calls on_delta with the tokens that a reader takes. The other arguments: see `Dispatcher`."""
-
-    def __init__(self, on_delta: OnDelta, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._on_delta = on_delta
-
-    def take(self, sequence: DispatchedSequence) -> TokenDelta | None:
-        attempt, delta = sequence.attempt, super().take(sequence)
-        if delta is not None and attempt is not None:
-            self._on_delta(sequence, attempt, delta)
-        return delta
-
-
 class SimulatedProxy(SimulatedProcess):
     """One process of a proxy, from its control socket to the tokens and texts that its HTTP routes send."""
 
@@ -331,8 +324,10 @@ class SimulatedProxy(SimulatedProcess):
         metrics = self.metrics = ProxyMetrics()
         rng = self._machine.timeline.rng
         self.router = Router(self.table, routing.decode_prefill_threshold, routing.num_proxies, rng=rng)
+        self.refusals = Refusals(self.loop.time, self._machine.report, config.admission, routing.worker_wait_s)
         self.dispatcher = ObservedDispatcher(
             self._machine.on_delta,
+            self._machine.orderly.on_lost_attempt,
             self.proxy_id,
             self.router,
             connections,
