@@ -195,7 +195,7 @@ class SimulatedCluster(Machine):
             case "leave" | "leave proxy":
                 self.orderly.on_signal_by_hand(struck)
                 struck.send_signal(signal.SIGTERM)
-            case "hang":
+            case "hang" if self.launcher.is_ready:  # else the cluster does not start, which is known after minutes
                 for loop in struck.loops:
                     loop.freeze()
             case "freeze" | "freeze proxy" | "freeze launcher":

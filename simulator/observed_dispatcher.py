@@ -1,4 +1,4 @@
-"""The dispatcher of a simulated proxy, which tells of the tokens that it passes on and of the attempts that it loses."""
+"""The dispatcher of a simulated proxy. It tells of the tokens that it passes on and of the attempts that it loses."""
 
 from __future__ import annotations
 

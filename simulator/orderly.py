@@ -106,13 +106,14 @@ class Orderly:
     # ---- commands
 
     def on_command(self) -> int:
-        """An operator gives a command. Returns its number."""
+        """An operator gives a command. Returns how many have begun and ended by now, without it."""
         self._num_commands += 1
-        return self._num_commands
+        return self._num_commands - 1
 
     def on_outcome(self, number: int, command: str, error: TandemError | None) -> None:
-        """A command ends. It may be refused, and fail if another command came in between."""
-        is_alone = number == self._num_commands == 1
+        """A command ends, which began at this number. It may be refused, and fail if others were given meanwhile."""
+        is_alone = number % 2 == 0 and self._num_commands == number + 1  # all before had ended
+        self._num_commands += 1
         if error is not None and not isinstance(error, ConfigError) and is_alone and not self.disturbed_by:
             self._report("a command fails in order", f"{command}: {error.message}")
 

@@ -209,7 +209,7 @@ def draw(seed: int) -> Scenario:
     is_small = sum(cluster.config.counts.values()) * cluster.config.proxies <= 6
     has_launcher = not any("launcher" in fault.kind for fault in faults)
     if rng.random() < 0.04 and is_small and has_launcher and not cluster.config.autoscale:  # such a run takes long
-        faults += (Fault(rng.uniform(START_S, end), "hang", rng.randrange(16), 0, MAX_WORKER_SILENCE_S + 30),)
+        faults += (Fault(rng.uniform(START_S, end), "hang", rng.randrange(16), 0, MAX_WORKER_SILENCE_S + 45),)
     return Scenario(seed, cluster, requests, tuple(sorted(faults, key=lambda each: each.at)))
 
 

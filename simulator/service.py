@@ -24,8 +24,8 @@ TIERS_S = 10.0
 """Time in which a prompt that has to load from a tier again and again begins, although others take its blocks."""
 STEP_S = 5.0
 """Time in which each running sequence takes part in a step, however many run."""
-DETECT_S = 20.0
-"""By which a worker that hangs may be noticed later than its limit: reports are as old as its last heartbeat."""
+DETECT_S = 35.0
+"""By which a worker that hangs may be noticed later than its limit: reports age, and come late by a little each."""
 
 Wait = tuple[str, str, float]
 """A rule, details, and the seconds for which something may be so."""

@@ -26,11 +26,12 @@ from tandem.simulator.run import run
 from tandem.simulator.scenario import draw
 from tests.simulation.mutation import Mutation
 from tests.simulation.policy_mutations import PURE, TRANSFERS
+from tests.simulation.service_mutations import IN_ORDER, SERVICE
 from tests.simulation.shell_mutations import LAUNCH, SHELL
 
 ROOT = Path(__file__).parents[2]
 SEEDS_AT_ONCE = 10
-MUTATIONS = SHELL + PURE + TRANSFERS + LAUNCH
+MUTATIONS = SHELL + PURE + TRANSFERS + LAUNCH + IN_ORDER + SERVICE
 
 
 def mutated(mutation: Mutation) -> str:
