@@ -92,7 +92,7 @@ class Refusals:
             later = [
                 each for each in waiting
                 if not each.streams and (each.asked_at or 0.0) < self._clock()
-                and (each.request.priority, each.asked_at) > (priority, ended.asked_at)
+                and (each.request.priority, each.asked_at or 0.0) > (priority, ended.asked_at or 0.0)
             ]  # fmt: skip
             if later and not is_refused:  # at that moment it may be either
                 self._report("a request is displaced before a later one", f"{details}, {later[0].request.number}")

@@ -17,7 +17,7 @@ from tandem.simulator.refusals import Refusals
 from tandem.simulator.scenario import Request
 
 DRAIN_S = 20.0
-WORKER = SimpleNamespace(name="worker-0", pids=[7])
+WORKER: Any = SimpleNamespace(name="worker-0", pids=[7])
 
 
 class World:
