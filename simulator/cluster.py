@@ -20,8 +20,9 @@ from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import Wires
 from tandem.simulator.network import OnMessage, SimulatedNetwork, Switch
+from tandem.simulator.observed_dispatcher import OnDelta
 from tandem.simulator.orderly import Orderly
-from tandem.simulator.processes import Machine, Note, OnDelta, SimulatedProcess, SimulatedProxy, SimulatedWorker
+from tandem.simulator.processes import Machine, Note, SimulatedProcess, SimulatedProxy, SimulatedWorker
 from tandem.simulator.scenario import ClusterShape, Fault
 from tandem.simulator.site import SimulatedLauncher, endpoint_of
 from tandem.simulator.timeline import ProcessLoop, Timeline
