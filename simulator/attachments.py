@@ -34,7 +34,9 @@ class SimulatedMasks:
         self._states: dict[int, tuple[list[int], list[int]]] = {}  # stop tokens and tokens so far, by state
         self._masks: list[Mask] = []
 
-    def send(self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float) -> None:
+    def send(
+        self, requests: Sequence[MaskRequest], ended_state_ids: list[int], timeout_s: float, budget_s: float
+    ) -> None:
         if self._restarts():
             self._number += 1
             self._states.clear()

@@ -95,7 +95,9 @@ class Clients:
         """Does what an HTTP route does: reads all deltas of a request, and closes the generator."""
         wanted, check = _wanted(request, proxy.block_size), AnswerCheck(request, self._report)
         record = RequestRecord(f"request {request.number}", MODEL, arrived_at=proxy.loop.time())
-        outcome, served = "finished", Counter[str]()
+        outcome, served, client = "finished", Counter[str](), f"client {request.number % 3}"
+        problem: TandemError | None = None
+        proxy.refusals.begin(request, client)
         is_first = self._prefixes.add(request, check, proxy.block_size)
         self._num_open[proxy.proxy_id] += check.num_open
         try:
@@ -103,7 +105,8 @@ class Clients:
             served = self._served[proxy.proxy_id]
             served["requests"] += 1
             served["with stop strings"] += bool(request.wishes.stop)
-            generation = Generation(proxy.services, wanted, record, f"client {request.number % 3}")
+            proxy.refusals.ask(request)
+            generation = Generation(proxy.services, wanted, record, client)
             async with aclosing(generation.deltas()) as deltas:
                 if not await self._read(served, request, check, proxy, deltas):
                     outcome = "client left"
@@ -114,7 +117,7 @@ class Clients:
                     self._prefixes.check(request, record.num_cached_tokens, proxy.block_size)
             served["left" if outcome == "client left" else "finished"] += 1
         except TandemError as error:
-            outcome = error.code
+            problem, outcome = error, error.code
             served[outcome] += 1
             if outcome == "overloaded" and not proxy.table.workers():  # none has come
                 outcome = "no_worker_ready"
@@ -125,6 +128,7 @@ class Clients:
             if not is_expected or (outcome in LATE_ERRORS and is_patient):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
         self._num_open[proxy.proxy_id] -= check.num_open
+        proxy.refusals.end(request, problem)
         proxy.num_open -= 1
         self._of_proxies[proxy.proxy_id].pop(request.number, None)
         if request.is_of_batch and outcome in REFUSALS:
@@ -168,6 +172,7 @@ class Clients:
     ) -> bool:
         """Checks what comes. Returns whether the client has stayed to the end."""
         async for delta in deltas:
+            proxy.refusals.on_token(request, delta.index)
             await asyncio.sleep(request.read_s)
             served["tokens"] += len(delta.tokens)
             check.add(delta)

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from tandem.deploy.launch import draining
 from tandem.deploy.launch.admin_socket import SOCKET_NAME
 from tandem.deploy.launch.cluster_client import Questions
-from tandem.protocol.messages.membership import ChangeRole, Role, SetWorkerRole, WorkerOrdered
+from tandem.protocol.messages.membership import ChangeRole, LeaveCluster, Role, SetWorkerRole, WorkerOrdered
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, TandemError
@@ -21,6 +21,7 @@ from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import Wires
 from tandem.simulator.network import OnMessage, SimulatedNetwork, Switch
 from tandem.simulator.observed_dispatcher import OnDelta
+from tandem.simulator.orderly import Orderly
 from tandem.simulator.processes import Machine, Note, SimulatedProcess, SimulatedProxy, SimulatedWorker
 from tandem.simulator.scenario import ClusterShape, Fault
 from tandem.simulator.site import SimulatedLauncher, endpoint_of
@@ -38,7 +39,9 @@ class Operator(Questions):
 
     place = "the simulated cluster"
 
-    def __init__(self, switch: Switch, loop: ProcessLoop, num_proxies: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, switch: Switch, loop: ProcessLoop, num_proxies: int, note: Callable[[str], None], orderly: Orderly
+    ) -> None:
         self.num_running = 0
         """Commands."""
         self.moved: set[str] = set()
@@ -47,6 +50,7 @@ class Operator(Questions):
         self._loop = loop
         self._num_proxies = num_proxies
         self._note = note
+        self._orderly = orderly
 
     def launcher_endpoint(self) -> str:
         return endpoint_of(SOCKET_NAME)
@@ -87,14 +91,17 @@ class Operator(Questions):
         self._give(f"{name} takes role {role}", lambda: self.ask_proxies(SetWorkerRole(name, role), WorkerOrdered))
 
     def _give(self, command: str, act: Callable[[], Awaitable[object]]) -> None:
+        number = self._orderly.on_command()
+
         async def given() -> None:
-            outcome = "done"
+            problem: TandemError | None = None
             try:
                 await act()
             except TandemError as error:
-                outcome = error.message
+                problem = error
             self.num_running -= 1
-            self._note(f"operator: {command}: {outcome}")
+            self._orderly.on_outcome(number, command, problem)
+            self._note(f"operator: {command}: {problem.message if problem is not None else 'done'}")
 
         self.num_running += 1
         self._loop.call_soon(lambda: start(given()))
@@ -121,24 +128,37 @@ class SimulatedCluster(Machine):
         world = timeline.new_loop("world")
 
         def observe(sender: str, receiver: str, message: Any) -> None:
-            if isinstance(message, ChangeRole):
-                self._check_order(receiver, message.role)
+            match message:
+                case ChangeRole():
+                    self._check_order(receiver, message.role)
+                    self.orderly.on_told_role(receiver, message.role)
+                case SetWorkerRole() if sender == self.launcher.name:
+                    self.orderly.on_order(message.worker_id)
+                case LeaveCluster() if receiver in self.workers:
+                    self.orderly.on_told_to_leave(self.workers[receiver], by_signal=False)
             on_message(sender, receiver, message)
 
         switch = Switch(timeline, shape.max_queued, shape.max_latency_s, shape.bytes_per_s, observe)
         wires = Wires(
             block_s=lambda: rng.uniform(0.5, 1.5) * shape.block_s,
-            breaks=lambda: self.has_faults and rng.random() < shape.failure_share,
-            corrupts=lambda: self.has_faults and rng.random() < shape.corrupt_share,
+            breaks=lambda: self._happens(rng, shape.failure_share, "a path breaks"),
+            corrupts=lambda: self._happens(rng, shape.corrupt_share, "a block is corrupted"),
             reach=switch.can_connect,
         )
         super().__init__(timeline, world, switch, shape, wires, report, note, on_delta, on_proxy_end)
-        self.operator = Operator(switch, timeline.new_loop("operator"), shape.config.proxies, note)
+        self.operator = Operator(switch, timeline.new_loop("operator"), shape.config.proxies, note, self.orderly)
         self.num_launchers = 0
         self._start_launcher()
 
+    def _happens(self, rng: random.Random, share: float, fault: str) -> bool:
+        happens = self.has_faults and rng.random() < share
+        if happens:
+            self.orderly.disturb(fault)
+        return happens
+
     def _start_launcher(self) -> None:
         self.num_launchers += 1
+        self.orderly.on_new_launcher()
         self.launcher = SimulatedLauncher(self, "launcher", 0, self._on_launcher_end)
 
     def _on_launcher_end(self, code: int) -> None:
@@ -169,11 +189,16 @@ class SimulatedCluster(Machine):
         if "proxy" in fault.kind or "launcher" in fault.kind:
             struck = proxy if "proxy" in fault.kind else self.launcher
         self.note(f"fault: {fault.kind}, {struck.name}, {fault.duration_s:.3f} s")
+        self.orderly.on_fault(fault.kind)
         match fault.kind:
             case "kill" | "kill proxy" | "kill launcher":
                 struck.exit()
             case "leave" | "leave proxy":
+                self.orderly.on_signal_by_hand(struck)
                 struck.send_signal(signal.SIGTERM)
+            case "hang" if self.launcher.is_ready:  # else the cluster does not start, which is known after minutes
+                for loop in struck.loops:
+                    loop.freeze()
             case "freeze" | "freeze proxy" | "freeze launcher":
                 for loop in struck.loops:
                     loop.freeze()

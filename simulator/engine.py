@@ -145,7 +145,7 @@ class SimulatedEngine:
     def _mask(self, state: GrammarState, output: list[int], sample: Sample) -> bytes | ErrorInfo:
         try:
             process = state.grammar.process()
-            process.send([MaskRequest(state, output, sample.banned_token_ids)], [], 1.0)
+            process.send([MaskRequest(state, output, sample.banned_token_ids)], [], 1.0, 1.0)
         except TandemError as error:
             return ErrorInfo.of(error)
         mask = process.receive(1.0)

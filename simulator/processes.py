@@ -42,6 +42,8 @@ from tandem.simulator.engine import Pool, SimulatedEngine, TimedEngine
 from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.noted_blocks import NotedBlocks
 from tandem.simulator.observed_dispatcher import ObservedDispatcher, OnDelta
+from tandem.simulator.orderly import Orderly
+from tandem.simulator.refusals import Refusals
 from tandem.simulator.sampling import EOS_TOKEN_ID, VOCAB_SIZE
 from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.step_faults import StepFaults
@@ -98,6 +100,11 @@ class Machine:
     """When processes died: all of a lost host at the same time."""
     num_failed_requests: int = 0
     """Requests in steps that have failed."""
+    orderly: Orderly = field(init=False)
+
+    def __post_init__(self) -> None:
+        drain_s = self.shape.config.drain_timeout_s
+        self.orderly = Orderly(lambda: self.timeline.now, self.report, drain_s)
 
     def watch_exit(self, loop: ProcessLoop, pid: int, on_exit: Callable[[], None]) -> Callable[[], None]:
         """Implements `runtime.processes.exits.WatchExit` for the process of this loop."""
@@ -159,6 +166,8 @@ class SimulatedProcess:
         self.exit(code)
 
     def send_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGTERM:
+            self._machine.orderly.on_told_to_leave(self, by_signal=True)
         handler = self.loop.signal_handlers.get(number)
         if handler is None:
             self.exit(-number)
@@ -172,6 +181,7 @@ class SimulatedProcess:
         self._machine.note(f"{self.name} ({self.pids[0]}) exits with {code}")
         if code:
             self._machine.died_at.add(self._machine.timeline.now)
+        self._machine.orderly.on_exit(self, code)
         self._end_rank(0)
         self._machine.switch.on_killed(self.name)
         self.watched_by = [loop for loop, pid, _ in self.watches if pid == self.pids[0]]
@@ -329,8 +339,10 @@ class SimulatedProxy(SimulatedProcess):
         metrics = self.metrics = ProxyMetrics()
         rng = self._machine.timeline.rng
         self.router = Router(self.table, routing.decode_prefill_threshold, routing.num_proxies, rng=rng)
+        self.refusals = Refusals(self.loop.time, self._machine.report, config.admission, routing.worker_wait_s)
         self.dispatcher = ObservedDispatcher(
             self._machine.on_delta,
+            self._machine.orderly.on_lost_attempt,
             self._machine.report,
             self.proxy_id,
             self.router,

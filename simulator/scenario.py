@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.device_defaults import with_device_defaults
+from tandem.deploy.launch.hang_detector import MAX_WORKER_SILENCE_S
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
@@ -28,7 +29,8 @@ Loss = Literal[
     "kill launcher", "freeze launcher", "fail starts", "lose host",
 ]  # fmt: skip
 """A one-way partition: one process can no longer connect to the other. Isolated: cut off from all proxies."""
-FaultKind = Command | Delay | Loss
+FaultKind = Command | Delay | Loss | Literal["hang"]
+"""A worker that hangs never goes on."""
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 DELAYS: tuple[Delay, ...] = get_args(Delay)
 COMMANDS: tuple[Command, ...] = get_args(Command)
@@ -223,7 +225,13 @@ def draw(seed: int) -> Scenario:
         step_failure_share=rng.choice([0.0] * 5 + [0.003]),
         no_memory_share=rng.choice([0.0] * 3 + [0.01, 0.1]),
     )
-    return Scenario(seed, cluster, requests, faults)
+    if all(fault.kind in COMMANDS for fault in faults) and rng.random() < 0.6:
+        cluster, faults = _in_order(cluster), faults + _commands(rng, requests)
+    is_small = sum(cluster.config.counts.values()) * cluster.config.proxies <= 6
+    has_launcher = not any("launcher" in fault.kind for fault in faults)
+    if rng.random() < 0.04 and is_small and has_launcher and not cluster.config.autoscale:  # such a run takes long
+        faults += (Fault(rng.uniform(START_S, end), "hang", rng.randrange(16), 0, MAX_WORKER_SILENCE_S + 45),)
+    return Scenario(seed, cluster, requests, tuple(sorted(faults, key=lambda each: each.at)))
 
 
 def _other_workers(rng: random.Random, cluster: ClusterShape) -> ClusterShape:
@@ -238,6 +246,29 @@ def _other_workers(rng: random.Random, cluster: ClusterShape) -> ClusterShape:
         one, two = rng.choice([(1, 2), (2, 1)])
         return cluster.with_config(prefill_tensor_parallel_size=one, decode_tensor_parallel_size=two)
     return cluster
+
+
+def _in_order(cluster: ClusterShape) -> ClusterShape:
+    """Returns the cluster without what goes wrong by itself."""
+    return replace(
+        cluster, failure_share=0.0, corrupt_share=0.0, hang_share=0.0, step_failure_share=0.0, no_memory_share=0.0
+    )
+
+
+def _commands(rng: random.Random, requests: tuple[Request, ...]) -> tuple[Fault, ...]:
+    """Operations in order, most of them just after a request has come, so that they meet its prompt or its transfer.
+
+    Workers that have changed their roles come back later.
+    """
+    commands: list[Fault] = []
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        at = rng.choice(requests).at + rng.choice([0.0, 0.05, 0.5, 3.0])
+        kind, target, other = rng.choice(COMMANDS), rng.randrange(16), rng.randrange(16)
+        commands.append(Fault(at, kind, target, other, 0.0))
+        if kind in ("change role", "scale") and rng.random() < 0.6:
+            later: FaultKind = rng.choice(["leave", "restart all"])
+            commands.append(Fault(at + rng.choice([1.0, 6.0]), later, target, other, 0.0))
+    return tuple(commands)
 
 
 def of_batch(request: Request) -> Request:

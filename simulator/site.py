@@ -19,6 +19,7 @@ from tandem.protocol.messages.membership import Role
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.runtime.processes.process import EXIT_FAILED
+from tandem.simulator.orderly import PlannerRules
 from tandem.simulator.processes import Machine, SimulatedProcess, SimulatedProxy, SimulatedWorker
 
 FOLDER = Path("/simulated")
@@ -67,6 +68,7 @@ class SimulatedChild(Supervised):
         self._leaves, hang_share = True, self._machine.shape.hang_share
         if hang_share and self._process is not None and self._machine.timeline.rng.random() < hang_share:
             self._machine.note(f"{self.name} hangs for good")
+            self._machine.orderly.disturb("a process hangs")
             for loop in self._process.loops:
                 loop.freeze()
         super().terminate()
@@ -107,11 +109,13 @@ class SimulatedSite(Site):
         def start(on_end: Callable[[int], None]) -> SimulatedWorker:
             host = self._host_of(name)
             place = Place(endpoint_of(f"{host}/{name}"), proxy_endpoints=proxies)
+            machine.orderly.on_start(name, self._roles[name])
             config = self._configs.worker(self._roles[name], name, place)
             worker = machine.workers[name] = SimulatedWorker(machine, config, host, on_end)
             return worker
 
         self._roles[name] = role
+        machine.orderly.on_new_worker(name)
         return self._child(name, start, on_exit)
 
     def _child(self, name: str, start: Start, on_exit: OnExit) -> Supervised:
@@ -136,11 +140,17 @@ class CheckedLauncher(Launcher):
     """Checks that the cluster has the numbers of workers that it was scaled to."""
 
     def __init__(self, machine: Machine, site: SimulatedSite, network: Network) -> None:
-        super().__init__(machine.shape.config, site, network, FOLDER)
+        config = machine.shape.config
+        super().__init__(config, site, network, FOLDER)
         self._report = machine.report
+        most = max(config.autoscale_max_workers, sum(config.counts.values()))
+        self._planner_rules = PlannerRules(lambda: machine.timeline.now, machine.report, most)
 
     def scale(self, counts: Mapping[Role, int]) -> None:
+        before = self.counts
         super().scale(counts)
+        if len(counts) == len(before) and self._config.autoscale:  # operators name the roles that they change
+            self._planner_rules.on_decision(before, counts)
         if wrong := {role: self.counts[role] for role in counts if self.counts[role] != counts[role]}:
             self._report("the launcher counts otherwise than it was told to", f"{wrong} instead of {counts}")
 

@@ -1,0 +1,98 @@
+"""Faults that retries heal: operations in order that cut what runs, and requests that are served badly."""
+
+from __future__ import annotations
+
+from tests.simulation.mutation import DECODE, DISPATCHER, LAUNCHER, PRESENCE, PROMPTS, SUPERVISOR, WORKER, Mutation
+
+ADMISSION, DRAIN, SCHEDULER = "proxy/admission/admission.py", "runtime/drain.py", "worker/worker_scheduler.py"
+
+IN_ORDER = (
+    Mutation(
+        "a worker that is scaled away is killed", LAUNCHER, "        child.terminate()\n", "        child.kill()\n"
+    ),
+    Mutation(
+        "a drain ends before its limit",
+        DRAIN,
+        "now - self._began_at >= self._limit_s",
+        "now - self._began_at >= SETTLE_S",
+    ),
+    Mutation(
+        "a drained worker leaves before its last tokens have come",
+        DRAIN,
+        "has_settled = self._idle_since is not None and now - self._idle_since >= SETTLE_S",
+        "has_settled = self._idle_since is not None",
+    ),
+    Mutation(
+        "a worker that is told to leave does not drain",
+        WORKER,
+        "return self._presence is not None and self._presence.drain()",
+        "self.stop()\n        return True",
+    ),
+    Mutation(
+        "workers that drain get prompts",
+        "proxy/cluster/worker_record.py",
+        "return self.answers and not self.draining",
+        "return self.answers",
+    ),
+    Mutation(
+        "a drain does not wait for prompts",
+        SCHEDULER,
+        "return self.prefill.prompts.is_idle and self.decode.is_idle",
+        "return self.decode.is_idle",
+    ),
+    Mutation(
+        "a drain does not wait for sequences without blocks",
+        DECODE,
+        "return not self.sequences.by_attempt\n",
+        "return not len(self.running)\n",
+    ),
+    Mutation(
+        "a drain does not wait for blocks that are shipped",
+        PROMPTS,
+        "return not self.by_transfer\n",
+        "return not self.waiting and not self.computing\n",
+    ),
+    Mutation(
+        "pairs with workers of another role are dropped",
+        "worker/pairs/outgoing_table.py",
+        "if epoch not in self._view]\n        actions",
+        "if epoch not in self._view or self._view[epoch].role not in DECODE_ROLES]\n        actions",
+    ),
+    Mutation("a draining process is signalled again", SUPERVISOR, "if self._drained != process:", "if True:"),
+    Mutation(
+        "a worker that has taken a role opens no pairs", PRESENCE, "        self._traffic.on_role(self.info)\n", ""
+    ),
+)
+
+SERVICE = (
+    Mutation(
+        "prompts do not wait for a worker",
+        DISPATCHER,
+        "if asyncio.get_running_loop().time() < waiting.until:",
+        "if False:",
+    ),
+    Mutation(
+        "sequences of all clients count against one",
+        ADMISSION,
+        "running = self._running.get(client, 0)",
+        "running = self._running.total()",
+    ),
+    Mutation(
+        "requests of the same priority are displaced",
+        ADMISSION,
+        "if ticket.priority > priority and ticket",
+        "if ticket.priority >= priority and ticket",
+    ),
+    Mutation(
+        "no age outweighs a priority",
+        "prefill_worker/step.py",
+        "p.arrived_at + AGING_S * p.request.priority",
+        "p.request.priority, p.arrived_at",
+    ),
+    Mutation(
+        "workers that hang stay",
+        "deploy/launch/hang_detector.py",
+        "found |= dict.fromkeys(self._workers.silent(",
+        "found or dict.fromkeys(self._workers.silent(",
+    ),
+)
