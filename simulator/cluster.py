@@ -84,6 +84,7 @@ class Operator(Questions):
                     await self.ask_launcher(counts, ClusterScaled)
                 await asyncio.sleep(SCALE_INTERVAL_S)
 
+        self._orderly.on_command()  # which does not end: others meet workers that leave or come
         self._loop.call_soon(lambda: start(scale()))
 
     def set_role(self, name: str, role: Role) -> None:

@@ -17,7 +17,7 @@ from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.connection import SILENT_S
 from tandem.simulator.noted_blocks import NotedBlocks
 from tandem.simulator.processes import SimulatedProxy, SimulatedWorker
-from tandem.simulator.service import Service
+from tandem.simulator.service import ServiceRules
 from tandem.simulator.timeline import ProcessLoop, Timeline
 
 CHECK_S = 0.5
@@ -38,7 +38,7 @@ class Invariants:
         self._report = report
         self._seen: dict[tuple[str, str], float] = {}  # since when something is as it may only be for a while
         self._by_epoch: dict[str, SimulatedWorker] = {}
-        self._service = Service(cluster)
+        self._service = ServiceRules(cluster)
         self._claimed: set[tuple[str, str]] = set()  # transfers whose request has come, by worker
         cluster.world.call_later(CHECK_S, self._check)
         if cluster.shape.max_latency_s < 0.01:

@@ -43,7 +43,7 @@ from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.noted_blocks import NotedBlocks
 from tandem.simulator.observed_dispatcher import ObservedDispatcher, OnDelta
 from tandem.simulator.orderly import Orderly
-from tandem.simulator.refusals import Refusals
+from tandem.simulator.refusals import RefusalRules
 from tandem.simulator.sampling import EOS_TOKEN_ID, VOCAB_SIZE
 from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.step_faults import StepFaults
@@ -339,7 +339,7 @@ class SimulatedProxy(SimulatedProcess):
         metrics = self.metrics = ProxyMetrics()
         rng = self._machine.timeline.rng
         self.router = Router(self.table, routing.decode_prefill_threshold, routing.num_proxies, rng=rng)
-        self.refusals = Refusals(self.loop.time, self._machine.report, config.admission, routing.worker_wait_s)
+        self.refusals = RefusalRules(self.loop.time, self._machine.report, config.admission, routing.worker_wait_s)
         self.dispatcher = ObservedDispatcher(
             self._machine.on_delta,
             self._machine.orderly.on_lost_attempt,

@@ -31,7 +31,7 @@ class _Open:
         return len(self.request.prompts) * self.request.num_sequences
 
 
-class Refusals:
+class RefusalRules:
     """Of one proxy. clock: virtual time. report(rule, details): called when a rule is broken. wait_s: for a worker."""
 
     def __init__(

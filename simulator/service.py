@@ -31,7 +31,7 @@ Wait = tuple[str, str, float]
 """A rule, details, and the seconds for which something may be so."""
 
 
-class Service:
+class ServiceRules:
     """What workers and proxies owe to those that wait."""
 
     def __init__(self, cluster: SimulatedCluster) -> None:

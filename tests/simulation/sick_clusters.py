@@ -98,6 +98,7 @@ def examine(sick: SickCluster, seed: int = 1) -> Observation:
         cluster = SimulatedCluster(shape, timeline, rng, fail, lambda *_: None, clients.on_proxy_end)
         timeline.run(lambda: cluster.launcher.is_ready if hasattr(cluster, "launcher") else False, READY_S)
         timeline.run(lambda: False, timeline.now + 1.0)
+        cluster.orderly.disturb(sick.fault)
         sick.act(cluster)
         timeline.run(lambda: False, timeline.now + 1.0)
         for request in requests(sick.load, shape, timeline.now, rng):

@@ -156,6 +156,7 @@ class DrivenCluster:
 
     def cut_one_way(self, dealer: str, router: str) -> None:
         """Cuts the connection that one process has opened to another."""
+        self.cluster.orderly.disturb("a cut")
         self.cluster.switch.cut(dealer, router)
         self._cuts.append((dealer, router))
 

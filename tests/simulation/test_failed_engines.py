@@ -57,6 +57,7 @@ def serve_beside_poison(shape: ClusterShape, end: End, monkeypatch: pytest.Monke
         poison = site.ask(100, 10, proxy=0)
         monkeypatch.setattr(SimulatedEngine, "_post", end_with_poison)
         monkeypatch.setattr(SimulatedEngine, "check", check)
+        site.cluster.orderly.disturb("the poison")
         bystanders = [site.ask(60, 60, proxy=1) for _ in range(4)]
         site.until(lambda: bool(site.outcome(poison)), 60.0)
         outcomes = site.finish()

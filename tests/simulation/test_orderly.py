@@ -13,7 +13,7 @@ from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.simulator.orderly import Orderly, PlannerRules
-from tandem.simulator.refusals import Refusals
+from tandem.simulator.refusals import RefusalRules
 from tandem.simulator.scenario import Request
 
 DRAIN_S = 20.0
@@ -137,7 +137,7 @@ def request(number: int, priority: int = 0, num_sequences: int = 1) -> Request:
 class Counter(World):
     def __init__(self, **limits: int) -> None:
         super().__init__()
-        self.refusals = Refusals(lambda: self.now, self.report, AdmissionSettings(**limits), 60.0)
+        self.refusals = RefusalRules(lambda: self.now, self.report, AdmissionSettings(**limits), 60.0)
 
     def ask(self, wanted: Request, client: str = "a") -> None:
         self.refusals.begin(wanted, client)

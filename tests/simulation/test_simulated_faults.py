@@ -245,6 +245,7 @@ def test_a_worker_that_gave_requests_up_says_so(monkeypatch: pytest.MonkeyPatch)
     with simulated_site(replace(PAIR, step_times=SimulatedStepTimes(0.05))) as site:
         running = site.ask(200, 300)
         site.pass_time(0.5)
+        site.cluster.orderly.disturb("silence")
         site.cluster.switch.silence("proxy-0", "decode-0")
         site.pass_time(PROXY_SILENCE_S + 0.6)
         site.cluster.switch.end_silence("proxy-0", "decode-0")
