@@ -14,10 +14,10 @@ import math
 import os
 import socket
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -52,7 +52,7 @@ from tandem.proxy.reading.media_messages import (
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import RenderedPrompts
-from tandem.runtime.errors import InternalError, ProtocolError, TandemError, WorkerLost
+from tandem.runtime.errors import InternalError, InvalidRequest, ProtocolError, TandemError, WorkerLost
 from tandem.runtime.files.file_limits import out_of_descriptors
 from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost, KeptForkServer
 from tandem.runtime.tasks import start_job
@@ -67,6 +67,8 @@ _RETRY_AFTER_S = 1
 _PING_INTERVAL_S = 2.0
 _MAX_UNANSWERED_PINGS = 10
 """Loading a model blocks the process's loop for less than these 20 s."""
+_MAX_LOST = 3
+"""Processes that may end with a request in them until it is refused."""
 _CANCEL_GRACE_S = 10.0
 """Added to twice the decode timeout: time for a cancelled job to be answered before the process is killed."""
 
@@ -111,6 +113,7 @@ class MediaPool:
         self._jobs: dict[str, _Job] = {}  # by lease, until the process has answered
         self._places: Counter[str] = Counter()  # by client, of requests that wait for the process or are in it
         self._starting = asyncio.Lock()
+        self._suspects = asyncio.Lock()  # held by a request whose process was lost
         self._server = KeptForkServer(partial(ForkServer.spawn, _MODULE, os.environ), _LOAD_TIMEOUT_S)
         self._process: ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no process runs
@@ -156,20 +159,37 @@ class MediaPool:
         """Returns the request with tokenised prompts. The caller must call its `release_media`.
 
         client, cache_scope: see `ReaderPool.read`. Raises InvalidRequest, QueueFull, ClientLimitExceeded,
-        SLOUnreachable, Overloaded if the cache is full, InternalError if the process died twice, WorkerLost if the
-        cache did.
+        SLOUnreachable, Overloaded if the cache is full, WorkerLost if the cache died twice.
         """
         try:
             async with asyncio.timeout(self._ttft_slo_s) as limit:
-                try:
-                    return await self._read(kind, body, limits, client, cache_scope)
-                except (WorkerLost, _MediaProcessLost) as error:
-                    log.warning("reading a request with media again: %s", error)
-                return await self._read(kind, body, limits, client, cache_scope)
+                return await self._read_again_if_lost(kind, body, limits, client, cache_scope)
         except TimeoutError as error:
             if self._ttft_slo_s is None or not limit.expired():
                 raise
             raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
+
+    async def _read_again_if_lost(self, *arguments: Any) -> GenerationRequest:
+        """Reads a request again whose process was lost, perhaps because of another one: such requests one at a time, so
+        that one that ends each process is soon known."""
+        num_lost, is_cache_lost = 0, False
+        while True:
+            try:
+                async with self._suspects if num_lost else nullcontext():
+                    return await self._read(*arguments)
+            except _MediaProcessLost as error:
+                num_lost += 1
+                if num_lost == _MAX_LOST:
+                    raise InvalidRequest(
+                        f"The process that reads images and video has ended {_MAX_LOST} times with those of this "
+                        "request. Send them in another format.",
+                        "messages",
+                    ) from error
+            except WorkerLost as error:
+                if is_cache_lost:
+                    raise
+                is_cache_lost = True
+                log.warning("reading a request with media again: %s", error)
 
     async def _read(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str

@@ -33,7 +33,7 @@ from tandem.proxy.reading.media_messages import (
     MediaRemade,
     RemakeMedia,
 )
-from tandem.proxy.reading.media_pool import MediaPool
+from tandem.proxy.reading.media_pool import MediaPool, _MediaProcessLost
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder, Prompt, RenderedPrompts
 from tandem.runtime.errors import ClientShareExceeded, InternalError, InvalidRequest, Overloaded, WorkerLost
@@ -442,7 +442,7 @@ def starting(cache: Cache) -> tuple[MediaPool, SleepingServer]:
 def test_only_a_process_that_ends_by_itself_is_an_error(
     closes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it was reading is read again by one more process, and no more."""
+    """What it was reading is read again by two more processes, and is refused then."""
 
     async def test(cache: Cache) -> None:
         pool, server = starting(cache)
@@ -453,16 +453,47 @@ def test_only_a_process_that_ends_by_itself_is_an_error(
             pool.close()
         else:
             process.kill()
-            await until(lambda: len(server.started) == 2 and bool(pool._jobs))
-            server.started[1].kill()
-        with pytest.raises(InternalError, match="is stopping" if closes else "was lost"):
+            for number in (2, 3):
+                await until(lambda number=number: len(server.started) == number and bool(pool._jobs))
+                server.started[-1].kill()
+        with pytest.raises(InternalError if closes else InvalidRequest, match="is stopping" if closes else "3 times"):
             await reading
-        assert [each.returncode for each in server.started] == [-signal.SIGKILL] * (1 if closes else 2)
+        assert [each.returncode for each in server.started] == [-signal.SIGKILL] * (1 if closes else 3)
         pool.close()
 
     run(test, tmp_path)
     assert ("the media process ended" in caplog.text) == (not closes)
     assert bool([each for each in caplog.records if each.levelname == "ERROR"]) == (not closes)
+
+
+def test_requests_whose_process_was_lost_are_read_one_at_a_time(tmp_path: Path) -> None:
+    """So that one that ends each process takes no others with it, and others are read beside them."""
+    segment = tmp_path / "segment"
+    segment.touch()
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        reading = [pool.begin() for _ in range(3)]
+        for job in [await pool.job() for _ in reading]:
+            pool._end(job.lease_id, _MediaProcessLost("lost"))
+        first = await pool.job()
+        fresh = pool.begin()
+        other = await pool.job()
+        assert pool.process.messages.empty()
+        pool.answer(other, segment)
+        (await fresh).release_media()
+        pool._end(first.lease_id, _MediaProcessLost("lost"))
+        for _ in reading[1:]:
+            pool.answer(await pool.job(), segment)
+        pool._end((await pool.job()).lease_id, _MediaProcessLost("lost"))
+        ended = await asyncio.gather(*reading, return_exceptions=True)
+        assert [type(each) for each in ended] == [InvalidRequest, GenerationRequest, GenerationRequest]
+        for request in ended[1:]:
+            assert isinstance(request, GenerationRequest)
+            request.release_media()
+        assert not pool.num_waiting
+
+    run(test, tmp_path)
 
 
 def test_a_closed_pool_starts_no_process(tmp_path: Path) -> None:
