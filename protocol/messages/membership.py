@@ -15,7 +15,7 @@ import msgspec
 from tandem.protocol.messages.serving_figures import ServingFigures
 from tandem.runtime.files.lora_files import MAX_RANK
 
-PROTOCOL_VERSION = 30
+PROTOCOL_VERSION = 31
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
