@@ -16,6 +16,7 @@ import pytest
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.admission.client_slots import ClientSlots
+from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.worker_table import WorkerTable
@@ -62,6 +63,7 @@ def test_a_client_over_its_limit_gets_429_and_others_are_served(tmp_path: Path) 
         readers = StuckReaders()
         state: Any = SimpleNamespace(
             answer_budget=AnswerBudget(),
+            descriptors=DescriptorBudget(),
             api_keys=ApiKeys(None, file),
             bodies=RequestBodies(100_000, 10),
             calls=ClientSlots(max_per_client=2),
@@ -148,7 +150,7 @@ def test_a_client_over_its_limit_of_uploads_gets_429_and_others_are_served(tmp_p
         keys = tmp_path / "keys"
         keys.write_text("one\ntwo\n")
         state: Any = SimpleNamespace(
-            answer_budget=AnswerBudget(), api_keys=ApiKeys(None, keys), bodies=RequestBodies(100_000, 10),
+            answer_budget=AnswerBudget(), descriptors=DescriptorBudget(), api_keys=ApiKeys(None, keys), bodies=RequestBodies(100_000, 10),
             calls=ClientSlots(), media=None, readers=StuckReaders(), request_timeout_s=60,
             worker_table=WorkerTable(2.5), responses=None, batches=BatchRunner(tmp_path / "data", None),
         )  # fmt: skip
