@@ -7,26 +7,23 @@ without a copy through a pipe.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
+from tandem.proxy.admission.byte_budget import ByteBudget
 from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow, UnsupportedContentCoding
 from tandem.proxy.reading.spooled_body import SpooledBody
-from tandem.runtime.errors import ClientShareExceeded, Overloaded
 
 _PROGRESS_BYTES = 16 * 1024
 MAX_UNSPOOLED_BYTES = 16 * 1024
 MAX_UNORDERED_BYTES = 64 * 1024
 """Size up to which a body is read as soon as it arrives. Larger ones are read in turn."""
 MAX_SPOOLED_BYTES = 1 << 30
-"""All large bodies together. Beyond that, large bodies are refused."""
-_CLIENT_SHARE = 0.75
-"""Share of them that one client may have."""
+"""All large bodies together, three quarters of it of one client. Beyond that, large bodies are refused."""
 
 
 class RequestBodies:
@@ -40,12 +37,10 @@ class RequestBodies:
         """max_bytes: of one body. timeout_s: for each 16 KiB of a body to arrive. descriptors: each large body is a
         file; None for no limit."""
         self._descriptors = descriptors or DescriptorBudget()
-        self._by_client: Counter[str] = Counter()
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
-        self._max_spooled_bytes = max_spooled_bytes
+        self._bytes = ByteBudget(max_spooled_bytes)
         self._turn_lock = asyncio.Lock()
-        self.num_spooled_bytes = 0
 
     @asynccontextmanager
     async def receive(
@@ -69,12 +64,12 @@ class RequestBodies:
                     if len(small) <= MAX_UNSPOOLED_BYTES:
                         continue
                     spooled, piece = self._spool(client), small
-                self._count(client, len(piece))
+                self._bytes.add(client, len(piece))
                 spooled.write(piece)
             yield small if spooled is None else spooled
         finally:
             if spooled is not None:
-                self._count(client, -spooled.num_bytes)
+                self._bytes.add(client, -spooled.num_bytes)
                 spooled.close()
                 self._descriptors.give_back(client)
                 await self._turn()  # what has been read of many bodies at once is answered in turn, too
@@ -86,21 +81,6 @@ class RequestBodies:
         except BaseException:
             self._descriptors.give_back(client)
             raise
-
-    def _count(self, client: str, num_bytes: int) -> None:
-        """Raises ClientShareExceeded or Overloaded for more bytes than there is room for."""
-        if num_bytes > 0:
-            if self._by_client[client] + num_bytes > self._max_spooled_bytes * _CLIENT_SHARE:
-                raise ClientShareExceeded(
-                    "Your large requests that are waiting to be read have as many bytes as those of one client may "
-                    "have; send fewer at once, and try again later."
-                )
-            if self.num_spooled_bytes + num_bytes > self._max_spooled_bytes:
-                raise Overloaded("too many large requests are waiting to be read; try again later")
-        self.num_spooled_bytes += num_bytes
-        self._by_client[client] += num_bytes
-        if not self._by_client[client]:
-            del self._by_client[client]
 
     def limited(self, receive: Receive, headers: Headers, max_bytes: int) -> Receive:
         """Returns `receive` for one body of at most `max_bytes`, with the limit on pace.

@@ -17,13 +17,15 @@ from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
+from tandem.proxy.admission.byte_budget import ByteBudget
 from tandem.proxy.admission.descriptor_budget import DescriptorBudget
+from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_record import ModelLimits
@@ -52,7 +54,7 @@ from tandem.proxy.reading.media_messages import (
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import RenderedPrompts
-from tandem.runtime.errors import InternalError, InvalidRequest, ProtocolError, TandemError, WorkerLost
+from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, ProtocolError, TandemError, WorkerLost
 from tandem.runtime.files.file_limits import out_of_descriptors
 from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost, KeptForkServer
 from tandem.runtime.tasks import start_job
@@ -67,8 +69,10 @@ _RETRY_AFTER_S = 1
 _PING_INTERVAL_S = 2.0
 _MAX_UNANSWERED_PINGS = 10
 """Loading a model blocks the process's loop for less than these 20 s."""
-_MAX_LOST = 3
-"""Processes that may end with a request in them until it is refused."""
+_MAX_LOST_ALONE, _MAX_LOST = 2, 3
+"""Processes that may end with a request in them, with no other one, and in all, until it is refused."""
+_MAX_ITEM_BYTES = 1 << 30
+"""Images and videos in data URLs of all requests that are being read."""
 _CANCEL_GRACE_S = 10.0
 """Added to twice the decode timeout: time for a cancelled job to be answered before the process is killed."""
 
@@ -77,7 +81,11 @@ _Answer = MediaJobDone | MediaRemade
 
 
 class _MediaProcessLost(InternalError):
-    """The media process ended with the request in it, perhaps because of another one."""
+    """The media process ended with the request in it, perhaps because of another one. was_alone: if there was none."""
+
+    def __init__(self, was_alone: bool) -> None:
+        super().__init__("the media process that read the request was lost; try again")
+        self.was_alone = was_alone
 
 
 class _Job(NamedTuple):
@@ -113,7 +121,8 @@ class MediaPool:
         self._jobs: dict[str, _Job] = {}  # by lease, until the process has answered
         self._places: Counter[str] = Counter()  # by client, of requests that wait for the process or are in it
         self._starting = asyncio.Lock()
-        self._suspects = asyncio.Lock()  # held by a request whose process was lost
+        self._suspects = FairSlots(1, 1)  # held by a request whose process was lost
+        self._bytes = ByteBudget(_MAX_ITEM_BYTES)
         self._server = KeptForkServer(partial(ForkServer.spawn, _MODULE, os.environ), _LOAD_TIMEOUT_S)
         self._process: ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no process runs
@@ -159,7 +168,8 @@ class MediaPool:
         """Returns the request with tokenised prompts. The caller must call its `release_media`.
 
         client, cache_scope: see `ReaderPool.read`. Raises InvalidRequest, QueueFull, ClientLimitExceeded,
-        SLOUnreachable, Overloaded if the cache is full, WorkerLost if the cache died twice.
+        SLOUnreachable, ClientShareExceeded or Overloaded if there is no room or the process dies again and again,
+        WorkerLost if the cache died twice.
         """
         try:
             async with asyncio.timeout(self._ttft_slo_s) as limit:
@@ -169,21 +179,28 @@ class MediaPool:
                 raise
             raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
 
-    async def _read_again_if_lost(self, *arguments: Any) -> GenerationRequest:
-        """Reads a request again whose process was lost, perhaps because of another one: such requests one at a time, so
-        that one that ends each process is soon known."""
-        num_lost, is_cache_lost = 0, False
+    async def _read_again_if_lost(
+        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
+    ) -> GenerationRequest:
+        """Reads a request again whose process was lost, perhaps because of another one.
+
+        It is to blame if the process was lost twice with no other request in it. Such requests are read one at a time.
+        """
+        num_lost, num_lost_alone, is_cache_lost = 0, 0, False
         while True:
             try:
-                async with self._suspects if num_lost else nullcontext():
-                    return await self._read(*arguments)
+                return await self._read(kind, body, limits, client, cache_scope, is_suspect=num_lost > 0)
             except _MediaProcessLost as error:
-                num_lost += 1
-                if num_lost == _MAX_LOST:
+                num_lost, num_lost_alone = num_lost + 1, num_lost_alone + error.was_alone
+                if num_lost_alone == _MAX_LOST_ALONE:
                     raise InvalidRequest(
-                        f"The process that reads images and video has ended {_MAX_LOST} times with those of this "
-                        "request. Send them in another format.",
+                        f"The process that reads images and video has ended {_MAX_LOST_ALONE} times with those of this "
+                        "request alone. Send them in another format.",
                         "messages",
+                    ) from error
+                if num_lost == _MAX_LOST:
+                    raise Overloaded(
+                        "the process that reads images and video ends again and again; try again"
                     ) from error
             except WorkerLost as error:
                 if is_cache_lost:
@@ -192,7 +209,14 @@ class MediaPool:
                 log.warning("reading a request with media again: %s", error)
 
     async def _read(
-        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
+        self,
+        kind: BodyKind,
+        body: bytes | SpooledBody,
+        limits: ModelLimits,
+        client: str,
+        cache_scope: str,
+        *,
+        is_suspect: bool,
     ) -> GenerationRequest:
         with ExitStack() as held:
             self._take_place(client)
@@ -203,10 +227,12 @@ class MediaPool:
             find = BodyReader.find_media
             found = await self._readers.run(find, body, kind, cache_scope, items.path, client=client)
             if found.items:
-                await self.start()
-                new_id, max_len = self._cache.new_id(), limits.max_model_len
-                job = MediaJob(new_id, found.items, items.path, found.cache_salt, max_len, client)
-                done = await self._run(job, held.pop_all())
+                held.enter_context(self._bytes.hold(client, sum(item.num_bytes or 0 for item in found.items)))
+                async with self._suspects.slot(client) if is_suspect else nullcontext():
+                    await self.start()
+                    new_id, max_len = self._cache.new_id(), limits.max_model_len
+                    job = MediaJob(new_id, found.items, items.path, found.cache_salt, max_len, client)
+                    done = await self._run(job, held.pop_all())
         if not found.items:  # the body only looks as if it had media
             return await self._readers.read(kind, body, limits, client, cache_scope)
         assert isinstance(done, MediaJobDone)
@@ -262,8 +288,11 @@ class MediaPool:
         """
         assert self._writer is not None
         done: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        with ExitStack() as on_error:
+            on_error.callback(held.close)
+            write_message(self._writer, job)  # raises if it is too large
+            on_error.pop_all()
         self._jobs[job.lease_id] = _Job(done, held)
-        write_message(self._writer, job)
         try:
             return await done
         except BaseException:
@@ -308,7 +337,7 @@ class MediaPool:
                 log.error("the media process ended with status %d", code)
             if code == EXIT_BAD_CONFIG:
                 self._config_error = "images and video are not served: see the proxy's log for the model's processor"
-            lost: TandemError = _MediaProcessLost("the media process that read the request was lost; try again")
+            lost: TandemError = _MediaProcessLost(was_alone=len(self._jobs) == 1)
             if self._config_error is not None or self._is_closed:
                 lost = InternalError(self._config_error or _STOPPING)
             for lease_id in list(self._jobs):

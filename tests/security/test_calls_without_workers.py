@@ -150,7 +150,8 @@ def test_a_client_over_its_limit_of_uploads_gets_429_and_others_are_served(tmp_p
         keys = tmp_path / "keys"
         keys.write_text("one\ntwo\n")
         state: Any = SimpleNamespace(
-            answer_budget=AnswerBudget(), descriptors=DescriptorBudget(), api_keys=ApiKeys(None, keys), bodies=RequestBodies(100_000, 10),
+            answer_budget=AnswerBudget(), descriptors=DescriptorBudget(),
+            api_keys=ApiKeys(None, keys), bodies=RequestBodies(100_000, 10),
             calls=ClientSlots(), media=None, readers=StuckReaders(), request_timeout_s=60,
             worker_table=WorkerTable(2.5), responses=None, batches=BatchRunner(tmp_path / "data", None),
         )  # fmt: skip

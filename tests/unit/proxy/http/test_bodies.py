@@ -37,7 +37,7 @@ async def read(pieces: list[bytes], headers: dict[str, str] | None = None) -> by
         if isinstance(body, bytes):
             assert len(body) <= MAX_UNSPOOLED_BYTES
             return body
-        assert BODIES.num_spooled_bytes == body.num_bytes > MAX_UNSPOOLED_BYTES
+        assert BODIES._bytes.num_bytes == body.num_bytes > MAX_UNSPOOLED_BYTES
         whole = Path(body.path).read_bytes()
     assert not Path(body.path).exists()
     return whole
@@ -46,7 +46,7 @@ async def read(pieces: list[bytes], headers: dict[str, str] | None = None) -> by
 @given(st.lists(st.binary(max_size=1500).map(lambda piece: piece * 8), max_size=6))
 def test_a_body_arrives_whole(pieces: list[bytes]) -> None:
     assert asyncio.run(read(pieces)) == b"".join(pieces)
-    assert BODIES.num_spooled_bytes == 0
+    assert BODIES._bytes.num_bytes == 0
 
 
 def test_large_bodies_of_one_client_leave_room_for_those_of_another() -> None:
@@ -69,7 +69,7 @@ def test_large_bodies_of_one_client_leave_room_for_those_of_another() -> None:
                 await hold(stack, "c", 60_000)
             with budget.hold("a", int(budget.room * 0.75) - 1), pytest.raises(ClientShareExceeded, match="descriptors"):
                 await hold(stack, "a", 20_000)
-        assert budget.num_taken == 0 and not bodies.num_spooled_bytes and not bodies._by_client
+        assert budget.num_taken == 0 and not bodies._bytes.num_bytes and not bodies._bytes._by_client
 
     asyncio.run(play())
 
@@ -96,7 +96,7 @@ def test_refused_bodies_leave_no_file(receive: Any, headers: Any, error: type[Ta
                 raise AssertionError("it was taken")
 
     asyncio.run(run())
-    assert BODIES.num_spooled_bytes == 0
+    assert BODIES._bytes.num_bytes == 0
 
 
 def test_the_limit_holds_for_small_bodies_of_unknown_length() -> None:

@@ -442,7 +442,7 @@ def starting(cache: Cache) -> tuple[MediaPool, SleepingServer]:
 def test_only_a_process_that_ends_by_itself_is_an_error(
     closes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it was reading is read again by two more processes, and is refused then."""
+    """What it was reading alone is read again by one more process, and is refused then."""
 
     async def test(cache: Cache) -> None:
         pool, server = starting(cache)
@@ -453,12 +453,11 @@ def test_only_a_process_that_ends_by_itself_is_an_error(
             pool.close()
         else:
             process.kill()
-            for number in (2, 3):
-                await until(lambda number=number: len(server.started) == number and bool(pool._jobs))
-                server.started[-1].kill()
-        with pytest.raises(InternalError if closes else InvalidRequest, match="is stopping" if closes else "3 times"):
+            await until(lambda: len(server.started) == 2 and bool(pool._jobs))
+            server.started[-1].kill()
+        with pytest.raises(InternalError if closes else InvalidRequest, match="is stopping" if closes else "2 times"):
             await reading
-        assert [each.returncode for each in server.started] == [-signal.SIGKILL] * (1 if closes else 3)
+        assert [each.returncode for each in server.started] == [-signal.SIGKILL] * (1 if closes else 2)
         pool.close()
 
     run(test, tmp_path)
@@ -467,31 +466,56 @@ def test_only_a_process_that_ends_by_itself_is_an_error(
 
 
 def test_requests_whose_process_was_lost_are_read_one_at_a_time(tmp_path: Path) -> None:
-    """So that one that ends each process takes no others with it, and others are read beside them."""
+    """So that one that ends each process is soon alone in it. Others are read beside them."""
     segment = tmp_path / "segment"
     segment.touch()
 
     async def test(cache: Cache) -> None:
         pool = Pool(cache)
+
+        def lose(job: MediaJob, was_alone: bool) -> None:
+            pool._end(job.lease_id, _MediaProcessLost(was_alone))
+
         reading = [pool.begin() for _ in range(3)]
         for job in [await pool.job() for _ in reading]:
-            pool._end(job.lease_id, _MediaProcessLost("lost"))
+            lose(job, was_alone=False)
         first = await pool.job()
         fresh = pool.begin()
         other = await pool.job()
         assert pool.process.messages.empty()
         pool.answer(other, segment)
         (await fresh).release_media()
-        pool._end(first.lease_id, _MediaProcessLost("lost"))
-        for _ in reading[1:]:
-            pool.answer(await pool.job(), segment)
-        pool._end((await pool.job()).lease_id, _MediaProcessLost("lost"))
+        lose(first, was_alone=True)
+        second = await pool.job()
+        lose(second, was_alone=False)
+        pool.answer(await pool.job(), segment)
+        lose(await pool.job(), was_alone=True)
+        lose(await pool.job(), was_alone=False)
         ended = await asyncio.gather(*reading, return_exceptions=True)
-        assert [type(each) for each in ended] == [InvalidRequest, GenerationRequest, GenerationRequest]
-        for request in ended[1:]:
-            assert isinstance(request, GenerationRequest)
-            request.release_media()
-        assert not pool.num_waiting
+        assert [type(each) for each in ended] == [InvalidRequest, Overloaded, GenerationRequest]
+        request = ended[2]
+        assert isinstance(request, GenerationRequest)
+        request.release_media()
+        assert not pool.num_waiting and not pool._bytes.num_bytes and not pool._descriptors.num_taken
+
+    run(test, tmp_path)
+
+
+def test_images_that_wait_to_be_read_are_counted_by_client(tmp_path: Path) -> None:
+    """Also those that a stored response has, which no body brings."""
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        pool.readers.found = FoundMedia([SentMedia(SOURCE, 0, 400 << 20)], "")
+        reading = [asyncio.create_task(pool.read("chat", b"{}", LIMITS, "a"))]
+        first = await pool.job()
+        with pytest.raises(ClientShareExceeded):
+            await pool.read("chat", b"{}", LIMITS, "a")
+        reading.append(asyncio.create_task(pool.read("chat", b"{}", LIMITS, "b")))
+        for job in (first, await pool.job()):
+            pool.answer(job, InvalidRequest("no picture"))
+        await asyncio.gather(*reading, return_exceptions=True)
+        assert not pool._bytes.num_bytes
 
     run(test, tmp_path)
 
