@@ -26,7 +26,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.grammar import COMPILE_STACK_BYTES
 from tandem.protocol.rank_channel import RankChannel
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, client_reason
-from tandem.runtime.processes.fork_server import num_data_bytes, why_unsafe_to_fork
+from tandem.runtime.processes.fork_server import limit_more_data, why_unsafe_to_fork
 from tandem.runtime.processes.forked_child import fork_child
 from tandem.runtime.processes.lifetime import die_with_parent
 from tandem.runtime.stack import call_with_stack
@@ -89,8 +89,7 @@ def _run(fd: int, tokenizer: LLTokenizer) -> None:
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    max_bytes = num_data_bytes(os.getpid()) + COMPILE_STACK_BYTES + MAX_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
+    limit_more_data(COMPILE_STACK_BYTES + MAX_MEMORY_BYTES)
     with contextlib.suppress(OSError):  # the worker closed the connection
         call_with_stack(COMPILE_STACK_BYTES, lambda: _serve(Connection(fd), tokenizer))
 

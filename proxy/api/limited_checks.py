@@ -20,7 +20,7 @@ import msgspec
 
 from tandem.protocol.messages.grammar import CHECK_STACK_BYTES, GrammarCheck, check_grammar
 from tandem.runtime.errors import InternalError
-from tandem.runtime.processes.fork_server import num_data_bytes
+from tandem.runtime.processes.fork_server import limit_more_data
 from tandem.runtime.processes.forked_child import ForkedChild, fork_child
 from tandem.runtime.processes.lifetime import die_with_parent
 
@@ -61,16 +61,19 @@ class LimitedChecks:
     def __call__(self, text: str) -> GrammarCheck:
         """Checks a grammar like `check_grammar`. A check that exceeds a limit, or crashes, has that as its error.
 
-        Raises InternalError if something else ends the process.
+        Raises InternalError if something else ends the process twice.
         """
-        if self._budget_s <= 0:
-            return _OVER_TIME
-        connection = self._connection or self._start()
-        try:
-            connection.send_bytes(text.encode(errors="surrogatepass"))
-            return _CHECK.decode(connection.recv_bytes())
-        except (EOFError, ConnectionError):  # the process has ended
-            return self._why_ended()
+        for _ in range(2):
+            if self._budget_s <= 0:
+                return _OVER_TIME
+            connection = self._connection or self._start()
+            try:
+                connection.send_bytes(text.encode(errors="surrogatepass"))
+                return _CHECK.decode(connection.recv_bytes())
+            except (EOFError, ConnectionError):  # the process has ended
+                if (limit := self._limit_reached()) is not None:
+                    return limit
+        raise InternalError("the process that checks the grammar was lost twice; try again")
 
     def _start(self) -> Connection:
         ours, theirs = Pipe()
@@ -80,7 +83,8 @@ class LimitedChecks:
         self._connection = ours
         return ours
 
-    def _why_ended(self) -> GrammarCheck:
+    def _limit_reached(self) -> GrammarCheck | None:
+        """Returns None if something else has ended the process."""
         used_before_s = _children_cpu_s()
         number = self._end()
         self._budget_s -= _children_cpu_s() - used_before_s
@@ -92,7 +96,7 @@ class LimitedChecks:
             return _OVER_MEMORY
         if number == signal.SIGSEGV:
             return _TOO_DEEP
-        raise InternalError("the process that checks the grammar was lost; try again")
+        return None
 
     def _end(self) -> int:
         """Ends the process. Returns the number of the signal that ended it; 0 if there is no process."""
@@ -112,8 +116,7 @@ def _serve(connection: Connection, cpu_s: float, parent_pid: int) -> None:
         return
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there, for every client, why it aborts
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    max_bytes = num_data_bytes(os.getpid()) + CHECK_STACK_BYTES + CHECK_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
+    limit_more_data(CHECK_STACK_BYTES + CHECK_MEMORY_BYTES)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # of all threads
     while True:
@@ -121,7 +124,11 @@ def _serve(connection: Connection, cpu_s: float, parent_pid: int) -> None:
             text = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(msgspec.msgpack.encode(check_grammar(text.decode(errors="surrogatepass"))))
+        try:
+            check = check_grammar(text.decode(errors="surrogatepass"))
+        except MemoryError:
+            os.abort()  # as the library does
+        connection.send_bytes(msgspec.msgpack.encode(check))
 
 
 def _children_cpu_s() -> float:

@@ -63,7 +63,7 @@ from tandem.runtime.errors import (
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.logs import setup_logging
 from tandem.runtime.processes.command_line import show_command_line
-from tandem.runtime.processes.fork_server import num_data_bytes
+from tandem.runtime.processes.fork_server import limit_more_data
 from tandem.runtime.tasks import start
 
 log = logging.getLogger(__name__)
@@ -118,8 +118,7 @@ class MediaProcess:
         freeze_loaded_objects()
         if max_memory_bytes is not None:
             # RLIMIT_AS would also count torch's libraries, the media cache and what malloc reserves for each thread.
-            limit = num_data_bytes(os.getpid()) + max_memory_bytes
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+            limit_more_data(max_memory_bytes)
         self._is_loaded.set()
         kinds = " and ".join(f"{kind}s" for kind in reader.processor.placeholders)
         log.info("processes %s on %d threads", kinds, self._num_threads)

@@ -10,7 +10,6 @@ import functools
 import importlib
 import logging
 import operator
-import os
 import resource
 import signal
 import socket
@@ -26,7 +25,7 @@ from tandem.proxy.reading.body_reader import BodyReader
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.logs import setup_logging
-from tandem.runtime.processes.fork_server import Entry, main_channel, num_data_bytes, serve_forks
+from tandem.runtime.processes.fork_server import Entry, limit_more_data, main_channel, serve_forks
 from tandem.runtime.processes.forked_process import CHANNEL_FD
 
 log = logging.getLogger(__name__)
@@ -135,9 +134,7 @@ def _call(reader: BodyReader, job: ReaderJob) -> Any:
     body = Path(job.path).read_bytes() if job.path else job.body
     arguments = msgspec.msgpack.decode(job.arguments, type=list[msgspec.Raw])
     decoder = _arguments_decoder(method, len(arguments))
-    allowed = num_data_bytes(os.getpid()) + JOB_MEMORY_BYTES + MEMORY_PER_BODY_BYTE * len(body)
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
+    limit_more_data(JOB_MEMORY_BYTES + MEMORY_PER_BODY_BYTE * len(body))
     return method(reader, body, *decoder.decode(job.arguments))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import signal
 import socket
 import sys
@@ -217,6 +218,13 @@ def main_channel(fd: int) -> socket.socket:
     """Returns the channel that a server inherited as descriptor `fd`."""
     os.set_inheritable(fd, False)
     return socket.socket(fileno=fd)
+
+
+def limit_more_data(num_bytes: int) -> None:
+    """Lets this process allocate so many bytes more, or as many as its hard limit permits."""
+    allowed = num_data_bytes(os.getpid()) + num_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
 
 
 def num_data_bytes(pid: int) -> int:

@@ -74,23 +74,31 @@ def test_crashes_are_errors_of_the_grammar_and_take_of_its_time(monkeypatch: pyt
     def crash(text: str) -> GrammarCheck:
         for _ in range(100_000):
             pass
+        if text == "python":
+            raise MemoryError
         signal.raise_signal(signal.SIGABRT if text == "memory" else signal.SIGSEGV)
         return GrammarCheck()
 
     with with_check(monkeypatch, crash) as check:
-        assert "MiB of memory" in check("memory").error
+        assert "MiB of memory" in check("memory").error and check("python") == check("memory")
         assert "too deeply nested" in check("depth").error
         errors = [check("depth") for _ in range(200)]
         assert errors[-1].is_over_time
 
 
-def test_a_process_that_something_else_ends_is_no_error_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(_text: str) -> GrammarCheck:
-        os.kill(os.getpid(), signal.SIGKILL)
+def test_a_check_whose_process_something_else_ends_is_tried_again_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def killed(text: str) -> GrammarCheck:
+        if text == "always" or not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         return GrammarCheck()
 
-    with with_check(monkeypatch, killed) as check, pytest.raises(InternalError, match="was lost"):
-        check("x")
+    with with_check(monkeypatch, killed) as check:
+        assert check("once") == GrammarCheck()
+        with pytest.raises(InternalError, match="was lost twice"):
+            check("always")
 
 
 @pytest.mark.parametrize("name", CONJUNCTIONS)
