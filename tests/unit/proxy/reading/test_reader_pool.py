@@ -245,13 +245,16 @@ def test_without_the_fork_server_running_processes_go_on_and_another_server_is_s
     async def run() -> None:
         server = pool._server._server
         assert server is not None
-        running = asyncio.create_task(pool.run(until, os.fsencode(tmp_path / "a")))
-        (reader,) = await begun(tmp_path, "a")
+        names = ["a", "b"]  # of jobs and clients; there are two processes
+        running = [asyncio.create_task(pool.run(until, os.fsencode(tmp_path / name), client=name)) for name in names]
+        readers = await begun(tmp_path, *names)
         os.kill(server.pid, number)
         await asyncio.sleep(0.1)
-        (tmp_path / "a").touch()
-        assert await running == reader
-        os.kill(reader, signal.SIGKILL)
+        for name in names:
+            (tmp_path / name).touch()
+        assert await asyncio.gather(*running) == readers
+        for reader in readers:
+            os.kill(reader, signal.SIGKILL)
         # A new process has no functions of a test module that it cannot import; these are of an installed one.
         answer = await pool.run(BodyReader.tokenize, b'{"prompt": "abc"}', None)
         assert answer.startswith(b'{"count":')
