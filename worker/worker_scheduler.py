@@ -124,13 +124,14 @@ class WorkerScheduler:
 
     def _next_step(self, now: float) -> tuple[Batch, list[Action]]:
         actions: list[Action] = []
-        while (group := self._isolation.take()) is not None:
-            batch, of_group = self._form_step(now, group)
-            actions += of_group
-            if batch.items or batch.encodes:
+        while True:
+            prompts = self.prefill.prompts
+            begun = (*self.decode.running.sequences, *prompts.computing.values())
+            only = self._isolation.take(begun, prompts.waiting.values())
+            batch, of_step = self._form_step(now, only)
+            actions += of_step
+            if only is None or batch.items or batch.encodes:
                 return batch, actions
-        batch, of_all = self._form_step(now)
-        return batch, actions + of_all
 
     def _form_step(self, now: float, only: list[Member] | None = None) -> tuple[Batch, list[Action]]:
         sequences = None if only is None else {each for each in only if isinstance(each, DecodeSequence)}
