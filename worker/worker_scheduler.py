@@ -157,15 +157,16 @@ class WorkerScheduler:
     def on_out_of_memory(self, error: BaseException) -> list[Action]:
         """Makes steps smaller for good: chunks of prompts first, then fewer sequences.
 
-        A chunk of the smallest size that does not fit either fails. A step behind the failed one was not run.
+        A step with prompts of the smallest size that does not fit either has failed. A step behind it was not run.
         """
-        step = self._steps.popleft()
+        step = self._steps[0]
         num_tokens = step.num_prompt_tokens
         if num_tokens and self._max_num_batched_tokens > MIN_BATCHED_TOKENS:
             fitting = min(num_tokens, self._max_num_batched_tokens) // 2
             self._max_num_batched_tokens = max(MIN_BATCHED_TOKENS, fitting)
         elif num_tokens or not step.num_decoding:  # or an image alone
-            return self.decode.on_out_of_memory(preempt=False) + self.prefill.on_step_failed(error)
+            return self.on_step_failed(error)
+        self._steps.popleft()
         preempted = self.decode.on_out_of_memory(preempt=not num_tokens)
         return preempted + self.prefill.on_out_of_memory(self._max_num_batched_tokens) + self._take_back()
 

@@ -217,17 +217,29 @@ def test_the_newest_sequences_are_preempted_when_their_step_does_not_fit() -> No
     assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
-def test_sequences_survive_a_step_with_a_prompt_that_does_not_fit() -> None:
-    scheduler = new_scheduler()
-    start(scheduler, "a")
+def test_others_survive_a_step_with_a_prompt_that_does_not_fit() -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=64, max_num_seqs=4, lease_s=10.0)
+    start(scheduler, "a", max_tokens=9)
     step(scheduler)
     start(scheduler, "b", tokens=list(range(40)))
+    start(scheduler, "c")
     batch, _ = scheduler.schedule(2.0)
-    assert len(batch.items) == 2
-    [failed] = [action.message for action in scheduler.on_out_of_memory(NO_MEMORY)]  # 64 tokens is the smallest step
-    assert isinstance(failed, AttemptFailed) and failed.attempt_id == "b0"
-    _, [tokens] = step(scheduler)
-    assert [token.attempt_id for token in tokens.tokens] == ["a0"]
+    assert len(batch.items) == 3
+    assert not scheduler.on_out_of_memory(NO_MEMORY)  # 64 tokens is the smallest step
+    ended: dict[str, str] = {}
+    for _ in range(40):
+        batch, actions = scheduler.schedule(2.0)
+        if any(item.token_ids[-1] == 39 for item in batch.items):
+            actions += scheduler.on_out_of_memory(NO_MEMORY)
+        elif batch.items:
+            actions += scheduler.on_step(2.0, [TOKEN] * len(batch.items))
+        for message in (action.message for action in actions if isinstance(action, SendToProxy)):
+            assert not isinstance(message, AttemptPreempted)
+            if isinstance(message, AttemptFailed):
+                ended[message.attempt_id] = message.error.message
+            elif isinstance(message, TokenBatch):
+                ended |= {each.attempt_id: each.finish_reason for each in message.tokens if each.finish_reason}
+    assert ended == {"a0": "length", "b0": "the model failed on this prompt: CUDA out of memory", "c0": "length"}
 
 
 # ---- steps that fail
