@@ -82,7 +82,7 @@ class GrammarState:
 
     def on_mask(self, mask: Mask) -> None:
         self.num_late = self.num_late + 1 if mask.is_late else 0
-        if not mask.is_late:
+        if not mask.is_late and mask.error is None:  # the sequence ends with an error, which says nothing of others
             self._mask_s = self.grammar.mask_s = mask.cpu_s
 
     def give_up(self, reason: str) -> None:

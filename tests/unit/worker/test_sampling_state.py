@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.decode_worker.actions import SendToProxy
 from tandem.engine.batch import Batch
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import AttemptPreempted, PrepareDecode, StartPrefill
@@ -92,7 +93,8 @@ def test_the_copies_of_a_step_that_fails_or_does_not_fit_are_made_again(fails: b
     if aborted is not None:
         scheduler.on_abort("p", aborted)
     actions = scheduler.on_step_failed(ValueError()) if fails else scheduler.on_out_of_memory(MemoryError())
-    preempted = [each.message for each in actions if isinstance(getattr(each, "message", None), AttemptPreempted)]
+    messages = [each.message for each in actions if isinstance(each, SendToProxy)]
+    preempted = [message for message in messages if isinstance(message, AttemptPreempted)]
     assert len(preempted) == (0 if fails else 2 - (aborted in ("a1", "a2")))
     copies: dict[int, int] = {}
     made = set(map(tuple, copied.block_copies))
