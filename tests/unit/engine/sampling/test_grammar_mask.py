@@ -63,6 +63,7 @@ def test_a_process_that_ends_costs_its_client_what_the_step_has_waited(monkeypat
     mask, states = masks_of(process, monkeypatch, {"a": 1.0, "b": 1.0, "slow": 1.0})
     assert set(mask.errors) == {2} and mask.rows == [0, 1]
     assert mask.cpu_s == pytest.approx({"a": 0.001, "b": 0.001, "slow": 0.3})
+    assert states[0].grammar.mask_s == pytest.approx(0.001), "what others of the grammar are expected to take"
 
     process = FakeProcess([(0.0, FINE), (0.3, None), (0.0, FINE)], start_s=2.0)
     process._has_started = True
@@ -70,7 +71,6 @@ def test_a_process_that_ends_costs_its_client_what_the_step_has_waited(monkeypat
     assert set(mask.errors) == {1} and mask.rows == [0, 2]
     assert mask.cpu_s == pytest.approx({"a": 0.001, "slow": 2.3, "b": 0.001})
     assert states[0].grammar.has_ended
-    assert states[0].grammar.mask_s == pytest.approx(0.001), "what others of the grammar are expected to take"
 
 
 def test_a_process_that_is_started_in_a_step_costs_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
