@@ -126,7 +126,7 @@ class WorkerScheduler:
         actions: list[Action] = []
         while True:
             prompts = self.prefill.prompts
-            begun = (*self.decode.running.sequences, *prompts.computing.values())
+            begun: list[Member] = [*self.decode.running.sequences, *prompts.computing.values()]
             only = self._isolation.take(begun, prompts.waiting.values())
             batch, of_step = self._form_step(now, only)
             actions += of_step
