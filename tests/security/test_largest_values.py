@@ -36,7 +36,7 @@ def read_largest(*arguments: str) -> dict[str, list[float]]:
             [sys.executable, "-m", *arguments],
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=540,
             cwd=Path(__file__).parents[2],
             env={**os.environ, **ONE_THREAD},
         )
