@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -123,7 +124,7 @@ def test_the_copies_of_a_step_that_was_submitted_ahead_are_made_again() -> None:
     assert again == first.block_copies
 
 
-def one_of_a_failed_step(scheduler: WorkerScheduler) -> list[tuple[int, int]]:
+def one_of_a_failed_step(scheduler: WorkerScheduler) -> Sequence[tuple[int, int]]:
     batch, _ = scheduler.schedule(3.0)
     assert len(batch.items) == 1
     scheduler.on_step(3.0, [TOKEN])
