@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.deploy.autoscale.demand import Demand, DemandMeter
-from tandem.deploy.autoscale.planner import Planner, PlannerConfig, decode_needed, elastic_needed, prefill_needed
+from tandem.deploy.autoscale.planner import (
+    DOWN_AFTER_S,
+    REBALANCE_S,
+    Planner,
+    PlannerConfig,
+    decode_needed,
+    elastic_needed,
+    prefill_needed,
+)
 from tandem.deploy.autoscale.queueing import late_fraction, servers_needed, wait_probability
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
 from tests.support.load_recordings import read_recording
@@ -260,6 +269,54 @@ def test_proposals_stay_within_the_limits(course: list[tuple[Demand, int]]) -> N
         proposal = planner.propose(now, demand, prefill, decode)
         prefill, decode = proposal.prefill, proposal.decode
         assert prefill >= 1 and decode >= 1 and prefill + decode <= 9 and proposal.any == 0
+
+
+@given(st.lists(st.tuples(demands, st.integers(1, 20)), min_size=2, max_size=30), st.integers(1, 4), st.integers(1, 4))
+def test_a_role_gives_up_only_what_it_has_not_needed_or_what_the_other_one_gets(
+    course: list[tuple[Demand, int]], prefill: int, decode: int
+) -> None:
+    """Below the limit, workers are stopped after two minutes without a need for them, and moved one for one."""
+    planner, now = Planner(PlannerConfig(max_workers=10**7)), 0
+    needs: list[tuple[int, int, int]] = []
+    for demand, seconds in course:
+        for _ in range(seconds):
+            now += 1
+            proposal = planner.propose(now, demand, prefill, decode)
+            needs.append((now, proposal.prefill_need.num_workers, proposal.decode_need.num_workers))
+            lately = [need for need in needs if need[0] > now - DOWN_AFTER_S]
+            gained = max(0, proposal.prefill - prefill) + max(0, proposal.decode - decode)
+            for index, before, after in ((1, prefill, proposal.prefill), (2, decode, proposal.decode)):
+                has_watched = now - needs[0][0] >= DOWN_AFTER_S
+                is_unneeded = has_watched and max(need[index] for need in lately) <= max(1, after)
+                assert after >= before - gained or is_unneeded
+            prefill, decode = proposal.prefill, proposal.decode
+
+
+def test_workers_go_down_to_the_most_that_two_minutes_needed() -> None:
+    planner, counts = Planner(PlannerConfig()), []
+    for second in range(400):
+        busy = second % 60 == 50  # too short to start workers, and often enough to keep them
+        demand = Demand(**{**as_dict(BUSY), "most_sequences": 1}) if busy else IDLE
+        counts.append(planner.propose(second, demand, 9, 2).prefill)
+    needed = prefill_needed(Demand(**{**as_dict(BUSY), "most_sequences": 1}), PlannerConfig()).num_workers
+    assert 1 < needed < 9 and set(counts) == {9, needed}
+
+
+def test_workers_that_both_roles_need_are_moved_rarely() -> None:
+    config = PlannerConfig(max_workers=10)
+    waiting = {**as_dict(BUSY), "prompts_per_s": 100.0, "prompt_tokens_per_s": 200_000.0, "most_sequences": 1000}
+    kinds = [
+        Demand(**{**waiting, "mean_output_tokens": tokens, "waiting_tokens": 10**6, "waiting_prompts": 500})
+        for tokens in (1.0, 4000.0)
+    ]
+    planner, prefill, decode = Planner(config), 5, 5
+    moved_at: list[int] = []
+    for second in range(200):
+        proposal = planner.propose(second, kinds[second // 7 % 2], prefill, decode)
+        assert proposal.prefill + proposal.decode == 10
+        moved_at += [second] * (proposal.prefill != prefill)
+        prefill, decode = proposal.prefill, proposal.decode
+    assert len(moved_at) > 2 and all(two - one >= REBALANCE_S for one, two in itertools.pairwise(moved_at))
 
 
 # ---- early detection

@@ -20,9 +20,10 @@ from tandem.protocol.messages.membership import (
     WorkerInfo,
     WorkerLoad,
     WorkerOrdered,
+    WorkerReport,
     WorkerStatus,
 )
-from tandem.protocol.messages.operations import LaunchedProcess
+from tandem.protocol.messages.operations import LaunchedProcess, RestartProcess
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.drain import SETTLE_S, Drain
 
@@ -77,6 +78,42 @@ def test_draining_workers_get_no_requests_but_stay_registered() -> None:
     assert [gone.reason for gone in table.on_left(first.epoch).lost] == ["it has left"]
     assert not table.on_left(first.epoch)
     assert table.workers() == [prefill, second]
+
+
+class RestartedCluster:
+    """A cluster of one prefill and three decode workers. Each that is restarted registers before its pair is ready."""
+
+    def __init__(self) -> None:
+        self.names = ["prefill-0", "decode-0", "decode-1", "decode-2"]
+        self.starts = dict.fromkeys(self.names, 1)
+        self.unpaired = 0  # answers until the pairs of the restarted worker are ready
+        self.fewest: list[int] = []  # ready pairs when a restart was asked for
+
+    async def processes(self, question: object) -> dict[str, LaunchedProcess]:
+        running = {name: LaunchedProcess(name, 10 * number, number) for name, number in self.starts.items()}
+        if isinstance(question, RestartProcess):
+            self.fewest.append(self.num_ready)
+            self.starts[question.name] += 1
+            self.unpaired = 4
+        return running
+
+    @property
+    def num_ready(self) -> int:
+        return 3 if not self.unpaired else 2
+
+    async def status(self, detail: str) -> list[StatusReport]:
+        self.unpaired = max(0, self.unpaired - 1)
+        infos = [WorkerInfo(name, f"{name}/{self.starts[name]}", "decode", "", 1) for name in self.names]
+        num_pairs = [self.num_ready, 0, 0, 0]
+        workers = [WorkerReport(info, WorkerLoad(), [], 0.0, num) for info, num in zip(infos, num_pairs, strict=True)]
+        return [StatusReport("proxy-0-1", "m", True, 0, workers)]
+
+
+def test_a_rolling_restart_goes_on_when_all_pairs_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "_POLL_S", 0.0)
+    cluster = RestartedCluster()
+    asyncio.run(draining.restart(cluster, [], 10.0, lambda line: None))  # type: ignore[arg-type]
+    assert cluster.starts == dict.fromkeys(cluster.names, 2) and cluster.fewest == [3] * 4
 
 
 class LeavingWorker:

@@ -99,6 +99,16 @@ def test_sooner_priorities_displace_the_newest_of_the_latest() -> None:
     assert (admission.num_waiting, admission.num_waiting_tokens) == (3, 95)
 
 
+def test_a_request_of_which_one_sequence_streams_is_not_displaced() -> None:
+    admission = Admission(AdmissionSettings(3), Clock())
+    displaced: list[QueueFull] = []
+    admission.admit("a", [1, 1, 1], 5, displaced.append).on_first_token(1)
+    admission.admit("b", [1])
+    with pytest.raises(QueueFull):
+        admission.admit("b", [1])
+    assert not displaced
+
+
 def test_retry_after_of_a_client_limit_is_when_its_oldest_request_should_end() -> None:
     clock = Clock()
     admission = Admission(AdmissionSettings(10, max_requests_per_client=1), clock)
@@ -149,8 +159,13 @@ class AnyOrder(RuleBasedStateMachine):
     )
     def admit(self, client: str, tokens: list[int], priority: int) -> None:
         waiting = dict(enumerate(tokens))
+
+        def on_displaced(error: QueueFull) -> None:
+            assert len(waiting) == len(tokens), "none of its sequences has a token"
+            waiting.clear()
+
         try:
-            ticket = self.admission.admit(client, tokens, priority, lambda error: waiting.clear())
+            ticket = self.admission.admit(client, tokens, priority, on_displaced)
         except QueueFull as refused:
             assert 1 <= refused.retry_after_s <= 60
             return

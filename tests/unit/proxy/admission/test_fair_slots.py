@@ -6,6 +6,9 @@ import asyncio
 from collections import defaultdict
 from contextlib import AbstractAsyncContextManager
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tandem.proxy.admission.fair_slots import FairSlots
 
 
@@ -57,6 +60,30 @@ def test_a_client_that_holds_slots_for_long_leaves_some_to_others() -> None:
         assert clients.began[-1] == "bob", "the client that holds fewer is next"
         await clients.end("bob")
         assert clients.began[-1] == "alice"
+
+    asyncio.run(main())
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=16))
+def test_clients_that_hold_as_many_slots_take_turns(asked: list[str]) -> None:
+    async def main() -> None:
+        clients = Clients(FairSlots(1, 1))
+        await clients.ask("first")
+        waiting: dict[str, int] = {}
+        for client in asked:
+            await clients.ask(client)
+            waiting[client] = waiting.get(client, 0) + 1
+        holder, expected = "first", ["first"]
+        while waiting:
+            next_one, number = next(iter(waiting.items()))
+            del waiting[next_one]
+            if number > 1:
+                waiting[next_one] = number - 1  # behind all others
+            await clients.end(holder)
+            holder = next_one
+            expected.append(next_one)
+        assert clients.began == expected
+        await clients.end(holder)
 
     asyncio.run(main())
 

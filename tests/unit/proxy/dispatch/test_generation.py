@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +167,24 @@ def test_one_failed_sequence_of_several_fails_and_aborts_the_rest() -> None:
             await task
         assert cluster.aborted() == ["decode-0"] * 3 + ["prefill-0"] * 2
         assert outcomes(cluster.metrics.registry) == {"internal_error": 1.0}
+
+    play(test)
+
+
+@pytest.mark.parametrize("limits", [*itertools.permutations([10.0, 20.0, 50.0])])
+def test_the_shortest_time_limit_holds(limits: tuple[float, float, float]) -> None:
+    server, client, own = limits
+
+    async def test(cluster: Cluster) -> None:
+        services = replace(cluster.services, request_timeout_s=server)
+        made, _ = generation(cluster, timeout=own)
+        record = RequestRecord("r", "completion", arrived_at=cluster.dispatcher.clock())
+        reader = asyncio.create_task(collect(Generation(services, made.request, record, timeout_s=client).deltas()))
+        await prefills(cluster, 1)
+        [(_, start)] = cluster.pool.of(StartPrefill)
+        assert 8.0 < start.deadline_s <= 10.0
+        reader.cancel()
+        await turn()
 
     play(test)
 

@@ -21,6 +21,7 @@ from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch import sequence
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
+from tests.support.clocked_loop import run_in_no_time
 from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, collect, play, turn, whole
 from tests.unit.proxy.dispatch.test_generation import generation, prefills
 
@@ -340,6 +341,18 @@ def test_waiting_for_a_worker_has_a_limit(role: str) -> None:
         assert raised.value.retry_after_s == 5 and not cluster.pool.of(StartPrefill)
 
     play(test, worker_wait_s=0.01)
+
+
+def test_retries_do_not_renew_the_wait_for_a_worker() -> None:
+    async def test() -> None:
+        cluster, loop = Cluster(worker_wait_s=2.0), asyncio.get_running_loop()
+        cluster.lose(DECODE)
+        began = loop.time()
+        with pytest.raises(NoWorkerReady):
+            await collect(cluster.generate())
+        assert 2.0 <= loop.time() - began < 3.0
+
+    run_in_no_time(test())
 
 
 @pytest.mark.parametrize("end", ["deadline", "client", "shutdown"])
