@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +18,10 @@ from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.cluster.routing_settings import RoutingSettings
 from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.records.record_settings import RecordSettings
+from tandem.proxy.records.record_store import MAX_FILES, Outcome, RecordStore
 from tandem.runtime.errors import ConfigError
+from tandem.runtime.files.client_files import FileLimits
 from tandem.runtime.logs import LogSettings
 
 
@@ -58,6 +63,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File of the adapters once one was loaded or unloaded, shared by the proxies of a host; empty refuses both."""
     response_folder: str = ""
     """Folder of stored responses, shared by the proxies of a host; empty keeps none."""
+    records: RecordSettings = RecordSettings()
+    record_folder: str = ""
+    """Folder of the records that clients ask for, shared by the proxies of a host; `records.record` takes its place.
+    Without both, no requests are recorded."""
     signing_key: str = ""
     """Secret of the cluster by which its proxies sign thinking blocks; empty draws one for this proxy."""
     data_folder: str = ""
@@ -71,6 +80,13 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def response_store(self) -> ResponseStore | None:
         return ResponseStore(Path(self.response_folder)) if self.response_folder else None
+
+    def record_store(self, on_outcome: Callable[[Outcome], object]) -> RecordStore | None:
+        """on_outcome: counts records."""
+        if self.records.record:
+            limits = FileLimits(int(self.records.record_gib * (1 << 30)), MAX_FILES, math.inf)
+            return RecordStore(Path(self.records.record), limits, True, on_outcome)
+        return RecordStore(Path(self.record_folder), on_outcome=on_outcome) if self.record_folder else None
 
     def adapter_table(self) -> AdapterTable:
         return AdapterTable(Path(self.lora_file) if self.lora_file else None, self.adapters, self.served_model_name)

@@ -194,6 +194,7 @@ class ProxyServer:
             signing_key=(config.signing_key or secrets.token_hex(32)).encode(),
             responses=config.response_store(),
             batches=batches,
+            records=config.record_store(lambda outcome: metrics.records.labels(outcome).inc()),
             descriptors=self._descriptors,
         )
         self._control = Control(self._context, config, self._proxy_id, self._state, self._connections)
@@ -267,6 +268,8 @@ class ProxyServer:
             self._state.batches.close()
         if self._state.responses is not None:
             self._state.responses.threads.close()
+        if self._state.records is not None:
+            await self._state.records.close()
         self._context.destroy(linger=300)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

@@ -71,6 +71,8 @@ class Place:
     """File that keeps the adapters of a host's proxies."""
     response_folder: str = ""
     """Folder of stored responses of a host's proxies."""
+    record_folder: str = ""
+    """Folder of the records that clients of a host's proxies ask for."""
     host_files: list[str] = field(default_factory=list)
     """Host memory of a worker's ranks for KV blocks."""
 
@@ -136,6 +138,10 @@ class ProcessConfigs:
             adapters=self._adapters,
             lora_file=place.lora_file,
             response_folder=place.response_folder,
+            records=msgspec.structs.replace(
+                cluster.records, record=cluster.records.record and str(Path(cluster.records.record).absolute())
+            ),
+            record_folder=place.record_folder,
             signing_key=self._signing_key,
             data_folder=str(expanded(cluster.data_dir).absolute()) if cluster.data_dir else "",
             shutdown_grace_s=PROXY_GRACE_S,
