@@ -37,11 +37,19 @@ def offered_connectors(wanted: str, device: str, has_keys: bool = False) -> dict
     return {wanted: connector}
 
 
-def agree(message: OpenPair, layout: KVLayout, host_id: str, device: str, connectors: Mapping[str, KVConnector]) -> str:
+def agree(
+    message: OpenPair,
+    layout: KVLayout,
+    host_id: str,
+    device: str,
+    connectors: Mapping[str, KVConnector],
+    exact: bool = False,
+) -> str:
     """Chooses the connector of a pair: the first that prefill prefers, decode offers and that reaches decode's host.
 
     message: prefill's offer; the other arguments describe the decode worker. Whether a GPU reaches another one is
-    known only when its memory is mapped. Raises KVLayoutMismatch.
+    known only when its memory is mapped. Workers of unequal numerics pair unless one of them is exact: an answer would
+    then depend on where it was computed. Raises KVLayoutMismatch.
     """
     if message.version != PROTOCOL_VERSION:
         raise KVLayoutMismatch(f"protocol version differs: prefill has {message.version}, decode {PROTOCOL_VERSION}")
@@ -49,6 +57,12 @@ def agree(message: OpenPair, layout: KVLayout, host_id: str, device: str, connec
     if difference is not None:
         field, ours, theirs = difference
         raise KVLayoutMismatch(f"KV layout differs in {field}: prefill has {theirs}, decode has {ours}")
+    if (exact or message.exact) and (difference := layout.numerics.first_difference(message.layout.numerics)):
+        field, ours, theirs = difference
+        raise KVLayoutMismatch(
+            f"with --exact, workers must compute alike, but their {field} differs: prefill has {theirs}, decode "
+            f"has {ours}"
+        )
     same_host = message.host_id == host_id
     usable = [
         name

@@ -126,6 +126,7 @@ class Control:
                     serving_figures(self._state.metrics, self._state.admission),
                     self._generation_config,
                     self._state.text.sampling_defaults.known(),
+                    self._table.numerics() if has_workers else [],
                     now,
                 )
                 self._socket.send(identity, report)

@@ -138,6 +138,8 @@ class VllmWorker:
             max_lora_rank=max_rank or MAX_RANK,
             quantization=facts.quantization,
             engine=ENGINE,
+            numerics=layout.numerics,
+            exact=config.exact,
         )
         remote = RemoteMedia(network, config.max_fetched_media_bytes)
         self._media = VllmMedia(engine.vllm_config, facts.max_item_tokens, remote, self._add)

@@ -84,6 +84,7 @@ class KVTraffic(Generic[A]):
             device=host.device,
             connectors=list(host.connectors),
             checksums=config.kv_checksums,
+            exact=config.exact,
             lease_s=config.kv_lease_s,
         )
         self._incoming_table = IncomingPairTable(
@@ -92,6 +93,7 @@ class KVTraffic(Generic[A]):
             device=host.device,
             connectors=host.connectors,
             checksums=config.kv_checksums,
+            exact=config.exact,
         )
         self._outgoing = OutgoingPairs(
             network=network,

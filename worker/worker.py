@@ -141,6 +141,8 @@ class Worker:
             lora_modules=dict(host.loaded.lora_modules),
             quantization=host.loaded.quantization,
             engine=f"{ENGINE_NAME} {own_version()}",
+            numerics=host.loaded.layout.numerics,
+            exact=config.exact,
         )
         self._presence = Presence(
             config, register, scheduler, self._traffic, self._perform, self._report, self._clear_cache

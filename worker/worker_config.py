@@ -22,6 +22,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proxy_endpoints: list[str]
     """Control endpoints of the proxies."""
     kv_connector: str = "auto"
+    exact: bool = False
+    """Whether to pair only with workers of equal numerics, and to refuse what is not exact."""
     kv_checksums: bool = False
     """Whether every transferred block is verified, for debugging."""
     host: str = "127.0.0.1"

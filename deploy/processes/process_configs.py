@@ -182,6 +182,7 @@ class ProcessConfigs:
             proxy_endpoints=place.proxy_endpoints,
             proxies_file=place.proxies_file,
             kv_connector=cluster.kv_connector,
+            exact=cluster.engine_settings.exact,
             kv_checksums=os.environ.get("TANDEM_KV_CHECKSUMS") == "1",
             host=place.host,
             network=self._network("worker"),

@@ -4,7 +4,7 @@ Little-endian header fields, by offset:
 
     0   magic, 8 bytes
     8   format version, u32; 4 zero bytes
-    16  identity of model, layout and rank, 16 bytes (`block_identity`)
+    16  identity of model, layout, numerics and rank, 16 bytes (`block_identity`)
     32  block hash, 16 bytes
     48  size of the block, u64
     56  xxh3_128 of the block, 16 bytes
@@ -44,7 +44,7 @@ _LAST_USE_OFFSET = _FIELDS.size + 16
 class HeaderFault(Enum):
     """Why a header does not describe a block of this format.
 
-    DAMAGED: not a header, or not whole. FOREIGN: whole, but of another format version, model, layout or rank.
+    DAMAGED: not a header, or not whole. FOREIGN: whole, but of another format version, model, layout, numerics or rank.
     """
 
     DAMAGED = "damaged"
@@ -61,8 +61,9 @@ class BlockHeader:
 
 
 def block_identity(layout: KVLayout, rank: int) -> bytes:
-    """Returns 16 bytes for what blocks with equal hashes may differ in: the layout with its model, and the rank."""
-    fields = msgspec.msgpack.encode((msgspec.to_builtins(layout), rank))
+    """Returns 16 bytes for what blocks with equal hashes may differ in: the layout with its model and numerics, and the
+    rank."""
+    fields = msgspec.msgpack.encode(({**msgspec.to_builtins(layout), "numerics": layout.numerics.digest}, rank))
     return blake2b(fields, digest_size=16, person=b"tandem-kv-block").digest()
 
 

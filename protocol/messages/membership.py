@@ -12,10 +12,11 @@ from typing import Literal
 
 import msgspec
 
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.serving_figures import ServingFigures
 from tandem.runtime.files.lora_files import MAX_RANK
 
-PROTOCOL_VERSION = 31
+PROTOCOL_VERSION = 32
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -194,6 +195,10 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     """Quantisation of the weights, for people; empty for none."""
     engine: str = ""
     """Name and version of the engine, for people."""
+    numerics: Numerics = Numerics()
+    """How it computes."""
+    exact: bool = False
+    """Whether it runs with --exact: an answer that began here may only continue on workers of equal numerics."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -350,6 +355,10 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """See RegisterWorker."""
     engine: str = ""
     """See RegisterWorker."""
+    numerics: str = ""
+    """Digest of its numerics, which are in `StatusReport.numerics`."""
+    exact: bool = False
+    """See RegisterWorker."""
     unanswered_s: float | None = None
     """Time for which it has not answered the proxy's Ping at its endpoint, so that it gets no prompts; None if it has.
     """
@@ -367,6 +376,8 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     figures: ServingFigures | None = None
     generation_config: str = ""
     sampling_defaults: dict[str, float] = {}
+    numerics: list[Numerics] = []
+    """Those of the workers, each once."""
     clock_s: float = 0.0
     """Time of the proxy's clock, whose zero means nothing to others."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.protocol.messages.numerics import Numerics
 from tandem.runtime.errors import ErrorInfo
 
 
@@ -27,6 +28,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str = ""
     """What defines the layout beside the other fields: "tandem", or the name and version of another engine, and how it
     arranges a block."""
+    numerics: Numerics = Numerics()
+    """How keys and values are computed. Workers that differ in it can pair; see `kv_transfer.handshake`."""
 
     @property
     def total_kv_heads(self) -> int:
@@ -36,7 +39,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def first_difference(self, other: KVLayout) -> tuple[str, str, str] | None:
         """Returns (field, own value, other's value) of the first difference that prevents transfers, or None.
 
-        The number of ranks may differ, because heads are moved individually; the total number of heads must agree.
+        The number of ranks may differ, because heads are moved individually; the total number of heads must agree. Of
+        other numerics a block is as good where answers need not be exact.
         """
         for field in ("engine", "dtype", "model_id", "num_layers", "total_kv_heads", "head_dim", "block_size"):
             ours, theirs = getattr(self, field), getattr(other, field)
@@ -68,6 +72,8 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """Time for which this side keeps a transfer's blocks after each RenewLeases."""
     number: int = 0
     """Number of the pair in this epoch; a later one replaces earlier ones."""
+    exact: bool = False
+    """Whether this side pairs with workers of equal numerics only."""
     closed_pair_ids: list[str] = []
     """Earlier pairs of this process with the decode worker that have stopped; their ClosePair may have been lost."""
 

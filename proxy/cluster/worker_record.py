@@ -13,6 +13,7 @@ from tandem.protocol.messages.membership import (
     WorkerInfo,
     WorkerLoad,
 )
+from tandem.protocol.messages.numerics import Numerics
 from tandem.proxy.cluster.known_pairs import KnownPairs
 from tandem.proxy.cluster.worker_load import WorkerUse
 from tandem.runtime.files.lora_files import MAX_RANK
@@ -58,6 +59,10 @@ class WorkerRecord:
     quantization: str = ""
     """See RegisterWorker."""
     engine: str = ""
+    """See RegisterWorker."""
+    numerics: Numerics = Numerics()
+    """See RegisterWorker."""
+    exact: bool = False
     """See RegisterWorker."""
     role_ordered_until: float = 0.0
     """Loop time until which a report of another role is older than the order to take this one."""

@@ -29,6 +29,7 @@ from tandem.protocol.messages.membership import (
     WorkerReport,
     WorkerStatus,
 )
+from tandem.protocol.messages.numerics import Numerics
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_load import TypicalSpeed, WorkerUse
 from tandem.proxy.cluster.worker_record import (
@@ -131,6 +132,8 @@ class WorkerTable:
             max_lora_rank=message.max_lora_rank,
             quantization=message.quantization,
             engine=message.engine,
+            numerics=message.numerics,
+            exact=message.exact,
         )
         self._on_worker(record)
         self._rebuild()
@@ -372,10 +375,16 @@ class WorkerTable:
                 record.limits.block_size,
                 record.quantization,
                 record.engine,
+                record.numerics.digest,
+                record.exact,
                 None if record.answers else now - record.unanswered_since,
             )
             for record in self._by_epoch.values()
         ]
+
+    def numerics(self) -> list[Numerics]:
+        """Returns the workers' numerics, each once."""
+        return list({record.numerics.digest: record.numerics for record in self._by_epoch.values()}.values())
 
     def numerics_of(self, epoch: str) -> Numerics:
         """Returns the numerics of a worker that is registered, or was lost not long ago."""

@@ -101,6 +101,8 @@ class IncomingPairs:
                         log.error("refused pair %s: %s", message.pair_id, message.reason)
                     self._send(message.pair_id, message)
                 case AcceptPair():
+                    if action.warning:
+                        log.warning("%s", action.warning)
                     self._accept(action)
                 case StopReceiver():
                     self._close_receiver(action.pair_id)

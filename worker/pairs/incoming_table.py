@@ -39,6 +39,8 @@ class AcceptPair(msgspec.Struct, frozen=True):
     num_senders: int
     checksums: bool
     pids: list[int]
+    warning: str = ""
+    """That the two workers compute differently; empty if they do not, or if that was said before."""
 
 
 class StopReceiver(msgspec.Struct, frozen=True):
@@ -97,9 +99,12 @@ class IncomingPairTable:
     device: str
     connectors: Mapping[str, KVConnector]
     checksums: bool
+    exact: bool = False
+    """See WorkerConfig."""
     _by_id: dict[str, IncomingPair] = field(default_factory=dict)
     _gone: OrderedDict[str, None] = field(default_factory=OrderedDict)  # ids are never reused
     _impossible: OrderedDict[str, set[str]] = field(default_factory=OrderedDict)  # connectors by prefill epoch
+    _warned: set[str] = field(default_factory=set)  # digests of other numerics of which a warning was given
 
     def pairs(self) -> Iterable[IncomingPair]:
         return self._by_id.values()
@@ -143,8 +148,30 @@ class IncomingPairTable:
         checksums = self.checksums or message.checksums
         return [
             *superseded,
-            AcceptPair(message.pair_id, connector, message.layout.tensor_parallel_size, checksums, pids),
+            AcceptPair(
+                message.pair_id,
+                connector,
+                message.layout.tensor_parallel_size,
+                checksums,
+                pids,
+                self._warning(message),
+            ),
         ]
+
+    def _warning(self, message: OpenPair) -> str:
+        """Returns that the peer computes differently, once for each peer's numerics."""
+        own, other = self.layout.numerics, message.layout.numerics
+        difference = own.first_difference(other)
+        if difference is None or other.digest in self._warned:
+            return ""
+        self._warned.add(other.digest)
+        if len(self._warned) > MAX_PAIRS:
+            self._warned.clear()
+        field, ours, theirs = difference
+        return (
+            f"answers depend on where they are computed: {message.prefill_worker_id} has {field} {theirs}, this "
+            f"worker has {ours}; with --exact such workers do not pair"
+        )
 
     def _agree(self, message: OpenPair) -> str:
         """Chooses a connector whose receiver can be opened, as far as is known; after the last one, all count again.
@@ -154,9 +181,9 @@ class IncomingPairTable:
         if impossible := self._impossible.get(message.prefill_epoch):
             possible = {name: each for name, each in self.connectors.items() if name not in impossible}
             with contextlib.suppress(KVLayoutMismatch):
-                return agree(message, self.layout, self.host_id, self.device, possible)
+                return agree(message, self.layout, self.host_id, self.device, possible, self.exact)
             del self._impossible[message.prefill_epoch]
-        return agree(message, self.layout, self.host_id, self.device, self.connectors)
+        return agree(message, self.layout, self.host_id, self.device, self.connectors, self.exact)
 
     def on_receiver_impossible(self, pair_id: str, connector: str, reason: str) -> list[IncomingPairAction]:
         """Handles a connector that was chosen but cannot open the receiver: the peer's next pair gets another one."""

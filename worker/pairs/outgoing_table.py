@@ -124,6 +124,8 @@ class OutgoingPairTable:
     connectors: list[str]
     checksums: bool
     lease_s: float
+    exact: bool = False
+    """See WorkerConfig."""
     _num_opened: int = 0
     _view: dict[str, WorkerInfo] = field(default_factory=dict)  # all workers, by epoch
     _by_epoch: dict[str, OutgoingPair] = field(default_factory=dict)  # by the decode worker's epoch
@@ -222,6 +224,7 @@ class OutgoingPairTable:
             checksums=self.checksums,
             lease_s=self.lease_s,
             number=number,
+            exact=self.exact,
             closed_pair_ids=closed_pair_ids,
         )
         return Connect(pair_id, peer.endpoint, message)

@@ -27,6 +27,7 @@ from tandem.kv_transfer.connectors.mapped_memory import MappedPool
 from tandem.kv_transfer.handshake import agree, offered_connectors
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch, KVTransferFailed
 from tandem.runtime.host import host_id
@@ -258,7 +259,7 @@ def test_handshake_chooses() -> None:
     assert agree(offer(connectors=["gloo"]), LAYOUT, host_id(), "cpu", both) == "gloo"
 
 
-@pytest.mark.parametrize("field", KVLayout.__struct_fields__)
+@pytest.mark.parametrize("field", [each for each in KVLayout.__struct_fields__ if each != "numerics"])
 def test_handshake_names_the_field_that_differs(field: str) -> None:
     value = getattr(LAYOUT, field)
     other = msgspec.structs.replace(LAYOUT, **{field: value + "x" if isinstance(value, str) else value + 1})
@@ -288,6 +289,24 @@ def test_handshake_refuses_another_engine_and_another_version_of_it() -> None:
         with pytest.raises(KVLayoutMismatch, match=reason):
             agree(offer(layout=theirs), ours, host_id(), "cpu", named("ipc"))
     assert agree(offer(layout=old), old, host_id(), "cpu", named("ipc")) == "ipc"
+
+
+@pytest.mark.parametrize("exact_sides", [(True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("field", Numerics.__struct_fields__)
+def test_handshake_of_exact_workers_names_what_differs_in_their_numerics(
+    field: str, exact_sides: tuple[bool, bool]
+) -> None:
+    value = getattr(Numerics(), field)
+    numerics = msgspec.structs.replace(Numerics(), **{field: "other" if isinstance(value, str) else value + 1})
+    theirs = msgspec.structs.replace(LAYOUT, numerics=numerics)
+    arguments = (LAYOUT, host_id(), "cpu", named("ipc"))
+    assert agree(offer(layout=theirs), *arguments) == "ipc"
+    exact_prefill, exact_decode = exact_sides
+    other = getattr(numerics, field)
+    reason = f"their {field} differs: prefill has {other}, decode has {value if value != '' else 'none'}"
+    with pytest.raises(KVLayoutMismatch, match=reason):
+        agree(offer(layout=theirs, exact=exact_prefill), *arguments, exact_decode)
+    assert agree(offer(exact=exact_prefill), *arguments, exact_decode) == "ipc"
 
 
 def test_handshake_lets_workers_of_different_numbers_of_ranks_pair() -> None:

@@ -16,7 +16,8 @@ from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
-from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair, PairAccepted
+from tandem.protocol.messages.numerics import Numerics
+from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed
 from tandem.runtime.processes.exits import watch_exit
 from tandem.worker.pairs.incoming import IncomingPairs
@@ -25,6 +26,7 @@ from tandem.worker.pairs.incoming_table import (
     IncomingPairLost,
     IncomingPairTable,
     PrefillLost,
+    SendToSender,
     StopReceiver,
 )
 from tests.support.named_connectors import named
@@ -52,6 +54,30 @@ def test_a_new_pair_closes_the_previous_one() -> None:
     assert table.on_open(FIRST) == [], "a late message"
     assert table.on_close("pair-0", "late") == []
     assert [pair.pair_id for pair in table.pairs()] == ["pair-1"]
+
+
+def test_a_peer_of_other_numerics_is_warned_of_once_and_refused_where_either_side_is_exact() -> None:
+    def offer(number: int, numerics: Numerics, exact: bool = False) -> OpenPair:
+        layout = msgspec.structs.replace(LAYOUT, numerics=numerics)
+        changes = {"prefill_epoch": f"e{number}", "pair_id": f"pair-{number}", "layout": layout, "exact": exact}
+        return msgspec.structs.replace(FIRST, **changes)
+
+    older, oldest = Numerics(instruction_set="avx2"), Numerics(instruction_set="sse4")
+    table = IncomingPairTable(LAYOUT, "here", "cpu", named("gloo"), False)
+    warnings = []
+    for number, numerics in enumerate([Numerics(), older, older, oldest, older]):
+        [accepted] = table.on_open(offer(number, numerics))
+        assert isinstance(accepted, AcceptPair)
+        warnings.append(accepted.warning)
+    assert [bool(warning) for warning in warnings] == [False, True, False, True, False]
+    assert "prefill-0 has instruction_set avx2, this worker has none" in warnings[1]
+    [refused] = table.on_open(offer(9, older, exact=True))
+    assert isinstance(refused, SendToSender) and "instruction_set differs" in refused.message.reason
+    table = IncomingPairTable(LAYOUT, "here", "cpu", named("gloo"), False, exact=True)
+    [refused] = table.on_open(offer(0, older))
+    assert isinstance(refused, SendToSender) and isinstance(refused.message, PairRefused)
+    [accepted] = table.on_open(offer(1, Numerics()))
+    assert isinstance(accepted, AcceptPair) and not accepted.warning
 
 
 @given(st.permutations([1, 2, 3]), st.booleans())

@@ -19,6 +19,7 @@ from tandem.kv_transfer.tiers.block_record import (
     block_identity,
     write_last_use,
 )
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import KVLayout
 from tests.unit.kv_transfer.tiers.stored_blocks import BLOCK_BYTES, IDENTITY, OTHER_IDENTITY, content_of, hash_of
 
@@ -92,12 +93,28 @@ def test_identities_differ_in_each_field_of_the_layout_and_in_the_rank() -> None
     changes: list[dict[str, object]] = [
         {"model_id": "model2"}, {"dtype": "float16"}, {"num_layers": 3}, {"num_kv_heads": 3}, {"head_dim": 17},
         {"block_size": 17}, {"tensor_parallel_size": 2}, {"engine": "tandem"},
+        {"numerics": Numerics(instruction_set="avx2")},
     ]  # fmt: skip
     assert {name for change in changes for name in change} == set(KVLayout.__struct_fields__)
     identities = [block_identity(replace(layout, **change), 0) for change in [{}, *changes]]
     identities.append(block_identity(layout, 1))
     assert len(set(identities)) == len(identities) and {len(identity) for identity in identities} == {16}
     assert block_identity(KVLayout("model", "bfloat16", 2, 2, 16, 16), 0) == identities[0]
+
+
+def test_blocks_of_other_numerics_are_misses_and_the_wording_of_a_problem_is_no_difference() -> None:
+    layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
+
+    def format_of(numerics: Numerics) -> BlockFormat:
+        return BlockFormat(block_identity(replace(layout, numerics=numerics), 0), BLOCK_BYTES)
+
+    exact, other = Numerics(num_threads=1), Numerics(num_threads=2)
+    inexact, reworded = replace(exact, problem="no kernel"), replace(exact, problem="another reason")
+    stored = {each: format_of(each).make_header(hash_of(1), BLOCK) for each in (exact, other, inexact, reworded)}
+    assert isinstance(format_of(exact).parse_header(stored[exact]), BlockHeader)
+    assert format_of(exact).parse_header(stored[other]) is HeaderFault.FOREIGN
+    assert format_of(exact).parse_header(stored[inexact]) is HeaderFault.FOREIGN, "its bits depend on the batch"
+    assert isinstance(format_of(inexact).parse_header(stored[reworded]), BlockHeader)
 
 
 def test_wrong_sizes_are_refused() -> None:
