@@ -117,6 +117,7 @@ class Control:
                 self._apply(self._table.on_exited(message.worker_id, message.pid, message.cause))
             case GetStatus():
                 has_workers, has_pairs = message.detail != "proxy", message.detail == "pairs"
+                is_exact, exactness = self._table.exactness() if has_workers else (False, "")
                 report = StatusReport(
                     self._proxy_id,
                     self._model,
@@ -126,7 +127,9 @@ class Control:
                     serving_figures(self._state.metrics, self._state.admission),
                     self._generation_config,
                     self._state.text.sampling_defaults.known(),
-                    self._table.numerics() if has_workers else [],
+                    self._table.numerics() if has_workers else {},
+                    is_exact,
+                    exactness,
                     now,
                 )
                 self._socket.send(identity, report)

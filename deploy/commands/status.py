@@ -98,6 +98,8 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
         known = ", ".join(f"{name} {value:g}" for name, value in first.sampling_defaults.items())
         head += f"\nsampling defaults ({first.generation_config}): {known or 'none'}"
     head += _limits(first.workers)
+    if first.exactness:
+        head += f"\nexact: {escape(first.exactness)}"
     proxies = plain_table(["proxy", "state"], ["requests", "workers"])
     for report in reports:
         state = "ready" if report.ready else "[red]not ready[/]"

@@ -376,8 +376,12 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     figures: ServingFigures | None = None
     generation_config: str = ""
     sampling_defaults: dict[str, float] = {}
-    numerics: list[Numerics] = []
-    """Those of the workers, each once."""
+    numerics: dict[str, Numerics] = {}
+    """Those of the workers, by digest."""
+    exact: bool = False
+    """Whether an answer's bits depend neither on what else runs nor on the workers that compute it."""
+    exactness: str = ""
+    """The same in words, with the reason if not; empty without workers."""
     clock_s: float = 0.0
     """Time of the proxy's clock, whose zero means nothing to others."""
 

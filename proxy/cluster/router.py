@@ -91,6 +91,8 @@ class PromptShape(msgspec.Struct, frozen=True):
     """Epochs of workers that are not chosen."""
     near: str = ""
     """Epoch of a decode worker that may have kept the prompt's blocks from an earlier attempt."""
+    numerics: str = ""
+    """Digest of the numerics with which an exact answer began, and must continue; empty for any."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -116,6 +118,8 @@ class Route(msgspec.Struct, frozen=True):
     """Blocks promised on the decode worker."""
     is_deflected: bool
     """Whether the worker that computes the prompt has the decode role."""
+    numerics: str = ""
+    """Digest of the workers' numerics if they are exact, else empty."""
 
     @property
     def is_shipped(self) -> bool:
@@ -162,6 +166,9 @@ class Router:
         than max_ttft_s from now (early rejection: Qin et al., Mooncake, FAST 2025, section 7).
         """
         table = self._table
+        if prompt.numerics:
+            unlike = table.epochs_of_other_numerics(prompt.numerics)
+            prompt = msgspec.structs.replace(prompt, exclude=prompt.exclude | unlike)
         held = find_held_prefixes(table, prompt.num_tokens, prompt.hashes if prompt.can_be_cached else ())
         prefill, predicted_s = self._pick_prefill(prompt, held)
         decode = self._pick_decode(prefill, prompt, held) if prompt.needs_decode else None
@@ -186,6 +193,7 @@ class Router:
             itl_s,
             num_blocks,
             prefill.role == "decode",
+            prefill.numerics.digest if prefill.exact else "",
         )
 
     def prefill_ended(self, route: Route, ttft_s: float | None = None) -> None:
@@ -216,7 +224,7 @@ class Router:
             of_role = [record for record in of_role if _may_take(record, prompt)]
             others = [record for record in others if _may_take(record, prompt)]
         if not of_role and not others:
-            raise NoWorkerReady(table.why_not_ready() or "no prefill worker is ready")
+            raise NoWorkerReady(table.why_not_ready() or _why_none_may_take(prompt))
         candidates = _without(of_role, prompt.avoid)
         predicted = self._predict(candidates, prompt, held)
         prefill, soonest_s = None, math.inf
@@ -328,6 +336,15 @@ def _may_take(record: WorkerRecord, prompt: PromptShape) -> bool:
         return False
     is_alone = not prompt.needs_decode or record.role == "decode"
     return is_alone or any(epoch not in prompt.exclude for epoch in record.decode_peers)
+
+
+def _why_none_may_take(prompt: PromptShape) -> str:
+    if prompt.numerics:
+        return (
+            f"no ready worker computes as this answer began (numerics {prompt.numerics}), which --exact requires of "
+            "those that continue it"
+        )
+    return "no prefill worker is ready"
 
 
 def _without(candidates: list[WorkerRecord], avoid: frozenset[str]) -> list[WorkerRecord]:

@@ -60,7 +60,7 @@ class WorkerRecord:
     """See RegisterWorker."""
     engine: str = ""
     """See RegisterWorker."""
-    numerics: Numerics = Numerics()
+    numerics: Numerics = field(default_factory=Numerics)
     """See RegisterWorker."""
     exact: bool = False
     """See RegisterWorker."""

@@ -30,6 +30,7 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.messages.numerics import Numerics
+from tandem.proxy.cluster.exactness import exactness_of
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_load import TypicalSpeed, WorkerUse
 from tandem.proxy.cluster.worker_record import (
@@ -382,9 +383,17 @@ class WorkerTable:
             for record in self._by_epoch.values()
         ]
 
-    def numerics(self) -> list[Numerics]:
-        """Returns the workers' numerics, each once."""
-        return list({record.numerics.digest: record.numerics for record in self._by_epoch.values()}.values())
+    def numerics(self) -> dict[str, Numerics]:
+        """Returns the workers' numerics by digest."""
+        return {record.numerics.digest: record.numerics for record in self._by_epoch.values()}
+
+    def exactness(self) -> tuple[bool, str]:
+        """Returns whether answers are exact, and what `tandem status` says of it."""
+        return exactness_of(sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id))
+
+    def epochs_of_other_numerics(self, digest: str) -> frozenset[str]:
+        """Returns the workers on which an exact answer that began with these numerics may not continue."""
+        return frozenset(epoch for epoch, record in self._by_epoch.items() if record.numerics.digest != digest)
 
     def numerics_of(self, epoch: str) -> Numerics:
         """Returns the numerics of a worker that is registered, or was lost not long ago."""

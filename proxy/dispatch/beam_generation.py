@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -29,6 +29,16 @@ _BEAMS_PER_TURN = 16
 """Beams of one request that are started or served before the event loop runs again."""
 _TOKENS_PER_SLICE = 4096
 """Collecting a beam's tokens takes about 0.5 ms for so many."""
+
+
+@dataclass(eq=False)
+class _PromptSearch:
+    """The search over one prompt."""
+
+    prompt: Prompt
+    beams: BeamSearch
+    numerics: str = ""
+    """See `DispatchedSequence`: all steps of an exact search are computed alike."""
 
 
 class BeamGeneration:
@@ -55,27 +65,27 @@ class BeamGeneration:
     ) -> AsyncGenerator[TextDelta, None]:
         """Yields one delta for each beam. opened: has the sequences that are dispatched."""
         request = self._request
-        searches = [(self._search(prompt), prompt) for prompt in prompts]
-        check_search_size(request.n, [(prompt.num_tokens, search.max_tokens) for search, prompt in searches])
+        searches = [_PromptSearch(prompt, self._search(prompt)) for prompt in prompts]
+        check_search_size(request.n, [(each.prompt.num_tokens, each.beams.max_tokens) for each in searches])
         is_first_step = True
-        while running := [pair for pair in searches if not pair[0].is_over]:
-            beams = [(prompt, token_ids) for search, prompt in running for token_ids in search.token_ids]
+        while running := [each for each in searches if not each.beams.is_over]:
+            beams = [(search, token_ids) for search in running for token_ids in search.beams.token_ids]
             found = await self._next_tokens(beams, opened, is_first_step)
             if is_first_step:
                 for index in range(len(prompts) * request.n):
                     ticket.on_first_token(index)
             is_first_step = False
             number = 0
-            for search, _ in running:
-                for _ in search.running:
-                    search.add(found[number])
+            for search in running:
+                for _ in search.beams.running:
+                    search.beams.add(found[number])
                     number += 1
                     if number % _BEAMS_PER_TURN == 0:
                         await asyncio.sleep(0)
-                search.advance()
-        for number, (search, prompt) in enumerate(searches):
-            for index, beam in enumerate(search.best(), start=number * request.n):
-                yield await self._delta(prompt, beam, index)
+                search.beams.advance()
+        for number, search in enumerate(searches):
+            for index, beam in enumerate(search.beams.best(), start=number * request.n):
+                yield await self._delta(search.prompt, beam, index)
 
     def _search(self, prompt: Prompt) -> BeamSearch:
         request, services = self._request, self._services
@@ -90,9 +100,9 @@ class BeamGeneration:
         )
 
     async def _next_tokens(
-        self, beams: list[tuple[Prompt, bytes]], opened: dict[DispatchedSequence, None], is_first_step: bool
+        self, beams: list[tuple[_PromptSearch, bytes]], opened: dict[DispatchedSequence, None], is_first_step: bool
     ) -> list[TokenLogprobs]:
-        """Returns the most likely next tokens of each beam. beams: (prompt, packed tokens that follow it)."""
+        """Returns the most likely next tokens of each beam. beams: (search, packed tokens that follow its prompt)."""
         dispatcher, request = self._services.dispatcher, self._request
         num_top = max(BeamSearch.num_candidates(request.n), request.base_sampling.logprobs or 0)
         sampling = SamplingParams(temperature=0.0, logprobs=num_top)
@@ -100,11 +110,17 @@ class BeamGeneration:
         deadline_s, first_deadline_s = self._deadlines()
         max_ttft_s = first_deadline_s if is_first_step else None
         waiting: dict[DispatchedSequence, int] = {}
-        for number, (prompt, token_ids) in enumerate(beams):
+        for number, (search, token_ids) in enumerate(beams):
             if number % _BEAMS_PER_TURN == _BEAMS_PER_TURN - 1:
                 await asyncio.sleep(0)
             [sequence] = dispatcher.start(
-                _extended(prompt, token_ids), [sampling], StopConditions(1), deadline_s, ready.put_nowait, max_ttft_s
+                _extended(search.prompt, token_ids),
+                [sampling],
+                StopConditions(1),
+                deadline_s,
+                ready.put_nowait,
+                max_ttft_s,
+                numerics=search.numerics,
             )
             waiting[sequence] = number
             opened[sequence] = None
@@ -121,7 +137,9 @@ class BeamGeneration:
                 self._record.num_cached_tokens += taken.num_cached_tokens
             logprobs = taken.tokens[0].logprobs
             assert logprobs is not None
-            found[waiting[sequence]] = logprobs
+            number = waiting[sequence]
+            found[number] = logprobs
+            beams[number][0].numerics = sequence.numerics
             dispatcher.drop(sequence)
             del opened[sequence]
         return [found[number] for number in range(len(beams))]

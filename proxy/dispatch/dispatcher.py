@@ -116,18 +116,21 @@ class Dispatcher:
         on_ready: Callable[[DispatchedSequence], None],
         max_ttft_s: float | None = None,
         pixels: Pixels | None = None,
+        numerics: str = "",
     ) -> list[DispatchedSequence]:
         """Dispatches one prompt for as many sequences as there are samplings, which differ in their seeds.
 
         The caller calls `take` after each `on_ready(sequence)`, and owes each sequence one `drop`. deadline_s,
-        max_ttft_s: seconds from now. pixels: of the prompt's media, if they may be released meanwhile. Raises
-        SLOUnreachable when the first token is predicted later than max_ttft_s, and RequestCrashesWorkers for a prompt
-        that is refused; then nothing is owed.
+        max_ttft_s: seconds from now. pixels: of the prompt's media, if they may be released meanwhile. numerics: see
+        `DispatchedSequence`. Raises SLOUnreachable when the first token is predicted later than max_ttft_s, and
+        RequestCrashesWorkers for a prompt that is refused; then nothing is owed.
         """
         self._refused.check(asyncio.get_running_loop().time(), prompt, samplings[0])
         sequences: list[DispatchedSequence] = []
         for sampling in samplings:
-            sequences.append(DispatchedSequence(prompt, sampling, stop, deadline_s, on_ready, sequences, pixels))
+            sequences.append(
+                DispatchedSequence(prompt, sampling, stop, deadline_s, on_ready, sequences, pixels, numerics)
+            )
         self._sequences.update(dict.fromkeys(sequences))
         self._metrics.running.inc(len(sequences))
         try:
@@ -320,6 +323,7 @@ class Dispatcher:
             avoid=first.avoid,
             exclude=exclude,
             near=first.near,
+            numerics=first.numerics,
         )
         return self._router.pick(shape, max_ttft_s)
 

@@ -69,7 +69,8 @@ class DispatchedSequence:
     worker, unless it is in `avoid`. num_deaths: of workers, since the last decoded token, that it may have caused.
     num_failed_steps: steps with this sequence, since it last decoded without an error, whose failure ended a worker.
     has_failed_unproven: whether it had not decoded yet in one of them. pixels: of the prompt's media, if they may be
-    released before the sequence ends.
+    released before the sequence ends. numerics: digest of the numerics that must compute it, which those of the first
+    token are if they are exact; empty for any.
     num_trials: how often it was tried as a suspect.
     """
 
@@ -82,6 +83,7 @@ class DispatchedSequence:
         on_ready: Callable[[DispatchedSequence], None],
         siblings: Sequence[DispatchedSequence],
         pixels: Pixels | None = None,
+        numerics: str = "",
     ) -> None:
         loop = asyncio.get_running_loop()
         self.pixels = pixels
@@ -101,6 +103,7 @@ class DispatchedSequence:
         self.num_trials = 0
         self.avoid: frozenset[str] = frozenset()
         self.near = ""
+        self.numerics = numerics
         self.is_open = True
         self._lost_attempts: list[Attempt] = []  # since the last decoded token
         self._on_ready = on_ready
@@ -215,6 +218,8 @@ class DispatchedSequence:
             if attempt.error is None:  # it has got past the step that failed before
                 self.num_failed_steps, self.has_failed_unproven = 0, False
         is_first = not self.generated
+        if is_first:
+            self.numerics = self.numerics or attempt.route.numerics
         self.generated += [token.token_id for token in tokens]
         if not is_first:
             return TokenDelta(tokens, attempt.finish_reason)

@@ -31,6 +31,7 @@ from tandem.protocol.messages.membership import (
     WorkerLoad,
     WorkerStatus,
 )
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission
@@ -135,12 +136,13 @@ class Cluster:
             ttft_slo_s=None,
         )
 
-    def join(self, *workers: WorkerInfo) -> None:
-        """Registers the workers and makes all pairs ready."""
+    def join(self, *workers: WorkerInfo, numerics: Numerics | None = None) -> None:
+        """Registers the workers and makes all pairs ready. numerics: of workers that run with --exact."""
         for worker in workers:
-            self.worker_table.on_register(
-                0, RegisterWorker(PROTOCOL_VERSION, worker, self._max_model_len, 500, "m", 64)
-            )
+            message = RegisterWorker(PROTOCOL_VERSION, worker, self._max_model_len, 500, "m", 64)
+            if numerics is not None:
+                message = msgspec.structs.replace(message, numerics=numerics, exact=True)
+            self.worker_table.on_register(0, message)
         there = self.worker_table.workers()
         ready = [PairStatus(w.worker_id, w.epoch, "ready") for w in there if w.role == "decode"]
         pairs = PairChanges(0, ready)
