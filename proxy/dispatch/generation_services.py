@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.answer_budget import AnswerBudget
@@ -32,5 +32,5 @@ class GenerationServices:
     request_timeout_s: float
     ttft_slo_s: float | None
     """A request whose first token is predicted later is refused; None for no SLO."""
-    records: RecordStore | None = None
+    records: RecordStore | None = field(default=None, kw_only=True)
     """None where no requests are recorded."""

@@ -17,7 +17,7 @@ import msgspec
 from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.sampling import FinishReason, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import token_array
-from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.errors import ConfigError
 
 FORMAT = "tandem-record-1"
 """Another number for every change that older releases would misread."""
@@ -35,7 +35,7 @@ NumericsFields = dict[str, str | int]
 """The fields of `protocol.messages.numerics.Numerics`. Another release may have more of them, or fewer."""
 
 
-class DamagedRecord(InvalidRequest):
+class DamagedRecord(ConfigError):
     """The file is no record, or not a whole one."""
 
 
