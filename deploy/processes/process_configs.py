@@ -23,6 +23,7 @@ from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.http.api_keys import ApiKeys, KeyFile, parse_keys
 from tandem.proxy.proxy_config import ProxyConfig
+from tandem.proxy.records.record_store import check_folder
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.runtime.files.user_paths import expanded
@@ -82,7 +83,8 @@ class ProcessConfigs:
 
     cluster: with device defaults. keys: secrets that go into the configurations; parts without an entry read theirs
     from the operator's folder. ranks_per_gpu: ranks that share the memory of a GPU. on_gpus: whether workers run on
-    GPUs. Raises ConfigError for API keys and LoRA adapters that cannot be read.
+    GPUs. Raises ConfigError for API keys and LoRA adapters that cannot be read, and a folder for records that cannot be
+    written to.
     """
 
     def __init__(
@@ -102,6 +104,8 @@ class ProcessConfigs:
             parse_keys(KeyFile(Path(http.api_keys_file)).read())
         if http.admin_keys_file and not cluster.ray:
             ApiKeys(None, Path(http.admin_keys_file), "admin_keys_file")
+        if cluster.records.record and not (cluster.ray or cluster.join):  # this host runs the proxies
+            check_folder(Path(cluster.records.record))
         self._adapters = read_adapters(cluster)
 
     def proxy(self, name: str, place: Place) -> ProxyConfig:

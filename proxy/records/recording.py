@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions
 from tandem.proxy.cluster.router import Route
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.records.record import (
     ANSWER_TOKEN_BYTES,
     MAX_RECORD_BYTES,
@@ -153,6 +155,14 @@ class Recording:
                     logprobs=numbers(each.logprobs),
                 )
             )
+
+
+def described(workers: WorkerTable, worker: WorkerInfo) -> RecordedWorker:
+    """Returns what a record says of a worker, which may have been lost meanwhile."""
+    numerics = workers.numerics_of(worker.epoch)
+    if numerics == Numerics():  # it has not said
+        return RecordedWorker(worker.worker_id)
+    return RecordedWorker(worker.worker_id, numerics.digest, msgspec.structs.asdict(numerics))
 
 
 def _recorded(prompt: Prompt, stop: StopConditions) -> RecordedPrompt:

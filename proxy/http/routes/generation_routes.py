@@ -15,8 +15,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.numerics import Numerics
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
@@ -54,7 +52,6 @@ from tandem.proxy.api.schema import (
     TokenizeRequest,
 )
 from tandem.proxy.cluster.router import NoWorkerReady
-from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.routes.server import max_model_len
@@ -62,8 +59,8 @@ from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, cache_scope_of
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
-from tandem.proxy.records.record import RecordedAdapter, RecordedWorker, RecordHead
-from tandem.proxy.records.recording import Recording
+from tandem.proxy.records.record import RecordedAdapter, RecordHead
+from tandem.proxy.records.recording import Recording, described
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
 from tandem.runtime.logs import serving
@@ -184,14 +181,7 @@ def _recording(
         adapter=RecordedAdapter(adapter.name, adapter.ref.digest) if adapter is not None else None,
         bad_words=asked.bad_words,
     )
-    return Recording(owner, head, partial(_described, state.worker_table))
-
-
-def _described(workers: WorkerTable, worker: WorkerInfo) -> RecordedWorker:
-    numerics = workers.numerics_of(worker.epoch)
-    if numerics == Numerics():  # it has not said
-        return RecordedWorker(worker.worker_id)
-    return RecordedWorker(worker.worker_id, numerics.digest, msgspec.structs.asdict(numerics))
+    return Recording(owner, head, partial(described, state.worker_table))
 
 
 async def _transform(
