@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +17,7 @@ from tandem.proxy.cluster.routing_settings import RoutingSettings
 from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.records.record_settings import RecordSettings
-from tandem.proxy.records.record_store import MAX_FILES, Outcome, RecordStore
 from tandem.runtime.errors import ConfigError
-from tandem.runtime.files.client_files import FileLimits
 from tandem.runtime.logs import LogSettings
 
 
@@ -80,13 +76,6 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def response_store(self) -> ResponseStore | None:
         return ResponseStore(Path(self.response_folder)) if self.response_folder else None
-
-    def record_store(self, on_outcome: Callable[[Outcome], object]) -> RecordStore | None:
-        """on_outcome: counts records."""
-        if self.records.record:
-            limits = FileLimits(int(self.records.record_gib * (1 << 30)), MAX_FILES, math.inf)
-            return RecordStore(Path(self.records.record), limits, True, on_outcome)
-        return RecordStore(Path(self.record_folder), on_outcome=on_outcome) if self.record_folder else None
 
     def adapter_table(self) -> AdapterTable:
         return AdapterTable(Path(self.lora_file) if self.lora_file else None, self.adapters, self.served_model_name)

@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,9 @@ from tandem.runtime.errors import ConfigError, first_line
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.runtime.files.regular_file import read_regular
 from tandem.runtime.files.user_paths import expanded
+
+if TYPE_CHECKING:
+    from tandem.worker.lone_engine import LoneEngine
 
 EQUAL, DIFFERS = 0, 1
 """Exit statuses. What cannot be replayed raises ConfigError, whose status is 2."""
@@ -112,18 +115,7 @@ def replay_alone(record: Record, model: str, device: str, adapters: Sequence[str
                 f"the record is of the model {head.model} ({head.model_id}), but {config.model} is another one "
                 f"({found}); give its folder as --model"
             )
-        numerics = engine.loaded.layout.numerics
-        own = RecordedWorker("this process", numerics.digest, msgspec.structs.asdict(numerics))
-
-        def compute(sequence: RecordedSequence) -> Iterator[Computed]:
-            prompt = head.prompts[sequence.prompt]
-            sampling = msgspec.structs.replace(head.sampling, seed=sequence.seed, logprobs=0, logprob_token_ids=())
-            num_tokens = len(sequence.token_ids)
-            for token in engine.tokens(prompt.token_ids, sampling, prompt.stop, num_tokens, adapter):
-                logprob = token.logprobs.logprob if token.logprobs is not None else None
-                yield Computed(Token(token.token_id, as_float32(logprob)), own)
-
-        return report(record, {number: compute(each) for number, each in enumerate(record.sequences)}, "alone")
+        return report(record, computed_alone(record, engine, adapter), "alone")
     except ConfigError:
         raise
     except Exception as error:  # a record may have anything in it, and may be of a model with other limits
@@ -131,6 +123,23 @@ def replay_alone(record: Record, model: str, device: str, adapters: Sequence[str
     finally:
         if engine is not None:
             engine.close()
+
+
+def computed_alone(
+    record: Record, engine: LoneEngine, adapter: AdapterRef | None = None
+) -> dict[int, Iterator[Computed]]:
+    """Returns what the engine computes for each sequence, as far as it is iterated over."""
+    head, numerics = record.head, engine.loaded.layout.numerics
+    own = RecordedWorker("this process", numerics.digest, msgspec.structs.asdict(numerics))
+
+    def compute(sequence: RecordedSequence) -> Iterator[Computed]:
+        prompt = head.prompts[sequence.prompt]
+        sampling = msgspec.structs.replace(head.sampling, seed=sequence.seed, logprobs=0, logprob_token_ids=())
+        for token in engine.tokens(prompt.token_ids, sampling, prompt.stop, len(sequence.token_ids), adapter):
+            logprob = token.logprobs.logprob if token.logprobs is not None else None
+            yield Computed(Token(token.token_id, as_float32(logprob)), own)
+
+    return {number: compute(each) for number, each in enumerate(record.sequences)}
 
 
 def _engine_settings(record: Record) -> dict[str, str | int]:

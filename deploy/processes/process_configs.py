@@ -23,7 +23,7 @@ from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.http.api_keys import ApiKeys, KeyFile, parse_keys
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.records.record_store import check_folder
+from tandem.proxy.records.record_settings import check_folder
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.runtime.files.user_paths import expanded

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import re
 import time
 from collections.abc import Callable
@@ -20,10 +19,10 @@ from typing import Literal
 
 from tandem.proxy.admission.byte_budget import ByteBudget
 from tandem.proxy.records.record import MAX_FILE_BYTES, MAX_RECORD_BYTES
+from tandem.proxy.records.record_settings import RecordSettings
 from tandem.proxy.records.recording import Recording
-from tandem.runtime.errors import ConfigError, InvalidRequest, Overloaded, TandemError
+from tandem.runtime.errors import InvalidRequest, Overloaded, TandemError
 from tandem.runtime.files.client_files import ClientFiles, FileLimits
-from tandem.runtime.files.private_folder import make_private_folder
 from tandem.runtime.files.whole_file import whole_file
 from tandem.runtime.tasks import start_job
 from tandem.runtime.threads import Threads
@@ -164,11 +163,9 @@ class RecordStore:
         self.readers.close()
 
 
-def check_folder(folder: Path) -> None:
-    """Makes the operator's folder if there is none. Raises ConfigError if records cannot be written to it."""
-    try:
-        make_private_folder(folder, folder)
-    except OSError as error:
-        raise ConfigError(f"record: cannot make the folder {folder}: {error.strerror}") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"record: this user may not write to {folder}")
+def record_store(settings: RecordSettings, folder: str, on_outcome: Callable[[Outcome], object]) -> RecordStore | None:
+    """Returns the store of a proxy. folder: of records that clients ask for; empty for none."""
+    if settings.record:
+        limits = FileLimits(int(settings.record_gib * (1 << 30)), MAX_FILES, math.inf)
+        return RecordStore(Path(settings.record), limits, True, on_outcome)
+    return RecordStore(Path(folder), on_outcome=on_outcome) if folder else None

@@ -34,7 +34,7 @@ _SETTING_BYTES = 24
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _NotedSequence:
     """What is noted of one sequence."""
 
     prompt: int
@@ -61,7 +61,7 @@ class Recording:
         self._describe = describe
         self._sampling = head.sampling
         self._prompts: list[tuple[Prompt, StopConditions]] = []
-        self._sequences: list[_Sequence] = []
+        self._sequences: list[_NotedSequence] = []
         self._workers: dict[str, int] = {}  # numbers by epoch
         self._described: list[RecordedWorker] = []
 
@@ -88,7 +88,7 @@ class Recording:
             self._sampling = msgspec.structs.replace(wanted[0], seed=0)
             self.num_bytes += _num_bytes(self._sampling)
         self.num_bytes += PROMPT_TOKEN_BYTES * prompt.num_tokens + SEQUENCE_BYTES * len(wanted)
-        self._sequences += [_Sequence(len(self._prompts), each.seed) for each in wanted]
+        self._sequences += [_NotedSequence(len(self._prompts), each.seed) for each in wanted]
         self._prompts.append((prompt, stop))
         return wanted
 
@@ -123,7 +123,7 @@ class Recording:
             token.logprobs.logprob if token.logprobs is not None else float("nan") for token in tokens
         )
 
-    def _note(self, sequence: _Sequence, first: int, worker: WorkerInfo) -> None:
+    def _note(self, sequence: _NotedSequence, first: int, worker: WorkerInfo) -> None:
         """Notes that a worker computes the tokens from `first` on."""
         number = self._workers.get(worker.epoch)
         if number is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from tandem.engine.engine_config import EngineConfig
 from tandem.protocol.messages.adapter import AdapterRef
@@ -45,14 +46,24 @@ def test_greedy_tokens_are_those_of_transformers(engine: LoneEngine, length: int
     "changed",
     [
         {"seed": 6}, {"temperature": 3.0}, {"top_k": 2}, {"repetition_penalty": 30.0}, {"presence_penalty": 50.0},
-        {"logit_bias": ((7, 100.0),)}, {"allowed_token_ids": (5, 6, 7)}, {"grammar": "start: /[ab]{30}/"},
+        {"frequency_penalty": 50.0}, {"logit_bias": ((7, 100.0),)}, {"bad_words": ((5,), (6,))},
     ],
 )  # fmt: skip
 def test_settings_and_seeds_decide_the_tokens(engine: LoneEngine, changed: dict[str, Any]) -> None:
     prompt = list(range(5, 40))
-    plain = SamplingParams(seed=5, logprobs=0)
-    other = SamplingParams(**{"seed": 5, "logprobs": 0, **changed})
-    assert tokens(engine, prompt, other) == tokens(engine, prompt, other) != tokens(engine, prompt, plain)
+    plain: dict[str, Any] = {"seed": 5, "logprobs": 0, "allowed_token_ids": tuple(range(5, 13))}  # so that they repeat
+    other = SamplingParams(**{**plain, **changed})
+    assert (
+        tokens(engine, prompt, other)
+        == tokens(engine, prompt, other)
+        != tokens(engine, prompt, SamplingParams(**plain))
+    )
+
+
+def test_a_grammar_decides_the_tokens(engine: LoneEngine) -> None:
+    tokenizer = Tokenizer.from_file(str(ensure_noise_model() / "tokenizer.json"))
+    sampling = SamplingParams(seed=5, logprobs=0, grammar="start: /[ab]{100}/")
+    assert set(tokenizer.decode(tokens(engine, [5, 6, 7], sampling))) <= {"a", "b"}
 
 
 def test_every_token_has_its_log_probability(engine: LoneEngine) -> None:
@@ -69,7 +80,7 @@ def test_stop_tokens_are_banned_before_min_tokens_and_end_nothing(engine: LoneEn
 
 
 def test_an_adapter_is_loaded_from_its_folder(engine: LoneEngine, tmp_path: Path) -> None:
-    make_adapter(tmp_path, engine.loaded.model, ["q_proj", "v_proj"], seed=1)
+    make_adapter(tmp_path, load_reference(ensure_noise_model()), ["q_proj", "v_proj"], seed=1)
     digest = read_adapter(tmp_path).digest
     prompt = list(range(5, 40))
     assert tokens(engine, prompt, adapter=AdapterRef(digest, str(tmp_path))) != tokens(engine, prompt)

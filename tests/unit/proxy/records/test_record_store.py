@@ -17,7 +17,8 @@ from tandem.protocol.messages.sampling import StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.records import record_store
 from tandem.proxy.records.record import decode_record
-from tandem.proxy.records.record_store import Outcome, RecordNotFound, RecordStore, check_folder
+from tandem.proxy.records.record_settings import check_folder
+from tandem.proxy.records.record_store import Outcome, RecordNotFound, RecordStore
 from tandem.proxy.records.recording import Recording
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import ConfigError
