@@ -29,8 +29,10 @@ from tandem.proxy.records.record import (
 )
 from tandem.proxy.text.prompt import Prompt
 
-_SETTING_BYTES = 24
-"""Usual size of a number in the lists of sampling parameters."""
+_HEAD_BYTES = 4096
+"""Names, digests, single settings and a few workers."""
+_NUMBER_BYTES, _CHARACTER_BYTES = 24, 6
+"""Largest size in JSON of a number in the lists of settings, and of a character of texts."""
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Recording:
 
     def __init__(self, owner: str, head: RecordHead, describe: Callable[[WorkerInfo], RecordedWorker]) -> None:
         self.owner = owner
-        self.num_bytes = sum(2 * len(text) + 3 for text in head.bad_words)
+        self.num_bytes = _HEAD_BYTES + sum(_CHARACTER_BYTES * len(text) + 3 for text in head.bad_words)
         """Expected size of the record."""
         self._head = head
         self._describe = describe
@@ -87,7 +89,9 @@ class Recording:
         if not self._prompts:
             self._sampling = msgspec.structs.replace(wanted[0], seed=0)
             self.num_bytes += _num_bytes(self._sampling)
-        self.num_bytes += PROMPT_TOKEN_BYTES * prompt.num_tokens + SEQUENCE_BYTES * len(wanted)
+        num_numbers = len(stop.stop_token_ids) + sum(4 + 2 * len(item.spans) for item in prompt.media)
+        self.num_bytes += PROMPT_TOKEN_BYTES * prompt.num_tokens + _NUMBER_BYTES * num_numbers
+        self.num_bytes += SEQUENCE_BYTES * len(wanted)
         self._sequences += [_NotedSequence(len(self._prompts), each.seed) for each in wanted]
         self._prompts.append((prompt, stop))
         return wanted
@@ -178,4 +182,4 @@ def _num_bytes(sampling: SamplingParams) -> int:
         + len(sampling.logprob_token_ids)
         + sum(map(len, sampling.bad_words))
     )
-    return _SETTING_BYTES * num_numbers + 2 * len(sampling.grammar or "") + 1024
+    return _NUMBER_BYTES * num_numbers + _CHARACTER_BYTES * len(sampling.grammar or "")

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,6 +32,7 @@ from tandem.deploy.commands.replay_cluster import check_same_request, replay_on_
 from tandem.engine.engine_config import EngineConfig
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions, Thinking
 from tandem.proxy.records.record import (
+    NumericsFields,
     Record,
     RecordedAdapter,
     RecordedMedia,
@@ -45,13 +46,19 @@ from tandem.runtime.errors import ConfigError
 from tandem.worker.lone_engine import LoneEngine
 from tests.support.noise_model import ensure_noise_model
 
-NUMERICS = {"engine": "tandem 1", "dtype": "float32", "instruction_set": "avx512", "num_threads": 1, "problem": ""}
+NUMERICS: NumericsFields = {
+    "engine": "tandem 1",
+    "dtype": "float32",
+    "instruction_set": "avx512",
+    "num_threads": 1,
+    "problem": "",
+}
 WORKERS = [RecordedWorker("prefill-0", "aa", NUMERICS), RecordedWorker("decode-0", "aa", NUMERICS)]
 HERE = RecordedWorker("this process", "aa", NUMERICS)
 SAMPLING = SamplingParams(temperature=1.0, top_k=40, logprobs=0)
 
 
-def record(tokens: list[tuple[int, float | None]], **changes: Any) -> Record:
+def record(tokens: Sequence[tuple[int, float | None]], **changes: Any) -> Record:
     fields = {
         "request_id": "r", "api": "completion", "created": 1, "outcome": "length", "model": "m", "model_id": "digest",
         "sampling": SAMPLING, "prompts": [RecordedPrompt([5, 6, 7], StopConditions(50, frozenset({2})))],
@@ -65,9 +72,13 @@ def record(tokens: list[tuple[int, float | None]], **changes: Any) -> Record:
     return Record(RecordHead(num_sequences=1, **fields), [sequence])
 
 
+def encoded(made: Record) -> bytes:
+    return encode_line(made.head) + b"".join(map(encode_line, made.sequences))
+
+
 def saved(folder: Path, made: Record) -> str:
     file = folder / "record.jsonl"
-    file.write_bytes(b"".join(map(encode_line, (made.head, *made.sequences))))
+    file.write_bytes(encoded(made))
     return str(file)
 
 
@@ -138,7 +149,7 @@ def damaged_files(folder: Path) -> Iterator[tuple[str, str]]:
         "deep": b"[" * 1_000_000, "other format": good.replace(b"tandem-record-1", b"tandem-record-9"),
         "twice": good + good,
         "media": good.replace(b'"media":[]', b'"media":[{"kind":"image","digest":"","spans":[]}]'),
-        "no tokens": b"".join(map(encode_line, (record([]).head, *record([]).sequences))),
+        "no tokens": encoded(record([])),
     }  # fmt: skip
     for name, content in contents.items():
         file = folder / name
@@ -264,10 +275,6 @@ def cluster(answers: Callable[[str, Any], tuple[int, bytes]]) -> Iterator[tuple[
         http.shutdown()
         http.server_close()
         thread.join()
-
-
-def encoded(made: Record) -> bytes:
-    return b"".join(map(encode_line, (made.head, *made.sequences)))
 
 
 def test_a_cluster_computes_each_sequence_and_both_records_are_compared(
