@@ -33,6 +33,7 @@ from tandem.deploy.commands.scale import scale
 from tandem.deploy.launch import draining
 from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.setting_flags import add_settings
+from tandem.engine.engine_config import Device
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network_keys import make_keys
 from tandem.proxy.http_settings import HttpSettings
@@ -194,6 +195,23 @@ def _parser(show_all: bool = False) -> CommandParser:
     simulation.add_argument("--json", type=Path, metavar="FILE", help="write the figures of a trace")
     simulation.add_argument("--plot", type=Path, metavar="FILE", help="draw the latencies of a trace, as .svg or .png")
     add_settings(simulation, SIMULATED, [each.key for each in settings() if each.key not in SIMULATED], show_all)
+    replay = add(
+        "replay",
+        _replay,
+        "compute a recorded answer again, and compare it bit for bit",
+        description="Compute a recorded answer again, each sequence by itself in this process, or on a cluster, and "
+        "say whether every token and log-probability is equal. Exit status: 0 equal, 1 different, 2 not possible.",
+    )
+    replay.add_argument("record", metavar="RECORD", help="file of --record's folder or from a server; - reads stdin")
+    replay.add_argument(
+        "--model", default="", metavar="M", help="folder or hub id (default: the demo model); with --url, a served name"
+    )
+    devices = typing.get_args(Device)
+    replay.add_argument("--device", choices=devices, default="auto", help="device that computes (default: auto)")
+    help_text = "adapter that the record names; may be repeated"
+    replay.add_argument("--lora", action="append", default=[], metavar="NAME=FOLDER", help=help_text)
+    replay.add_argument("--url", default="", metavar="URL", help="HTTP endpoint of a cluster that computes instead")
+    _add_call_flags(replay)
     add_engine_commands(add("engine", None, "install an engine other than the built-in one"))
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
     for command in (status, doctor, scale, drain, role, restart, *caches):
@@ -218,10 +236,15 @@ def _add_cache_commands(cache: CommandParser) -> list[CommandParser]:
     fill.set_defaults(run=_cache_prefetch)
     fill.add_argument("file", metavar="FILE", help="JSON body of a chat or completion; - reads it from stdin")
     fill.add_argument("--url", default="", metavar="URL", help="HTTP endpoint (default: http://127.0.0.1 and --port)")
-    key = os.environ.get("TANDEM_API_KEY", "")
-    fill.add_argument("--api-key", default=key, metavar="KEY", help="API key (default: TANDEM_API_KEY's value)")
-    fill.add_argument("--timeout-s", type=float, default=600.0, metavar="X", help="seconds to wait (default: 600)")
+    _add_call_flags(fill)
     return [show, clear, fill]
+
+
+def _add_call_flags(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of a command that calls the HTTP API."""
+    key = os.environ.get("TANDEM_API_KEY", "")
+    command.add_argument("--api-key", default=key, metavar="KEY", help="API key (default: TANDEM_API_KEY's value)")
+    command.add_argument("--timeout-s", type=float, default=600.0, metavar="X", help="seconds to wait (default: 600)")
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -372,6 +395,16 @@ def _simulate(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} needs --trace: without it, seeds decide the cluster")
     limit_s = math.inf if arguments.seeds else arguments.time_s
     return simulate(arguments.seed, arguments.seeds, limit_s, arguments.log)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.commands.replay import read_record, replay_alone
+    from tandem.deploy.commands.replay_cluster import replay_on_cluster
+
+    record = read_record(arguments.record)
+    if arguments.url:
+        return replay_on_cluster(record, arguments.model, arguments.url, arguments.api_key, arguments.timeout_s)
+    return replay_alone(record, arguments.model, arguments.device, arguments.lora)
 
 
 def _cache_show(arguments: argparse.Namespace) -> None:

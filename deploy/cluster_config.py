@@ -30,6 +30,7 @@ from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.cluster.routing_settings import RoutingSettings
 from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.records.record_settings import RecordSettings
 from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded
@@ -41,7 +42,7 @@ MIN_BATCHED_TOKENS = 16
 MIN_BLOCK_SIZE = 8
 _PATHS = (
     "model", "engine_python", "generation_config", "data_dir", "kv_disk_dir", "network_keys", "api_keys_file",
-    "admin_keys_file", "ssl_certfile", "ssl_keyfile",
+    "admin_keys_file", "ssl_certfile", "ssl_keyfile", "record",
 )  # fmt: skip
 """Settings that may name a file or a folder in the user's home as ~/PATH."""
 
@@ -140,6 +141,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Maximum number of workers of all roles together that the planner proposes.")] = 16
 
     logs: LogSettings = LogSettings()
+    records: RecordSettings = RecordSettings()
     otlp_endpoint: Annotated[str, setting("logging", description=
         "URL that receives traces, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none.")] = ""
     # fmt: on

@@ -16,6 +16,7 @@ from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.cluster.routing_settings import RoutingSettings
 from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.records.record_settings import RecordSettings
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogSettings
 
@@ -58,6 +59,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File of the adapters once one was loaded or unloaded, shared by the proxies of a host; empty refuses both."""
     response_folder: str = ""
     """Folder of stored responses, shared by the proxies of a host; empty keeps none."""
+    records: RecordSettings = RecordSettings()
+    record_folder: str = ""
+    """Folder of the records that clients ask for, shared by the proxies of a host; `records.record` takes its place.
+    Without both, no requests are recorded."""
     signing_key: str = ""
     """Secret of the cluster by which its proxies sign thinking blocks; empty draws one for this proxy."""
     data_folder: str = ""

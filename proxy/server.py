@@ -46,6 +46,7 @@ from tandem.proxy.parsers.parser_names import log_formats
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.records.record_store import record_store
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ConfigError, RequestAborted
@@ -194,6 +195,9 @@ class ProxyServer:
             signing_key=(config.signing_key or secrets.token_hex(32)).encode(),
             responses=config.response_store(),
             batches=batches,
+            records=record_store(
+                config.records, config.record_folder, lambda outcome: metrics.records.labels(outcome).inc()
+            ),
             descriptors=self._descriptors,
         )
         self._control = Control(self._context, config, self._proxy_id, self._state, self._connections)
@@ -267,6 +271,8 @@ class ProxyServer:
             self._state.batches.close()
         if self._state.responses is not None:
             self._state.responses.threads.close()
+        if self._state.records is not None:
+            await self._state.records.close()
         self._context.destroy(linger=300)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

@@ -78,6 +78,14 @@ class ProxyMetrics:
         )
         for reason in ("invalid", "size", "limits"):
             self.free_tools.labels(reason)
+        self.records = self._counter(
+            "tandem_records",
+            "Records of requests, by outcome: written, too_large, slow_disk (too many waited for the disk) or "
+            "disk_error.",
+            "outcome",
+        )
+        for outcome in ("written", "too_large", "slow_disk", "disk_error"):
+            self.records.labels(outcome)
         self.running = self._gauge("tandem_num_requests_running", "Sequences in flight.", "livesum")
         self.waiting = self._gauge(
             "tandem_num_requests_waiting", "Sequences that wait for their first token.", "livesum"

@@ -23,6 +23,7 @@ from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.http.api_keys import ApiKeys, KeyFile, parse_keys
 from tandem.proxy.proxy_config import ProxyConfig
+from tandem.proxy.records.record_settings import check_folder
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
 from tandem.runtime.files.user_paths import expanded
@@ -71,6 +72,8 @@ class Place:
     """File that keeps the adapters of a host's proxies."""
     response_folder: str = ""
     """Folder of stored responses of a host's proxies."""
+    record_folder: str = ""
+    """Folder of the records that clients of a host's proxies ask for."""
     host_files: list[str] = field(default_factory=list)
     """Host memory of a worker's ranks for KV blocks."""
 
@@ -80,7 +83,8 @@ class ProcessConfigs:
 
     cluster: with device defaults. keys: secrets that go into the configurations; parts without an entry read theirs
     from the operator's folder. ranks_per_gpu: ranks that share the memory of a GPU. on_gpus: whether workers run on
-    GPUs. Raises ConfigError for API keys and LoRA adapters that cannot be read.
+    GPUs. Raises ConfigError for API keys and LoRA adapters that cannot be read, and a folder for records that cannot be
+    written to.
     """
 
     def __init__(
@@ -100,6 +104,8 @@ class ProcessConfigs:
             parse_keys(KeyFile(Path(http.api_keys_file)).read())
         if http.admin_keys_file and not cluster.ray:
             ApiKeys(None, Path(http.admin_keys_file), "admin_keys_file")
+        if cluster.records.record and not (cluster.ray or cluster.join):  # this host runs the proxies
+            check_folder(Path(cluster.records.record))
         self._adapters = read_adapters(cluster)
 
     def proxy(self, name: str, place: Place) -> ProxyConfig:
@@ -136,6 +142,10 @@ class ProcessConfigs:
             adapters=self._adapters,
             lora_file=place.lora_file,
             response_folder=place.response_folder,
+            records=msgspec.structs.replace(
+                cluster.records, record=cluster.records.record and str(Path(cluster.records.record).absolute())
+            ),
+            record_folder=place.record_folder,
             signing_key=self._signing_key,
             data_folder=str(expanded(cluster.data_dir).absolute()) if cluster.data_dir else "",
             shutdown_grace_s=PROXY_GRACE_S,

@@ -99,6 +99,7 @@ class LocalSite(Site):
             admin_listen_fd=admin_listen_fd,
             lora_file=str(self._folder / "adapters.json"),
             response_folder=str(self._folder / "responses"),
+            record_folder=str(self._folder / "records"),
         )
         env = process_environment(1)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # shared by all proxies, whose metrics are added up

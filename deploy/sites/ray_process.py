@@ -125,6 +125,7 @@ class RayProcess(Supervised):
             role_file=f"{node.folder}/role",
             lora_file=f"{node.folder}/adapters.json",
             response_folder=f"{node.folder}/responses",
+            record_folder=f"{node.folder}/records",
         )
         if self._role:
             await actor.set_role.remote(self._role)

@@ -22,6 +22,7 @@ from tandem.proxy.batches.batch_store import BatchNotFound
 from tandem.proxy.batches.file_store import FileNotFound
 from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.cluster.adapter_table import AdapterNotFound
+from tandem.proxy.records.record_store import RecordNotFound
 from tandem.runtime.errors import (
     ClientShareExceeded,
     InternalError,
@@ -124,6 +125,7 @@ _STATUS: dict[type[TandemError], int] = {
     UnknownRequest: 404,
     UnknownWorker: 404,
     ResponseNotFound: 404,
+    RecordNotFound: 404,
     FileNotFound: 404,
     BatchNotFound: 404,
     BatchesDisabled: 501,

@@ -74,6 +74,7 @@ class WorkerTable:
         self._by_epoch: dict[str, WorkerRecord] = {}
         self._timers = SilenceTimers(CHECK_INTERVAL_S)  # by epoch
         self._silent: dict[str, WorkerInfo] = {}  # by name, lost by silence; their processes may still crash
+        self._lost_numerics: dict[str, Numerics] = {}  # by epoch, of the last workers that were lost
         self._crashed: dict[str, WorkerInfo] = {}  # by epoch, lost by an exit; their messages may still come
         self.prefill_workers: list[WorkerRecord] = []
         self.paired_prefill_workers: list[WorkerRecord] = []  # those with a decode worker to transfer KV to
@@ -394,6 +395,11 @@ class WorkerTable:
         """Returns the workers on which an exact answer that began with these numerics may not continue."""
         return frozenset(epoch for epoch, record in self._by_epoch.items() if record.numerics.digest != digest)
 
+    def numerics_of(self, epoch: str) -> Numerics:
+        """Returns the numerics of a worker that is registered, or was lost not long ago."""
+        record = self._by_epoch.get(epoch)
+        return record.numerics if record is not None else self._lost_numerics.get(epoch, Numerics())
+
     def _remove(self, lost: list[LostWorker]) -> MembershipChange:
         for gone in lost:
             self._delete(gone.worker.epoch)
@@ -402,7 +408,11 @@ class WorkerTable:
         return MembershipChange(lost)
 
     def _delete(self, epoch: str) -> None:
-        self._on_worker(self._by_epoch.pop(epoch))
+        record = self._by_epoch.pop(epoch)
+        self._lost_numerics[epoch] = record.numerics
+        if len(self._lost_numerics) > MAX_WORKERS:
+            del self._lost_numerics[next(iter(self._lost_numerics))]
+        self._on_worker(record)
         self._timers.forget(epoch)
         self.prefixes.leave(epoch)
         self.tier_prefixes.leave(epoch)

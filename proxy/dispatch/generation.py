@@ -26,6 +26,7 @@ from tandem.proxy.dispatch.beam_generation import BeamGeneration
 from tandem.proxy.dispatch.generation_services import GenerationServices
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.sequence_text import PromptTokens, SequenceText, TextDelta
+from tandem.proxy.records.recording import Recording
 from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.proxy.text.stop_strings import StopStrings
@@ -58,11 +59,13 @@ class Generation:
         client: str = "",
         timeout_s: float | None = None,
         api_key: ApiKey | None = None,
+        recording: Recording | None = None,
     ) -> None:
         """request: with tokenised prompts, as `ReaderPool.read` returns it. record: ended by `deltas`.
 
         client: whose limits the request counts towards. timeout_s: the client's, from arrival; the server's and the
-        request's own hold as well. api_key: ends the request when it is revoked.
+        request's own hold as well. api_key: ends the request when it is revoked. recording: gets the prompts and the
+        answer; None for no record.
         """
         limits_s = (services.request_timeout_s, timeout_s, request.timeout)
         self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
@@ -78,6 +81,7 @@ class Generation:
         self.media_tokens: dict[MediaKind, int] = {}
         self._shown_prompts: set[int] = set()  # numbers of the prompts that a delta had
         self._api_key = api_key
+        self._recording = recording
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yields the text of all sequences as it comes. The last delta of each has a finish_reason.
@@ -127,6 +131,8 @@ class Generation:
             if ticket is not None:
                 ticket.close()
             self.request.release_media()
+            if self._recording is not None and services.records is not None:
+                services.records.put(self._recording, outcome)
             services.metrics.requests.labels(outcome).inc()
             services.requests.end(self.record, outcome, is_refused)
 
@@ -149,7 +155,7 @@ class Generation:
             sequence = await ready.get()
             if (taken := services.dispatcher.take(sequence)) is None:
                 continue
-            text, is_first, shown = texts[sequence], taken.is_first, None
+            attempt, text, is_first, shown = sequence.attempt, texts[sequence], taken.is_first, None
             text.timer.on_tokens(services.dispatcher.clock(), 0 if self.request.is_prompt_only else len(taken.tokens))
             if begun.get(sequence) != (attempt_number := len(sequence.times)):
                 begun[sequence] = attempt_number
@@ -168,6 +174,10 @@ class Generation:
                 if taken.embedding is not None:
                     delta = msgspec.structs.replace(delta, embedding=taken.embedding)
                 self.record.num_completion_tokens += len(delta.tokens)
+                if self._recording is not None and attempt is not None:
+                    self._recording.on_tokens(
+                        text.index, delta.tokens, delta.finish_reason, attempt_number, attempt.route
+                    )
                 if delta.finish_reason is not None:
                     num_open -= 1
                     services.dispatcher.drop(sequence)  # the workers do not know of a stop string
@@ -212,6 +222,8 @@ class Generation:
         stop = request.stop_conditions(prompt.num_tokens, services.worker_table.limits(), services.text.eos_token_ids)
         deadline_s, max_ttft_s = self._deadlines()
         samplings = request.samplings()
+        if self._recording is not None:
+            samplings = self._recording.on_prompt(prompt, stop, samplings)
         for sequence in services.dispatcher.start(
             prompt, samplings, stop, deadline_s, ready.put_nowait, max_ttft_s, request.media_lease
         ):

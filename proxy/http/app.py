@@ -17,6 +17,7 @@ from tandem.proxy.http.openapi import document_routes
 from tandem.proxy.http.routes.admin import SetRole, admin_routes
 from tandem.proxy.http.routes.batches import batch_routes
 from tandem.proxy.http.routes.generation_routes import generation_routes
+from tandem.proxy.http.routes.records import record_routes
 from tandem.proxy.http.routes.server import health_routes, server_routes
 from tandem.proxy.http.routes.stored_responses import response_routes
 from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
@@ -38,7 +39,13 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
 def client_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     """Returns the routes for clients, without those of their description."""
     server = server_routes(config, state)
-    return [*generation_routes(config, state), *response_routes(state), *batch_routes(state), *server]
+    return [
+        *generation_routes(config, state),
+        *response_routes(state),
+        *batch_routes(state),
+        *record_routes(state),
+        *server,
+    ]
 
 
 def make_batch_app(config: ProxyConfig, state: AppState) -> ASGIApp:

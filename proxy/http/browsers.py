@@ -11,10 +11,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.proxy.admission.browser_rules import BrowserRules, OriginNotAllowed
 from tandem.proxy.answers.errors import tandem_error_response
+from tandem.proxy.answers.record_header import HEADER as RECORD_HEADER
 from tandem.proxy.answers.request_id import ANTHROPIC_HEADER, HEADER
 
 _METHODS = ("GET", "POST", "DELETE")
-_SHOWN_HEADERS = (HEADER, ANTHROPIC_HEADER, "retry-after", "www-authenticate")
+_SHOWN_HEADERS = (HEADER, ANTHROPIC_HEADER, RECORD_HEADER, "retry-after", "www-authenticate")
 """Headers of answers that pages may read beside those that browsers always show."""
 
 

@@ -146,6 +146,12 @@ def cache_scope_of(request: Request) -> str:
     return key.cache_scope if key is not None else ""
 
 
+def owner_of(request: Request) -> str:
+    """Returns whose records the request may make and read: those of its API key, or of its network without keys."""
+    scope = cache_scope_of(request)
+    return f"key {scope}" if scope else f"network {client_of(request)}"
+
+
 def answer(
     request: Request,
     body: bytes | str,

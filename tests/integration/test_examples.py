@@ -108,6 +108,14 @@ def test_the_connector_carries_the_kv_of_the_other_tests(served: Cluster, kv_fol
     served.wait_for(lambda: not list(kv_folder.iterdir()))
 
 
+def test_replay(run_example: RunExample, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Cluster("--model", "", "--decode", "2", "--worker-wait-s", "120") as own:
+        monkeypatch.setenv("TANDEM_URL", own.url)
+        lines = run_example("replay.py").splitlines()
+    assert lines[0].startswith("killed decode-") and lines[1].endswith("of 4 sequences migrated")
+    assert lines[1][0] != "0" and lines[2].startswith("equal: 4 sequences")
+
+
 def test_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("TANDEM_PORT", str(port))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -30,10 +31,14 @@ class Attacker:
         return {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
 
     def send(
-        self, path: str, body: bytes | dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S, timeline: str = ""
+        self,
+        path: str,
+        body: bytes | dict[str, Any] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        more: Mapping[str, str] = MappingProxyType({}),
     ) -> httpx.Response | None:
-        """Returns the answer, or None if there is none: the attack goes on all the same."""
-        headers = self.headers | ({"x-tandem-timeline": timeline} if timeline else {})
+        """Returns the answer, or None if there is none: the attack goes on all the same. more: headers."""
+        headers = self.headers | dict(more)
         content = json.dumps(body).encode() if isinstance(body, dict) else body
         try:
             method = "GET" if content is None else "POST"

@@ -205,7 +205,33 @@ def wide_beams(attacker: Attacker) -> None:
 def large_timelines(attacker: Attacker) -> None:
     """A stream of 1,024 sequences that asks for its timeline with each event."""
     body = attacker.complete(prompt=[f"{i}" for i in range(8)], n=128, max_tokens=3, stream=True, ignore_eos=True)
-    attacker.send("/v1/completions", body, timeline="1")
+    attacker.send("/v1/completions", body, more={"x-tandem-timeline": "1"})
+
+
+def large_records(attacker: Attacker) -> None:
+    """Requests with the largest settings for as many sequences as a client may have, all recorded, whose records are
+    fetched many times and by names that lead nowhere."""
+    asks = {"x-tandem-record": "1"}
+    settings = {
+        "allowed_token_ids": list(range(5, 2000)),
+        "logit_bias": {str(number): 1.0 for number in range(1000)},
+        "bad_words": ["ab" * 100] * 100,
+        "structured_outputs": {"grammar": "start: /[ab ]+/\n" + "// " + "x" * 100_000},
+    }
+    bodies = [
+        attacker.complete(prompt=["a" * 1000] * 8, n=128, max_tokens=3, ignore_eos=True),
+        attacker.complete(prompt=[5] * 1000, n=128, max_tokens=8, **settings),
+        attacker.complete(prompt=["a"] * 512, n=1, max_tokens=4, allowed_token_ids=list(range(5, 2000))),
+    ]
+
+    def record(body: dict[str, Any]) -> None:
+        if (answer := attacker.send("/v1/completions", body, more=asks)) is not None and answer.status_code == 200:
+            where = answer.headers["x-tandem-record"]
+            for path in (where, f"{where}x", f"{where}/../../..%2f" * 40):
+                attacker.send(path)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(record, bodies * 4))
 
 
 def sooner_priorities(attacker: Attacker) -> None:
@@ -273,6 +299,7 @@ ATTACKS = [
     Attack(many_blocks),
     Attack(wide_beams),
     Attack(large_timelines),
+    Attack(large_records),
     Attack(sooner_priorities),
     Attack(idle_scrapers),
     Attack(idle_connections),

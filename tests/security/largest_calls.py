@@ -40,6 +40,8 @@ from tandem.proxy.http.starlette_app import ApiRoute
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.records.record import MAX_RECORD_BYTES
+from tandem.proxy.records.record_store import RecordStore
 from tandem.proxy.server import serve
 from tandem.proxy.text.model_text import ModelText
 from tests.security.largest_bodies import bodies
@@ -231,7 +233,7 @@ def forms() -> Iterator[tuple[str, bytes, bytes]]:
 
 
 def stored_things(folder: Path) -> dict[str, str]:
-    """Stores a large response, and many files and batches. Returns an id of each."""
+    """Stores a large response, a large record, and many files and batches. Returns an id of each."""
     key = ApiKeys(KEY, None).find(f"Bearer {KEY}", "")
     assert key is not None
     scope = key.cache_scope
@@ -253,7 +255,15 @@ def stored_things(folder: Path) -> dict[str, str]:
             created_at=number, expires_at=number, status="completed", metadata=metadata,
         )  # fmt: skip
         (client / "batches" / f"{batch_id}.json").write_bytes(msgspec.json.encode(batch))
-    return {"response_id": "resp_1", "file_id": f"file-{0:024x}", "batch_id": f"batch_{0:024x}"}
+    record = RecordStore(folder / "records")._path(f"key {scope}", "record-1")
+    record.parent.mkdir(parents=True)
+    record.write_bytes(b"x" * MAX_RECORD_BYTES)
+    return {
+        "request_id": "record-1",
+        "response_id": "resp_1",
+        "file_id": f"file-{0:024x}",
+        "batch_id": f"batch_{0:024x}",
+    }
 
 
 def main(folder: Path) -> None:
@@ -261,7 +271,8 @@ def main(folder: Path) -> None:
     config = proxy_config(
         control_endpoint=f"ipc://{folder}/control", model=model, port=free_port(), api_key=KEY, worker_wait_s=0.0,
         response_folder=str(folder / "responses"), data_folder=str(folder / "data"),
-        lora_file=str(folder / "adapters.json"), shutdown_grace_s=0.0, drain_timeout_s=0.0,
+        record_folder=str(folder / "records"), lora_file=str(folder / "adapters.json"), shutdown_grace_s=0.0,
+        drain_timeout_s=0.0,
     )  # fmt: skip
     stored = stored_things(folder)
     text = ModelText(model)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -23,8 +21,8 @@ import msgspec
 from tandem.proxy.api.responses_api.responses_answer import response_of
 from tandem.proxy.api.responses_api.responses_request import InputItem, ItemIndex, StoredInput
 from tandem.runtime.errors import InvalidRequest
-from tandem.runtime.files.private_folder import make_private_folder
-from tandem.runtime.files.whole_file import remove_abandoned, write_whole
+from tandem.runtime.files.client_files import ClientFiles, FileLimits
+from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.threads import Threads
 
 log = logging.getLogger(__name__)
@@ -39,8 +37,6 @@ MAX_AGE_S = 24 * 3600.0
 """Time after its last use at which a response is removed."""
 MAX_HISTORY_BYTES = 64 << 20
 """Limit for all responses that one request continues."""
-_CHECK_INTERVAL_S, _CHECK_BYTES = 30.0, 16 << 20
-"""Old responses are removed after this time, or after this much that was stored, whichever comes first."""
 _MAX_HEAD_BYTES = 8192
 _NUM_THREADS = 4
 
@@ -103,9 +99,7 @@ class ResponseStore:
 
     def __init__(self, folder: Path) -> None:
         self.threads = Threads("responses", _NUM_THREADS)
-        self._folder = folder
-        self._checked_at = 0.0
-        self._num_unchecked_bytes = 0
+        self._files = ClientFiles(folder, ".json", FileLimits(MAX_BYTES, MAX_RESPONSES, MAX_AGE_S))
 
     def save(self, scope: str, response_id: str, stored: StoredResponse) -> bool:
         """Returns False if the response is too large. Raises OSError."""
@@ -115,8 +109,7 @@ class ResponseStore:
         if len(content) > MAX_RESPONSE_BYTES or len(first) > _MAX_HEAD_BYTES:
             return False
         file = self._file(scope, response_id)
-        make_private_folder(file.parent, self._folder.parent)
-        self._remove_old(len(content))
+        self._files.make_room(file, len(content))
         write_whole(file, content)
         return True
 
@@ -190,7 +183,7 @@ class ResponseStore:
         path = self._file(scope, response_id)
         try:
             with path.open("rb") as file:
-                if time.time() - os.fstat(file.fileno()).st_mtime > MAX_AGE_S:
+                if self._files.is_too_old(os.fstat(file.fileno())):
                     raise FileNotFoundError
                 os.utime(file.fileno())
                 head = msgspec.json.decode(file.readline(_MAX_HEAD_BYTES), type=_Head)
@@ -210,42 +203,7 @@ class ResponseStore:
             ) from error
 
     def _file(self, scope: str, response_id: str) -> Path:
-        client = sha256(scope.encode()).hexdigest()[:32]
-        return self._folder / client / f"{sha256(response_id.encode()).hexdigest()}.json"
-
-    def _remove_old(self, num_bytes: int) -> None:
-        """Removes old responses beyond the limits, counting one more of `num_bytes`, unless it did so recently."""
-        now = time.time()
-        self._num_unchecked_bytes += num_bytes
-        if now - self._checked_at < _CHECK_INTERVAL_S and self._num_unchecked_bytes < _CHECK_BYTES:
-            return
-        self._checked_at, self._num_unchecked_bytes = now, 0
-        for folder in self._folder.iterdir():
-            remove_abandoned(folder)
-        found = []
-        for file in self._folder.glob("*/*.json"):
-            with suppress(FileNotFoundError):  # another proxy removes files too
-                status = file.stat()
-                found.append((status.st_mtime, status.st_size, file))
-        found.sort(key=lambda each: each[0], reverse=True)
-        share = 1 if len({file.parent for _, _, file in found}) <= 1 else 2
-        total, num_kept = num_bytes, 1
-        by_client: Counter[Path] = Counter()
-        num_by_client: Counter[Path] = Counter()
-        for used_at, size, file in found:
-            client = file.parent
-            if (
-                now - used_at > MAX_AGE_S
-                or total + size > MAX_BYTES
-                or num_kept >= MAX_RESPONSES
-                or by_client[client] + size > MAX_BYTES // share
-                or num_by_client[client] >= MAX_RESPONSES // share
-            ):
-                file.unlink(missing_ok=True)
-                continue
-            total, num_kept = total + size, num_kept + 1
-            by_client[client] += size
-            num_by_client[client] += 1
+        return self._files.path(scope, sha256(response_id.encode()).hexdigest())
 
 
 class ItemLookup:

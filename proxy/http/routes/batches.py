@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -13,11 +12,10 @@ from msgspec import Meta
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Message, Receive
 
 from tandem.proxy.admission.client_slots import ClientSlots
-from tandem.proxy.admission.descriptor_budget import DescriptorBudget
 from tandem.proxy.answers.errors import BatchesDisabled, ClientTooSlow
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.field_errors import decode_body
@@ -27,6 +25,7 @@ from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile
 from tandem.proxy.batches.json_files import storage_errors
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.http.app_state import AppState
+from tandem.proxy.http.downloads import Download
 from tandem.proxy.http.listing import Page, PageQuery, page
 from tandem.proxy.http.starlette_app import ApiRoute, answer, api_key_of, cache_scope_of, client_of, json_answer
 from tandem.proxy.reading.spooled_body import SpooledBody
@@ -68,20 +67,6 @@ class DeletedFile(msgspec.Struct, frozen=True):
     id: str
     deleted: bool = True
     object: Literal["file"] = "file"
-
-
-class Download(FileResponse):
-    """A file, which is open while the client reads it: the descriptor counts until then."""
-
-    def __init__(self, path: Path, descriptors: DescriptorBudget, client: str, headers: dict[str, str]) -> None:
-        super().__init__(path, headers=headers, media_type="application/octet-stream")
-        self._descriptors = descriptors
-        self._client = client
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ClientShareExceeded or Overloaded before anything is sent."""
-        with self._descriptors.hold(self._client):
-            await super().__call__(scope, receive, send)
 
 
 def batch_routes(state: AppState) -> list[ApiRoute]:

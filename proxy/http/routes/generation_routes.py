@@ -23,6 +23,8 @@ from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.embeddings import EmbeddingAnswer
 from tandem.proxy.answers.messages import MessageAnswers
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
+from tandem.proxy.answers.record_header import HEADER as RECORD_HEADER
+from tandem.proxy.answers.record_header import check_recorded, record_header, wants_record
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.answers.streaming_response import KEEP_ALIVE_S, EventStream, begun, unless_disconnected
@@ -53,13 +55,16 @@ from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.routes.server import max_model_len
-from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, cache_scope_of, client_of
+from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, cache_scope_of, client_of, owner_of
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
+from tandem.proxy.records.record import RecordedAdapter, RecordHead
+from tandem.proxy.records.recording import Recording, described
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
 from tandem.runtime.logs import serving
+from tandem.telemetry.request_log import RequestRecord
 
 TIMEOUT_HEADER = "x-request-timeout"
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -114,12 +119,19 @@ async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, reques
     try:
         check_request_id(request)
         has_timeline = wants_timeline(request.headers.get(TIMELINE_HEADER))
+        asks_for_record = wants_record(request.headers.get(RECORD_HEADER), kind, state.records)
         timeout_s = _request_timeout_s(request)
         async with state.bodies.receive(request.receive, request.headers, client) as body:
             read_timeout_s = min(state.request_timeout_s, timeout_s or math.inf)
             soonest = _soonest_priority(body, config.admission.soonest_priority)
             reading = _read(state, kind, body, client, cache_scope, soonest, read_timeout_s)
             asked = await unless_disconnected(request.receive, reading)
+        if asks_for_record:
+            try:
+                check_recorded(asked)
+            except InvalidRequest:
+                asked.release_media()
+                raise
     except TandemError as error:
         is_refused = rejection_reason(error) is not None and not isinstance(error, NoWorkerReady)
         state.requests.end(record, error.code, is_refused)
@@ -133,21 +145,43 @@ async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, reques
         request.state.request_id = asked.request_id
         state.requests.rename(record, asked.request_id)
         serving(record.request_id)
-    generation = Generation(state, asked, record, client, timeout_s, api_key_of(request))
     model = config.served_model_name if asked.adapter is None else asked.adapter.name
     try:
+        recording = None
+        if state.records is not None and (asks_for_record or state.records.records_all):
+            recording = _recording(state, asked, record, model, owner_of(request))
+        generation = Generation(state, asked, record, client, timeout_s, api_key_of(request), recording)
+        headers = id_header(request) | (record_header(record.request_id) if asks_for_record else {})
         answers = _answers(kind, state, generation, model, cache_scope)
         if isinstance(answers, EmbeddingAnswer) or not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
-            return WholeAnswer(whole, id_header(request), answers.release)
+            return WholeAnswer(whole, headers, answers.release)
         events = with_timeline(answers.events(), record) if has_timeline else answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before it if it comes soon.
         first = await begun(request.receive, events, KEEP_ALIVE_S)
-        headers = id_header(request)
         return EventStream(first, events, headers, answers.END, answers.error_event, answers.KEEP_ALIVE)
     except BaseException:
         asked.release_media()  # the client may have disconnected before the generation began
         raise
+
+
+def _recording(
+    state: AppState, asked: GenerationRequest, record: RequestRecord, model: str, owner: str
+) -> Recording | None:
+    """Returns what collects the request's record; None for an answer that cannot be recorded."""
+    if asked.embedding is not None or asked.use_beam_search:
+        return None
+    adapter = asked.adapter
+    head = RecordHead(
+        request_id=record.request_id,
+        api=record.api,
+        created=int(record.arrived_unix_s),
+        model=model,
+        model_id=state.worker_table.limits().model_id,
+        adapter=RecordedAdapter(adapter.name, adapter.ref.digest) if adapter is not None else None,
+        bad_words=asked.bad_words,
+    )
+    return Recording(owner, head, partial(described, state.worker_table))
 
 
 async def _transform(

@@ -19,6 +19,8 @@ from tandem.proxy.api.responses_api.response_store import (
 )
 from tandem.proxy.api.responses_api.responses_request import InputItem, stored_input
 from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.files import client_files
+from tandem.runtime.files.client_files import FileLimits
 
 
 def stored(question: str, answer: str, previous: str = "") -> StoredResponse:
@@ -63,14 +65,14 @@ def test_responses_of_others_are_not_found(tmp_path: Path) -> None:
 
 
 def test_old_large_and_many_responses_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "_CHECK_INTERVAL_S", 0)
+    monkeypatch.setattr(client_files, "CHECK_INTERVAL_S", 0)
     monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
     store = ResponseStore(tmp_path)
     for number in range(5):
         store.save("", str(number), stored("a", "b"))
         os.utime(store._file("", str(number)), (number + 1e9 * 2, number + 1e9 * 2))
     assert [n for n in range(5) if store._file("", str(n)).exists()] == [2, 3, 4]
-    monkeypatch.setattr(response_store, "MAX_BYTES", 1200)
+    store._files.limits = FileLimits(1200, 3, response_store.MAX_AGE_S)
     store.save("", "5", stored("a", "b" * 300))
     assert store.load("", "5") and not store._file("", "2").exists()
     os.utime(store._file("", "5"), (1, 1))
@@ -84,7 +86,7 @@ def test_old_large_and_many_responses_make_room(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_client_leaves_half_of_the_room_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "_CHECK_INTERVAL_S", 0)
+    monkeypatch.setattr(client_files, "CHECK_INTERVAL_S", 0)
     monkeypatch.setattr(response_store, "MAX_RESPONSES", 8)
     store = ResponseStore(tmp_path)
     store.save("bob", "0", stored("a", "b"))
@@ -98,7 +100,7 @@ def test_one_client_leaves_half_of_the_room_to_others(tmp_path: Path, monkeypatc
 
 def test_room_is_made_after_much_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "MAX_BYTES", 10_000)
-    monkeypatch.setattr(response_store, "_CHECK_BYTES", 2_000)
+    monkeypatch.setattr(client_files, "CHECK_BYTES", 2_000)
     store = ResponseStore(tmp_path)
     for number in range(100):
         store.save("", str(number), stored("a", "b" * 800))

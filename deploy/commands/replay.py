@@ -1,0 +1,256 @@
+"""`tandem replay`: computes a recorded answer again and compares it, bit for bit (docs/replay.md).
+
+Alone, each sequence is computed by itself in this process. With a URL, a cluster computes it and records it again, so
+that both sides of the comparison are records.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.protocol.messages.adapter import AdapterRef
+from tandem.proxy.records.record import (
+    MAX_FILE_BYTES,
+    DamagedRecord,
+    NumericsFields,
+    Record,
+    RecordedSequence,
+    RecordedWorker,
+    as_float32,
+    decode_record,
+)
+from tandem.runtime.cores import num_cores
+from tandem.runtime.errors import ConfigError, first_line
+from tandem.runtime.files.lora_files import InvalidAdapter, read_adapter
+from tandem.runtime.files.regular_file import read_regular
+from tandem.runtime.files.user_paths import expanded
+
+if TYPE_CHECKING:
+    from tandem.worker.lone_engine import LoneEngine
+
+EQUAL, DIFFERS = 0, 1
+"""Exit statuses. What cannot be replayed raises ConfigError, whose status is 2."""
+
+
+class Token(NamedTuple):
+    """A token of an answer. logprob: a float32 value; None if it is not finite or was not computed."""
+
+    token_id: int
+    logprob: float | None
+
+    def __str__(self) -> str:
+        return f"{self.token_id} with log-probability {'unknown' if self.logprob is None else repr(self.logprob)}"
+
+
+class Difference(NamedTuple):
+    """The first token of a sequence that was computed differently. computed: None if there was no further token."""
+
+    sequence: int
+    number: int
+    recorded: Token
+    computed: Token | None
+    by: RecordedWorker
+    """The worker that had computed the recorded one."""
+    now_by: RecordedWorker
+    """Who has computed it again."""
+
+
+class Computed(NamedTuple):
+    """A token that was computed again, and by whom."""
+
+    token: Token
+    by: RecordedWorker
+
+
+def read_record(file: str) -> Record:
+    """Reads a record that can be replayed. file: path, or - for stdin. Raises ConfigError."""
+    where = "stdin" if file == "-" else file
+    try:
+        if file == "-":
+            content = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+        else:
+            content = read_regular(expanded(file), MAX_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"cannot read {where}: {error.strerror}") from error
+    try:
+        record = decode_record(content)
+    except DamagedRecord as error:
+        raise ConfigError(f"{where} is not a whole record: {error.message}") from error
+    if any(prompt.media for prompt in record.head.prompts):
+        raise ConfigError(
+            f"{where} has images or video, of which a record has only the digests; they cannot be computed again"
+        )
+    if not any(sequence.token_ids for sequence in record.sequences):
+        raise ConfigError(f"{where} has no tokens of an answer to compare ({record.head.outcome or 'no outcome'})")
+    return record
+
+
+def replay_alone(record: Record, model: str, device: str, adapters: Sequence[str]) -> int:
+    """Computes each sequence by itself in this process. Prints the outcome and returns the exit status.
+
+    model: folder or hub id; empty for the demo model. adapters: NAME=FOLDER. Raises ConfigError for what cannot be
+    replayed.
+    """
+    from tandem.engine.engine_config import EngineConfig
+    from tandem.worker.lone_engine import LoneEngine
+
+    head = record.head
+    adapter = _adapter(record, adapters)
+    config = msgspec.convert(
+        {"model": str(expanded(model)) if model else str(DEMO_MODEL), "device": device, **_engine_settings(record)},
+        EngineConfig,
+    )
+    engine = None
+    try:
+        engine = LoneEngine(config)
+        if (found := engine.loaded.layout.model_id) != head.model_id:
+            raise ConfigError(
+                f"the record is of the model {head.model} ({head.model_id}), but {config.model} is another one "
+                f"({found}); give its folder as --model"
+            )
+        return report(record, computed_alone(record, engine, adapter), "alone")
+    except ConfigError:
+        raise
+    except Exception as error:  # a record may have anything in it, and may be of a model with other limits
+        raise ConfigError(f"the record cannot be computed: {first_line(error)}") from error
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def computed_alone(
+    record: Record, engine: LoneEngine, adapter: AdapterRef | None = None
+) -> dict[int, Iterator[Computed]]:
+    """Returns what the engine computes for each sequence, as far as it is iterated over."""
+    head, numerics = record.head, engine.loaded.layout.numerics
+    own = RecordedWorker("this process", numerics.digest, msgspec.structs.asdict(numerics))
+
+    def compute(sequence: RecordedSequence) -> Iterator[Computed]:
+        prompt = head.prompts[sequence.prompt]
+        sampling = msgspec.structs.replace(head.sampling, seed=sequence.seed, logprobs=0, logprob_token_ids=())
+        for token in engine.tokens(prompt.token_ids, sampling, prompt.stop, len(sequence.token_ids), adapter):
+            logprob = token.logprobs.logprob if token.logprobs is not None else None
+            yield Computed(Token(token.token_id, as_float32(logprob)), own)
+
+    return {number: compute(each) for number, each in enumerate(record.sequences)}
+
+
+def _engine_settings(record: Record) -> dict[str, str | int]:
+    """Returns the settings by which the engine computes as the workers of the record did, as far as they are known."""
+    numerics = next((worker.numerics for worker in record.head.workers if worker.numerics), {})
+    settings: dict[str, str | int] = {"num_threads": numerics.get("num_threads") or num_cores()}
+    if (dtype := numerics.get("dtype")) in ("float32", "bfloat16", "float16"):
+        settings["dtype"] = dtype
+    if str(numerics.get("kv_dtype", "")).startswith("float8"):
+        settings["kv_cache_dtype"] = "fp8"
+    quantization = str(numerics.get("quantization", ""))
+    if quantization.endswith("quantised when loaded"):
+        settings["quantization"] = quantization.partition(" ")[0]
+    if isinstance(length := numerics.get("max_model_len"), int) and length > 0:
+        settings["max_model_len"] = length
+    return settings
+
+
+def _adapter(record: Record, adapters: Sequence[str]) -> AdapterRef | None:
+    """Returns the adapter to load. Raises ConfigError if it was not given, or has changed."""
+    wanted = record.head.adapter
+    if wanted is None:
+        return None
+    folders = dict(each.partition("=")[::2] for each in adapters)
+    if wanted.name not in folders:
+        raise ConfigError(f"the record needs its LoRA adapter; give --lora {wanted.name}=FOLDER")
+    folder = expanded(folders[wanted.name]).absolute()
+    try:
+        found = read_adapter(folder).digest
+    except InvalidAdapter as error:
+        raise ConfigError(error.message) from error
+    if found != wanted.digest:
+        raise ConfigError(f"the adapter in {folder} is not that of the record: its files differ")
+    return AdapterRef(wanted.digest, str(folder))
+
+
+# ---- the comparison
+
+
+def first_difference(
+    number: int, sequence: RecordedSequence, record: Record, computed: Iterable[Computed]
+) -> Difference | None:
+    """Returns the first token of the sequence that differs, or None if all are equal. Takes no tokens after it."""
+    workers = _workers(record, sequence)
+    recorded = map(Token, sequence.token_ids, sequence.logprobs)
+    last = RecordedWorker("nobody")
+    for place, (one, by, other) in enumerate(zip_longest(recorded, workers, computed)):
+        if one is None:
+            break  # more was computed than recorded
+        if other is None:
+            return Difference(number, place, one, None, by, last)
+        last = other.by
+        if not _are_equal(one, other.token):
+            return Difference(number, place, one, other.token, by, last)
+    return None
+
+
+def _workers(record: Record, sequence: RecordedSequence) -> Iterator[RecordedWorker]:
+    """Yields who computed each token."""
+    ends = [start for start, _ in sequence.computed_by[1:]] + [len(sequence.token_ids)]
+    for (start, number), end in zip(sequence.computed_by, ends, strict=True):
+        for _ in range(start, end):
+            yield record.head.workers[number]
+
+
+def _are_equal(one: Token, other: Token) -> bool:
+    return one.token_id == other.token_id and _bits(one.logprob) == _bits(other.logprob)
+
+
+def _bits(value: float | None) -> bytes:
+    return b"" if value is None else array("f", [value]).tobytes()
+
+
+def numerics_differences(one: NumericsFields, other: NumericsFields) -> list[str]:
+    """Returns the fields that differ with both values."""
+    fields = [name for name in {**one, **other} if name != "problem" and one.get(name) != other.get(name)]
+    return [f"{name} was {one.get(name, '')!r} and is {other.get(name, '')!r}" for name in fields]
+
+
+def report(record: Record, computed: Mapping[int, Iterable[Computed]], how: str) -> int:
+    """Compares all sequences. Prints the outcome and returns the exit status. computed: by number of the sequence."""
+    found = [
+        difference
+        for number, each in enumerate(record.sequences)
+        if (difference := first_difference(number, each, record, computed[number])) is not None
+    ]
+    for difference in found:
+        print("\n".join(lines_of(difference)), flush=True)
+    num_sequences, num_tokens = len(record.sequences), sum(len(each.token_ids) for each in record.sequences)
+    sequences = f"{num_sequences} sequence{'s' * (num_sequences != 1)}"
+    if found:
+        print(f"differs: {len(found)} of {sequences}")
+        return DIFFERS
+    print(f"equal: {sequences}, {num_tokens} tokens, every token and log-probability; computed {how}")
+    return EQUAL
+
+
+def lines_of(difference: Difference) -> list[str]:
+    """Describes a difference, and what the numerics say of it."""
+    by, now_by = difference.by, difference.now_by
+    computed = "no token" if difference.computed is None else str(difference.computed)
+    lines = [
+        f"sequence {difference.sequence} differs at token {difference.number}:",
+        f"  recorded: {difference.recorded} ({by.worker_id})",
+        f"  computed: {computed} ({now_by.worker_id})",
+    ]
+    if not by.numerics or not now_by.numerics:
+        silent = by if not by.numerics else now_by
+        return [*lines, f"  numerics: {silent.worker_id} has not said what its arithmetic depends on"]
+    if differences := numerics_differences(by.numerics, now_by.numerics):
+        return [*lines, *(f"  numerics: {each}" for each in differences)]
+    problem = by.numerics.get("problem") or now_by.numerics.get("problem")
+    reason = f"the answers are not exact: {problem}" if problem else "so the difference is a defect; please report it"
+    return [*lines, f"  numerics: equal ({by.numerics_digest}), {reason}"]

@@ -1,0 +1,66 @@
+"""Records an answer under load while a worker is killed, then computes it again alone, bit for bit.
+
+The cluster needs a second decode worker: `--decode 2`. Its own machine runs this program, which kills one of them.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+from openai import OpenAI
+
+URL = os.environ.get("TANDEM_URL", "http://127.0.0.1:8000")
+PORT = str(httpx.URL(URL).port)
+TANDEM = [sys.executable, "-m", "tandem.deploy.cli"]
+
+client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+model = client.models.list().data[0].id
+story = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+def load() -> None:
+    """A stream of another client."""
+    for _ in client.chat.completions.create(model=model, messages=story, stream=True, max_tokens=400):
+        pass
+
+
+def decode_workers() -> dict[str, int]:
+    """Returns the process ids of the decode workers, by name."""
+    told = subprocess.run([*TANDEM, "status", "--json", "--port", PORT], capture_output=True, text=True, check=True)
+    workers = [report["worker"] for report in json.loads(told.stdout)[0]["workers"]]
+    return {worker["worker_id"]: worker["pid"] for worker in workers if worker["role"] == "decode"}
+
+
+pids = decode_workers()
+others = [threading.Thread(target=load) for _ in range(6)]
+for thread in others:
+    thread.start()
+# The header asks for the record; the answer says where it is.
+with client.chat.completions.with_streaming_response.create(
+    model=model, messages=story, stream=True, n=4, max_tokens=400, extra_headers={"X-Tandem-Record": "1"}
+) as answer:
+    where = answer.headers["x-tandem-record"]
+    num_events = 0
+    for line in answer.iter_lines():
+        num_events += line.startswith("data: ")
+        if num_events == 100 and pids:
+            name, pid = pids.popitem()
+            os.kill(pid, signal.SIGKILL)  # its sequences migrate to the other decode worker
+            print(f"killed {name}")
+for thread in others:
+    thread.join()
+
+record = httpx.get(URL + where).raise_for_status().text
+head, *sequences = map(json.loads, record.splitlines())
+migrated = sum(len(sequence["computed_by"]) > 2 for sequence in sequences)
+print(f"{migrated} of {len(sequences)} sequences migrated")
+with TemporaryDirectory() as folder:
+    file = Path(folder) / "record.jsonl"
+    file.write_text(record)
+    sys.exit(subprocess.run([*TANDEM, "replay", str(file)]).returncode)
