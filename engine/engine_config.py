@@ -28,6 +28,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantization: Annotated[Quantization, setting("model", description=
         "auto keeps the weights as the checkpoint has them, quantised or not; fp8 and int8 quantise those of an "
         "unquantised checkpoint while it is loaded.")] = "auto"
+    exact: Annotated[bool, setting("model", description=
+        "Answers are the same bit for bit, whatever else runs and wherever they are computed. Uses slower arithmetic "
+        "where it must, refuses models and settings for which this does not hold, and keeps an answer on workers that "
+        "compute alike.")] = False
     device: Annotated[Device, setting("model", description=
         "Device that runs the model; auto uses GPUs where there are any.")] = "auto"
     max_model_len: Annotated[int, setting("model", ge=0, description=
