@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,7 @@ from tandem.engine.cuda.triton_attention import TritonAttention, triton_problem
 
 NUM_LAYERS, NUM_BLOCKS = 2, 24
 FP8 = torch.float8_e4m3fn
-SPLIT = 32
+SPLIT = 64
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -157,11 +157,13 @@ def attend(pool: Any, case: Case, items: list[BatchItem], states: list[torch.Ten
     return got[:num_tokens]
 
 
-def run_kernels(pool: Any, case: Case, step: StepTensors, states: list[torch.Tensor]) -> torch.Tensor:
+def run_kernels(
+    pool: Any, case: Case, step: StepTensors, states: list[torch.Tensor], is_exact: bool = False
+) -> torch.Tensor:
     query, key, value = states
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_attention, "_converts_fp8", lambda device: case.converts_fp8)
-        return TritonAttention(pool, step).attend(case.layer, query, key, value, case.options)
+        return TritonAttention(pool, step, is_exact).attend(case.layer, query, key, value, case.options)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,6 +203,44 @@ def test_a_sequence_has_the_same_result_in_every_batch(case: Case) -> None:
         rows = slice(first_token, first_token := first_token + len(item.token_ids))
         alone = run_kernels(pool, case, step_of([item], case.block_size), [each[:, :, rows] for each in states])
         assert torch.equal(alone, together[rows])
+
+
+@st.composite
+def chunkings(draw: st.DrawFn, num_tokens: int) -> list[int]:
+    """Sizes of chunks that make up `num_tokens`, among them single tokens."""
+    sizes: list[int] = []
+    while (left := num_tokens - sum(sizes)) > 0:
+        sizes.append(min(left, draw(st.sampled_from([1, 1, 2, 17, 64, 130]))))
+    return sizes
+
+
+@settings(max_examples=3, deadline=None)
+@given(CASES, st.sampled_from([65, 130]), st.data())
+@example(LARGE, 70, None)
+@example(FP8_BITS, 130, None)
+@example(FP8_TYPE, 130, None)
+def test_exact_tokens_have_the_same_bits_in_every_chunk(
+    case: Case, num_tokens: int, data: st.DataObject | None
+) -> None:  # fmt: skip
+    """To the last bit: one by one, in one chunk, and in drawn chunks, beside other sequences.
+
+    The chunks of a sequence are in one step, as if they were several sequences that share blocks.
+    """
+    case = replace(case, lengths=[(0, num_tokens), (40, 1), (0, 17)], padding=(0, 0))
+    states, pool = case.states(), case.new_pool()
+    whole, *others = case.items
+    drawn = [1, 15, 2, 40, num_tokens - 58] if data is None else data.draw(chunkings(num_tokens))
+    results = []
+    for sizes in ([num_tokens], drawn, [1] * num_tokens):
+        starts = np.cumsum([0, *sizes])
+        items = [BatchItem([0] * n, int(start), whole.block_table) for start, n in zip(starts, sizes, strict=False)]
+        step = step_of([*items, *others], case.block_size)
+        results.append(run_kernels(pool, case, step, states, is_exact=True))
+    in_one_chunk, in_drawn_chunks, one_by_one = results
+    assert torch.equal(in_one_chunk, in_drawn_chunks) and torch.equal(in_one_chunk, one_by_one)
+    expected = PlainAttention(case.new_pool(), case.items).attend(case.layer, *states, case.options)
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(in_one_chunk, expected.view_as(in_one_chunk), rtol=tolerance, atol=tolerance)
 
 
 def step_of(items: list[BatchItem], block_size: int) -> StepTensors:

@@ -39,6 +39,11 @@ def test_the_kernels_compute_what_plain_attention_does() -> None:
 
 
 @EXTENDED
+def test_exact_tokens_have_the_same_bits_in_every_chunk() -> None:
+    run_interpreted(INTERPRETED, "exact_tokens")
+
+
+@EXTENDED
 def test_models_run_with_the_kernels_from_recorded_graphs() -> None:
     run_interpreted(
         INTERPRETED_GRAPHS, "same_from_recorded_graphs", "fp8_cache_from_recorded_graphs", "worker_of_prompts",
