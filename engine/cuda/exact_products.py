@@ -57,7 +57,6 @@ def use_exact_products() -> None:
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
     matmul.allow_fp16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
-    matmul.allow_tf32 = False
 
 
 @torch.inference_mode()

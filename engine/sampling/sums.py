@@ -1,7 +1,7 @@
 """Sums over a batch's rows, whose bits depend on the row alone: not on the other rows, nor on how many there are.
 
-On CPUs torch adds up each row by itself. On GPUs it shares a row among more threads where there are fewer rows, so kernels
-of our own add there.
+On CPUs torch adds up each row by itself. On GPUs it shares a row among more threads where there are fewer rows, so
+kernels of our own add there.
 """
 
 from __future__ import annotations

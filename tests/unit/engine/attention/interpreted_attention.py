@@ -24,7 +24,7 @@ from tandem.engine.cuda import attention_kernel, cache_values, step_tensors, tri
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host, num_splits
 from tandem.engine.cuda.triton_attention import TritonAttention, triton_problem
 
-NUM_LAYERS, NUM_BLOCKS = 2, 24
+NUM_LAYERS, NUM_BLOCKS = 2, 40
 FP8 = torch.float8_e4m3fn
 SPLIT = 64
 
@@ -123,7 +123,7 @@ CASES = st.builds(
     head_dim=st.sampled_from([16, 20, 96, 192]),
     num_kv_heads=st.sampled_from([1, 2]),
     group=st.sampled_from([1, 3, 4, 7, 20]),
-    lengths=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 2, 17])), min_size=1, max_size=4),
+    lengths=st.lists(st.tuples(st.integers(0, 140), st.sampled_from([1, 1, 2, 17])), min_size=1, max_size=4),
     window=st.sampled_from([0, 1, 7, 40]),
     softcap=st.sampled_from([0.0, 5.0]),
     has_sinks=st.booleans(),
@@ -134,7 +134,7 @@ CASES = st.builds(
     is_fp8=st.booleans(),
     converts_fp8=st.booleans(),
 )
-MIXED = [(40, 1), (3, 17), (0, 5), (66, 1), (31, 2)]
+MIXED = [(40, 1), (3, 17), (0, 5), (130, 1), (31, 2)]
 """Lengths of chunks beside single tokens."""
 LARGE = Case(256, 256, 1, 5, MIXED, 0, 0.0, False, 1, 1, (3, 2), torch.float16)
 FP8_BITS = Case(16, 96, 2, 3, MIXED, 7, 5.0, True, 1, 2, (0, 0), torch.float16, is_fp8=True)
@@ -300,6 +300,6 @@ def test_the_check_at_startup_finds_a_wrong_kernel_and_restores_the_pool(monkeyp
 def test_splits_are_of_the_sequence_alone() -> None:
     """Also where the context is a multiple of a split."""
     lengths = [(SPLIT - 1, 1), (SPLIT, 1), (0, 5), (3 * SPLIT - 1, 1)]
-    items = [BatchItem([0] * number, start, [0] * 9) for start, number in lengths]
+    items = [BatchItem([0] * number, start, [0] * 12) for start, number in lengths]
     starts = step_of(items, 16).split_starts
     assert np.diff(starts.numpy()).tolist() == [1, 2, 0, 3]
