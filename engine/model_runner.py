@@ -19,6 +19,8 @@ from tandem.engine.attention_backends import attention_maker, uses_triton
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.cpu.heap import keep_freed_memory
 from tandem.engine.cpu.packed_linear import pack_linears
+from tandem.engine.cuda.exact_products import use_exact_products
+from tandem.engine.cuda.exactness import gpu_problem, use_exact_head
 from tandem.engine.cuda.experts import largest_step_without_waits
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
 from tandem.engine.cuda.step_graphs import GraphLimits, GraphShape, NotCapturedError, StepGraphs
@@ -27,7 +29,7 @@ from tandem.engine.cuda.streams import Array, Capture, cuda_capture, end_of_work
 from tandem.engine.cuda.triton_attention import TritonAttention
 from tandem.engine.device_errors import why_lost
 from tandem.engine.kv_cache.kv_pool import KVPool
-from tandem.engine.layers.fusing import fuse_layers
+from tandem.engine.layers.fusing import fuse_final_norm, fuse_layers
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.lora.layers import StepAdapters, wrap_layers
 from tandem.engine.model_head import ModelHead
@@ -56,9 +58,11 @@ class _BegunSampling(NamedTuple):
 
 
 class ModelRunner:
-    """Owns the model, on the engine thread. limits: for CUDA graphs."""
+    """Owns the model, on the engine thread. limits: for CUDA graphs. exact: see `EngineConfig`."""
 
-    def __init__(self, loaded: LoadedModel, pool: KVPool, limits: GraphLimits | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, pool: KVPool, limits: GraphLimits | None = None, exact: bool = False
+    ) -> None:
         self._model = loaded.model
         self._media_input = MediaInput(loaded.vision, loaded.model) if loaded.vision is not None else None
         self._pool = pool
@@ -66,8 +70,16 @@ class ModelRunner:
         self._max_model_len = loaded.max_model_len
         self._vocab_size = loaded.vocab_size
         self._uses_triton = uses_triton(pool, self._model.config.get_text_config(decoder=True))
+        limits = limits or GraphLimits()
+        self._loaded = loaded
+        self._row_counts = limits.row_counts if exact and loaded.device.type == "cuda" else None
         if self._uses_triton:
-            fuse_layers(self._model, CUDALayerOperators())
+            operators = CUDALayerOperators(self._row_counts)
+            fuse_layers(self._model, operators)
+            fuse_final_norm(self._model, operators)
+            if self._row_counts is not None:
+                use_exact_products()
+                use_exact_head(self._model, self._row_counts)
         if loaded.device.type == "cpu":
             # Imported here because it loads a compiler, which GPU workers may lack.
             from tandem.engine.cpu.layer_operators import CPULayerOperators
@@ -80,7 +92,7 @@ class ModelRunner:
         self._make_attention = attention_maker(pool)
         self._graphs: StepGraphs | None = None
         if self._uses_triton:
-            self.use_graphs(limits or GraphLimits(), cuda_capture())
+            self.use_graphs(limits, cuda_capture())
         self._lora_modules = loaded.lora_modules
         self._adapters: StepAdapters | None = None  # from the first step with an adapter on
         self._grammar_masks = GrammarMasks()
@@ -99,6 +111,19 @@ class ModelRunner:
         sample = self._launch(batch, before)
         sampling = sample([]) if are_samples_known(batch.items) else sample
         return LaunchedStep(sampling, end_of_work(self.device))
+
+    @property
+    def gpu_problem(self) -> str:
+        """Why log-probabilities of an exact model depend on the batch on this GPU, as one sentence; empty if they do
+        not, and on CPUs.
+
+        Tries all products of the model, which takes about a second.
+        """
+        if self._row_counts is None:
+            return ""
+        if not self._uses_triton:
+            return "its attention does not use our kernels, so sums have another order in another batch"
+        return gpu_problem(self._loaded, self._pool, self._row_counts)
 
     def wait(self) -> None:
         """Waits for the work that is queued on the device."""
@@ -221,7 +246,7 @@ class ModelRunner:
         return {
             "input_ids": step.token_ids.long()[None],
             "position_ids": step.positions.long()[None],
-            "tandem": TritonAttention(self._pool, step),
+            "tandem": TritonAttention(self._pool, step, self._row_counts is not None),
         }
 
     def _sampled_logits(

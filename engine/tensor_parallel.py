@@ -33,7 +33,7 @@ from tandem.protocol.codec import Codec
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.rank_channel import RankChannel, open_channel
 from tandem.protocol.sockets import listen_on_free_port
-from tandem.runtime.errors import first_line
+from tandem.runtime.errors import ConfigError, first_line
 from tandem.runtime.logs import LogSettings
 from tandem.runtime.processes.forked_child import ForkedChild
 from tandem.runtime.processes.lifetime import end_process
@@ -142,11 +142,14 @@ class TensorParallelGroup:
         return load_share(self._engine, 0, self._store)
 
     def make_runner(self, loaded: LoadedModel, pool: KVPool, decodes: bool = True) -> ModelRunner:
-        """decodes: see `GraphLimits`."""
+        """decodes: see `GraphLimits`. Raises ConfigError if answers must be exact, but would not be on this GPU."""
         self._serves = True
         limits = GraphLimits.of(self._engine, decodes)
         if not self._steps:
-            return ModelRunner(loaded, pool, limits)
+            runner = ModelRunner(loaded, pool, limits, self._engine.exact)
+            if self._engine.exact and (problem := runner.gpu_problem):
+                raise ConfigError(f"--exact: answers would not be exact: {problem}; leave out --exact")
+            return runner
         return LeadingRunner(loaded, pool, limits, self._steps)
 
     def close(self) -> None:

@@ -148,10 +148,11 @@ def _check_versions(python: Path) -> None:
         raise ConfigError(f"engine_python: workers need more in {python}: {python} -m pip install {packages}")
 
 
-def vllm_environment(on_gpus: bool) -> dict[str, str]:
+def vllm_environment(on_gpus: bool, exact: bool = False) -> dict[str, str]:
     """Environment variables of a process with vLLM's engine, besides those of all processes.
 
     The launcher's own ones that begin with VLLM_ are among them, because Ray starts workers without its environment.
+    exact: whether the same tokens must give the same bits in every batch, for which vLLM has kernels on GPUs.
     """
     environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")} | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the worker's own process, and ends with it
@@ -159,6 +160,8 @@ def vllm_environment(on_gpus: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+    if exact and on_gpus:
+        environment["VLLM_BATCH_INVARIANT"] = "1"
     if not on_gpus:
         # The kernel places the threads: vLLM would bind them to cores that other workers use.
         environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -1,4 +1,4 @@
-"""The environment of workers with GPUs: NCCL's network interface, GPUs that workers share, CUDA's queues.
+"""The environment of workers with GPUs: NCCL's network interface, GPUs that workers share, CUDA's queues, cuBLAS.
 
 By itself NCCL picks any interface of the host.
 """
@@ -12,6 +12,13 @@ from ipaddress import ip_address
 import psutil
 
 from tandem.runtime.errors import ConfigError
+
+EXACT_PRODUCTS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+"""Variables that leave cuBLAS no memory for products that are split along the sum, as it splits those of few rows.
+
+With --exact, a row's bits must not depend on how many rows the product has. Both are read when torch first multiplies.
+`engine.cuda.exact_products` checks that they suffice.
+"""
 
 
 def nccl_environment(host: str, environment: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from tandem.deploy.processes.engine_python import EnginePython, find_engine_pyth
 from tandem.deploy.processes.gpus import least_used, visible_gpus
 from tandem.deploy.processes.host_memory import HostMemory
 from tandem.deploy.processes.log_file import LogFile
-from tandem.deploy.processes.nccl_interface import nccl_environment
+from tandem.deploy.processes.nccl_interface import EXACT_PRODUCTS, nccl_environment
 from tandem.deploy.processes.preloaded import VLLM_PRELOAD_MODULE, PreloadedWorker
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
@@ -149,13 +149,17 @@ class LocalSite(Site):
         return self._child(name, WORKER_MODULE, config, env, on_exit, preloaded=self._preloaded)
 
     def _worker_environment(self, role: Role) -> dict[str, str]:
-        env = process_environment(self._cluster.num_threads(role))
+        env, exact = process_environment(self._cluster.num_threads(role)), self._cluster.engine_settings.exact
         # Read when numba is imported, so it must be enough for all workers that are forked from one process.
         env["NUMBA_NUM_THREADS"] = str(max(map(self._cluster.num_threads, self._cluster.counts)))
         if self._python is not None:
-            env |= vllm_environment(self.on_gpus) | self._python.environment(self._folder)
+            env |= vllm_environment(self.on_gpus, self._cluster.engine_settings.exact) | self._python.environment(
+                self._folder
+            )
         if self._gpus != []:  # there are GPUs, or it is not known
             env |= nccl_environment(self._cluster.cluster_host or "127.0.0.1", os.environ)
+            if exact and self._python is None:
+                env |= EXACT_PRODUCTS
         return env
 
     def _host_files(self, role: Role, name: str) -> list[str]:

@@ -19,6 +19,7 @@ import msgspec
 from tandem.deploy.cluster_config import ClusterConfig, bracketed
 from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.engine_python import vllm_environment
+from tandem.deploy.processes.nccl_interface import EXACT_PRODUCTS
 from tandem.deploy.processes.preloaded import PRELOAD_MODULE
 from tandem.deploy.processes.process_configs import ProcessConfigs, process_environment
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
@@ -129,11 +130,13 @@ class RaySite(Site):
         env = process_environment(num_threads)
         log_file = self._logs / f"{name}.log"
         if self._cluster.engine == "vllm":
-            env |= vllm_environment(self.on_gpus)
+            env |= vllm_environment(self.on_gpus, self._cluster.engine_settings.exact)
             make_vllm, python = partial(self._configs.vllm_worker, role), self._cluster.engine_python
             return self._add(
                 RayProcess(name, VLLM_WORKER_MODULE, make_vllm, bundle, env, log_file, on_exit, engine_python=python)
             )
+        if self.on_gpus and self._cluster.engine_settings.exact:
+            env |= EXACT_PRODUCTS
         make = partial(self._configs.worker, role)
         num_bytes = self._cluster.host_bytes(role)
         memory = RayHostMemory(name, num_ranks, num_bytes) if num_bytes else None

@@ -12,6 +12,11 @@ Each kernel has one compiled variant per kind of layer: nothing that changes fro
 Triton would also compile for numbers that are 1 or multiples of 16 and for aligned addresses, so it is told not to for
 arguments that differ between steps.
 
+With IS_EXACT, a token's result has the same bits as a single token and in every chunk. Both kernels then compute tiles
+of the same size by the same code, and fold splits of SPLIT keys one after the other. A tile or a split of which a row
+sees nothing does not change the row. They must be compiled without fused multiply-adds, which a compiler may choose
+differently in each kernel.
+
 An FP8 pool (e4m3) is written as bytes, and is read as bytes by GPUs that cannot convert it.
 """
 
@@ -20,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem.engine.cuda.attention_tiles import find_row, mix_keys
+from tandem.engine.cuda.attention_tiles import find_row, mix_keys, split_weights
 from tandem.engine.cuda.cache_values import to_cache
 
 
@@ -84,8 +89,10 @@ def attend_chunks(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
+    SPLIT: tl.constexpr,  # as of attend_tokens, if IS_EXACT
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_EXACT: tl.constexpr,
 ):
     """Grid: [num_tokens // (BLOCK_M // GROUP) + num_sequences, num_kv_heads]. Programs beyond the last token, and those
     of sequences with one new token, end at once."""
@@ -128,28 +135,27 @@ def attend_chunks(
         begin = 0
         if window > 0:
             begin = tl.maximum(0, start - window + 1) // TILE * TILE
-        largest, total, mixed = mix_keys(
-            q,
-            start + local,
-            largest,
-            total,
-            tl.zeros([BLOCK_M, PADDED_DIM], tl.float32),
-            key_cache + kv_head * head_stride,
-            value_cache + kv_head * head_stride,
-            block_table + sequence * table_width,
-            begin,
-            start + 1,
-            tl.minimum(context_len, start + TOKENS),
-            block_stride,
-            scale,
-            softcap,
-            window,
-            HEAD_DIM,
-            PADDED_DIM,
-            BLOCK_SIZE,
-            TILE,
-            HAS_SOFTCAP,
-        )
+        end = tl.minimum(context_len, start + TOKENS)
+        mixed = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+        keys, values = key_cache + kv_head * head_stride, value_cache + kv_head * head_stride
+        block_row = block_table + sequence * table_width
+        if IS_EXACT:
+            for first_key in range(begin // SPLIT * SPLIT, end, SPLIT):
+                split_largest, split_total, split_mixed = mix_keys(
+                    q, start + local, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
+                    tl.zeros([BLOCK_M, PADDED_DIM], tl.float32), keys, values, block_row, tl.maximum(begin, first_key),
+                    start + 1, tl.minimum(end, first_key + SPLIT), block_stride, scale, softcap, window,
+                    HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, IS_EXACT,
+                )  # fmt: skip
+                largest, before, weight = split_weights(largest, split_largest)
+                total = total * before + split_total * weight
+                mixed = mixed * before[:, None] + split_mixed * weight[:, None]
+        else:
+            largest, total, mixed = mix_keys(
+                q, start + local, largest, total, mixed, keys, values, block_row, begin, start + 1, end,
+                block_stride, scale, softcap, window,
+                HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, IS_EXACT,
+            )  # fmt: skip
         mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(
             output + (token[:, None] * num_heads + head[:, None]) * HEAD_DIM + dims[None, :],
@@ -190,6 +196,7 @@ def attend_tokens(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,  # keys, a multiple of TILE
     HAS_SOFTCAP: tl.constexpr,
+    IS_EXACT: tl.constexpr,
 ):
     """Grid: [any number of programs, num_kv_heads]. Each program computes every n-th split of all sequences."""
     kv_head = tl.program_id(1)
@@ -231,6 +238,7 @@ def attend_tokens(
             BLOCK_SIZE,
             TILE,
             HAS_SOFTCAP,
+            IS_EXACT,
         )
         row = (slot * num_heads + head).to(tl.int64)
         tl.store(partial + row[:, None] * PADDED_DIM + dims[None, :], mixed, mask=is_row[:, None])
@@ -251,9 +259,10 @@ def combine_splits(
     PADDED_DIM: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_EXACT: tl.constexpr,
 ):
     """Grid: [num_sequences, num_heads]. A sequence without splits gets 0, and one with several new tokens is left as
-    it is. Splits before a sliding window have a total of 0."""
+    it is. Splits before a sliding window have a total of 0. With IS_EXACT they are added one by one."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(cu_seqlens + sequence)
     if tl.load(cu_seqlens + sequence + 1) - token == 1:
@@ -264,20 +273,27 @@ def combine_splits(
         largest, total = float("-inf"), 0.0
         if HAS_SINKS:
             largest, total = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, 1.0  # log2(e)
-        for first_slot in range(first, end, SPLITS_AT_ONCE):
-            slots = first_slot + tl.arange(0, SPLITS_AT_ONCE)
-            is_slot = slots < end
-            row = slots.to(tl.int64) * num_heads + head
-            largest_of = tl.load(statistics + row * 2, mask=is_slot, other=float("-inf"))
-            total_of = tl.load(statistics + row * 2 + 1, mask=is_slot, other=0.0)
-            new_largest = tl.maximum(largest, tl.max(largest_of, 0))
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights = tl.exp2(largest_of - shift)
-            shrink = tl.exp2(largest - shift)
-            values = tl.load(partial + row[:, None] * PADDED_DIM + dims[None, :], mask=is_slot[:, None], other=0.0)
-            mixed = mixed * shrink + tl.sum(values * weights[:, None], 0)
-            total = total * shrink + tl.sum(total_of * weights, 0)
-            largest = new_largest
+        if IS_EXACT:
+            for slot in range(first, end):
+                row = (slot * num_heads + head).to(tl.int64)
+                largest, before, weight = split_weights(largest, tl.load(statistics + row * 2))
+                total = total * before + tl.load(statistics + row * 2 + 1) * weight
+                mixed = mixed * before + tl.load(partial + row * PADDED_DIM + dims) * weight
+        else:
+            for first_slot in range(first, end, SPLITS_AT_ONCE):
+                slots = first_slot + tl.arange(0, SPLITS_AT_ONCE)
+                is_slot = slots < end
+                row = slots.to(tl.int64) * num_heads + head
+                largest_of = tl.load(statistics + row * 2, mask=is_slot, other=float("-inf"))
+                total_of = tl.load(statistics + row * 2 + 1, mask=is_slot, other=0.0)
+                new_largest = tl.maximum(largest, tl.max(largest_of, 0))
+                shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+                weights = tl.exp2(largest_of - shift)
+                shrink = tl.exp2(largest - shift)
+                values = tl.load(partial + row[:, None] * PADDED_DIM + dims[None, :], mask=is_slot[:, None], other=0.0)
+                mixed = mixed * shrink + tl.sum(values * weights[:, None], 0)
+                total = total * shrink + tl.sum(total_of * weights, 0)
+                largest = new_largest
         mixed = mixed / tl.where(total == 0.0, 1.0, total)
         where = (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims
         tl.store(output + where, mixed.to(output.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -111,10 +111,15 @@ def mix_keys(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    IS_EXACT: tl.constexpr,
 ):
-    """Lets the rows attend to the keys from `begin` to `end`. Returns the new largest, total and mixed."""
+    """Lets the rows attend to the keys from `begin` to `end`. Returns the new largest, total and mixed.
+
+    With IS_EXACT, tiles that all rows see are computed by the code of those that they do not: which of the two a tile
+    is depends on the other rows, and a compiler may round differently in each.
+    """
     masked_from = begin
-    if window == 0:
+    if not IS_EXACT and window == 0:
         masked_from = tl.maximum(begin, all_see // TILE * TILE)
     columns = tl.arange(0, TILE)
     # Each tile's blocks are looked up one tile ahead, so that keys and values can be loaded ahead too.
@@ -134,3 +139,16 @@ def mix_keys(
             scale, softcap, window, HEAD_DIM, PADDED_DIM, TILE, HAS_SOFTCAP, IS_MASKED=True,
         )  # fmt: skip
     return largest, total, mixed
+
+
+@triton.jit
+def split_weights(largest, split_largest):
+    """Returns what a split of the keys is folded with into the splits before it, relative to the larger of both maxima.
+
+    largest, split_largest: largest scores so far, and of the split, times log2(e); -inf where nothing was seen. Returns
+    the new largest, the weight of the splits before, and that of the split. A split of which a row sees nothing does
+    not change the row's bits.
+    """
+    new_largest = tl.maximum(largest, split_largest)
+    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    return new_largest, tl.exp2(largest - shift), tl.exp2(split_largest - shift)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tandem.engine.attention.interface import StepAttention
 from tandem.engine.batch import BatchItem
+from tandem.engine.cuda.exact_products import ExactLinear
 from tandem.engine.cuda.quantized_linears import join, row_format_of
 from tandem.engine.cuda.triton_attention import TritonAttention, triton_attention
 from tandem.engine.layers.fused_layer import HeadParameters, NormParameters, NotFusedError, lora_slices
@@ -25,8 +26,12 @@ class CUDALayerOperators:
     """Implements `engine.layers.fused_layer.LayerOperators`.
 
     Plain linear layers are merged, and so are quantised ones of the same kind. Others, such as layers that sum the
-    results of several ranks, are called one by one.
+    results of several ranks, are called one by one. row_counts: of exact products (`engine.cuda.exact_products`); None
+    for others.
     """
+
+    def __init__(self, row_counts: Sequence[int] | None = None) -> None:
+        self._row_counts = row_counts
 
     dtypes: Collection[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
     merges_only = False
@@ -36,8 +41,11 @@ class CUDALayerOperators:
 
     def linear(self, linears: Sequence[Any]) -> Any:
         if all(is_plain(linear) for linear in linears):
-            return MergedLinear(*merged_parameters(linears))
-        return join(linears)
+            weight, bias = merged_parameters(linears)
+            if self._row_counts is not None:
+                return ExactLinear(weight, bias, self._row_counts)
+            return MergedLinear(weight, bias)
+        return join(linears, self._row_counts)
 
     def heads(self, parameters: HeadParameters) -> CUDAHeads:
         return CUDAHeads(parameters)

@@ -198,3 +198,36 @@ def normed(values, factor, query_weight, key_weight, dims, is_query, is_dim, dty
     of_key = tl.load(key_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
     values = (values * factor).to(dtype).to(tl.float32)
     return (values * tl.where(is_query, of_query, of_key)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def sum_rows(
+    rows,  # [num_rows, SIZE], contiguous, float32 or float64
+    totals,  # float64 [num_rows]
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: [num_rows]. The order of the additions follows from SIZE alone."""
+    start = rows + tl.program_id(0).to(tl.int64) * SIZE
+    sums = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, SIZE, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        sums += tl.load(start + columns, mask=columns < SIZE, other=0.0).to(tl.float64)
+    tl.store(totals + tl.program_id(0), tl.sum(sums, 0))
+
+
+@triton.jit
+def add_up_rows(
+    rows,  # float64 [num_rows, SIZE], contiguous
+    output,  # the same: sums of the first columns
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: [num_rows]. The order of the additions follows from SIZE alone."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    before = tl.sum(tl.zeros([BLOCK], tl.float64), 0)
+    for first in range(0, SIZE, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        values = tl.load(rows + start + columns, mask=columns < SIZE, other=0.0)
+        tl.store(output + start + columns, tl.cumsum(values, 0) + before, mask=columns < SIZE)
+        before += tl.sum(values, 0)

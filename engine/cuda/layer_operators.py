@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
 import torch
@@ -16,6 +17,18 @@ def find_layer_kernels() -> ModuleType:
     return layer_kernels
 
 
+@functools.cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether our kernels run on the device: on a GPU, if Triton is installed and finds a C compiler."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.ops.tandem.sum_rows(torch.ones((1, 1), device=device))
+    except Exception:  # compilers and drivers raise various errors; `engine.attention_backends` logs them
+        return False
+    return True
+
+
 def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
@@ -23,6 +36,7 @@ def next_power_of_2(number: int) -> int:
 _SILU_BLOCK = 1024
 _HEADS_AT_ONCE = 8
 """Both are guesses: about a thousand elements for four warps."""
+_SUM_BLOCK = 1024
 _QUANTIZE_BLOCK = 8192
 """Elements of a row at once, for sixteen warps: a program has the whole row, and decode steps have few rows."""
 
@@ -183,6 +197,33 @@ def _query_heads(heads: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     return heads.new_empty((len(heads), heads.shape[1] - 2 * cache.shape[2], heads.shape[2]))
 
 
+def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the sums over the last dimension, in float64. The bits of a row's sum depend on the row alone."""
+    rows = rows.contiguous()
+    totals = _totals(rows)
+    size = rows.shape[-1]
+    find_layer_kernels().sum_rows[totals.numel(),](
+        rows, totals, SIZE=size, BLOCK=min(_SUM_BLOCK, next_power_of_2(size)), enable_fp_fusion=True
+    )
+    return totals
+
+
+def _totals(rows: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(rows.shape[:-1], dtype=torch.float64)
+
+
+def _add_up_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the running sums of each row: float64 [num_rows, size], as `rows`. Their bits depend on the row alone."""
+    rows = rows.contiguous()
+    output, (num_rows, size) = torch.empty_like(rows), rows.shape
+    find_layer_kernels().add_up_rows[num_rows,](
+        rows, output, SIZE=size, BLOCK=min(_SUM_BLOCK, next_power_of_2(size)), enable_fp_fusion=True
+    )
+    return output
+
+
+register("sum_rows(Tensor rows) -> Tensor", _sum_rows, _totals)
+register("add_up_rows(Tensor rows) -> Tensor", _add_up_rows, torch.empty_like)
 register(
     "rms_norm(Tensor inputs, Tensor weight, float epsilon) -> Tensor",
     _rms_norm,

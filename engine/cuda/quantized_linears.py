@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tandem.engine.cuda import quantized_operators  # noqa: F401 - registers scaled_product and unpack_int4
-from tandem.engine.layers.linear import CombiningLinear, JoinedLinear
+from tandem.engine.cuda.exact_products import ExactLinear, exact_product
+from tandem.engine.layers.linear import CombiningLinear, JoinedLinear, is_plain
 from tandem.engine.loading.sharding import SummedLinear
 from tandem.engine.quantization.int4_linear import Int4Linear, nibbles_of_tile
 from tandem.engine.quantization.linears import Int8Linear, QuantizedRows, RowFormat, ScaledLinear
@@ -23,10 +24,14 @@ _MAX_FP8_ROWS = 64
 
 
 class CUDAScaledLinear(CombiningLinear):
-    """Equivalent of `linear`. Takes rows that the kernel before has quantised, or quantises them in one kernel."""
+    """Equivalent of `linear`. Takes rows that the kernel before has quantised, or quantises them in one kernel.
 
-    def __init__(self, linear: ScaledLinear) -> None:
+    is_exact: whether a row's bits must not depend on the number of rows.
+    """
+
+    def __init__(self, linear: ScaledLinear, is_exact: bool = False) -> None:
         super().__init__()
+        self._is_exact = is_exact
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.row_format = linear.row_format
         self._linear = linear
@@ -40,9 +45,9 @@ class CUDAScaledLinear(CombiningLinear):
 
     def _product(self, rows: QuantizedRows) -> torch.Tensor:
         linear = self._linear
-        if isinstance(linear, Int8Linear) or len(rows.values) <= _MAX_FP8_ROWS:
+        if isinstance(linear, Int8Linear) or self._is_exact or len(rows.values) <= _MAX_FP8_ROWS:
             output: torch.Tensor = torch.ops.tandem.scaled_product(
-                rows.values, rows.scale, linear.weight, linear.weight_scale, linear.bias, rows.dtype
+                rows.values, rows.scale, linear.weight, linear.weight_scale, linear.bias, rows.dtype, self._is_exact
             )
             return output
         output = linear.scaled_product(rows)
@@ -52,10 +57,14 @@ class CUDAScaledLinear(CombiningLinear):
 
 
 class CUDAInt4Linear(nn.Module):
-    """Equivalent of `linear`. Torch's kernel reads all weights for every 16 rows; for many rows they are converted."""
+    """Equivalent of `linear`. Torch's kernel reads all weights for every 16 rows; for many rows they are converted.
 
-    def __init__(self, linear: Int4Linear) -> None:
+    row_counts: of exact products, for which they are always converted; None for others.
+    """
+
+    def __init__(self, linear: Int4Linear, row_counts: Sequence[int] | None = None) -> None:
         super().__init__()
+        self._row_counts = row_counts
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._linear = linear
         packed = linear.packed
@@ -64,10 +73,13 @@ class CUDAInt4Linear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         linear = self._linear
-        if self._nibbles is None or inputs.numel() <= _MAX_INT4_ROWS * self.in_features:
+        is_exact = self._row_counts is not None
+        if self._nibbles is None or (not is_exact and inputs.numel() <= _MAX_INT4_ROWS * self.in_features):
             output: torch.Tensor = linear(inputs)
             return output
         weight = torch.ops.tandem.unpack_int4(linear.packed, self._nibbles, linear.scales_and_zeros)
+        if self._row_counts is not None:
+            return exact_product(linear.ordered(inputs), weight, linear.bias, self._row_counts)
         return nn.functional.linear(linear.ordered(inputs), weight, linear.bias)
 
 
@@ -80,20 +92,25 @@ def row_format_of(reader: Any) -> RowFormat | None:
     return found
 
 
-def join(linears: Sequence[Any]) -> nn.Module:
-    """Returns one layer that computes the concatenated outputs of `linears`, of which some are quantised or sharded."""
+def join(linears: Sequence[Any], row_counts: Sequence[int] | None = None) -> nn.Module:
+    """Returns one layer that computes the concatenated outputs of `linears`, of which some are quantised or sharded.
+
+    row_counts: of exact products; None for others.
+    """
     merged = merged_quantized(linears)
     if isinstance(merged, ScaledLinear):
-        return CUDAScaledLinear(merged)
-    return JoinedLinear([_with_kernels(linear) for linear in (linears if merged is None else [merged])])
+        return CUDAScaledLinear(merged, row_counts is not None)
+    return JoinedLinear([_with_kernels(linear, row_counts) for linear in (linears if merged is None else [merged])])
 
 
-def _with_kernels(linear: Any) -> Any:
+def _with_kernels(linear: Any, row_counts: Sequence[int] | None) -> Any:
     """Returns an equivalent layer, which uses kernels of our own if its weights are quantised."""
     if isinstance(linear, ScaledLinear):
-        return CUDAScaledLinear(linear)
+        return CUDAScaledLinear(linear, row_counts is not None)
     if isinstance(linear, Int4Linear):
-        return CUDAInt4Linear(linear)
+        return CUDAInt4Linear(linear, row_counts)
+    if row_counts is not None and is_plain(linear):
+        return ExactLinear(linear.weight, linear.bias, row_counts)
     if type(linear) is SummedLinear:
-        return SummedLinear(_with_kernels(linear.shard), linear.bias)
+        return SummedLinear(_with_kernels(linear.shard, row_counts), linear.bias)
     return linear

@@ -33,6 +33,8 @@ _LARGE_TILE = _Tile(128, 128, 128, 8, 3)
 _WIDE_TILE = _Tile(64, 128, 128, 4, 4)
 """Of 17 to 64 rows and at least _MIN_WIDE outputs, for which narrower tiles would read the rows too often."""
 _MIN_WIDE = 16384
+_ONLY_TILE = _TILES[512]
+"""Of FP8 where a row's bits must not depend on the number of rows. Sums of INT8 are exact in every tile."""
 
 
 def _scaled_product(
@@ -42,15 +44,16 @@ def _scaled_product(
     weight_scales: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    is_exact: bool = False,
 ) -> torch.Tensor:
     """Returns `rows @ weight.T * row_scales * weight_scales + bias` in `dtype`: [num_rows, num_outputs].
 
     rows: INT8 or FP8 [num_rows, size], contiguous. row_scales: [num_rows, 1]. weight: as rows [num_outputs, size].
-    weight_scales: [num_outputs].
+    weight_scales: [num_outputs]. is_exact: whether a row has the same bits among any number of rows.
     """
     (num_rows, size), num_outputs = rows.shape, len(weight)
     output = _product_of(rows, row_scales, weight, weight_scales, bias, dtype)
-    tile = _tile_of(num_rows, num_outputs)
+    tile = _ONLY_TILE if is_exact and rows.dtype != torch.int8 else _tile_of(num_rows, num_outputs)
     find_quantized_kernels().scaled_product[-(-num_rows // tile.rows), -(-num_outputs // tile.outputs)](
         rows, row_scales, weight, weight_scales, output if bias is None else bias, output, num_rows,
         SIZE=size, NUM_OUTPUTS=num_outputs, HAS_BIAS=bias is not None, BLOCK_ROWS=tile.rows,
@@ -67,7 +70,7 @@ def _tile_of(num_rows: int, num_outputs: int) -> _Tile:
 
 
 def _product_of(rows: torch.Tensor, _: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
-    return rows.new_empty((len(rows), len(weight)), dtype=others[-1])
+    return rows.new_empty((len(rows), len(weight)), dtype=others[2])
 
 
 def _unpack_int4(packed: torch.Tensor, nibbles: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:
@@ -92,7 +95,7 @@ def _unpacked(packed: torch.Tensor, _: torch.Tensor, scales_and_zeros: torch.Ten
 
 register(
     "scaled_product(Tensor rows, Tensor row_scales, Tensor weight, Tensor weight_scales, Tensor? bias, "
-    "ScalarType dtype) -> Tensor",
+    "ScalarType dtype, bool is_exact=False) -> Tensor",
     _scaled_product,
     _product_of,
 )

@@ -60,6 +60,20 @@ class GraphLimits:
     def of(cls, config: EngineConfig, decodes: bool = True) -> GraphLimits:
         return cls(config.max_num_seqs, config.max_num_batched_tokens, decodes)
 
+    @property
+    def sizes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(tokens, sequences) of graphs of single tokens, and of graphs with prompt chunks, ascending."""
+        decode = [(size, size) for size in ladder(1, min(self.max_graph_tokens, self.max_num_seqs))]
+        most = min(_MAX_CHUNK_TOKENS, self.max_graph_tokens, self.max_num_batched_tokens + self.max_num_seqs)
+        # One sequence more than are needed takes the padding.
+        chunks = [(size, min(size, self.max_num_seqs) + 1) for size in ladder(min(_MIN_CHUNK_TOKENS, most), most)]
+        return decode, chunks
+
+    @property
+    def row_counts(self) -> list[int]:
+        """Numbers of rows that matrix products have in graphs, ascending: of layers, and of the output projection."""
+        return sorted({number for sizes in self.sizes for size in sizes for number in size})
+
 
 class GraphShape(NamedTuple):
     """Size of the steps that one graph runs. max_splits: see `StepTensors`."""
@@ -111,13 +125,9 @@ class StepGraphs:
             # Limits the memory for their results. Steps with more splits run without a graph.
             return GraphShape(num_tokens, num_sequences, min(num_sequences * longest, num_sequences + _MORE_SPLITS))
 
-        largest = limits.max_graph_tokens
-        self.decode_shapes = [shape(size, size) for size in ladder(1, min(largest, limits.max_num_seqs))]
-        most = min(_MAX_CHUNK_TOKENS, largest, limits.max_num_batched_tokens + limits.max_num_seqs)
-        # One sequence more than are needed takes the padding.
-        self.chunk_shapes = [
-            shape(size, min(size, limits.max_num_seqs) + 1) for size in ladder(min(_MIN_CHUNK_TOKENS, most), most)
-        ]
+        decode, chunks = limits.sizes
+        self.decode_shapes = [shape(*size) for size in decode]
+        self.chunk_shapes = [shape(*size) for size in chunks]
         self._graphs: dict[GraphShape, tuple[StepTensors, Callable[[], torch.Tensor]]] = {}
         self._max_rows = max(shape.num_sequences for shape in (*self.decode_shapes, *self.chunk_shapes))
         # Shared by all graphs, of `_max_rows` rows; from the first capture on.

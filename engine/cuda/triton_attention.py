@@ -54,29 +54,32 @@ def _padded_dim(head_dim: int) -> int:
 
 
 def constants(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, *, for_chunks: bool
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, *, for_chunks: bool, is_exact: bool
 ) -> dict[str, int]:  # fmt: skip
     """Returns the sizes of `attend_chunks` or `attend_tokens`, and how they are launched.
 
-    group: query heads of one KV head. dtype: of the queries.
+    group: query heads of one KV head. dtype: of the queries. is_exact: see `engine.cuda.attention_kernel`; the sizes
+    are then the same for both, because a GPU multiplies tiles of 16 rows with other instructions than tiles of 64.
 
     Chunks of prompts get more rows, so that each key is read for more queries. Tiles are smaller for large heads: keys
     and values of two tiles must fit into 99 KiB of shared memory, the least of the GPUs that are supported. ADR 0024
     has the times of other sizes.
     """
     padded_dim = _padded_dim(head_dim)
-    rows = _CHUNK_ROWS if for_chunks else _MIN_ROWS
-    sizes = {
+    rows = _CHUNK_ROWS if for_chunks or is_exact else _MIN_ROWS
+    return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": padded_dim,
         "BLOCK_SIZE": block_size,
         "BLOCK_M": max(rows, next_power_of_2(group)),
         "TILE": 64 if padded_dim * dtype.itemsize <= 256 else 32 if padded_dim <= 128 else 16,
+        "SPLIT": SPLIT,
         "num_warps": 4,
         "num_stages": 2,
+        "IS_EXACT": is_exact,
+        "enable_fp_fusion": not is_exact,
     }
-    return sizes if for_chunks else sizes | {"SPLIT": SPLIT}
 
 
 def _write_kv(
@@ -110,6 +113,7 @@ def _paged_attention(
     scale: float,
     softcap: float,
     window: int,
+    is_exact: bool,
 ) -> torch.Tensor:
     """Attends to one layer of the pool. query and result: [num_tokens, num_heads, head_dim]. Others: `StepTensors`."""
     kernels: Any = find_kernels()
@@ -122,27 +126,27 @@ def _paged_attention(
     shape = num_sequences, table_width, query.stride(0), query.stride(1), cache.stride(0), cache.stride(2), num_heads
     any_sinks = output if sinks is None else sinks
     if has_chunks:
-        sizes = constants(head_dim, group, block_size, query.dtype, for_chunks=True)
+        sizes = constants(head_dim, group, block_size, query.dtype, for_chunks=True, is_exact=is_exact)
         num_programs = num_tokens // (sizes["BLOCK_M"] // group) + num_sequences
         kernels.attend_chunks[num_programs, num_kv_heads](
             query, key_cache, value_cache, output, any_sinks, block_table, cu_seqlens, num_context,
             *shape, scale, softcap, window,
-            **sizes, HAS_SOFTCAP=bool(softcap), HAS_SINKS=sinks is not None, enable_fp_fusion=True,
+            **sizes, HAS_SOFTCAP=bool(softcap), HAS_SINKS=sinks is not None,
         )  # fmt: skip
     if not has_chunks or max_splits:
-        sizes = constants(head_dim, group, block_size, query.dtype, for_chunks=False)
+        sizes = constants(head_dim, group, block_size, query.dtype, for_chunks=False, is_exact=is_exact)
         partial = torch.empty((max_splits, num_heads, sizes["PADDED_DIM"]), dtype=torch.float32, device=query.device)
         statistics = torch.empty((max_splits, num_heads, 2), dtype=torch.float32, device=query.device)
         num_programs = max(1, min(max_splits, _TOKEN_PROGRAMS // num_kv_heads))
         kernels.attend_tokens[num_programs, num_kv_heads](
             query, key_cache, value_cache, partial, statistics, block_table, cu_seqlens, num_context, split_starts,
             *shape, scale, softcap, window,
-            **sizes, HAS_SOFTCAP=bool(softcap), enable_fp_fusion=True,
+            **sizes, HAS_SOFTCAP=bool(softcap),
         )  # fmt: skip
         kernels.combine_splits[num_sequences, num_heads](
             partial, statistics, output, any_sinks, cu_seqlens, split_starts, num_heads,
             HEAD_DIM=head_dim, PADDED_DIM=sizes["PADDED_DIM"], SPLITS_AT_ONCE=_SPLITS_AT_ONCE,
-            HAS_SINKS=sinks is not None, enable_fp_fusion=True,
+            HAS_SINKS=sinks is not None, IS_EXACT=is_exact, enable_fp_fusion=not is_exact,
         )  # fmt: skip
     return output
 
@@ -154,19 +158,20 @@ register(
 )
 register(
     "paged_attention(Tensor query, Tensor cache, Tensor? sinks, Tensor block_table, Tensor cu_seqlens, "
-    "Tensor num_context, Tensor split_starts, int max_splits, bool has_chunks, float scale, float softcap, int window"
-    ") -> Tensor",
+    "Tensor num_context, Tensor split_starts, int max_splits, bool has_chunks, float scale, float softcap, int window, "
+    "bool is_exact) -> Tensor",
     _paged_attention,
     lambda query, *_: query.new_empty(query.shape),
 )
 
 
 class TritonAttention:
-    """Implements `engine.attention.interface.StepAttention`."""
+    """Implements `engine.attention.interface.StepAttention`. is_exact: see `engine.cuda.attention_kernel`."""
 
-    def __init__(self, pool: KVPool, step: StepTensors) -> None:
+    def __init__(self, pool: KVPool, step: StepTensors, is_exact: bool = False) -> None:
         self._pool = pool
         self._step = step
+        self._is_exact = is_exact
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -206,6 +211,7 @@ class TritonAttention:
         output: torch.Tensor = torch.ops.tandem.paged_attention(
             queries, cache, sinks, step.block_table, step.cu_seqlens, step.num_context, step.split_starts,
             step.max_splits, step.has_chunks, float(options.scale), float(options.softcap), options.window,
+            self._is_exact,
         )  # fmt: skip
         return output
 
@@ -216,10 +222,10 @@ def _by_token(states: torch.Tensor) -> torch.Tensor:
     return by_token if by_token.stride(2) == 1 else by_token.contiguous()
 
 
-def triton_attention(pool: KVPool, items: Sequence[BatchItem]) -> TritonAttention:
+def triton_attention(pool: KVPool, items: Sequence[BatchItem], is_exact: bool = False) -> TritonAttention:
     """Creates the attention of one step."""
     index = StepIndex.of(items, pool.layout.block_size)
-    return TritonAttention(pool, StepTensors.of(upload([flat_on_host(index)], pool.tensor.device)[0], index))
+    return TritonAttention(pool, StepTensors.of(upload([flat_on_host(index)], pool.tensor.device)[0], index), is_exact)
 
 
 def triton_problem(pool: KVPool, num_heads: int, windows: Sequence[int]) -> str | None:

@@ -20,7 +20,14 @@ import torch
 from torch import nn
 
 from tandem.engine.attention.interface import AttentionOptions
-from tandem.engine.layers.fused_layer import FusedLayer, LayerOperators, NotFusedError, check_shape
+from tandem.engine.layers.fused_layer import (
+    FusedLayer,
+    FusedNorm,
+    LayerOperators,
+    NormParameters,
+    NotFusedError,
+    check_shape,
+)
 from tandem.engine.quantization.linears import QuantizedLinear
 from tandem.runtime.errors import first_line
 
@@ -94,6 +101,43 @@ def fuse_layers(model: Any, operators: LayerOperators) -> None:
                 log.warning("layer %d is not fused, which is slower: %s", i, first_line(problem))
     for reason, number in reasons.items():
         log.info("%d of %d layers are not fused: %s", number, len(layers), reason)
+
+
+class FinalNorm(nn.Module):
+    """The RMSNorm behind the last layer, by the device's kernel. norm: see `FusedNorm`."""
+
+    def __init__(self, norm: FusedNorm) -> None:
+        super().__init__()
+        self._norm = norm
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        output: torch.Tensor = self._norm(rows, None)
+        return output.view_as(hidden)
+
+
+@torch.inference_mode()
+def fuse_final_norm(model: Any, operators: LayerOperators) -> None:
+    """Replaces the norm behind the last layer, if the replacement gives the same result in float32."""
+    norm = getattr(model.base_model, "norm", None)
+    if norm is None or isinstance(norm, FinalNorm) or model.dtype not in operators.dtypes:
+        return
+    try:
+        parameters = NormParameters.of(norm)
+        if parameters.weight.dtype != model.dtype:
+            raise NotFusedError("it has another dtype")
+        weight = parameters.weight
+        inputs = torch.randn((1, _NUM_PROBE_TOKENS, len(weight)), generator=torch.Generator().manual_seed(0))
+        inputs = inputs.to(weight.device)
+        reference = _float32_copy(norm, model.dtype)
+        wanted, got = (each(inputs) for each in (reference, FinalNorm(operators.norm(NormParameters.of(reference)))))
+        if not bool(((got - wanted).abs() <= _TOLERANCE * wanted.abs().max()).all()):
+            raise NotFusedError("it computes something else")
+        model.base_model.norm = FinalNorm(operators.norm(parameters))
+    except NotFusedError as problem:
+        log.info("the norm behind the last layer is not fused: %s", problem)
+    except Exception as problem:  # compilers and drivers raise various errors
+        log.warning("the norm behind the last layer is not fused, which is slower: %s", first_line(problem))
 
 
 def _check_equal(

@@ -107,7 +107,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         tensor_parallel_size=config.tensor_parallel_size,
         engine=ENGINE_NAME,
     )
-    takes_adapters = vision is None and config.tensor_parallel_size == 1
+    # An adapter's products on GPUs have as many rows as the step has with it, for which they are not made exact.
+    is_exact_on_gpu = config.exact and device.type == "cuda"
+    takes_adapters = vision is None and config.tensor_parallel_size == 1 and not is_exact_on_gpu
     lora_modules = adaptable_layers(model) if takes_adapters else {}
     quantization = f"{config.quantization} W8A8, quantised when loaded" if is_online else stored.label if stored else ""
     loaded = LoadedModel(

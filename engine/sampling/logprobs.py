@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tandem.engine.sampling.sums import log_softmax
 from tandem.protocol.messages.sampling import TokenLogprobs
 
 
@@ -16,7 +17,7 @@ def logprob_columns(
 
     token_ids: [num_rows]. named: int64 [num_rows, any], more token ids of each row, padded with -1.
     """
-    logprobs = logits.float().log_softmax(-1)
+    logprobs = log_softmax(logits)
     own = logprobs.gather(-1, token_ids[:, None])
     ranks = (logprobs > own).sum(-1, keepdim=True) + 1
     values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)

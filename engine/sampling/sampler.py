@@ -19,12 +19,14 @@ import numpy as np
 import torch
 
 from tandem.engine.batch import Sample
+from tandem.engine.cuda.layer_operators import has_kernels
 from tandem.engine.cuda.streams import download
 from tandem.engine.sampling.columns import Columns, Tensors
 from tandem.engine.sampling.grammar_mask import StepMask
 from tandem.engine.sampling.logprobs import logprob_columns, read_logprobs
 from tandem.engine.sampling.noise import first_to_arrive, signed_noise_key
 from tandem.engine.sampling.penalties import Adjustments
+from tandem.engine.sampling.sums import row_sums, running_sums
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, TokenLogprobs
 
 _FULL_SORT_VOCAB_SIZE = 4096
@@ -264,7 +266,7 @@ def _sample_plain(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.
     own.exp_()
     segments = weights.view(num_rows, num_segments, segment_size)
     numbers = torch.arange(max(num_segments, segment_size), device=logits.device)
-    segment = first_to_arrive(segments.sum(-1).double(), keys, segment_ids(numbers[:num_segments]))
+    segment = first_to_arrive(row_sums(segments), keys, segment_ids(numbers[:num_segments]))
     in_segment = segments[torch.arange(num_rows, device=logits.device), segment[:, 0]].double()
     token_ids = segment * segment_size + numbers[:segment_size]
     place = first_to_arrive(in_segment, keys, token_ids)
@@ -301,9 +303,10 @@ def _sample_among(
     # Tokens of probability zero are never kept: a grammar may leave fewer than top_k tokens.
     kept = (ranks < top_k) & (probs >= min_p * probs[:, :1]) & (probs > 0)
     probs = probs * kept
-    total = torch.where(is_whole, 1.0, probs.sum(-1, keepdim=True))
+    sums = running_sums(probs)
+    total = torch.where(is_whole, 1.0, sums[:, -1:])
     # Nucleus sampling: the fewest tokens whose mass reaches top_p (Holtzman et al., ICLR 2020).
-    nucleus = kept & ((probs.cumsum(-1) - probs) / total < top_p)
+    nucleus = kept & ((sums - probs) / total < top_p)
     # The kept tokens come first. Counting them saves work on CPU; on a GPU it would wait for the device.
     width = max(1, int(nucleus.sum(-1).max())) if logits.device.type == "cpu" else num_candidates
     place = first_to_arrive((probs * nucleus)[:, :width], keys, order[:, :width])
@@ -317,10 +320,12 @@ def _sample_among(
 def log_total(logits: torch.Tensor) -> torch.Tensor:
     """Returns the logarithm of each row's sum of exponentials, float64 [num_rows, 1], within about 1e-7.
 
-    Only sums of segments are computed in float64, because that is slow on many GPUs.
+    The exponentials are not computed in float64, because that is slow on many GPUs.
     """
     largest = logits.amax(-1, keepdim=True)
     weights = (logits - largest).exp_()
+    if has_kernels(logits.device):
+        return row_sums(weights)[:, None].log_() + largest.double()
     covered = weights.shape[1] // _SEGMENT_SIZE * _SEGMENT_SIZE
     sums = weights[:, :covered].view(len(weights), -1, _SEGMENT_SIZE).sum(-1).double().sum(-1, keepdim=True)
     return (sums + weights[:, covered:].sum(-1, keepdim=True).double()).log_() + largest.double()

@@ -74,7 +74,8 @@ class AdapterFiles:
         """Raises InvalidAdapter unless the model has these layers. modules: the model's."""
         if not modules:
             raise InvalidAdapter(
-                "These workers do not support LoRA adapters: it needs --tensor-parallel-size 1 and a text-only model.",
+                "These workers do not support LoRA adapters: it needs --tensor-parallel-size 1, a text-only model and, "
+                "on GPUs, no --exact.",
                 "lora_path",
             )
         for name, shape in self.modules.items():

@@ -63,6 +63,17 @@ def test_workers_on_gpus_are_started_with_it(
     assert environment.items() >= nccl_environment(interface_of, {}).items()
 
 
+def test_exact_workers_on_gpus_have_products_that_are_not_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
+    for exact, gpus, expected in ((True, "0", (":16:8", "1")), (False, "0", (None,) * 2), (True, "", (None,) * 2)):
+        folder = tmp_path / f"{exact}{gpus}"
+        folder.mkdir()
+        environment = start_worker(folder, monkeypatch, gpus=gpus, exact=exact)
+        assert tuple(map(environment.get, names)) == expected, (exact, gpus)
+
+
 def test_workers_without_gpus_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = start_worker(tmp_path, monkeypatch, gpus="", cluster_host="198.51.100.7", insecure_network=True)
     assert "NCCL_SOCKET_IFNAME" not in environment

@@ -115,6 +115,7 @@ def attention_launches(
     block_size: int = BLOCK_SIZE,
     stored: torch.dtype | None = None,
     converts_fp8: bool = True,
+    is_exact: bool = False,
 ) -> list[Launch]:
     """Returns the launches of a layer's attention with and without fused kernels. lengths: new tokens of each sequence.
 
@@ -133,7 +134,7 @@ def attention_launches(
     angles, weight = heads[:, 0].contiguous(), torch.empty(sizes.head_dim, dtype=dtype)
     options = options or AttentionOptions(sizes.head_dim**-0.5)
     with recorded_launches(found), patch.object(triton_attention, "_converts_fp8", lambda device: converts_fp8):
-        attention = triton_attention.triton_attention(pool, [BatchItem([0] * n, 0, [0, 1]) for n in lengths])
+        attention = triton_attention.triton_attention(pool, [BatchItem([0] * n, 0, [0, 1]) for n in lengths], is_exact)
         attention.attend(0, query, key, value, options)
         attention.rotate_and_attend(0, heads, angles, angles, (weight, weight, 1e-5), options)
     return found
@@ -142,6 +143,7 @@ def attention_launches(
 def launches(sizes: LayerSizes, lengths: Sequence[int] = (2, 1)) -> list[Launch]:
     """Returns the launches of a layer with and without fused kernels. lengths: new tokens of each sequence."""
     found = attention_launches(sizes, lengths)
+    found += [each for each in attention_launches(sizes, lengths, is_exact=True) if "IS_EXACT" in each.keywords]
     dtype = sizes.dtype
     rows, norm = (torch.empty((*shape, sizes.hidden_size), dtype=dtype) for shape in ((sum(lengths),), ()))
     gate_up = torch.empty((len(rows), 2 * sizes.intermediate_size), dtype=dtype)
@@ -162,6 +164,9 @@ def launches(sizes: LayerSizes, lengths: Sequence[int] = (2, 1)) -> list[Launch]
             values = torch.empty((num_rows, sizes.hidden_size), dtype=of)
             weight, scales = torch.empty((num_outputs, sizes.hidden_size), dtype=of), torch.empty(num_outputs)
             torch.ops.tandem.scaled_product(values, scales[:num_rows, None], weight, scales, None, dtype)
+        for each in (torch.float32, torch.float64):
+            torch.ops.tandem.sum_rows(torch.empty((len(rows), 512), dtype=each))
+        torch.ops.tandem.add_up_rows(torch.empty((len(rows), 1024), dtype=torch.float64))
         tile = next(tile for tile in (128, 64, 32) if sizes.hidden_size % tile == 0)
         num_tiles = sizes.hidden_size // tile
         packed = torch.empty((sizes.intermediate_size // 8, num_tiles, tile), dtype=torch.int32)
@@ -222,6 +227,10 @@ def _variant(launch: Launch) -> str:
         name += ", with a residual"
     if launch.keywords.get("IS_GATED"):
         name += " of silu_mul"
+    if launch.keywords.get("IS_EXACT"):
+        name += ", exact"
+    if launch.name == "sum_rows":
+        name += f" of {str(launch.arguments[0].dtype).removeprefix('torch.')}"
     if launch.keywords.get("QUANTIZES") or name.startswith("quantize"):
         is_int8 = any(isinstance(each, torch.Tensor) and each.dtype == torch.int8 for each in launch.arguments)
         name += ", to INT8" if is_int8 else ", to FP8"

@@ -34,7 +34,7 @@ from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig, VllmWorkerConfig
+from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig, VllmWorkerConfig, batch_problem
 from tests.support.settings import cluster_config
 from tests.unit.deploy.test_local_site import make_site
 
@@ -250,6 +250,16 @@ def test_variables_of_vllm_reach_workers_that_ray_starts(monkeypatch: pytest.Mon
     assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "250"
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "workers need it so"
     assert "PATH" not in environment
+
+
+def test_vllm_computes_alike_in_every_batch_with_exact_on_gpus() -> None:
+    """On CPUs its kernels for that do not run, and such a worker is refused."""
+    assert vllm_environment(on_gpus=True, exact=True)["VLLM_BATCH_INVARIANT"] == "1"
+    for on_gpus, exact in ((True, False), (False, True)):
+        assert "VLLM_BATCH_INVARIANT" not in vllm_environment(on_gpus, exact)
+    assert "on GPUs only" in batch_problem("cpu", is_batch_invariant=True)
+    assert "without VLLM_BATCH_INVARIANT=1" in batch_problem("cuda", is_batch_invariant=False)
+    assert batch_problem("cuda", is_batch_invariant=True) == ""
 
 
 @pytest.mark.parametrize("num_bytes", [VLLM_MAX_FOLDER_BYTES, VLLM_MAX_FOLDER_BYTES + 1, MAX_FOLDER_BYTES])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +24,9 @@ from tandem.engine.cuda import attention_kernel, cache_values, step_tensors, tri
 from tandem.engine.cuda.step_tensors import StepTensors, flat_on_host, num_splits
 from tandem.engine.cuda.triton_attention import TritonAttention, triton_problem
 
-NUM_LAYERS, NUM_BLOCKS = 2, 24
+NUM_LAYERS, NUM_BLOCKS = 2, 40
 FP8 = torch.float8_e4m3fn
-SPLIT = 32
+SPLIT = 64
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -123,7 +123,7 @@ CASES = st.builds(
     head_dim=st.sampled_from([16, 20, 96, 192]),
     num_kv_heads=st.sampled_from([1, 2]),
     group=st.sampled_from([1, 3, 4, 7, 20]),
-    lengths=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 2, 17])), min_size=1, max_size=4),
+    lengths=st.lists(st.tuples(st.integers(0, 140), st.sampled_from([1, 1, 2, 17])), min_size=1, max_size=4),
     window=st.sampled_from([0, 1, 7, 40]),
     softcap=st.sampled_from([0.0, 5.0]),
     has_sinks=st.booleans(),
@@ -134,7 +134,7 @@ CASES = st.builds(
     is_fp8=st.booleans(),
     converts_fp8=st.booleans(),
 )
-MIXED = [(40, 1), (3, 17), (0, 5), (66, 1), (31, 2)]
+MIXED = [(40, 1), (3, 17), (0, 5), (130, 1), (31, 2)]
 """Lengths of chunks beside single tokens."""
 LARGE = Case(256, 256, 1, 5, MIXED, 0, 0.0, False, 1, 1, (3, 2), torch.float16)
 FP8_BITS = Case(16, 96, 2, 3, MIXED, 7, 5.0, True, 1, 2, (0, 0), torch.float16, is_fp8=True)
@@ -157,11 +157,13 @@ def attend(pool: Any, case: Case, items: list[BatchItem], states: list[torch.Ten
     return got[:num_tokens]
 
 
-def run_kernels(pool: Any, case: Case, step: StepTensors, states: list[torch.Tensor]) -> torch.Tensor:
+def run_kernels(
+    pool: Any, case: Case, step: StepTensors, states: list[torch.Tensor], is_exact: bool = False
+) -> torch.Tensor:
     query, key, value = states
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_attention, "_converts_fp8", lambda device: case.converts_fp8)
-        return TritonAttention(pool, step).attend(case.layer, query, key, value, case.options)
+        return TritonAttention(pool, step, is_exact).attend(case.layer, query, key, value, case.options)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,6 +203,44 @@ def test_a_sequence_has_the_same_result_in_every_batch(case: Case) -> None:
         rows = slice(first_token, first_token := first_token + len(item.token_ids))
         alone = run_kernels(pool, case, step_of([item], case.block_size), [each[:, :, rows] for each in states])
         assert torch.equal(alone, together[rows])
+
+
+@st.composite
+def chunkings(draw: st.DrawFn, num_tokens: int) -> list[int]:
+    """Sizes of chunks that make up `num_tokens`, among them single tokens."""
+    sizes: list[int] = []
+    while (left := num_tokens - sum(sizes)) > 0:
+        sizes.append(min(left, draw(st.sampled_from([1, 1, 2, 17, 64, 130]))))
+    return sizes
+
+
+@settings(max_examples=3, deadline=None)
+@given(CASES, st.sampled_from([65, 130]), st.data())
+@example(LARGE, 70, None)
+@example(FP8_BITS, 130, None)
+@example(FP8_TYPE, 130, None)
+def test_exact_tokens_have_the_same_bits_in_every_chunk(
+    case: Case, num_tokens: int, data: st.DataObject | None
+) -> None:  # fmt: skip
+    """To the last bit: one by one, in one chunk, and in drawn chunks, beside other sequences.
+
+    The chunks of a sequence are in one step, as if they were several sequences that share blocks.
+    """
+    case = replace(case, lengths=[(0, num_tokens), (40, 1), (0, 17)], padding=(0, 0))
+    states, pool = case.states(), case.new_pool()
+    whole, *others = case.items
+    drawn = [1, 15, 2, 40, num_tokens - 58] if data is None else data.draw(chunkings(num_tokens))
+    results = []
+    for sizes in ([num_tokens], drawn, [1] * num_tokens):
+        starts = np.cumsum([0, *sizes])
+        items = [BatchItem([0] * n, int(start), whole.block_table) for start, n in zip(starts, sizes, strict=False)]
+        step = step_of([*items, *others], case.block_size)
+        results.append(run_kernels(pool, case, step, states, is_exact=True))
+    in_one_chunk, in_drawn_chunks, one_by_one = results
+    assert torch.equal(in_one_chunk, in_drawn_chunks) and torch.equal(in_one_chunk, one_by_one)
+    expected = PlainAttention(case.new_pool(), case.items).attend(case.layer, *states, case.options)
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(in_one_chunk, expected.view_as(in_one_chunk), rtol=tolerance, atol=tolerance)
 
 
 def step_of(items: list[BatchItem], block_size: int) -> StepTensors:
@@ -260,6 +300,6 @@ def test_the_check_at_startup_finds_a_wrong_kernel_and_restores_the_pool(monkeyp
 def test_splits_are_of_the_sequence_alone() -> None:
     """Also where the context is a multiple of a split."""
     lengths = [(SPLIT - 1, 1), (SPLIT, 1), (0, 5), (3 * SPLIT - 1, 1)]
-    items = [BatchItem([0] * number, start, [0] * 9) for start, number in lengths]
+    items = [BatchItem([0] * number, start, [0] * 12) for start, number in lengths]
     starts = step_of(items, 16).split_starts
     assert np.diff(starts.numpy()).tolist() == [1, 2, 0, 3]

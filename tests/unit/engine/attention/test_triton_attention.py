@@ -39,6 +39,11 @@ def test_the_kernels_compute_what_plain_attention_does() -> None:
 
 
 @EXTENDED
+def test_exact_tokens_have_the_same_bits_in_every_chunk() -> None:
+    run_interpreted(INTERPRETED, "exact_tokens")
+
+
+@EXTENDED
 def test_models_run_with_the_kernels_from_recorded_graphs() -> None:
     run_interpreted(
         INTERPRETED_GRAPHS, "same_from_recorded_graphs", "fp8_cache_from_recorded_graphs", "worker_of_prompts",
@@ -98,13 +103,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def compiles_and_fits(
-    capability: int, head_dim: int, group: int, dtype: str, block_size: int = 64, stored: torch.dtype | None = None
-) -> None:
+    capability: int, head_dim: int, group: int, dtype: str, block_size: int = 64, stored: torch.dtype | None = None,
+    is_exact: bool = False,
+) -> None:  # fmt: skip
     """All kernels of attention, as the product launches them. stored: dtype of the pool, if it differs."""
     sizes = LayerSizes(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, dtype=DTYPES[dtype])
     options = AttentionOptions(head_dim**-0.5, 20, 5.0, torch.empty(sizes.num_heads, dtype=sizes.dtype))
     found = attention_launches(
-        sizes, options=options, block_size=block_size, stored=stored, converts_fp8=capability >= 89
+        sizes,
+        options=options,
+        block_size=block_size,
+        stored=stored,
+        converts_fp8=capability >= 89,
+        is_exact=is_exact,
     )
     kernels = {launch.name: compiled(launch, capability) for launch in found if launch.name != "rotate_and_write"}
     assert kernels.keys() == {"write_kv", "attend_chunks", "attend_tokens", "combine_splits"}
@@ -137,6 +148,44 @@ def test_kernels_of_other_sizes_compile_and_fit(
     capability: int, head_dim: int, group: int, dtype: str, block_size: int
 ) -> None:
     compiles_and_fits(capability, head_dim, group, dtype, block_size)
+
+
+@pytest.mark.parametrize("capability", OTHER_CAPABILITIES)
+@pytest.mark.parametrize(("head_dim", "group", "dtype", "block_size"), OTHER_SIZES)
+def test_exact_kernels_of_other_sizes_compile_and_fit(
+    capability: int, head_dim: int, group: int, dtype: str, block_size: int
+) -> None:
+    compiles_and_fits(capability, head_dim, group, dtype, block_size, is_exact=True)
+
+
+ARITHMETIC = re.compile(r"(tt\.dot|tt\.reduce|ttng\.(?:warp_group_dot|tc_gen5_mma)|math\.\w+|arith\.\w+f)\b")
+
+
+def arithmetic(program: str) -> list[str]:
+    """Returns the operations of the loop over tiles that compute numbers, with their types, in order.
+
+    A type has the layout, which says which thread holds what: it decides a GPU's instructions, and the order in which a
+    row is added up. Left out: addresses, copies and masks. program: in Triton's TTGIR.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", program, re.MULTILINE))
+    [body] = computing_loops(program)  # of keys that some rows may not see
+    lines = (re.sub(r" loc\(.*", "", line) for line in body.splitlines())
+    found = [(operation[1], line.rpartition(" : ")[2]) for line in lines if (operation := ARITHMETIC.search(line))]
+    return [re.sub(r"#\w+", lambda each: layouts.get(each[0], each[0]), f"{name} {kind}") for name, kind in found]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_exact_kernels_compute_a_tile_by_the_same_operations(capability: int) -> None:
+    """Of tokens and of chunks."""
+    kernels = [
+        compiled(launch, capability)
+        for launch in attention_launches(LayerSizes(), is_exact=True)
+        if launch.name in ("attend_chunks", "attend_tokens")
+    ]
+    assert not any(kernel.metadata.enable_fp_fusion for kernel in kernels)
+    first, *others = (arithmetic(kernel.asm["ttgir"]) for kernel in kernels)
+    assert others and all(each == first for each in others)
+    assert sum("dot" in line.split()[0] or "mma" in line.split()[0] for line in first) == 2
 
 
 def computing_loops(program: str) -> list[str]:

@@ -157,11 +157,13 @@ def test_each_operator_launches_one_kernel_and_attention_two() -> None:
     assert [each.name for each in launches(LayerSizes(), lengths=[1, 1, 1])] == [
         *("write_kv", *attention),  # where the layer is not fused
         *("rotate_and_write", *attention),
+        *attention * 2,  # the exact ones
         "rms_norm",
         "rms_norm",
         "silu_mul",
         *("rms_norm", "rms_norm", "quantize_rows", "quantize_rows") * 2,  # to FP8 and INT8
         *["scaled_product"] * (1 + 5),  # of FP8, and of INT8 with each tile
+        *("sum_rows", "sum_rows", "add_up_rows"),
         "unpack_int4",
     ]
 
@@ -190,11 +192,11 @@ SIZES = [
 )
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_kernels_compile_and_fit(sizes: Any, capability: int) -> None:
-    """On 8.0 and 12.0 attention to chunks keeps up to twenty registers in memory."""
-    max_spilled_bytes = 80 if capability in (80, 120) else 0
+    """On 8.0 and 12.0 attention to chunks keeps up to twenty registers in memory, and exact attention some more."""
     for name, launch in variants(launches(sizes)).items():
         if not is_supported(launch, capability):
             continue
         taken = resources(launch, capability)
         assert taken.shared_bytes <= MAX_SHARED_BYTES, name
+        max_spilled_bytes = 160 if "exact" in name else 80 if capability in (80, 120) else 0
         assert taken.spilled_bytes <= max_spilled_bytes or sizes.dtype == torch.float32, name

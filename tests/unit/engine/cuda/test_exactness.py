@@ -1,0 +1,177 @@
+"""--exact on a GPU, without one: products have numbers of rows that were tried, and other models are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tandem.engine import model_runner
+from tandem.engine.batch import Batch, BatchItem, Sample
+from tandem.engine.cuda import exactness
+from tandem.engine.cuda.exact_products import ExactLinear, product_problem
+from tandem.engine.cuda.exactness import setting_problem
+from tandem.engine.cuda.step_graphs import GraphLimits
+from tandem.engine.engine_config import EngineConfig
+from tandem.engine.kv_cache.kv_pool import KVPool
+from tandem.engine.layers.fusing import FinalNorm
+from tandem.engine.loading.model_loader import load_model
+from tandem.engine.tensor_parallel import TensorParallelGroup
+from tandem.protocol.messages.sampling import SamplingParams
+from tandem.runtime.errors import ConfigError
+from tandem.runtime.logs import LogSettings
+from tests.support.fake_gpu import fake_gpu, runner_on_fake_gpu
+from tests.support.interpreted import run_interpreted
+from tests.unit.engine.test_engine_parity import COMMON, MODELS
+
+INTERPRETED = Path(__file__).with_name("interpreted_exactness.py")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.extended
+def test_sums_depend_on_the_row_alone() -> None:
+    run_interpreted(INTERPRETED, "sums")
+
+
+@pytest.mark.extended
+def test_models_have_the_same_bits_in_every_batch_and_chunking() -> None:
+    run_interpreted(INTERPRETED, "every_batch_and_chunking", "is_found")
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True), st.integers(0, 90), st.booleans())
+def test_an_exact_linear_layer_has_only_the_given_numbers_of_rows(counts: list[int], rows: int, has_bias: bool) -> None:
+    counts = sorted(counts)
+    plain = nn.Linear(6, 5, bias=has_bias)
+    exact = ExactLinear(plain.weight, plain.bias if has_bias else None, counts)
+    inputs = torch.randn(1, rows, 6)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        linear = nn.functional.linear
+        patch.setattr(nn.functional, "linear", lambda rows, *others: seen.append(len(rows)) or linear(rows, *others))
+        got = exact(inputs)
+    assert set(seen) <= {*counts}
+    torch.testing.assert_close(got, plain(inputs))
+
+
+class Depends(nn.Module):
+    """A product whose rows have other bits among `fewer` rows or less."""
+
+    def __init__(self, fewer: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self._fewer = 6, 5, fewer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[:, :5] * (1 if len(inputs) > self._fewer else 2)
+
+
+class DependsOnPlace(Depends):
+    """A product whose last rows have other bits than the first ones."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[:, :5] * (1 + torch.arange(len(inputs))[:, None] // self._fewer)
+
+
+def test_a_product_that_depends_on_the_number_of_rows_is_named() -> None:
+    assert product_problem([Depends(0)], [1, 4, 8], torch.float32, CPU) == ""
+    assert product_problem([DependsOnPlace(8), Depends(4)], [1, 4, 8], torch.bfloat16, CPU) == (
+        "the product with a weight of 5 x 6 in bfloat16 gives other bits for 1 rows than for 8"
+    )
+    assert "for 4 rows than for 8" in product_problem([DependsOnPlace(5)], [4, 8], torch.float32, CPU)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return make_model("llama", tmp_path)
+
+
+def make_model(family: str, folder: Path) -> EngineConfig:
+    model_class, config_class, extra = MODELS[family]
+    model_class(config_class(**COMMON, **extra)).save_pretrained(folder)
+    return EngineConfig(str(folder), dtype="bfloat16", device="cpu", block_size=8, kv_cache_bytes=1 << 24, exact=True)
+
+
+GREEDY, LOGGED = Sample(SamplingParams(temperature=0.0)), Sample(SamplingParams(temperature=0.7, top_p=0.9, logprobs=2))
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_all_products_of_a_step_have_numbers_of_rows_that_were_tried(
+    config: EngineConfig, has_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in steps without a graph. Sums of sampling have kernels of ours."""
+    loaded = load_model(config)
+    seen: set[int] = set()
+    linear = nn.functional.linear
+    with fake_gpu(monkeypatch) as gpu:
+        runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=has_graphs)
+
+        def counted(rows: torch.Tensor, *others: Any) -> torch.Tensor:
+            seen.add(rows.numel() // rows.shape[-1])
+            return linear(rows, *others)
+
+        monkeypatch.setattr(nn.functional, "linear", counted)
+        prompt = BatchItem([1] * 33, 0, list(range(5)), [LOGGED])
+        for items in ([prompt], [BatchItem([1], 7 + i, [i, i + 9], [GREEDY]) for i in range(7)]):
+            gpu.operators.clear()
+            runner.run(Batch(items))
+            assert not {"aten::mean", "aten::cumsum", "aten::_log_softmax"} & {*gpu.operators}
+            assert "tandem::paged_attention" in gpu.operators
+    assert seen <= {*GraphLimits().row_counts} and len(seen) > 1
+
+
+def test_what_is_not_exact_on_gpus_is_named(config: EngineConfig) -> None:
+    loaded: Any = SimpleNamespace(layout=SimpleNamespace(tensor_parallel_size=1), vision=None)
+    assert setting_problem(config, loaded) == ""
+    assert "without --exact" in setting_problem(msgspec.structs.replace(config, exact=False), loaded)
+    loaded.vision = object()
+    assert "vision encoder" in setting_problem(config, loaded)
+    loaded.layout.tensor_parallel_size = 2
+    assert "ranks" in setting_problem(config, loaded)
+
+
+@pytest.mark.parametrize(
+    ("family", "problem"), [("llama", ""), ("gemma2", "3 of 3 layers have no kernels"), ("qwen3_moe", "3 of 3 layers")]
+)
+def test_models_with_other_layers_are_refused(
+    family: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_model(family, tmp_path)
+    loaded = load_model(config)
+    monkeypatch.setattr(exactness, "product_problem", lambda *_: "")
+    monkeypatch.setattr(exactness, "chunk_problem", lambda *_: "")
+    with fake_gpu(monkeypatch):
+        runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=False)
+    assert runner.gpu_problem.startswith(problem) and bool(runner.gpu_problem) == bool(problem)
+
+
+def test_a_model_whose_last_norm_or_head_is_another_is_refused(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(config)
+    with fake_gpu(monkeypatch):
+        runner = runner_on_fake_gpu(loaded, config, monkeypatch, has_graphs=False)
+        model = runner._model
+        assert isinstance(model.base_model.norm, FinalNorm) and isinstance(model.lm_head, ExactLinear)
+        model.lm_head = nn.Identity()
+        assert "output projection" in runner.gpu_problem
+        model.base_model.norm = nn.Identity()
+        assert "the norm behind the last layer" in runner.gpu_problem
+        runner._uses_triton = False
+        assert "does not use our kernels" in runner.gpu_problem
+
+
+def test_a_worker_whose_products_are_not_exact_does_not_start(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason names the shape."""
+    loaded = load_model(config)
+    monkeypatch.setattr(model_runner.ModelRunner, "gpu_problem", "the product with a weight of 5 x 6")
+    group = TensorParallelGroup("w", config, "127.0.0.1", LogSettings(), lambda _: pytest.fail("one rank"))
+    with pytest.raises(ConfigError, match="--exact: answers would not be exact: the product with a weight of 5 x 6"):
+        group.make_runner(loaded, KVPool(loaded, config))
