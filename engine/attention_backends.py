@@ -35,7 +35,7 @@ def attention_maker(pool: KVPool) -> Callable[[Sequence[BatchItem]], StepAttenti
         from tandem.engine.cpu.attention import CPUAttention
         from tandem.engine.cpu.compiler import DTYPES
 
-        if pool.tensor.dtype in DTYPES:
+        if pool.model_dtype in DTYPES:
             return lambda items: CPUAttention(pool, items)
-        log.warning("using plain attention, which is slower: the CPU kernel does not support %s", pool.tensor.dtype)
+        log.warning("using plain attention, which is slower: the CPU kernel does not support %s", pool.model_dtype)
     return lambda items: PlainAttention(pool, items)

@@ -104,7 +104,7 @@ class PlainAttention:
         if tokens.dtype != _FP8:
             torch.ops.aten.index_put_(tokens, self.slots, new[0].transpose(0, 1))
             return new
-        stored = new.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8)
+        stored = stored_states(new, _FP8)
         bits = stored[0].transpose(0, 1).view(torch.uint8)
         torch.ops.aten.index_put_(tokens.view(torch.uint8), self.slots, bits)
         return stored.to(new.dtype)
@@ -120,6 +120,11 @@ class PlainAttention:
 
     def _indices(self, array: Int32) -> torch.Tensor:
         return torch.from_numpy(array).to(device=self._device, dtype=torch.long)
+
+
+def stored_states(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns keys or values as a pool of `dtype` stores them."""
+    return states if dtype != _FP8 else states.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8)
 
 
 def _context_view(pool: KVPool, singles: _SingleTokens, window: int) -> _ContextView:

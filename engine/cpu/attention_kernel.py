@@ -1,7 +1,10 @@
-"""A compiled CPU kernel for paged attention of single new tokens.
+"""A compiled CPU kernel for paged attention.
 
 A decode step reads each key and value once. torch's operations need a gather and several passes over the scores; the
 compiled kernel runs at about memory speed.
+
+Every token is computed alone, block by block from the first one of its sequence that it sees. So its result has the
+same bits in a prompt of any chunks and in a batch of any size.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from tandem.engine.cpu.compiler import DTYPES, FAST_MATH, as_float, compile_kernel, rounded
+from tandem.engine.cpu.compiler import DTYPES, FAST_MATH, POOL_DTYPES, as_float, compile_kernel, rounded
 
 _F32 = np.float32
 _LOWEST = _F32(-1e30)
@@ -64,12 +67,15 @@ def _exp(x: Any) -> Any:
 
 
 @functools.cache
-def single_token_attention(dtype: torch.dtype, group: int, block_size: int, head_dim: int) -> Callable[..., None]:
-    """Returns a kernel that stores the keys and values of one new token per sequence in the pool and attends.
+def paged_attention(
+    dtype: torch.dtype, pool_dtype: torch.dtype, group: int, block_size: int, head_dim: int
+) -> Callable[..., None]:
+    """Returns a kernel that stores the keys and values of the new tokens in the pool, and then attends.
 
     Online softmax over blocks, as in FlashAttention (Dao et al., 2022): with the running maximum m and sum s, a block
     of scores x rescales both by `exp(m - max(m, x))` and adds `exp(x - m) v`.
 
+    dtype: of queries and results. pool_dtype: of the pool, and of the keys and values that are stored.
     group: query heads per KV head. Arguments, where a row of `pool` is one head of a block's keys or values:
 
         address       of the pool's first element
@@ -78,45 +84,51 @@ def single_token_attention(dtype: torch.dtype, group: int, block_size: int, head
         block_rows    rows per block: all layers, keys and values
         query         [num_tokens, num_kv_heads * group, head_dim]
         key, value    [num_tokens, num_kv_heads, head_dim]
-        token_rows    [num_seqs], index of each sequence's token in the step; other tokens are not touched
+        sequences     [num_tokens], the sequence of each token
         block_tables  [num_seqs, max_blocks]
-        num_context   [num_seqs], tokens in each sequence, including the new one
+        num_context   [num_tokens], tokens that each token attends to, itself included
         scale, window, softcap: as in AttentionOptions
         sinks         [num_kv_heads * group] or empty
         output        [num_tokens, num_kv_heads * group, head_dim]
     """
-    kind = DTYPES[dtype]
-    states, longs = types.Array(kind, 3, "C"), types.Array(types.int64, 1, "C")
+    states, stored = (types.Array(kind, 3, "C") for kind in (DTYPES[dtype], POOL_DTYPES[pool_dtype]))
+    longs = types.Array(types.int64, 1, "C")
     signature = types.void(
-        types.int64, states, types.int64, types.int64, states, states, states, longs,
+        types.int64, stored, types.int64, types.int64, states, stored, stored, longs,
         types.Array(types.int64, 2, "C"), longs, types.float32, types.int64, types.float32,
         types.Array(types.float32, 1, "C"), states,
     )  # fmt: skip
     # Queries that share one read of a key: an even division of the group, at most 4.
     width = -(-group // -(-group // 4))
     padded = -(-group // width) * width
-    row_bytes = head_dim * dtype.itemsize
+    row_bytes = head_dim * pool_dtype.itemsize
     num_lines = -(-row_bytes // _LINE_BYTES)
 
     def attend(
-        address: Any, pool: Any, first_row: Any, block_rows: Any, query: Any, key: Any, value: Any, token_rows: Any,
+        address: Any, pool: Any, first_row: Any, block_rows: Any, query: Any, key: Any, value: Any, sequences: Any,
         block_tables: Any, num_context: Any, scale: Any, window: Any, softcap: Any, sinks: Any, output: Any,
     ) -> None:  # fmt: skip
+        num_tokens = len(sequences)
         num_kv_heads = key.shape[1]
-        for unit in prange(len(token_rows) * num_kv_heads):
-            seq = unit // num_kv_heads
-            kv_head = unit % num_kv_heads
-            token = token_rows[seq]
-            end = num_context[seq]
+        # In a pass of its own, because the tokens of a chunk attend to each other on several threads.
+        for token in prange(num_tokens):
+            place = num_context[token] - 1
+            key_row = block_tables[sequences[token], place // block_size] * block_rows + first_row
+            for kv_head in range(num_kv_heads):
+                for d in range(head_dim):
+                    pool[key_row + kv_head, place % block_size, d] = key[token, kv_head, d]
+                    pool[key_row + num_kv_heads + kv_head, place % block_size, d] = value[token, kv_head, d]
+
+        # The tokens of a chunk are adjacent for one head, whose keys and values then stay in the cache.
+        for unit in prange(num_tokens * num_kv_heads):
+            kv_head = unit // num_tokens
+            token = unit % num_tokens
+            seq = sequences[token]
+            end = num_context[token]
             start = max(0, end - window) if window > 0 else 0
             first_block = start // block_size
             last_block = (end - 1) // block_size
             head_row = first_row + kv_head
-
-            new_row = block_tables[seq, last_block] * block_rows + head_row
-            for d in range(head_dim):
-                pool[new_row, (end - 1) % block_size, d] = key[token, kv_head, d]
-                pool[new_row + num_kv_heads, (end - 1) % block_size, d] = value[token, kv_head, d]
 
             scaled = np.zeros((padded, head_dim), _F32)
             mixed = np.zeros((padded, head_dim), _F32)
@@ -219,7 +231,7 @@ def single_token_attention(dtype: torch.dtype, group: int, block_size: int, head
                                 mixed[g + i, d] += weights[g + i, t] * as_float(values[t, d])
                         t += 1
 
-            like = pool[0, 0, 0]
+            like = output[0, 0, 0]
             for g in range(group):
                 share = _F32(1) / total[g]
                 for d in range(head_dim):

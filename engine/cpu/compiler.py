@@ -1,6 +1,7 @@
-"""Compiles CPU kernels with numba, for float32 and bfloat16 tensors.
+"""Compiles CPU kernels with numba, for float32 and bfloat16 tensors, and for FP8 (e4m3) in the KV cache.
 
-numpy has no bfloat16: kernels receive such tensors as uint16, the upper half of a float32's bits.
+numpy has neither bfloat16 nor FP8: kernels receive bfloat16 as uint16, the upper half of a float32's bits, and FP8 as
+uint8.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from numba.extending import intrinsic
 
 DTYPES = {torch.bfloat16: types.uint16, torch.float32: types.float32}
 
+POOL_DTYPES = DTYPES | {torch.float8_e4m3fn: types.uint8}
+"""What a KV cache may have."""
+
+_AS_INTEGERS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+
 FAST_MATH = {"reassoc", "contract", "nsz", "arcp", "nnan"}
 """Allows reordered sums. Infinities keep their meaning, because models mask with them."""
 
@@ -25,13 +31,23 @@ def _unchanged(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 @intrinsic
 def as_float(context: Any, value: Any) -> Any:
-    """Converts a float32, or bfloat16's bits, to float32."""
+    """Converts a float32, or the bits of a bfloat16 or a finite FP8 value, to float32."""
 
     def of_bits(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
         return builder.bitcast(bits, ir.FloatType())
 
-    return types.float32(value), of_bits if value == types.uint16 else _unchanged
+    def of_fp8(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # Exponent and mantissa, moved to their places in a float32, are too small by the difference of the biases.
+        word = ir.IntType(32)
+        byte = builder.zext(args[0], word)
+        sign = builder.shl(builder.and_(byte, word(0x80)), word(24))
+        magnitude = builder.shl(builder.and_(byte, word(0x7F)), word(20))
+        number = builder.bitcast(builder.or_(sign, magnitude), ir.FloatType())
+        return builder.fmul(number, ir.Constant(ir.FloatType(), 2.0**120))
+
+    conversions = {types.uint16: of_bits, types.uint8: of_fp8}
+    return types.float32(value), conversions.get(value, _unchanged)
 
 
 @intrinsic
@@ -81,4 +97,4 @@ def compile_kernel(signature: Any, function: Callable[..., None]) -> Callable[..
 def as_array(tensor: torch.Tensor) -> Any:
     """Returns the tensor as a numpy array: a view of its memory, or a copy if it is not contiguous."""
     tensor = tensor.contiguous()
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return tensor.view(_AS_INTEGERS.get(tensor.dtype, tensor.dtype)).numpy()
