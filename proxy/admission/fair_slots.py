@@ -56,6 +56,10 @@ class FairSlots:
         finally:
             self._end_alone(turn)
 
+    def has_share(self, client: str) -> bool:
+        """Whether the client holds as many slots as one client may."""
+        return self._held[client] >= self._max_per_client
+
     def release(self, client: str) -> None:
         self._held[client] -= 1
         if not self._held[client]:

@@ -30,7 +30,6 @@ from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_lease import MadeMedia, MediaLease
 from tandem.proxy.media.media_source_bytes import HeldSources
-from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader
 from tandem.proxy.reading.busy_threads import BusyThreads
@@ -55,6 +54,7 @@ from tandem.proxy.reading.media_messages import (
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import RenderedPrompts
+from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, ProtocolError, TandemError, WorkerLost
 from tandem.runtime.files.file_limits import out_of_descriptors
 from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost, KeptForkServer
@@ -132,7 +132,7 @@ class MediaPool:
 
     descriptors: a running request has its images and videos open.
 
-    At most `max_waiting_media` requests wait or are read at the same time, MAX_CLIENT_SHARE of them from one client;
+    At most `max_waiting_media` requests wait or are read at the same time, CLIENT_SHARE of them from one client;
     others are refused. So is one that is not read within ttft_slo_s.
     """
 
@@ -279,7 +279,7 @@ class MediaPool:
                 "later.",
                 _RETRY_AFTER_S,
             )
-        max_own = math.ceil(limit * MAX_CLIENT_SHARE)
+        max_own = math.ceil(limit * CLIENT_SHARE)
         if self._places[client] >= max_own:
             raise ClientLimitExceeded(
                 f"{max_own} of your requests with images or video are waiting already, which is the limit for each "
