@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import ClientShareExceeded, InvalidRequest
-
-CLIENT_SHARE = 0.75
-"""Share of the space, and of the items, that the leases of one client may hold together. The rest is left to others."""
 
 
 class ClientHolds:
     """Counts the entries that each client's leases hold, by the number of the entry. An entry that several leases of a
     client hold counts once for it; one that two clients hold counts for both.
 
-    Leases without a client, those of workers, are not limited.
+    The leases of one client may hold CLIENT_SHARE of the space and of the items. Leases without a client, those of
+    workers, are not limited.
     """
 
     def __init__(self, capacity_bytes: int, max_items: int) -> None:

@@ -294,11 +294,10 @@ class PrefillScheduler:
             actions += self._end_for_its_media(prompt)
         return actions
 
-    def on_out_of_memory(self, max_num_batched_tokens: int) -> list[Action]:
-        """Ends a step that did not fit into the device's memory: its prompts compute the same chunks again, in steps of
-        at most this many tokens."""
+    def on_out_of_memory(self) -> list[Action]:
+        """Ends a step that did not fit into the device's memory, has failed, or was not run: its prompts compute the
+        same tokens again."""
         step = self._end_step()
-        self._max_num_batched_tokens = max_num_batched_tokens
         actions: list[Action] = []
         for prompt in {prompt.number: prompt for prompt in step.prompts}.values():
             if prompt.ended:

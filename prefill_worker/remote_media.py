@@ -19,6 +19,7 @@ from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.media_cache import HEADER_BYTES, MediaKey
 from tandem.protocol.messaging import Network
+from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import ClientShareExceeded, InternalError, InvalidRequest, Overloaded, WorkerLost
 from tandem.runtime.tasks import start
 
@@ -29,9 +30,6 @@ FETCH_TIMEOUT_S = 10.0
 """Time to fetch one item."""
 _MAX_HOSTS = 64
 """Connections to other hosts' caches. The least recently used one is closed first."""
-
-_CLIENT_SHARE = 0.75
-"""Share of the memory that the prompts of one client may hold."""
 
 OnRelease = Callable[[Callable[[], object]], object]
 _Range = tuple[bytes, int, int]
@@ -121,7 +119,7 @@ class RemoteMedia:
             del self._ranges[fetched.key]
 
     def _allocate(self, num_bytes: int, client: str) -> mmap.mmap:
-        max_own = int(self._max_held_bytes * _CLIENT_SHARE) if client else self._max_held_bytes
+        max_own = int(self._max_held_bytes * CLIENT_SHARE) if client else self._max_held_bytes
         if num_bytes > max_own:
             raise InvalidRequest(
                 f"this image or video takes {num_bytes} bytes, more than the {max_own} that this prefill worker "

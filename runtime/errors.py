@@ -158,11 +158,12 @@ def first_line(error: BaseException) -> str:
 
 _A_FILE = "(a file of the server)"
 _PATHS = re.compile(
-    r"""(?P<quote>["'`])(?:(?:file|ipc|unix):/*)?[~.]{0,2}/[^"'`\n]*(?P=quote)"""  # quoted, so it may have spaces
+    r"""(?P<quote>["'`])(?:(?:file|ipc|unix):/*)?[~.]{0,2}/(?:(?!(?P=quote))[^\n])*(?P=quote)"""  # with spaces
     r"""|(?<![\w./~<-])(?!(?<=:)//)(?:(?:file|ipc|unix):/*)?(?:~|\.{1,2})?/[^\s"'`,;:()\[\]<>]+"""
 )
 """Absolute paths, and relative ones that say so. A slash within a word, as in tokens/s, or in a URL of a host, begins
-none."""
+none. A quoted path goes on to the same quote, also over other quotes: if it ended there, what is left would look like a
+path when those are replaced."""
 
 
 def without_paths(text: str) -> str:

@@ -94,7 +94,9 @@ class StepLoop:
 
     def _on_failure(self, error: BaseException) -> list[Action]:
         if isinstance(error, OutOfDeviceMemory):
-            log.warning("a step did not fit into the device's memory; steps get smaller: %s", first_line(error))
+            log.warning(
+                "a step did not fit into the device's memory; steps get smaller for a while: %s", first_line(error)
+            )
             return self._scheduler.on_out_of_memory(error)
         log.error("a step failed", exc_info=error)
         return self._scheduler.on_step_failed(error)

@@ -21,10 +21,8 @@ from tandem.engine.tiers.tier_state import TierState
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.protocol.messages.membership import PrefixUpdate
+from tandem.worker.chunk_limit import ChunkLimit
 from tandem.worker.step_isolation import Member, StepIsolation
-
-MIN_BATCHED_TOKENS = 64
-"""Steps are not made smaller than this when the device is out of memory."""
 
 
 class _Step(NamedTuple):
@@ -61,7 +59,7 @@ class WorkerScheduler:
         self.prefill = PrefillScheduler(
             blocks, model_id, max_num_batched_tokens, max_num_seqs, lease_s, self.decode, self.tiers
         )
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._chunks = ChunkLimit(max_num_batched_tokens)
         self._steps: deque[_Step] = deque()  # in flight
         self._isolation = StepIsolation()
 
@@ -137,7 +135,8 @@ class WorkerScheduler:
         sequences = None if only is None else {each for each in only if isinstance(each, DecodeSequence)}
         prompts = None if only is None else {each for each in only if isinstance(each, PrefillPrompt)}
         decoding, preempted = self.decode.schedule(now, sequences)
-        max_tokens = self.step_times.chunk(len(decoding.items), self._max_num_batched_tokens)
+        self._chunks.on_time(now)
+        max_tokens = self.step_times.chunk(len(decoding.items), self._chunks.tokens)
         computing, reserving = self.prefill.schedule(now, max_tokens, prompts)
         batch = Batch(decoding.items + computing.items, decoding.block_copies, computing.encodes)
         if batch.items or batch.encodes:
@@ -155,20 +154,18 @@ class WorkerScheduler:
         return actions + self.prefill.on_step(now, results[step.num_decoding :]) if step.has_prompts else actions
 
     def on_out_of_memory(self, error: BaseException) -> list[Action]:
-        """Makes steps smaller for good: chunks of prompts first, then fewer sequences.
+        """Makes the chunks of prompts smaller, see `ChunkLimit`; in a step without prompts, preempts sequences.
 
         A step with prompts of the smallest size that does not fit either has failed. A step behind it was not run.
         """
         step = self._steps[0]
         num_tokens = step.num_prompt_tokens
-        if num_tokens and self._max_num_batched_tokens > MIN_BATCHED_TOKENS:
-            fitting = min(num_tokens, self._max_num_batched_tokens) // 2
-            self._max_num_batched_tokens = max(MIN_BATCHED_TOKENS, fitting)
-        elif num_tokens or not step.num_decoding:  # or an image alone
+        is_smaller = num_tokens > 0 and self._chunks.shrink(num_tokens)
+        if not is_smaller and (num_tokens or not step.num_decoding):  # or an image alone
             return self.on_step_failed(error)
         self._steps.popleft()
         preempted = self.decode.on_out_of_memory(preempt=not num_tokens)
-        return preempted + self.prefill.on_out_of_memory(self._max_num_batched_tokens) + self._take_back()
+        return preempted + self.prefill.on_out_of_memory() + self._take_back()
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
         """Fails the request of the oldest step in flight, if it was alone in it. Otherwise its members run apart, until
@@ -181,7 +178,7 @@ class WorkerScheduler:
             self._isolation.on_failed(running, computing)
             ended = self.decode.on_out_of_memory(preempt=False)
             if step.has_prompts:
-                ended += self.prefill.on_out_of_memory(self._max_num_batched_tokens)
+                ended += self.prefill.on_out_of_memory()
             return ended + self._take_back()
         actions = self.decode.on_step_failed(error)
         return actions + (self.prefill.on_step_failed(error) if step.has_prompts else []) + self._take_back()
@@ -192,4 +189,4 @@ class WorkerScheduler:
             return []
         self._steps.clear()
         ended = self.decode.on_out_of_memory(preempt=False)
-        return ended + self.prefill.on_out_of_memory(self._max_num_batched_tokens)
+        return ended + self.prefill.on_out_of_memory()

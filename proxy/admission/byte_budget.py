@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import ClientShareExceeded, Overloaded
-
-_CLIENT_SHARE = 0.75
 
 
 class ByteBudget:
@@ -22,7 +21,7 @@ class ByteBudget:
     def add(self, client: str, num_bytes: int) -> None:
         """num_bytes: below 0 if they are no longer held. Raises ClientShareExceeded or Overloaded without room."""
         if num_bytes > 0:
-            if self._by_client[client] + num_bytes > self._max_bytes * _CLIENT_SHARE:
+            if self._by_client[client] + num_bytes > self._max_bytes * CLIENT_SHARE:
                 raise ClientShareExceeded(
                     "Your large requests that are waiting to be read have as many bytes as those of one client may "
                     "have; send fewer at once, and try again later."

@@ -12,12 +12,12 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import ClientShareExceeded, Overloaded
 
 _RESERVE, _MAX_RESERVE_SHARE = 512, 1 / 8
 """Descriptors that are never given away, and how much of a low limit they may be. They are for what is opened between
 two measurements: connections that are accepted and refused, workers that join, readers that start again."""
-_CLIENT_SHARE = 0.75
 _NUM_MEASUREMENTS = 3
 """Of so many measurements the lowest one counts, because refused connections are open for a moment."""
 UNLIMITED = 1 << 20
@@ -58,9 +58,9 @@ class DescriptorBudget:
     def take(self, client: str, number: int = 1) -> None:
         """Counts descriptors until `give_back`. Raises ClientShareExceeded or Overloaded, and counts nothing then."""
         room, num_own = self.room, self._taken[client]
-        if num_own + number > int(room * _CLIENT_SHARE):
+        if num_own + number > int(room * CLIENT_SHARE):
             raise ClientShareExceeded(
-                f"Your requests have {num_own} of the {int(room * _CLIENT_SHARE)} file descriptors that one client may "
+                f"Your requests have {num_own} of the {int(room * CLIENT_SHARE)} file descriptors that one client may "
                 "have open for downloads, uploads, large bodies and images. Send fewer at once, read the answers, and "
                 "try again."
             )

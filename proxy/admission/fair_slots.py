@@ -21,6 +21,7 @@ class FairSlots:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order in which clients were served
         self._waiting_alone: deque[tuple[str, asyncio.Future[None]]] = deque()
         self._alone: asyncio.Future[None] | None = None  # of the holder beside which no slot is granted
+        self._is_turn_of_others = False  # those that waited beside a holder alone go before the next one
 
     async def acquire(self, client: str) -> None:
         """Waits for a slot, which the caller must release."""
@@ -38,7 +39,10 @@ class FairSlots:
 
     @asynccontextmanager
     async def slot_alone(self, client: str, alone_s: float) -> AsyncIterator[None]:
-        """Like `slot`, but waits until nobody holds one, and nobody else is granted one for the first alone_s."""
+        """Like `slot`, but waits until nobody holds one, and nobody else is granted one for the first alone_s.
+
+        Between two of these, as many others as there is room for get a slot.
+        """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting_alone.append((client, turn))
         try:
@@ -51,6 +55,10 @@ class FairSlots:
                 self.release(client)
         finally:
             self._end_alone(turn)
+
+    def has_share(self, client: str) -> bool:
+        """Whether the client holds as many slots as one client may."""
+        return self._held[client] >= self._max_per_client
 
     def release(self, client: str) -> None:
         self._held[client] -= 1
@@ -69,23 +77,24 @@ class FairSlots:
 
     def _end_alone(self, turn: asyncio.Future[None]) -> None:
         if self._alone is turn:
-            self._alone = None
+            self._alone, self._is_turn_of_others = None, True
         self._grant()
 
     def _grant(self) -> None:
         while self._alone is None:
             while self._waiting_alone and self._waiting_alone[0][1].cancelled():
                 self._waiting_alone.popleft()
-            if self._waiting_alone:
+            if self._waiting_alone and not self._is_turn_of_others:
                 if not self._held:
                     client, self._alone = self._waiting_alone.popleft()
                     self._give(client, self._alone)
                 return
-            if self._held.total() >= self._num_slots:
-                return
             candidates = [client for client in self._waiting if self._held[client] < self._max_per_client]
-            if not candidates:
-                return
+            if not candidates or self._held.total() >= self._num_slots:
+                if not self._is_turn_of_others:
+                    return
+                self._is_turn_of_others = False
+                continue
             client = min(candidates, key=self._held.__getitem__)
             turns = self._waiting.pop(client)
             turn = turns.popleft()

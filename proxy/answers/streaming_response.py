@@ -135,18 +135,32 @@ class EventStream(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Returns the result of `work`. Cancels it and raises ClientDisconnected when the client disconnects first."""
-    worker = start(work)
-    watcher = start(_disconnect(receive))
+    """Returns the result of `work`. Cancels it and raises ClientDisconnected when the client disconnects first.
+
+    The work runs in the caller's task, so no result is lost between two tasks if this is cancelled at that moment: what
+    it holds would never be released.
+    """
+    is_over = False
+
+    def on_disconnect(watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled():
+            watcher.exception()  # as good as a disconnect
+            if not is_over:
+                limit.reschedule(0.0)
+
     try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if worker.done():
-            return worker.result()
-        raise ClientDisconnected("the client has disconnected")
-    finally:
-        worker.cancel()
-        watcher.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
+        async with asyncio.timeout(None) as limit:
+            watcher = start(_disconnect(receive))
+            watcher.add_done_callback(on_disconnect)
+            try:
+                return await work
+            finally:
+                is_over = True
+                watcher.cancel()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise ClientDisconnected("the client has disconnected") from error
 
 
 async def _disconnect(receive: Receive) -> None:

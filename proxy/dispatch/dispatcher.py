@@ -52,7 +52,7 @@ from tandem.proxy.dispatch.sequence import DispatchedSequence, Pixels, TokenDelt
 from tandem.proxy.dispatch.trials import Trials, WaitingPrompt
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.text.prompt import Prompt
-from tandem.runtime.errors import Overloaded, TandemError, WorkerLost
+from tandem.runtime.errors import InvalidRequest, Overloaded, TandemError, WorkerLost
 from tandem.runtime.tasks import start_job
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 _PIXELS_RETRY_S = 0.5
 """Seconds between two attempts to make the pixels of a prompt again while the media cache has no room for them."""
 _MAX_PIXELS_FAILURES = 4
-"""Attempts that may fail for another reason, as when the process that makes them is lost."""
+"""Attempts that may fail for another reason, as when the media cache has died."""
 _RETRY_INTERVAL_S = 0.25
 """Seconds between two attempts to place the prompts that wait for a worker."""
 
@@ -215,7 +215,7 @@ class Dispatcher:
                 media = await pixels.with_pixels(sequences[0].prompt.media)
             except TandemError as error:
                 num_failures += not isinstance(error, Overloaded)
-                if num_failures == _MAX_PIXELS_FAILURES:
+                if num_failures == _MAX_PIXELS_FAILURES or isinstance(error, InvalidRequest):
                     for sequence in sequences:
                         sequence.fail(error)
                 delay_s = _PIXELS_RETRY_S

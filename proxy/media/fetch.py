@@ -24,8 +24,9 @@ from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.media.data_url import check_num_bytes
 from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
-from tandem.proxy.media.source import MAX_CLIENT_SHARE, MediaSource
-from tandem.runtime.errors import Overloaded, client_reason
+from tandem.proxy.media.source import MediaSource
+from tandem.runtime.client_share import CLIENT_SHARE
+from tandem.runtime.errors import ClientShareExceeded, Overloaded, client_reason
 from tandem.runtime.files.regular_file import read_regular
 from tandem.runtime.threads import post
 
@@ -72,29 +73,37 @@ class _CheckedAddress(httpcore.AsyncNetworkBackend):
 class MediaFetcher:
     """Downloads from http and https; belongs to one loop.
 
-    One client may hold at most MAX_CLIENT_SHARE of the downloads and of max_fetched_bytes.
+    One client may hold at most CLIENT_SHARE of the downloads and of max_fetched_bytes.
     """
 
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits
         self.policy = FetchPolicy(limits)
-        self.downloads = FairSlots(MAX_DOWNLOADS, int(MAX_DOWNLOADS * MAX_CLIENT_SHARE))
+        self.downloads = FairSlots(MAX_DOWNLOADS, int(MAX_DOWNLOADS * CLIENT_SHARE))
         self._held_bytes: Counter[str] = Counter()  # by client: fetched and not released
         # Not the loop's own threads: those are few, and a lookup cannot be interrupted.
         self._lookups = ThreadPoolExecutor(MAX_DOWNLOADS, "dns")
         self.ssl_context = ssl.create_default_context()
 
     @property
+    def max_client_bytes(self) -> int:
+        return int(self.limits.max_fetched_bytes * CLIENT_SHARE)
+
+    @property
     def held_bytes(self) -> int:
         return self._held_bytes.total()
 
     def hold(self, client: str, num_bytes: int) -> None:
-        """Raises Overloaded if all requests together, or those of the client, hold too many bytes."""
+        """Raises ClientShareExceeded if the client's requests hold too many bytes, Overloaded if all together do."""
         limit = self.limits.max_fetched_bytes
-        if self.held_bytes + num_bytes > limit or self._held_bytes[client] + num_bytes > limit * MAX_CLIENT_SHARE:
+        if (num_own := self._held_bytes[client]) + num_bytes > self.max_client_bytes:
+            raise ClientShareExceeded(
+                f"{num_own} bytes of fetched images and video of your requests are waiting to be processed; the limit "
+                f"is {self.max_client_bytes} for each client. Send fewer such requests at once, and try again later."
+            )
+        if self.held_bytes + num_bytes > limit:
             raise Overloaded(
-                f"{self.held_bytes} bytes of fetched images and video are waiting to be processed, "
-                f"{self._held_bytes[client]} of them yours; try again later"
+                f"{self.held_bytes} bytes of fetched images and video are waiting to be processed; try again later"
             )
         self._held_bytes[client] += num_bytes
 
@@ -131,16 +140,19 @@ class FetchedMedia:
         self._num_bytes = 0
 
     async def fetch(self, source: MediaSource) -> None:
-        """Fetches an item from http or https. Raises InvalidMedia, Overloaded."""
+        """Fetches an item from http or https. Raises InvalidMedia, ClientShareExceeded, Overloaded."""
         limits, downloads = self._fetcher.limits, self._fetcher.downloads
+        waits_for_own = downloads.has_share(self._client)
         try:
             async with asyncio.timeout(limits.fetch_timeout_s):
                 await downloads.acquire(self._client)
         except TimeoutError as error:
-            raise Overloaded(
-                f"{source.kind} {source.number} ({source.param}) waited {limits.fetch_timeout_s:g} s for other "
-                "downloads to end; try again later"
-            ) from error
+            waited = f"{source.kind} {source.number} ({source.param}) waited {limits.fetch_timeout_s:g} s for other "
+            if waits_for_own:
+                raise ClientShareExceeded(
+                    f"{waited}downloads of yours to end; send fewer at once, and try again later"
+                ) from error
+            raise Overloaded(f"{waited}downloads to end; try again later") from error
         lookups: list[Future[Any]] = []
         try:
             async with asyncio.timeout(limits.fetch_timeout_s):
@@ -207,6 +219,11 @@ class FetchedMedia:
         async for piece in response.aiter_stream():
             num_bytes += len(piece)
             check_num_bytes(source, num_bytes, self._fetcher.limits)
+            if self._num_bytes + len(piece) > self._fetcher.max_client_bytes:
+                raise source.refused(
+                    f"with others of the request it has more than {self._fetcher.max_client_bytes} bytes, which is "
+                    "what one client may have fetched at the same time; send smaller or fewer ones"
+                )
             self._fetcher.hold(self._client, len(piece))
             self._num_bytes += len(piece)
             pieces.append(piece)

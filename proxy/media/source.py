@@ -7,11 +7,6 @@ import msgspec
 from tandem.protocol.messages.media import MediaKind
 from tandem.runtime.errors import InvalidRequest
 
-MAX_CLIENT_SHARE = 0.75
-"""Share of the waiting requests with media, of the downloads and of their bytes that one client may have. A client is
-an API key or, without keys, an address."""
-
-
 MAX_URL_CHARACTERS = 8192
 """Of a URL that is not a data URL."""
 

@@ -18,8 +18,8 @@ from tandem.runtime.errors import ErrorInfo, ProtocolError, TandemError
 
 M = TypeVar("M")
 
-ENTRY, MEDIA_FD = "media", 3
-"""Entry of the fork server, and descriptor of the channel in the media process."""
+ENTRY, MEDIA_FD, THREADS_FD = "media", 3, 4
+"""Entry of the fork server, and descriptors of the channel and of `BusyThreads` in the media process."""
 EXIT_BAD_CONFIG = 2
 """Exit status of a media process that cannot load the model's processor."""
 _LENGTH_BYTES = 4
@@ -45,6 +45,8 @@ class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     max_model_len: int
     client: str = ""
     """Threads and downloads are shared among clients."""
+    is_suspect: bool = False
+    """Whether each item is alone on the threads, because the job was on one when a process was lost."""
 
 
 class RemakeMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -54,6 +56,8 @@ class RemakeMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
     """Lease under which they are cached."""
     sources: HeldSources
     client: str = ""
+    is_suspect: bool = False
+    """As that of a MediaJob."""
 
 
 class CancelMediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ import math
 import os
 import socket
 from collections import Counter
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -25,20 +25,20 @@ from tandem.media_cache.media_client import MediaCacheClient
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.admission.byte_budget import ByteBudget
 from tandem.proxy.admission.descriptor_budget import DescriptorBudget
-from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_lease import MadeMedia, MediaLease
 from tandem.proxy.media.media_source_bytes import HeldSources
-from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader
+from tandem.proxy.reading.busy_threads import BusyThreads
 from tandem.proxy.reading.media_messages import (
     ENTRY,
     EXIT_BAD_CONFIG,
     FROM_PROCESS,
     MEDIA_FD,
+    THREADS_FD,
     CancelMediaJob,
     MediaJob,
     MediaJobDone,
@@ -54,6 +54,7 @@ from tandem.proxy.reading.media_messages import (
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import RenderedPrompts
+from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, ProtocolError, TandemError, WorkerLost
 from tandem.runtime.files.file_limits import out_of_descriptors
 from tandem.runtime.processes.forked_process import ForkedProcess, ForkServer, ForkServerLost, KeptForkServer
@@ -70,7 +71,7 @@ _PING_INTERVAL_S = 2.0
 _MAX_UNANSWERED_PINGS = 10
 """Loading a model blocks the process's loop for less than these 20 s."""
 _MAX_LOST_ALONE, _MAX_LOST = 2, 3
-"""Processes that may end with a request in them, with no other one, and in all, until it is refused."""
+"""Processes that may end because of a request, perhaps or surely, until it is refused."""
 _MAX_ITEM_BYTES = 1 << 30
 """Images and videos in data URLs of all requests that are being read."""
 _CANCEL_GRACE_S = 10.0
@@ -80,12 +81,44 @@ _CANCEL_GRACE_S = 10.0
 _Answer = MediaJobDone | MediaRemade
 
 
-class _MediaProcessLost(InternalError):
-    """The media process ended with the request in it, perhaps because of another one. was_alone: if there was none."""
+class _MediaProcessLost(Overloaded):
+    """The media process ended with the request in it.
 
-    def __init__(self, was_alone: bool) -> None:
-        super().__init__("the media process that read the request was lost; try again")
-        self.was_alone = was_alone
+    was_suspect: whether this request may be the cause. was_alone: whether no other one may be it.
+    """
+
+    def __init__(self, was_suspect: bool, was_alone: bool) -> None:
+        super().__init__("the process that reads images and video was lost; try again")
+        self.was_suspect, self.was_alone = was_suspect, was_alone
+
+
+class _Blame:
+    """What the ends of media processes say about one request.
+
+    Those on threads at the end of a process are its suspects; if there are none, all that it had. A suspect is tried
+    again with no other one on a thread. If the process ends twice then, it is the cause. Others are just read again,
+    however often that is, until their deadline.
+    """
+
+    def __init__(self) -> None:
+        self._num_lost = self._num_lost_alone = 0
+
+    @property
+    def is_suspect(self) -> bool:
+        return self._num_lost > 0
+
+    def add(self, lost: _MediaProcessLost) -> None:
+        """Raises InvalidRequest if the request is the cause, Overloaded if it may be, too often."""
+        self._num_lost += lost.was_suspect
+        self._num_lost_alone += lost.was_alone
+        if self._num_lost_alone == _MAX_LOST_ALONE:
+            raise InvalidRequest(
+                f"The process that reads images and video has ended {_MAX_LOST_ALONE} times because of those of this "
+                "request. Send them in another format.",
+                "messages",
+            ) from lost
+        if self._num_lost == _MAX_LOST:
+            raise Overloaded("the process that reads images and video ends again and again; try again") from lost
 
 
 class _Job(NamedTuple):
@@ -99,7 +132,7 @@ class MediaPool:
 
     descriptors: a running request has its images and videos open.
 
-    At most `max_waiting_media` requests wait or are read at the same time, MAX_CLIENT_SHARE of them from one client;
+    At most `max_waiting_media` requests wait or are read at the same time, CLIENT_SHARE of them from one client;
     others are refused. So is one that is not read within ttft_slo_s.
     """
 
@@ -121,7 +154,6 @@ class MediaPool:
         self._jobs: dict[str, _Job] = {}  # by lease, until the process has answered
         self._places: Counter[str] = Counter()  # by client, of requests that wait for the process or are in it
         self._starting = asyncio.Lock()
-        self._suspects = FairSlots(1, 1)  # held by a request whose process was lost
         self._bytes = ByteBudget(_MAX_ITEM_BYTES)
         self._server = KeptForkServer(partial(ForkServer.spawn, _MODULE, os.environ), _LOAD_TIMEOUT_S)
         self._process: ForkedProcess | None = None
@@ -141,10 +173,15 @@ class MediaPool:
             if self._watching is not None:
                 await asyncio.wait([self._watching])  # until the previous process is gone
             try:
-                ours, theirs = socket.socketpair()
-                with ExitStack() as on_error, theirs:
+                with ExitStack() as on_error, ExitStack() as opened:
+                    ours, theirs = socket.socketpair()
                     on_error.callback(ours.close)
-                    process = await self._server.start(ENTRY, {MEDIA_FD: theirs.fileno()})
+                    opened.callback(theirs.close)
+                    threads_fd = BusyThreads.new_memory(self._config.media_threads + 1)
+                    opened.callback(os.close, threads_fd)
+                    busy = BusyThreads.open(threads_fd)
+                    on_error.callback(busy.close)
+                    process = await self._server.start(ENTRY, {MEDIA_FD: theirs.fileno(), THREADS_FD: threads_fd})
                     on_error.callback(process.end)
                     reader, writer = await asyncio.open_connection(sock=ours)
                     if self._is_closed:  # meanwhile; nothing else would end the process
@@ -159,7 +196,7 @@ class MediaPool:
                     raise overloaded from error
                 raise InternalError(f"the media process cannot be started: {error}") from error
             write_message(self._writer, MediaSetup(self._config))
-            watch = self._watch(reader, self._writer, process)
+            watch = self._watch(reader, self._writer, process, busy)
             self._watching = start_job(watch, "watching the media process")
 
     async def read(
@@ -182,26 +219,13 @@ class MediaPool:
     async def _read_again_if_lost(
         self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
     ) -> GenerationRequest:
-        """Reads a request again whose process was lost, perhaps because of another one.
-
-        It is to blame if the process was lost twice with no other request in it. Such requests are read one at a time.
-        """
-        num_lost, num_lost_alone, is_cache_lost = 0, 0, False
+        """Reads a request again whose process was lost, unless it is to blame."""
+        blame, is_cache_lost = _Blame(), False
         while True:
             try:
-                return await self._read(kind, body, limits, client, cache_scope, is_suspect=num_lost > 0)
+                return await self._read(kind, body, limits, client, cache_scope, is_suspect=blame.is_suspect)
             except _MediaProcessLost as error:
-                num_lost, num_lost_alone = num_lost + 1, num_lost_alone + error.was_alone
-                if num_lost_alone == _MAX_LOST_ALONE:
-                    raise InvalidRequest(
-                        f"The process that reads images and video has ended {_MAX_LOST_ALONE} times with those of this "
-                        "request alone. Send them in another format.",
-                        "messages",
-                    ) from error
-                if num_lost == _MAX_LOST:
-                    raise Overloaded(
-                        "the process that reads images and video ends again and again; try again"
-                    ) from error
+                blame.add(error)
             except WorkerLost as error:
                 if is_cache_lost:
                     raise
@@ -228,11 +252,10 @@ class MediaPool:
             found = await self._readers.run(find, body, kind, cache_scope, items.path, client=client)
             if found.items:
                 held.enter_context(self._bytes.hold(client, sum(item.num_bytes or 0 for item in found.items)))
-                async with self._suspects.slot(client) if is_suspect else nullcontext():
-                    await self.start()
-                    new_id, max_len = self._cache.new_id(), limits.max_model_len
-                    job = MediaJob(new_id, found.items, items.path, found.cache_salt, max_len, client)
-                    done = await self._run(job, held.pop_all())
+                await self.start()
+                new_id, max_len = self._cache.new_id(), limits.max_model_len
+                job = MediaJob(new_id, found.items, items.path, found.cache_salt, max_len, client, is_suspect)
+                done = await self._run(job, held.pop_all())
         if not found.items:  # the body only looks as if it had media
             return await self._readers.read(kind, body, limits, client, cache_scope)
         assert isinstance(done, MediaJobDone)
@@ -256,7 +279,7 @@ class MediaPool:
                 "later.",
                 _RETRY_AFTER_S,
             )
-        max_own = math.ceil(limit * MAX_CLIENT_SHARE)
+        max_own = math.ceil(limit * CLIENT_SHARE)
         if self._places[client] >= max_own:
             raise ClientLimitExceeded(
                 f"{max_own} of your requests with images or video are waiting already, which is the limit for each "
@@ -273,13 +296,22 @@ class MediaPool:
     async def _make_again(self, sources: HeldSources, client: str) -> tuple[str, list[MadeMedia]]:
         """Makes the pixels of a running request again. Returns the id of their lease, and the pixels.
 
-        Raises Overloaded or ClientShareExceeded if the cache has no room now, WorkerLost, InternalError.
+        Raises Overloaded or ClientShareExceeded if the cache has no room now, or the process was lost because of
+        another request; InvalidRequest if this one ends it; WorkerLost, InternalError.
         """
-        await self.start()
-        job = RemakeMedia(self._cache.new_id(), sources, client)
-        done = await self._run(job, ExitStack())
-        assert isinstance(done, MediaRemade)
-        return job.lease_id, done.items
+        blame = _Blame()
+        while True:
+            await self.start()
+            job = RemakeMedia(self._cache.new_id(), sources, client, blame.is_suspect)
+            try:
+                done = await self._run(job, ExitStack())
+            except _MediaProcessLost as error:
+                if not error.was_suspect:
+                    raise  # the caller tries again as long as the request is wanted
+                blame.add(error)
+            else:
+                assert isinstance(done, MediaRemade)
+                return job.lease_id, done.items
 
     async def _run(self, job: MediaJob | RemakeMedia, held: ExitStack) -> _Answer:
         """Returns the process's answer, whose lease the caller must release. It is released if this raises.
@@ -313,7 +345,9 @@ class MediaPool:
             log.error("the media process did not end a job in %.0f s; killing it", self._cancel_timeout_s)
             self._process.kill()
 
-    async def _watch(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: ForkedProcess) -> None:
+    async def _watch(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: ForkedProcess, busy: BusyThreads
+    ) -> None:
         """Handles the messages of one process until it has ended, then fails its jobs."""
         self._unanswered_pings = None
         pinging = start_job(self._ping(writer, process), "asking the media process", process.kill)
@@ -337,11 +371,17 @@ class MediaPool:
                 log.error("the media process ended with status %d", code)
             if code == EXIT_BAD_CONFIG:
                 self._config_error = "images and video are not served: see the proxy's log for the model's processor"
-            lost: TandemError = _MediaProcessLost(was_alone=len(self._jobs) == 1)
+            self._on_lost(busy.job_ids())
+            busy.close()
+
+    def _on_lost(self, on_threads: set[str]) -> None:
+        """Fails the jobs of the process. on_threads: those that were on its threads."""
+        suspects = set(self._jobs) & on_threads or set(self._jobs)
+        for lease_id in list(self._jobs):
+            lost: TandemError = _MediaProcessLost(lease_id in suspects, suspects == {lease_id})
             if self._config_error is not None or self._is_closed:
                 lost = InternalError(self._config_error or _STOPPING)
-            for lease_id in list(self._jobs):
-                self._end(lease_id, lost)
+            self._end(lease_id, lost)
 
     async def _ping(self, writer: asyncio.StreamWriter, process: ForkedProcess) -> None:
         """Kills a process that has started and then leaves pings unanswered."""

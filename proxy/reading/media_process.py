@@ -31,9 +31,11 @@ from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
 from tandem.proxy.media.media_source_bytes import HeldSources, SourceBytes, sources_key
 from tandem.proxy.proxy_config import ProxyConfig
+from tandem.proxy.reading.busy_threads import BusyThreads
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,
     MEDIA_FD,
+    THREADS_FD,
     TO_PROCESS,
     CancelMediaJob,
     FromMediaProcess,
@@ -74,6 +76,8 @@ _NICENESS = 10
 _LOAD_TIMEOUT_S = 600.0
 _CLIENTS_AT_ONCE = 16
 """Clients that may have requests in work at the same time, each as many as there are threads."""
+_ALONE_S = 10.0
+"""How long an item of a suspect is alone on the threads. A longer one goes on beside others."""
 _MEMORY_BYTES = 5 << 29
 """Memory beyond what is loaded: for items of bodies (1 GiB, `proxy.http.bodies`), fetched ones (1 GiB, `MediaLimits`),
 and stacks of the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
@@ -82,10 +86,14 @@ _MEMORY_PER_THREAD_BYTES = 2 << 30
 
 
 class MediaProcess:
-    """send: sends a message to the proxy. client_pid: of the proxy, which owns the leases."""
+    """send: sends a message to the proxy. client_pid: of the proxy, which owns the leases. busy: shows it the jobs
+    that are on threads."""
 
-    def __init__(self, config: ProxyConfig, send: Callable[[FromMediaProcess], None], client_pid: int) -> None:
+    def __init__(
+        self, config: ProxyConfig, send: Callable[[FromMediaProcess], None], client_pid: int, busy: BusyThreads
+    ) -> None:
         self._send = send
+        self._busy = busy
         self._num_threads = config.media_threads + 1
         self._max_pixels = config.media.max_request_pixels
         self._threads = ThreadPoolExecutor(self._num_threads, "media")
@@ -248,9 +256,11 @@ class MediaProcess:
         return cached
 
     async def _in_turn(self, job: MediaJob | RemakeMedia, work: Callable[..., T], *arguments: object) -> T:
-        """Runs work on a thread when it is the turn of the job's client."""
-        async with self._jobs.slot(job.client):
-            return await self._on_thread(work, *arguments)
+        """Runs work on a thread when it is the turn of the job's client. That of a suspect is alone on the threads, so
+        that it is blamed for nothing but what it does."""
+        jobs = self._jobs
+        async with jobs.slot_alone(job.client, _ALONE_S) if job.is_suspect else jobs.slot(job.client):
+            return await self._on_thread(self._busy.run, job.lease_id, work, *arguments)
 
     async def _on_thread(self, work: Callable[..., T], *arguments: object) -> T:
         """Runs work on a thread. Cancelling waits for work that has begun, because it uses the lease's memory."""
@@ -286,7 +296,7 @@ async def serve(channel: socket.socket) -> int:
     setup = await read_message(reader, TO_PROCESS)
     assert isinstance(setup, MediaSetup)
     setup_logging(f"{setup.config.proxy_id}-media", setup.config.logs)
-    process = MediaProcess(setup.config, partial(write_message, writer), os.getppid())
+    process = MediaProcess(setup.config, partial(write_message, writer), os.getppid(), BusyThreads.open(THREADS_FD))
     loading = start(process.load(_MEMORY_BYTES + (setup.config.media_threads + 1) * _MEMORY_PER_THREAD_BYTES))
     receiving = start(_receive(reader, process))
     await asyncio.wait([loading, receiving], return_when=asyncio.FIRST_COMPLETED)

@@ -30,6 +30,7 @@ from tandem.proxy.reading.reader_connection import JobLost, ReaderConnection
 from tandem.proxy.reading.reader_process import CONFIG_FD, encode_job, reader_entries, result_decoder
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_template, has_token_ids
+from tandem.runtime.client_share import CLIENT_SHARE
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, TandemError
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.processes.forked_process import ForkServer, ForkServerLost, KeptForkServer
@@ -46,9 +47,8 @@ MAX_INLINE_PROMPTS = 32
 MAX_INLINE_TOKENS = 1024
 """Prompt tokens up to which an echo is detokenised on the loop (under 1 ms)."""
 MAX_PENDING_JOBS = 4096
-"""Jobs that may wait for a process, or be in one. Other limits apply earlier (`proxy.admission`)."""
-_MAX_CLIENT_SHARE = 0.75
-"""Share of MAX_PENDING_JOBS that may wait for one client."""
+"""Jobs that may wait for a process, or be in one. CLIENT_SHARE of them may wait for one client. Other limits apply
+earlier (`proxy.admission`)."""
 _TRANSFORM_SHARE = 0.5
 """Share of the processes, and at least one, that work on calls without a worker of one client at the same time."""
 _RETRY_AFTER_S = 1
@@ -165,7 +165,7 @@ class ReaderPool:
             raise InternalError(_STOPPING)
         if self._num_pending >= MAX_PENDING_JOBS:
             raise Overloaded("too many requests are waiting to be read; try again later")
-        if (num_own := self._queue.num_waiting(turn.client)) >= MAX_PENDING_JOBS * _MAX_CLIENT_SHARE:
+        if (num_own := self._queue.num_waiting(turn.client)) >= MAX_PENDING_JOBS * CLIENT_SHARE:
             raise ClientLimitExceeded(
                 f"{num_own} of your requests are waiting to be read already, which is the limit for each client. Try "
                 "again later.",

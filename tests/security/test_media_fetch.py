@@ -17,10 +17,11 @@ from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.media.fetch import MAX_DOWNLOADS, FetchedMedia, MediaFetcher
 from tandem.proxy.media.fetch_policy import FetchPolicy, RefusedURL
 from tandem.proxy.media.media_limits import MediaLimits
-from tandem.proxy.media.source import MAX_CLIENT_SHARE, InvalidMedia, MediaSource
-from tandem.runtime.errors import Overloaded
+from tandem.proxy.media.source import InvalidMedia, MediaSource
+from tandem.runtime.client_share import CLIENT_SHARE
+from tandem.runtime.errors import ClientShareExceeded, Overloaded
 
-MAX_OWN = int(MAX_DOWNLOADS * MAX_CLIENT_SHARE)
+MAX_OWN = int(MAX_DOWNLOADS * CLIENT_SHARE)
 METADATA = [
     "169.254.169.254", "169.254.170.2", "100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254",
     "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fe80::a9fe:a9fe", "::ffff:168.63.129.16", "64:ff9b::a83f:8110",
@@ -127,9 +128,9 @@ def test_a_download_that_never_started_is_the_servers_fault_and_a_slow_one_the_u
             attack = [asyncio.create_task(fetch(fetcher, "attacker", f"http://{tarpit}/")) for _ in range(3 * MAX_OWN)]
             errors = await asyncio.gather(*attack, return_exceptions=True)
         refused = [type(error) for error in errors]
-        assert set(refused) == {InvalidMedia, Overloaded}
+        assert set(refused) == {InvalidMedia, ClientShareExceeded}
         assert refused[:MAX_OWN] == [InvalidMedia] * MAX_OWN
-        assert any("waited 0.2 s for other downloads" in str(error) for error in errors)
+        assert any("waited 0.2 s for other downloads of yours" in str(error) for error in errors)
         fetcher.close()
 
     run(test)
@@ -168,7 +169,7 @@ def test_names_that_do_not_resolve_block_neither_other_lookups_nor_the_loop(monk
             attack = [fetch(fetcher, "attacker", "http://tarpit.example/") for _ in range(MAX_OWN)]
             errors = await asyncio.gather(*attack, return_exceptions=True)
             assert {type(error) for error in errors} == {InvalidMedia}
-            with pytest.raises(Overloaded, match=r"waited 0\.5 s"):
+            with pytest.raises(ClientShareExceeded, match=r"waited 0\.5 s"):
                 await fetch(fetcher, "attacker", f"http://{good}/")
             assert await fetch(fetcher, "another", f"http://localhost:{good.partition(':')[2]}/") == b"ok"
             ended.set()
@@ -188,11 +189,12 @@ def test_names_that_do_not_resolve_block_neither_other_lookups_nor_the_loop(monk
 def test_one_client_cannot_hold_all_fetched_bytes() -> None:
     fetcher = fetcher_with(10, max_fetched_bytes=1000)
     fetcher.hold("attacker", 750)
-    with pytest.raises(Overloaded, match="750 of them yours"):
+    with pytest.raises(ClientShareExceeded, match=r"750 bytes .* of your requests"):
         fetcher.hold("attacker", 1)
     fetcher.hold("another", 250)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded) as refused:
         fetcher.hold("third", 1)
+    assert not isinstance(refused.value, ClientShareExceeded), "the client's own requests are not the reason"
     fetcher.release("attacker", 750)
     fetcher.hold("third", 1)
     fetcher.close()

@@ -26,6 +26,7 @@ from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.media.media_limits import MediaLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
+from tandem.proxy.reading.busy_threads import BusyThreads
 from tandem.proxy.reading.media_messages import (
     FROM_PROCESS,
     FromMediaProcess,
@@ -77,12 +78,16 @@ class MediaProcessOnLoop:
             requests=self._requests,
         )
 
+        fd = BusyThreads.new_memory(config.media_threads + 1)
+        self.busy = BusyThreads.open(fd)
+        os.close(fd)
+
         def on_message(message: FromMediaProcess) -> None:
             message = FROM_PROCESS.decode(FROM_PROCESS.encode(message))  # as the proxy gets it
             if isinstance(message, Answer):
                 self.done.put_nowait(message)
 
-        self.process = MediaProcess(config, on_message, os.getpid())
+        self.process = MediaProcess(config, on_message, os.getpid(), self.busy)
         await self.process.load()
         self.bodies = BodyReader.load(config)
         self._bodies_by_lease: dict[str, bytes] = {}

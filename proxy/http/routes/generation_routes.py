@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,7 @@ from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
 from tandem.proxy.records.record import RecordedAdapter, RecordHead
 from tandem.proxy.records.recording import Recording, described
 from tandem.proxy.text.prompt import RenderedPrompts
-from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
+from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, RequestAborted, TandemError
 from tandem.runtime.logs import serving
 from tandem.telemetry.request_log import RequestRecord
 
@@ -114,6 +114,23 @@ def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
 
 async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, request: Request) -> Response:
     record = state.requests.begin(request_id_of(request), kind, traceparent_of(request))
+    with ExitStack() as unless_answered:
+        # A batch's requests are cancelled at any moment, also before their generation begins, which ends the record.
+        unless_answered.callback(state.requests.end, record, RequestAborted.code)
+        response = await _answer(state, config, kind, request, record, unless_answered)
+        unless_answered.pop_all()
+        return response
+
+
+async def _answer(
+    state: AppState,
+    config: ProxyConfig,
+    kind: BodyKind,
+    request: Request,
+    record: RequestRecord,
+    unless_answered: ExitStack,
+) -> Response:
+    """unless_answered: gets what releases the request's media. The returned answer releases them by itself."""
     serving(record.request_id)
     client, cache_scope = client_of(request), cache_scope_of(request)
     try:
@@ -126,12 +143,9 @@ async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, reques
             soonest = _soonest_priority(body, config.admission.soonest_priority)
             reading = _read(state, kind, body, client, cache_scope, soonest, read_timeout_s)
             asked = await unless_disconnected(request.receive, reading)
+            unless_answered.callback(asked.release_media)  # before `receive` waits for the loop, where it may end
         if asks_for_record:
-            try:
-                check_recorded(asked)
-            except InvalidRequest:
-                asked.release_media()
-                raise
+            check_recorded(asked)
     except TandemError as error:
         is_refused = rejection_reason(error) is not None and not isinstance(error, NoWorkerReady)
         state.requests.end(record, error.code, is_refused)
@@ -146,23 +160,19 @@ async def _generate(state: AppState, config: ProxyConfig, kind: BodyKind, reques
         state.requests.rename(record, asked.request_id)
         serving(record.request_id)
     model = config.served_model_name if asked.adapter is None else asked.adapter.name
-    try:
-        recording = None
-        if state.records is not None and (asks_for_record or state.records.records_all):
-            recording = _recording(state, asked, record, model, owner_of(request))
-        generation = Generation(state, asked, record, client, timeout_s, api_key_of(request), recording)
-        headers = id_header(request) | (record_header(record.request_id) if asks_for_record else {})
-        answers = _answers(kind, state, generation, model, cache_scope)
-        if isinstance(answers, EmbeddingAnswer) or not asked.stream:
-            whole = await unless_disconnected(request.receive, answers.whole())
-            return WholeAnswer(whole, headers, answers.release)
-        events = with_timeline(answers.events(), record) if has_timeline else answers.events()
-        # The first event decides between an error's status and a stream, so nothing is sent before it if it comes soon.
-        first = await begun(request.receive, events, KEEP_ALIVE_S)
-        return EventStream(first, events, headers, answers.END, answers.error_event, answers.KEEP_ALIVE)
-    except BaseException:
-        asked.release_media()  # the client may have disconnected before the generation began
-        raise
+    recording = None
+    if state.records is not None and (asks_for_record or state.records.records_all):
+        recording = _recording(state, asked, record, model, owner_of(request))
+    generation = Generation(state, asked, record, client, timeout_s, api_key_of(request), recording)
+    headers = id_header(request) | (record_header(record.request_id) if asks_for_record else {})
+    answers = _answers(kind, state, generation, model, cache_scope)
+    if isinstance(answers, EmbeddingAnswer) or not asked.stream:
+        whole = await unless_disconnected(request.receive, answers.whole())
+        return WholeAnswer(whole, headers, answers.release)
+    events = with_timeline(answers.events(), record) if has_timeline else answers.events()
+    # The first event decides between an error's status and a stream, so nothing is sent before it if it comes soon.
+    first = await begun(request.receive, events, KEEP_ALIVE_S)
+    return EventStream(first, events, headers, answers.END, answers.error_event, answers.KEEP_ALIVE)
 
 
 def _recording(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
@@ -83,6 +83,9 @@ def test_other_slashes_stay(text: str) -> None:
     assert without_paths(text) == text
 
 
+@example(""" `/:"/"`""")
+@example("""/`/'//:'`""")
+@example("""an"/:'/'"/""")
 @given(st.text(st.sampled_from("ab/ .'~:`\"\\n"), max_size=60))
 def test_nothing_that_is_left_looks_like_a_path(text: str) -> None:
     cleaned = without_paths(text)

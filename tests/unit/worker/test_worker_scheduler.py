@@ -188,6 +188,28 @@ def test_a_prompt_that_does_not_fit_is_computed_in_smaller_chunks() -> None:
     assert isinstance(first, FirstToken)
 
 
+def test_chunks_grow_again_when_steps_fit() -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=256, max_num_seqs=2, lease_s=10.0)
+
+    def compute(name: str, now: float) -> list[int]:
+        start(scheduler, name, tokens=[len(name), *range(199)])
+        chunks: list[int] = []
+        while sum(chunks) < 200:
+            batch, _ = scheduler.schedule(now)
+            chunks.append(len(batch.items[0].token_ids))
+            scheduler.on_step(now, [ItemOutput([SampledToken(9)] * len(batch.items[0].samples))])
+        scheduler.on_abort("p", f"{name}0")
+        return chunks
+
+    start(scheduler, "a", tokens=list(range(200)))
+    scheduler.schedule(1.0)
+    scheduler.on_out_of_memory(NO_MEMORY)
+    scheduler.on_abort("p", "a0")
+    assert compute("aa", 2.0) == [100, 100]
+    assert compute("aaa", 61.0) == [100, 100]
+    assert compute("aaaa", 62.0) == [200]
+
+
 def test_a_prompt_fails_if_its_smallest_chunk_does_not_fit() -> None:
     scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=256, max_num_seqs=2, lease_s=10.0)
     start(scheduler, "a", tokens=list(range(200)))

@@ -123,3 +123,54 @@ def test_cancelled_holders_leave_no_slot_taken() -> None:
         assert clients.began == ["alice", "suspect", "carol"]
 
     asyncio.run(main())
+
+
+def test_others_get_slots_between_two_that_are_alone() -> None:
+    async def main() -> None:
+        clients = Clients(FairSlots(2, 1))
+        for _ in range(3):
+            await clients.ask("suspect", alone_s=60.0)
+        for client in ("alice", "bob", "carol"):
+            await clients.ask(client)
+        assert clients.began == ["suspect"]
+        await clients.end("suspect")
+        assert clients.began[1:] == ["alice", "bob"]
+        await clients.end("alice")
+        assert len(clients.began) == 3, "the next one waits until both have ended, and carol for it"
+        await clients.end("bob")
+        assert clients.began[3:] == ["suspect"]
+        await clients.end("suspect")
+        assert clients.began[4:] == ["carol"]
+        await clients.end("carol")
+        assert clients.began[5:] == ["suspect"]
+        await clients.end("suspect")
+
+    asyncio.run(main())
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["ask", "alone", "end", "cancel"]), st.sampled_from("abc")), max_size=30),
+    st.integers(1, 3),
+)
+def test_nobody_waits_for_a_slot_that_could_be_granted(actions: list[tuple[str, str]], num_slots: int) -> None:
+    """Whatever ends or is cancelled in between, everything gets its turn once the holders end."""
+
+    async def main() -> None:
+        slots = FairSlots(num_slots, num_slots)
+        clients = Clients(slots)
+        asked: list[str] = []
+        for action, client in actions:
+            if action in ("ask", "alone"):
+                await clients.ask(client, alone_s=60.0 if action == "alone" else 0.0)
+                asked.append(client)
+            elif client in asked:
+                await clients.end(client, cancel=action == "cancel")
+                asked.remove(client)
+        for client in asked:
+            await clients.end(client)
+        await clients.settle()
+        for client in "abc":
+            async with asyncio.timeout(30), slots.slot_alone(client, 60.0):
+                pass
+
+    asyncio.run(main())

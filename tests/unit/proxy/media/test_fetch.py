@@ -99,6 +99,13 @@ def test_downloaded_bytes_are_unchanged() -> None:
     assert seen == ["/%C3%A4%20b.png?c=%C3%BC%20d"]
 
 
+def test_what_exceeds_a_clients_share_by_itself_is_refused_for_good() -> None:
+    limits = msgspec.structs.replace(LIMITS, max_fetched_bytes=1000)
+    assert fetch(replying(answer("200 OK", bytes(750))), limits=limits) == bytes(750)
+    with pytest.raises(InvalidMedia, match="more than 750 bytes, which is what one client may have fetched"):
+        fetch(replying(answer("200 OK", bytes(751))), limits=limits)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433", "0x7f.1"])
 def test_loopback_is_refused_in_every_notation(host: str) -> None:
     with pytest.raises(InvalidMedia, match=r"image 3 \(messages\[0\].content\[1\]\)") as refused:
@@ -192,5 +199,8 @@ def test_a_download_has_a_timeout() -> None:
 
 
 def test_the_total_of_fetched_bytes_is_limited() -> None:
-    with pytest.raises(Overloaded, match="waiting to be processed"):
-        fetch(replying(answer("200 OK", bytes(900))), limits=msgspec.structs.replace(LIMITS, max_fetched_bytes=800))
+    fetcher = MediaFetcher(msgspec.structs.replace(LIMITS, max_fetched_bytes=800))
+    fetcher.hold("a", 600)
+    with pytest.raises(Overloaded, match="800 bytes of fetched images and video are waiting to be processed"):
+        [fetcher.hold(client, 200) for client in "bc"]
+    fetcher.close()

@@ -33,7 +33,7 @@ from tandem.proxy.reading.media_messages import (
     MediaRemade,
     RemakeMedia,
 )
-from tandem.proxy.reading.media_pool import MediaPool, _MediaProcessLost
+from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.prompt import CachedMedia, MediaPlaceholder, Prompt, RenderedPrompts
 from tandem.runtime.errors import ClientShareExceeded, InternalError, InvalidRequest, Overloaded, WorkerLost
@@ -449,7 +449,7 @@ def starting(cache: Cache) -> tuple[MediaPool, SleepingServer]:
 def test_only_a_process_that_ends_by_itself_is_an_error(
     closes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it was reading alone is read again by one more process, and is refused then."""
+    """What it alone was reading is read again by one more process, and is refused then."""
 
     async def test(cache: Cache) -> None:
         pool, server = starting(cache)
@@ -472,38 +472,113 @@ def test_only_a_process_that_ends_by_itself_is_an_error(
     assert bool([each for each in caplog.records if each.levelname == "ERROR"]) == (not closes)
 
 
-def test_requests_whose_process_was_lost_are_read_one_at_a_time(tmp_path: Path) -> None:
-    """So that one that ends each process is soon alone in it. Others are read beside them."""
+def lose(pool: Pool, *on_threads: MediaJob | RemakeMedia) -> None:
+    """The process ends with these jobs on its threads."""
+    pool._on_lost({job.lease_id for job in on_threads})
+
+
+def test_a_request_is_blamed_for_the_processes_that_end_while_it_alone_is_on_a_thread(tmp_path: Path) -> None:
+    """Whatever else is in them. Those that only waited are read again however often that is."""
     segment = tmp_path / "segment"
     segment.touch()
 
     async def test(cache: Cache) -> None:
         pool = Pool(cache)
 
-        def lose(job: MediaJob, was_alone: bool) -> None:
-            pool._end(job.lease_id, _MediaProcessLost(was_alone))
+        async def begin() -> tuple[asyncio.Task[GenerationRequest], MediaJob]:
+            return pool.begin(), await pool.job()
 
-        reading = [pool.begin() for _ in range(3)]
-        for job in [await pool.job() for _ in reading]:
-            lose(job, was_alone=False)
-        first = await pool.job()
-        fresh = pool.begin()
-        other = await pool.job()
-        assert pool.process.messages.empty()
-        pool.answer(other, segment)
-        (await fresh).release_media()
-        lose(first, was_alone=True)
-        second = await pool.job()
-        lose(second, was_alone=False)
-        pool.answer(await pool.job(), segment)
-        lose(await pool.job(), was_alone=True)
-        lose(await pool.job(), was_alone=False)
-        ended = await asyncio.gather(*reading, return_exceptions=True)
-        assert [type(each) for each in ended] == [InvalidRequest, Overloaded, GenerationRequest]
-        request = ended[2]
-        assert isinstance(request, GenerationRequest)
-        request.release_media()
+        waiting, _ = await begin()
+        for _ in range(5):
+            killing, job = await begin()
+            lose(pool, job)
+            jobs = [await pool.job(), await pool.job()]
+            assert [each.is_suspect for each in jobs] == [False, True], "the one that was on the thread"
+            lose(pool, jobs[1])
+            with pytest.raises(InvalidRequest, match="2 times because of those of this request"):
+                await killing
+            assert not (await pool.job()).is_suspect
+        lease_id = next(iter(pool._jobs))
+        pool.answer(MediaJob(lease_id, [], "", "", 1), segment)
+        (await waiting).release_media()
         assert not pool.num_waiting and not pool._bytes.num_bytes and not pool._descriptors.num_taken
+
+    run(test, tmp_path)
+
+
+def test_requests_that_are_on_threads_together_when_a_process_ends_are_suspects(tmp_path: Path) -> None:
+    segment = tmp_path / "segment"
+    segment.touch()
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        both = [pool.begin() for _ in range(2)]
+        lose(pool, *[await pool.job() for _ in both])
+        for _ in range(2):
+            innocent, killer = [await pool.job() for _ in both]
+            assert innocent.is_suspect and killer.is_suspect
+            lose(pool, killer)
+        with pytest.raises(InvalidRequest, match="2 times"):
+            await both[1]
+        pool.answer(await pool.job(), segment)
+        (await both[0]).release_media()
+
+    run(test, tmp_path)
+
+
+def test_all_requests_of_a_process_that_ends_with_none_on_a_thread_are_suspects(tmp_path: Path) -> None:
+    """As when its memory is taken by the system while it loads. Nobody is blamed, and it is not tried for ever."""
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        both = [pool.begin() for _ in range(2)]
+        for _ in range(3):
+            jobs = [await pool.job() for _ in both]
+            lose(pool, MediaJob("of another process", [], "", "", 1))
+        ended = await asyncio.gather(*both, return_exceptions=True)
+        assert [type(each) for each in ended] == [Overloaded] * 2 and all(job.is_suspect for job in jobs)
+        assert not pool.num_waiting and not pool._bytes.num_bytes and not pool._descriptors.num_taken
+
+    run(test, tmp_path)
+
+
+def test_pixels_are_made_again_by_the_next_process(tmp_path: Path) -> None:
+    """A loss that others have caused does not count; two that these items cause end the request."""
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        sources = HeldSources("", [])
+
+        def remake() -> asyncio.Task[Any]:
+            return asyncio.create_task(pool._make_again(sources, "a"))
+
+        async def job() -> RemakeMedia:
+            found = await pool.process.messages.get()
+            assert isinstance(found, RemakeMedia)
+            return found
+
+        await pool.start()
+        for _ in range(6):
+            other, making = pool.begin(), remake()
+            killing = await pool.job()
+            remaking = await job()
+            lose(pool, killing)
+            with pytest.raises(Overloaded, match="was lost; try again"):
+                await making
+            pool.answer(await pool.job(), InvalidRequest("no picture"))
+            await asyncio.gather(other, return_exceptions=True)
+        making = remake()
+        lose(pool, await job())
+        remaking = await job()
+        assert remaking.is_suspect
+        pool._on_answer(MediaRemade(remaking.lease_id, []))
+        assert await making == (remaking.lease_id, [])
+        making = remake()
+        for _ in range(2):
+            lose(pool, await job())
+        with pytest.raises(InvalidRequest, match="2 times"):
+            await making
+        assert not pool._jobs
 
     run(test, tmp_path)
 
