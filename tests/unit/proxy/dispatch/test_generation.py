@@ -13,11 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from tandem.protocol.messages.dispatch import (
     AttemptPreempted,
+    FirstToken,
     PrepareDecode,
     StartPrefill,
 )
 from tandem.protocol.messages.membership import PairChanges, PairStatus, WorkerLoad, WorkerStatus
-from tandem.protocol.messages.sampling import FinishReason
+from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.errors import ClientDisconnected
@@ -185,6 +186,58 @@ def test_the_shortest_time_limit_holds(limits: tuple[float, float, float]) -> No
         assert 8.0 < start.deadline_s <= 10.0
         reader.cancel()
         await turn()
+
+    play(test)
+
+
+def test_the_time_that_a_request_has_waited_counts() -> None:
+    """A request may wait for a reader process, or for the first worker, before it is dispatched."""
+
+    async def test(cluster: Cluster) -> None:
+        services = replace(cluster.services, request_timeout_s=60.0, ttft_slo_s=30.0)
+        made, _ = generation(cluster)
+        now = cluster.dispatcher.clock()
+        for waited_s, deadline_s, max_ttft_s in ((0.0, 60.0, 30.0), (20.0, 40.0, 10.0), (50.0, 10.0, -20.0)):
+            record = RequestRecord("r", "completion", arrived_at=now - waited_s)
+            limits_s = Generation(services, made.request, record)._deadlines()
+            assert limits_s == pytest.approx((deadline_s, max_ttft_s), abs=2.0)
+        late = RequestRecord("r", "completion", arrived_at=now - 100.0)
+        assert 0 < Generation(services, made.request, late)._deadlines()[0] < 0.01
+
+    play(test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_shown"), [({"echo": True}, True), ({"return_token_ids": True}, True), ({}, False)]
+)
+def test_each_prompt_is_shown_once_if_it_was_asked_for(fields: dict[str, Any], is_shown: bool) -> None:
+    async def test(cluster: Cluster) -> None:
+        made, _ = generation(cluster, prompt=["abc", "de"], n=2, **fields)
+
+        async def shown() -> list[tuple[int, int]]:
+            deltas = [delta async for delta in made.deltas()]
+            return sorted((each.index, len(each.prompt.token_ids)) for each in deltas if each.prompt is not None)
+
+        task = asyncio.create_task(shown())
+        for attempt_id in await prefills(cluster, 4):
+            feed(cluster, attempt_id, "xy", "length")
+        found = await task
+        assert [(index // 2, num_bytes) for index, num_bytes in found] == ([(0, 12), (1, 8)] if is_shown else [])
+
+    play(test)
+
+
+def test_tokens_found_in_the_cache_count_once_for_each_prompt() -> None:
+    async def test(cluster: Cluster) -> None:
+        made, answers = generation(cluster, prompt=["abc", "de"], n=2)
+        task = asyncio.create_task(whole(answers))
+        for number, attempt_id in enumerate(await prefills(cluster, 4)):
+            num_cached_tokens = 2 if number < 2 else 1
+            cluster.dispatcher.on_message(
+                PREFILL, FirstToken(attempt_id, SampledToken(5), "length", 0.1, 0.2, None, num_cached_tokens)
+            )
+        await task
+        assert made.record.num_cached_tokens == 3
 
     play(test)
 
