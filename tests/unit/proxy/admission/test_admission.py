@@ -106,6 +106,9 @@ def test_only_later_priorities_are_displaced_the_latest_first(others: list[int])
     for priority in others:
         admission.admit("a", [1], priority, lambda error, priority=priority: displaced.append(priority))  # type: ignore[misc]
     num_later = sum(priority > 1 for priority in others)
+    with pytest.raises(QueueFull):
+        admission.admit("b", [1] * (num_later + 1), 1)
+    assert not displaced, "what is refused displaces nobody"
     for _ in range(num_later):
         admission.admit("b", [1], 1)
     with pytest.raises(QueueFull):
