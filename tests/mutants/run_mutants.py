@@ -1,20 +1,24 @@
 """Faults made by a machine, each tried on seeds of the simulator and on the unit tests of its package.
 
-    python -m tests.mutants.run_mutants [--number 40] [--seed 1] [--seeds 100] [--kept FILE] [--json FILE]
+    python -m tests.mutants.run_mutants [--number 40] [--seed 1] [--seeds 100] [--rest] [--limit-s SECONDS]
+        [--kept FILE] [--json FILE]
 
 cosmic-ray makes the faults (`draw_mutants.py`). Each is put into a copy of the source, in which the tests and the
-simulator run as processes. Reports the share that the seeds show, the tests, and neither, and prints the latter.
+simulator run as processes. Reports the share that the seeds show, the tests, and neither, and prints the latter. Of
+mutants that pass the tests, seeds take a minute each, so with --rest they are spared for those that the tests show.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +42,11 @@ class Outcome(msgspec.Struct):
     mutant: Mutation
     by_tests: bool | None = None
     by_seeds: bool | None = None
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is known whether something shows the mutant."""
+        return bool(self.by_tests or self.by_seeds) or (self.by_tests is not None and self.by_seeds is not None)
 
 
 def draw(number: int, seed: int) -> list[Mutation]:
@@ -80,16 +89,25 @@ class SourceCopy:
         self._sound: set[str] = set()
         self._environment = os.environ | {"PYTHONPATH": str(folder)}  # is looked at before installed packages
 
-    def tests_of(self, package: str) -> list[str]:
-        """Returns the unit tests in the package's folder, or in the nearest one above, that import the package."""
+    def tests_of(self, package: str, file: str = "") -> list[str]:
+        """Returns the unit tests in the package's folder, or in the nearest one above, that import the package.
+
+        Those that import `file` come first, because they are the most likely to show a fault in it.
+        """
         folder = self._root / "tests" / "unit" / Path(*package.split(".")[1:])
         while not folder.is_dir():
             folder = folder.parent
-        return [str(each) for each in sorted(folder.rglob("test_*.py")) if f" {package}" in each.read_text()]
+        module = f" tandem.{file.removesuffix('.py').replace('/', '.')} "
+        sources = {str(each): each.read_text() for each in sorted(folder.rglob("test_*.py"))}
+        found = [each for each, source in sources.items() if f" {package}" in source]
+        return sorted(found, key=lambda each: module not in sources[each])
 
-    def attempt(self, outcome: Outcome, num_seeds: int) -> None:
-        """Tries what has not been tried. Raises AssertionError if the mutant's text is not there exactly once, or if
-        the tests of its package fail without it."""
+    def attempt(self, outcome: Outcome, num_seeds: int, *, only_rest: bool = False) -> None:
+        """Tries what has not been tried. only_rest: runs no seeds with a mutant that the tests show.
+
+        Raises AssertionError if the mutant's text is not there exactly once, or if the tests of its package fail
+        without it.
+        """
         mutant = outcome.mutant
         if (package := package_of(mutant.file)) not in self._sound:
             assert not self._tests_fail(package), f"the tests of {package} fail without a mutant"
@@ -101,15 +119,15 @@ class SourceCopy:
         file.write_text(source.replace(mutant.old, mutant.new))
         try:
             if outcome.by_tests is None:
-                outcome.by_tests = self._tests_fail(package)
-            if outcome.by_seeds is None and num_seeds:
+                outcome.by_tests = self._tests_fail(package, mutant.file)
+            if outcome.by_seeds is None and num_seeds and not (only_rest and outcome.by_tests):
                 outcome.by_seeds = self._seeds_fail(num_seeds)
         finally:
             file.write_text(source)
 
-    def _tests_fail(self, package: str) -> bool:
+    def _tests_fail(self, package: str, file: str = "") -> bool:
         options = ["-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-m", "not extended"]
-        return self._fails([*options, *self.tests_of(package)], _TESTS_LIMIT_S)
+        return self._fails([*options, *self.tests_of(package, file)], _TESTS_LIMIT_S)
 
     def _seeds_fail(self, num_seeds: int) -> bool:
         arguments = ["-c", "from tandem.deploy.cli import main; main()", "simulate", "--seeds", f"1-{num_seeds}"]
@@ -131,25 +149,40 @@ class SourceCopy:
             process.wait()
 
 
+def interval(num_found: int, num: int) -> tuple[float, float]:
+    """Returns the limits of the share in all mutants, with a confidence of 95 % (Wilson)."""
+    z = 1.96
+    share, scale = num_found / num, 1 + z * z / num
+    half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num)) / scale
+    middle = (share + z * z / (2 * num)) / scale
+    return round(max(0.0, middle - half), 3), round(min(1.0, middle + half), 3)
+
+
 def report(outcomes: Sequence[Outcome], num_seeds: int) -> Report:
-    whole = [each for each in outcomes if each.by_tests is not None and each.by_seeds is not None]
-    share = {
-        "seeds": sum(bool(each.by_seeds) for each in whole) / len(whole),
-        "tests": sum(bool(each.by_tests) for each in whole) / len(whole),
-        "neither": sum(not each.by_seeds and not each.by_tests for each in whole) / len(whole),
-    }
-    by_package = Counter((package_of(each.mutant.file), bool(each.by_seeds or each.by_tests)) for each in whole)
+    """Leaves out the mutants that are not decided."""
+    decided = [each for each in outcomes if each.is_decided]
+    num_neither = sum(not each.by_seeds and not each.by_tests for each in decided)
+    tried = [each for each in decided if each.by_seeds is not None]
+    by_package = Counter((package_of(each.mutant.file), bool(each.by_seeds or each.by_tests)) for each in decided)
     figures = {
-        "num_mutants": len(whole),
+        "num_drawn": len(outcomes),
+        "num_mutants": len(decided),
         "num_seeds": num_seeds,
-        "share_shown_by": {name: round(value, 3) for name, value in share.items()},
+        "shown_by": {
+            "tests": sum(bool(each.by_tests) for each in decided),
+            "seeds": sum(bool(each.by_seeds) for each in decided),
+            "neither": num_neither,
+        },
+        "num_tried_on_seeds": len(tried),
+        "share_shown_by_neither": round(num_neither / len(decided), 3),
+        "interval_of_that_share": interval(num_neither, len(decided)),
         "by_package": {
             name: {"shown": by_package[name, True], "not_shown": by_package[name, False]}
             for name in sorted({name for name, _ in by_package})
         },
-        "not_shown": [each.mutant._asdict() for each in whole if not each.by_seeds and not each.by_tests],
+        "not_shown": [each.mutant._asdict() for each in decided if not each.by_seeds and not each.by_tests],
     }
-    return Report.of("mutants", figures, [Aim.of("share shown by neither", share["neither"], 0.1, "lower")])
+    return Report.of("mutants", figures, [Aim.of("share shown by neither", num_neither / len(decided), 0.1, "lower")])
 
 
 def main() -> None:
@@ -157,10 +190,13 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--seeds", type=int, default=100, help="of the simulator for each mutant; with 0 tests alone")
+    parser.add_argument("--rest", action="store_true", help="seeds only for mutants that the tests do not show")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="no further mutants are tried after this time")
     parser.add_argument("--kept", type=Path, help="keeps the outcomes in this file, and goes on from what it has")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kept: Path | None = options.kept
+    ends_at = time.monotonic() + options.limit_s
     if kept and kept.exists():
         outcomes = msgspec.json.decode(kept.read_bytes(), type=list[Outcome])
     else:
@@ -168,9 +204,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = SourceCopy(Path(folder))
         for number, outcome in enumerate(outcomes, 1):
-            if outcome.by_tests is not None and (outcome.by_seeds is not None or not options.seeds):
+            if time.monotonic() > ends_at:
+                break
+            is_rest = options.rest and outcome.is_decided
+            if outcome.by_tests is not None and (outcome.by_seeds is not None or not options.seeds or is_rest):
                 continue
-            copy.attempt(outcome, options.seeds)
+            copy.attempt(outcome, options.seeds, only_rest=options.rest)
             words = {True: "shown", False: "not shown", None: "not tried"}
             print(
                 f"{number}/{len(outcomes)} {outcome.mutant.file}: {outcome.mutant.what}: by tests "
@@ -182,7 +221,7 @@ def main() -> None:
             if kept:
                 kept.write_bytes(msgspec.json.encode(outcomes))
     made = report(outcomes, options.seeds)
-    print(made.figures["share_shown_by"])
+    print(made.figures["shown_by"])
     if options.json:
         made.write(options.json)
 

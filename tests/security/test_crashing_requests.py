@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,14 +16,7 @@ from tandem.protocol.messages.membership import Role, WorkerInfo
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.answers.errors import status_of
-from tandem.proxy.dispatch.crashes import (
-    MAX_DEATHS,
-    MAX_REFUSED_PROMPTS,
-    REFUSAL_S,
-    RefusedPrompts,
-    RequestCrashesWorkers,
-    prompt_digest,
-)
+from tandem.proxy.dispatch.crashes import MAX_DEATHS, RequestCrashesWorkers
 from tandem.proxy.dispatch.sequence import DispatchedSequence
 from tandem.proxy.dispatch.trials import TRIAL_S
 from tandem.proxy.text.prompt import Prompt
@@ -280,30 +272,6 @@ def test_what_is_no_reason_for_suspicion() -> None:
         cluster.dispatcher.drop(sequences[0])
 
     play(scenario)
-
-
-def test_a_refusal_ends_and_the_table_is_bounded() -> None:
-    refused, sampling = RefusedPrompts(), SamplingParams(seed=1)
-    refused.add(0.0, prompt_digest(POISON, sampling))
-    for prompt, shape in (
-        (innocent(1), sampling),
-        (POISON, replace_sampling(sampling, temperature=0.5)),
-        (replace(POISON, num_prompt_logprobs=2), sampling),
-        (replace(POISON, cache_salt="that of another client"), sampling),
-    ):
-        refused.check(1.0, prompt, shape)
-    with pytest.raises(RequestCrashesWorkers, match="10 minutes"):
-        refused.check(REFUSAL_S - 1, replace(POISON, priority=3), replace_sampling(sampling, seed=9))
-    refused.check(REFUSAL_S, POISON, sampling)
-    for number in range(MAX_REFUSED_PROMPTS + 1):
-        refused.add(0.0, prompt_digest(innocent(number), sampling))
-    refused.check(1.0, innocent(0), sampling)
-    with pytest.raises(RequestCrashesWorkers):
-        refused.check(1.0, innocent(1), sampling)
-
-
-def replace_sampling(sampling: SamplingParams, **changes: Any) -> SamplingParams:
-    return SamplingParams(**{"seed": sampling.seed, **changes})
 
 
 class Killers(Workers):

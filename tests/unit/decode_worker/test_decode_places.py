@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from tandem.decode_worker.actions import Action, SendToPeer
+from collections import Counter
+
+from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
-from tandem.protocol.messages.dispatch import PrepareDecode
+from tandem.protocol.messages.dispatch import PrepareDecode, TokenBatch
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import (
@@ -85,6 +87,30 @@ def test_a_request_with_more_sequences_than_a_step_runs_alone() -> None:
     assert ask(scheduler, "b") == []
     begin(scheduler, "a", 0, 3)
     assert len(scheduler.schedule(1.0)[0].items) == 2
+
+
+def test_all_sequences_of_such_a_request_take_turns() -> None:
+    scheduler = new_scheduler()
+    ask(scheduler, "a", 5)
+    begin(scheduler, "a", 0, 5)
+    num_tokens: Counter[str] = Counter()
+    for _ in range(5):
+        batch, _actions = scheduler.schedule(1.0)
+        actions = scheduler.on_step(1.5, [TOKEN] * len(batch.items))
+        batches = [each.message for each in actions if isinstance(each, SendToProxy)]
+        num_tokens.update(token.attempt_id for each in batches if isinstance(each, TokenBatch) for token in each.tokens)
+    assert num_tokens == {f"a{number}": 2 for number in range(5)} and scheduler.is_idle
+
+
+def test_a_block_for_each_running_sequence_stays_free() -> None:
+    """A new one does not take what the others grow into: one of them would be preempted for it."""
+    scheduler = DecodeScheduler(BlockManager(7, 8), "m", max_num_seqs=9)
+    for number, name in enumerate("abcd"):
+        assert ask(scheduler, name) == [name]
+        begin(scheduler, name, number)
+    assert scheduler.blocks.num_free == 3
+    assert ask(scheduler, "e") == [] and not scheduler.is_idle
+    assert reserved(scheduler.on_abort("p", "b0")) == ["e"], "three run, and four blocks were free"
 
 
 def test_a_transfer_that_arrives_after_the_end_of_its_request_is_refused() -> None:

@@ -67,6 +67,31 @@ def test_a_computed_prompt_runs_in_its_own_blocks() -> None:
     assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
+def test_each_sequence_counts_where_it_ends() -> None:
+    """With its first token in the prefill role, otherwise in the decode role."""
+    scheduler = new_scheduler()
+    prefill, decode = scheduler.prefill, scheduler.decode
+
+    def figures() -> tuple[int, ...]:
+        return (
+            prefill.num_finished, prefill.num_shipped, prefill.num_prompt_tokens, prefill.num_cached_tokens,
+            prefill.num_expired_leases, decode.num_finished, decode.num_preempted, decode.num_kept_blocks,
+        )  # fmt: skip
+
+    assert figures() == (0,) * 8
+    start(scheduler, "a", 2, tokens=list(range(20)), max_tokens=1)
+    step(scheduler)
+    assert figures() == (2, 0, 20, 0, 0, 0, 0, 0)
+    start(scheduler, "b", 2, tokens=list(range(20)), max_tokens=2)
+    for _ in range(2):
+        step(scheduler)
+    assert figures() == (2, 0, 40, 0, 0, 2, 0, 0), "another client shares no blocks"
+    start(scheduler, "c", 1, tokens=list(range(20)), max_tokens=2)
+    step(scheduler)
+    scheduler.on_abort("p", "c0")
+    assert figures() == (2, 0, 60, 0, 0, 2, 0, 0), "an aborted one has not finished"
+
+
 def test_a_step_holds_tokens_of_sequences_and_chunks_of_prompts() -> None:
     scheduler = new_scheduler()
     start(scheduler, "a")

@@ -99,6 +99,40 @@ def test_sooner_priorities_displace_the_newest_of_the_latest() -> None:
     assert (admission.num_waiting, admission.num_waiting_tokens) == (3, 95)
 
 
+@pytest.mark.parametrize("others", [[5, 0], [5, 1, 1], [7, 6, 1, 0, -3]])
+def test_only_later_priorities_are_displaced_the_latest_first(others: list[int]) -> None:
+    admission = Admission(AdmissionSettings(len(others)), Clock())
+    displaced: list[int] = []
+    for priority in others:
+        admission.admit("a", [1], priority, lambda error, priority=priority: displaced.append(priority))  # type: ignore[misc]
+    num_later = sum(priority > 1 for priority in others)
+    with pytest.raises(QueueFull):
+        admission.admit("b", [1] * (num_later + 1), 1)
+    assert not displaced, "what is refused displaces nobody"
+    for _ in range(num_later):
+        admission.admit("b", [1], 1)
+    with pytest.raises(QueueFull):
+        admission.admit("b", [1], 1)
+    assert displaced == [priority for priority in sorted(others, reverse=True) if priority > 1]
+
+
+def test_each_client_gets_its_own_limit_back() -> None:
+    """A request that ends gives back each of its sequences, to its own client only."""
+    admission = Admission(AdmissionSettings(20, max_requests_per_client=4), Clock())
+    for _ in range(3):
+        tickets = [admission.admit(client, [1, 1]) for client in ("a", "b", "a", "b")]
+        for client in ("a", "b"):
+            with pytest.raises(ClientLimitExceeded, match="4 of your sequences"):
+                admission.check(client)
+        tickets[0].close()
+        admission.admit("a", [1, 1]).close()
+        with pytest.raises(ClientLimitExceeded):
+            admission.admit("b", [1])
+        for ticket in tickets:
+            ticket.close()
+    assert not admission._running and not admission._open
+
+
 def test_a_request_of_which_one_sequence_streams_is_not_displaced() -> None:
     admission = Admission(AdmissionSettings(3), Clock())
     displaced: list[QueueFull] = []

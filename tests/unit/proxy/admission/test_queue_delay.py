@@ -77,6 +77,34 @@ def test_after_an_overload_nothing_is_refused() -> None:
     assert not load.num_refused and max(load.waits_s) < 1
 
 
+@pytest.mark.parametrize("slo_s", [0.3, 2.0, 3.0])
+def test_the_queue_stops_standing_with_the_first_token_that_comes_soon_enough(slo_s: float) -> None:
+    """At half of the target. The target itself is where the limit holds the queue."""
+    clock = Clock()
+    controller = QueueDelayController(clock, slo_s)
+    target_s = slo_s / 2
+
+    def after(waited_s: float) -> int | None:
+        clock.now += target_s / 10.5
+        controller.on_first_token(waited_s)
+        return controller.max_waiting(100)
+
+    assert [after(1.01 * target_s) for _ in range(12)] == [None] * 11 + [11]
+    assert after(target_s) is not None and after(target_s / 2) is not None
+    assert after(0.49 * target_s) is None
+    assert [after(1.01 * target_s) for _ in range(12)] == [None] * 11 + [11], "late for a whole target again"
+
+
+def test_a_standing_queue_may_hold_what_was_served_lately_and_some_at_least() -> None:
+    for per_target, expected in ((2, MIN_WAITING), (8, MIN_WAITING), (40, 40)):
+        clock = Clock()
+        controller = QueueDelayController(clock, SLO_S)
+        for _ in range(3 * per_target):
+            clock.now += SLO_S / 2 / per_target
+            controller.on_first_token(SLO_S)
+        assert controller.max_waiting(5) == pytest.approx(expected, abs=1)
+
+
 def test_an_idle_cluster_has_no_standing_queue() -> None:
     """Otherwise a request with more sequences than the limit would be refused forever."""
     load = load_with()

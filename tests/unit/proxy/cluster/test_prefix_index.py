@@ -89,6 +89,25 @@ def test_a_bit_is_reused_and_starts_empty() -> None:
     assert not index.needs_restart("c") and not index.needs_restart("gone")
 
 
+@given(st.lists(st.integers(0, 12), max_size=60))
+def test_workers_that_join_and_leave_never_share_a_bit(changes: list[int]) -> None:
+    """Each change lets a worker join, or leave if it is there."""
+    index = PrefixIndex()
+    bits: dict[int, int] = {}
+    for number in changes:
+        if number in bits:
+            index.leave(str(number))
+            del bits[number]
+            continue
+        free = next(bit for bit in range(20) if bit not in bits.values())
+        bits[number] = index.join(str(number))
+        assert bits[number] == free
+        log = PrefixLog()
+        log.add(name(number))
+        index.apply(str(number), log.take())
+    assert all(index.depths([number]) == {bit: 1} for number, bit in bits.items())
+
+
 def test_a_worker_that_joins_without_a_restart_is_asked_for_one() -> None:
     """A restarted proxy gets updates from the middle of a worker's stream. A worker without a stream is not asked."""
     index = PrefixIndex()

@@ -232,3 +232,41 @@ def test_ended_requests_leave_no_load(events: list[tuple[str, int]]) -> None:
         world.report(record.worker)
         assert record.use.is_idle
         assert (record.use.prompts.total, record.use.num_sequences, record.use.num_free_blocks) == (0, 0, 100)
+
+
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(0, 15))
+def test_decode_is_promised_what_its_cache_lacks_and_blocks_for_each_sequence(
+    num_tokens: int, num_sequences: int, num_held: int
+) -> None:
+    """Blocks have four tokens. Sequences share the prompt's full blocks, and need room for one token more each."""
+    world = RouterMachine(1, 1)
+    prompt = list(range(num_tokens))
+    num_held = min(num_held, num_tokens // 4)
+    world.cache(world.decodes[0], prompt[: 4 * num_held])
+    route = world.router.pick(shape(prompt, num_sequences=num_sequences))
+    num_full, num_all = num_tokens // 4, -(-(num_tokens + 1) // 4)
+    assert route.num_blocks == num_full - num_held + num_sequences * (num_all - num_full)
+    [record] = world.table.decode_workers
+    assert record.use.num_free_blocks == 100 - route.num_blocks and record.use.num_sequences == num_sequences
+
+
+def test_a_cached_prompt_outweighs_some_sequences() -> None:
+    """Two for what is not shipped, and 3.2 for a fifth of the pool's blocks."""
+    for num_more, chosen in ((4, "decode-0"), (6, "decode-1")):
+        world = RouterMachine(1, 2)
+        prompt = list(range(80))
+        world.cache(world.decodes[0], prompt)
+        world.report(world.decodes[0], running=10 + num_more)
+        world.report(world.decodes[1], running=10)
+        assert decode_of(world.router.pick(shape(prompt))) == chosen
+        assert decode_of(world.router.pick(PromptShape(80))) == "decode-1"
+
+
+@pytest.mark.parametrize(("num_held", "chosen"), [(20, "decode-0"), (2, "decode-1")])
+def test_a_little_of_the_prompt_in_the_cache_weighs_little(num_held: int, chosen: str) -> None:
+    world = RouterMachine(1, 2)
+    prompt = list(range(80))
+    world.cache(world.decodes[0], prompt[: 4 * num_held])
+    world.report(world.decodes[0], running=2)
+    world.report(world.decodes[1], running=1)
+    assert decode_of(world.router.pick(shape(prompt))) == chosen

@@ -225,6 +225,18 @@ def test_a_request_gets_its_best_beams() -> None:
     play(test)
 
 
+def test_the_beams_of_several_prompts_are_numbered_as_openai_does() -> None:
+    async def test(cluster: Cluster) -> None:
+        x, y, z = cluster.text.ids("xyz")
+        _, completion = answers(cluster, prompt=["ab", "cd", "ef"], max_tokens=1)
+        task = asyncio.create_task(whole(completion))
+        await step(cluster, 0, [[(x, -0.5), (y, -1.0)], [(y, -0.5), (z, -1.0)], [(z, -0.5), (x, -1.0)]])
+        choices = json.loads(await task)["choices"]
+        assert [(each["index"], each["text"]) for each in choices] == list(enumerate("xyyzzx"))
+
+    play(test)
+
+
 @pytest.mark.parametrize("error", [WorkerLost("gone"), DeadlineExceeded("late")], ids=lambda error: error.code)
 def test_a_failed_beam_fails_the_request(error: TandemError) -> None:
     async def test(cluster: Cluster) -> None:

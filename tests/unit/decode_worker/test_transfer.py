@@ -1,0 +1,125 @@
+"""One incoming transfer: which blocks may arrive, which have, and who may still write."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.decode_worker.transfer import IncomingTransfer, Transfers
+from tandem.protocol.messages.dispatch import PrepareDecode
+from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import ShipKV
+from tandem.runtime.errors import KVTransferFailed
+
+CACHED, WRITTEN, SPARE = [1, 2], [10, 11, 12, 13, 14], [20]
+
+
+def reserved() -> IncomingTransfer:
+    transfer = IncomingTransfer("t", "pair", 0.0)
+    transfer.reserve(CACHED, WRITTEN, SPARE)
+    return transfer
+
+
+def ship(first_block: int, num_blocks: int, checksums: list[int] | None = None, pair_id: str = "pair") -> ShipKV:
+    return ShipKV(pair_id, 0, "t", first_block, num_blocks, checksums or [])
+
+
+def request(num_sequences: int) -> PrepareDecode:
+    ids = [f"a{number}" for number in range(num_sequences)]
+    return PrepareDecode(
+        "p", ids, "t", pack_token_ids([1, 2]), SamplingParams(), [0] * num_sequences, StopConditions(3), 9.0,
+        prefill_worker_id="x", prefill_epoch="x",
+    )  # fmt: skip
+
+
+def test_blocks_are_announced_behind_the_cached_ones_in_order() -> None:
+    transfer = reserved()
+    assert transfer.announce(ship(2, 1)) == [10]
+    assert transfer.announce(ship(3, 3, checksums=[7, 8, 9])) == [11, 12, 13]
+    assert list(transfer.receives) == [1, 3] and transfer.num_received_blocks == 4
+    assert transfer.announce(ship(6, 1)) == [14]
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (ship(2, 1, pair_id="other"), "belongs to another pair"),
+        (ship(2, 0), "a shipment of 0 blocks"),
+        (ship(2, -1), "a shipment of -1 blocks"),
+        (ship(1, 1), "1 blocks from 1 on arrived out of order"),
+        (ship(3, 1), "1 blocks from 3 on arrived out of order"),
+        (ship(2, 6), "6 blocks from 2 on arrived out of order"),
+        (ship(2, 2, checksums=[7]), "1 checksums arrived for 2 blocks"),
+        (ship(2, 1, checksums=[7, 8]), "2 checksums arrived for 1 blocks"),
+    ],
+)
+def test_an_announcement_that_cannot_be_true_is_refused_and_changes_nothing(message: ShipKV, why: str) -> None:
+    transfer = reserved()
+    with pytest.raises(KVTransferFailed, match=why):
+        transfer.announce(message)
+    assert not transfer.receives and transfer.announce(ship(2, 5)) == WRITTEN
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=5), st.integers(0, 8), st.booleans())
+def test_arrived_blocks_are_kept_up_to_the_first_gap(
+    receives: list[tuple[int, bool]], num_full_blocks: int, has_first_tokens: bool
+) -> None:
+    """num_full_blocks: of the prompt. Each receive has a number of blocks, and whether they are whole."""
+    transfer, num_announced = reserved(), 0
+    if has_first_tokens:
+        transfer.first_token_ids = [5]
+    whole: list[bool] = []
+    for num_blocks, is_whole in receives:
+        num_blocks = min(num_blocks, len(WRITTEN) - num_announced)
+        if not num_blocks:
+            break
+        transfer.announce(ship(2 + num_announced, num_blocks))
+        assert transfer.may_still_be_written and not transfer.is_complete
+        num_announced += num_blocks
+        transfer.on_received(is_whole)
+        whole += [is_whole] * num_blocks
+    num_arrived = (*whole, False).index(False)
+    assert transfer.num_arrived_blocks == num_arrived
+    is_everything_here = num_announced == len(WRITTEN)
+    assert transfer.may_still_be_written == (not is_everything_here)
+    assert transfer.is_complete == (has_first_tokens and num_arrived == len(WRITTEN))
+    num_full_blocks = max(num_full_blocks, len(CACHED))
+    kept = WRITTEN[: min(num_arrived, num_full_blocks - len(CACHED))]
+    assert transfer.own_block_ids == WRITTEN
+    assert transfer.keep_arrived(num_full_blocks) == kept
+    assert kept + transfer.own_block_ids == WRITTEN
+
+
+def test_a_peer_that_has_stopped_writes_nothing_but_what_is_on_its_way() -> None:
+    transfer = reserved()
+    assert transfer.may_still_be_written
+    transfer.peer_stopped = True
+    assert not transfer.may_still_be_written
+    transfer.announce(ship(2, 2))
+    assert transfer.may_still_be_written
+    transfer.on_received(is_whole=False)
+    assert not transfer.may_still_be_written
+    assert not IncomingTransfer("t", "pair", 0.0).may_still_be_written, "it does not know where"
+
+
+def test_the_end_of_a_transfer_must_fit_its_request() -> None:
+    transfer = reserved()
+    transfer.first_token_ids = [5, 6]
+    assert transfer.why_unusable(request(2)) is None
+    for number in (1, 3):
+        assert f"2 first tokens for {number} sequences" in str(transfer.why_unusable(request(number)))
+    transfer.position_offset = 4
+    assert "position offset for a prompt without media" in str(transfer.why_unusable(request(2)))
+
+
+def test_closed_transfers_are_remembered() -> None:
+    transfers = Transfers()
+    for name, pair_id in (("a", "x"), ("b", "y"), ("c", "x")):
+        transfers.add(IncomingTransfer(name, pair_id, 0.0))
+    assert [each.transfer_id for each in transfers.of_pair("x")] == ["a", "c"]
+    transfers.close("a")
+    transfers.close("never seen")
+    assert len(transfers) == 2 and transfers.get("a") is None and transfers["b"].pair_id == "y"
+    assert [transfers.is_closed(name) for name in ("a", "b", "never seen", "other")] == [True, False, True, False]
