@@ -124,7 +124,8 @@ class Clients:
             is_expected = outcome in self._expected | check.errors
             is_expected = is_expected or (outcome == "request_aborted" and not proxy.accepts)
             self.num_failed += outcome == "internal_error" and outcome not in check.errors
-            is_patient = request.timeout_s == NO_TIMEOUT_S and not self._has_slo
+            timeout_s = min(request.timeout_s, proxy.services.request_timeout_s)
+            is_patient = timeout_s == NO_TIMEOUT_S and not self._has_slo
             if not is_expected or (outcome in LATE_ERRORS and is_patient):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
         self._num_open[proxy.proxy_id] -= check.num_open

@@ -12,7 +12,7 @@ import math
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from tandem.deploy.autoscale.planner import COOLDOWN_S, DOWN_AFTER_S
 from tandem.deploy.launch.worker_roles import ORDER_S
@@ -44,13 +44,20 @@ class _Told:
 class Orderly:
     """The rules of one run. clock: virtual time. report(rule, details): called when a rule is broken.
 
-    drain_s: seconds for which a process that was told to leave may finish what it holds.
+    drain_s: seconds for which a process that was told to leave may finish what it holds. processes: by process id.
     """
 
-    def __init__(self, clock: Callable[[], float], report: Callable[[str, str], None], drain_s: float) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        report: Callable[[str, str], None],
+        drain_s: float,
+        processes: Mapping[int, Any] | None = None,
+    ) -> None:
         self._clock = clock
         self._report = report
         self._drain_s = drain_s
+        self._processes = processes if processes is not None else {}
         self._asked: dict[int, float] = {}  # when a process was first told to leave, by pid
         self._by_hand: set[int] = set()  # pids of processes that got a signal that the launcher does not know of
         self._ordered: dict[str, float] = {}  # when the launcher last ordered a worker to take a role
@@ -84,8 +91,9 @@ class Orderly:
             self.disturb(f"a second signal to {process.name}")
         self._asked.setdefault(pid, self._clock())
 
-    def is_leaving(self, process: Leaving) -> bool:
-        return process.pids[0] in self._asked
+    def is_leaving(self, process: Leaving, for_s: float = 0.0) -> bool:
+        """Whether a process was told to leave, so many seconds ago."""
+        return self._clock() >= self._asked.get(process.pids[0], math.inf) + for_s
 
     def on_exit(self, process: Leaving, code: int) -> None:
         asked_at = self._asked.get(process.pids[0], math.inf)
@@ -100,8 +108,19 @@ class Orderly:
 
     def on_lost_attempt(self, proxy: str, attempt: Attempt) -> None:
         limits = (self._asked.get(worker.pid, math.inf) + self._drain_s for worker in attempt.route.workers)
-        if not self.disturbed_by and self._clock() < min(limits):
+        if not self.disturbed_by and self._clock() < min(limits) and not self._waits_for_a_step(attempt):
             self._report("an attempt is lost in order", f"{proxy}: {attempt.attempt_id}: {attempt.error}")
+
+    def _waits_for_a_step(self, attempt: Attempt) -> bool:
+        """Whether a decode worker that stays has all of a prompt, and only lacks a place in its steps.
+
+        Proxies do not know that, so they try it again when its prefill worker leaves.
+        """
+        decode = attempt.route.decode
+        if decode is None or decode.pid in self._asked or (process := self._processes.get(decode.pid)) is None:
+            return False
+        sequences = process.worker._scheduler.decode.sequences.by_attempt if not process.loop.is_dead else {}
+        return any(key[1] == attempt.attempt_id and each.prompt.has_begun for key, each in sequences.items())
 
     # ---- commands
 
@@ -118,6 +137,11 @@ class Orderly:
             self._report("a command fails in order", f"{command}: {error.message}")
 
     # ---- roles
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a worker was told another role."""
+        return bool(self._told or self._ordered)
 
     def on_order(self, worker: str) -> None:
         self._ordered[worker] = self._clock()

@@ -20,7 +20,7 @@ from tandem.deploy.processes.supervisor import EXIT_LOST
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
-from tandem.proxy.admission.admission import MAX_INPUTS, Admission
+from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.proxy.cluster.readiness import WorkerReadiness
@@ -43,7 +43,7 @@ from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.noted_blocks import NotedBlocks
 from tandem.simulator.observed_dispatcher import ObservedDispatcher, OnDelta
 from tandem.simulator.orderly import Orderly
-from tandem.simulator.refusals import RefusalRules
+from tandem.simulator.refusals import CheckedAdmission, RefusalRules
 from tandem.simulator.sampling import EOS_TOKEN_ID, VOCAB_SIZE
 from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.step_faults import StepFaults
@@ -104,7 +104,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         drain_s = self.shape.config.drain_timeout_s
-        self.orderly = Orderly(lambda: self.timeline.now, self.report, drain_s)
+        self.orderly = Orderly(lambda: self.timeline.now, self.report, drain_s, self.processes)
 
     def watch_exit(self, loop: ProcessLoop, pid: int, on_exit: Callable[[], None]) -> Callable[[], None]:
         """Implements `runtime.processes.exits.WatchExit` for the process of this loop."""
@@ -359,7 +359,7 @@ class SimulatedProxy(SimulatedProcess):
             token_text=token_text,
             readers=SimpleNamespace(),  # type: ignore[arg-type]  # prompts are tokens
             worker_table=self.table,
-            admission=Admission(config.admission, self.loop.time, queue_delay, MAX_INPUTS),
+            admission=CheckedAdmission(self._machine.report, config.admission, self.loop.time, queue_delay, MAX_INPUTS),
             answer_budget=AnswerBudget(),
             dispatcher=self.dispatcher,
             metrics=metrics,
