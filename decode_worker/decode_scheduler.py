@@ -276,14 +276,13 @@ class DecodeScheduler:
         return answers.actions() + freed + self._reserve()
 
     def on_out_of_memory(self, preempt: bool) -> list[Action]:
-        """Ends a step that did not fit into the device's memory, or was not run. Its sequences have no new token.
+        """Ends a step that did not fit into the device's memory, has failed, or was not run. Its sequences have no new
+        token.
 
-        preempt: preempts the newest half of them. All are preempted if the step copied blocks, because the copies may
-        be missing.
+        preempt: preempts the newest half of them.
         """
-        had_copies = self.running.has_copied
-        step = sorted(self.running.end_step(), key=lambda sequence: sequence.age)
-        num_kept = 0 if had_copies else len(step) // 2 if preempt else len(step)
+        step = sorted(self.running.end_step(has_run=False), key=lambda sequence: sequence.age)
+        num_kept = len(step) // 2 if preempt else len(step)
         actions: list[Action] = []
         for number, sequence in enumerate(step):
             if sequence.ended:

@@ -13,10 +13,11 @@ from tandem.engine.kv_cache.block_manager import BlockManager
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A step in flight. sequences: in the order of the batch. copied_from: blocks that are held until the step ends."""
+    """A step in flight. sequences: in the order of the batch."""
 
     sequences: list[DecodeSequence]
-    copied_from: list[int] = field(default_factory=list)
+    copies: list[tuple[DecodeSequence, int]] = field(default_factory=list)
+    """Sequences for which the step copies a block, and that block, which is held until the step ends."""
 
 
 class RunningBatch:
@@ -126,7 +127,7 @@ class RunningBatch:
                 sequence.stepped_at = now
             if sequence.copy_from is not None:
                 copies.append((sequence.copy_from, sequence.block_table[len(sequence.prompt.hashes)]))
-                step.copied_from.append(sequence.copy_from)
+                step.copies.append((sequence, sequence.copy_from))
                 sequence.copy_from = None
             items.append(sequence.next_item(sample_of.get(id(sequence))))
             sequence.num_steps += 1
@@ -153,13 +154,12 @@ class RunningBatch:
         sequence.block_table = [*sequence.block_table, *self._blocks.allocate(1)]  # a step in flight has the old list
         return True
 
-    @property
-    def has_copied(self) -> bool:
-        """Whether the oldest step in flight copies blocks."""
-        return bool(self.steps and self.steps[0].copied_from)
+    def end_step(self, has_run: bool = True) -> list[DecodeSequence]:
+        """Ends the oldest step and returns its sequences, in the order of the batch; none if no step is in flight.
 
-    def end_step(self) -> list[DecodeSequence]:
-        """Ends the oldest step and returns its sequences, in the order of the batch; none if no step is in flight."""
+        has_run: False for a step that has failed or was not run. Its copies may be missing, so the next step of each
+        sequence makes them again.
+        """
         if not self.steps:
             return []
         step = self.steps.popleft()
@@ -167,7 +167,11 @@ class RunningBatch:
             sequence.num_steps -= 1
             sequence.is_void = sequence.num_void_steps > 0
             sequence.num_void_steps -= sequence.is_void
-        self._blocks.release(step.copied_from)
+        if has_run:
+            self._blocks.release([block_id for _, block_id in step.copies])
+        else:
+            for sequence, block_id in step.copies:
+                sequence.copy_from = block_id
         return step.sequences
 
     def rotate(self, step: list[DecodeSequence]) -> None:

@@ -143,6 +143,10 @@ class DecodeSequence:
         return self.prompt.request.proxy_id, self.attempt_id
 
     @property
+    def client(self) -> str:
+        return client_of(self.prompt.request.cache_salt)
+
+    @property
     def may_step(self) -> bool:
         """Whether its grammar is compiled, its adapter loaded, and its newest token is or will be known."""
         is_ready = all(each is None or each.is_ready for each in (self.grammar, self.prompt.adapter))

@@ -76,8 +76,8 @@ Action = Grant | Drop
 
 class MediaStore:
     """All entries and leases. capacity_bytes: limit on the size of all entries. max_items: limit on their number, since
-    each is an open file. One client's leases may hold CLIENT_SHARE of both, so that others find room; what they do not
-    hold any more is evicted for whoever needs the room.
+    each is an open file. One client's leases may hold CLIENT_SHARE of both, so that others find room. Entries that no
+    lease holds are evicted when room is needed, whichever client's they were.
     """
 
     def __init__(self, capacity_bytes: int, max_items: int) -> None:

@@ -118,6 +118,10 @@ class PrefillPrompt:
         return bool(self.block_table)
 
     @property
+    def client(self) -> str:
+        return client_of(self.request.cache_salt)
+
+    @property
     def deadline(self) -> float:
         return self.arrived_at + self.request.deadline_s
 

@@ -158,10 +158,11 @@ def first_line(error: BaseException) -> str:
 
 _A_FILE = "(a file of the server)"
 _PATHS = re.compile(
-    r"""(?P<quote>["'`])(?:file:/*)?[~.]{0,2}/[^"'`\n]*(?P=quote)"""  # quoted, so it may have spaces
-    r"""|(?<![\w./:~<-])(?:file:/*)?(?:~|\.{1,2})?/[^\s"'`,;:()\[\]<>]+"""
+    r"""(?P<quote>["'`])(?:(?:file|ipc|unix):/*)?[~.]{0,2}/[^"'`\n]*(?P=quote)"""  # quoted, so it may have spaces
+    r"""|(?<![\w./~<-])(?!(?<=:)//)(?:(?:file|ipc|unix):/*)?(?:~|\.{1,2})?/[^\s"'`,;:()\[\]<>]+"""
 )
-"""Absolute paths, and relative ones that say so. A slash within a word, as in a URL or in tokens/s, begins none."""
+"""Absolute paths, and relative ones that say so. A slash within a word, as in tokens/s, or in a URL of a host, begins
+none."""
 
 
 def without_paths(text: str) -> str:

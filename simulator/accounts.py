@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from tandem.protocol.messages.membership import WorkerLoad
+from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, WorkerLoad
 from tandem.proxy.cluster.worker_load import WorkerUse
 from tandem.simulator.processes import SimulatedProxy, SimulatedWorker
 from tandem.simulator.site import SimulatedLauncher
@@ -65,6 +65,7 @@ def of_worker(worker: SimulatedWorker) -> Iterator[Wait]:
 
 def of_proxy(proxy: SimulatedProxy) -> Iterator[Wait]:
     """Checks that the router counts on each worker what the attempts in flight have there, once each."""
+    yield from _lists(proxy)
     num_own: Counter[str] = Counter()
     num_promised: Counter[str] = Counter()
     own_tokens: Counter[str] = Counter()
@@ -88,6 +89,29 @@ def of_proxy(proxy: SimulatedProxy) -> Iterator[Wait]:
             yield "blocks are neither free nor promised", details, 0
         if proxy.router._num_proxies == 1:
             yield from _overestimates(details, use, record.load)
+
+
+def _lists(proxy: SimulatedProxy) -> Iterator[Wait]:
+    """Checks the lists that the router chooses from, which follow from what each worker has reported."""
+    table = proxy.table
+    working = {epoch: each for epoch, each in table._by_epoch.items() if each.answers and not each.draining}
+    decode = {epoch for epoch, each in working.items() if each.role in DECODE_ROLES}
+    prefill = {epoch: each for epoch, each in working.items() if each.role in PREFILL_ROLES}
+    peers = {
+        epoch: {peer for peer in decode if peer == epoch or each.pairs.is_ready(peer)}
+        for epoch, each in prefill.items()
+    }
+    expected = (
+        prefill.keys(), decode, {epoch for epoch in decode if working[epoch].role == "decode"},
+        {epoch for epoch, of_worker in peers.items() if of_worker}, peers,
+    )  # fmt: skip
+    of_roles = table.prefill_workers, table.decode_workers, table.decode_only_workers, table.paired_prefill_workers
+    listed = (
+        *({each.worker.epoch for each in records} for records in of_roles),
+        {epoch: set(each.decode_peers) for epoch, each in prefill.items()},
+    )
+    if listed != expected:
+        yield "the router chooses from other workers than there are", f"{proxy.name}: {listed}, not {expected}", 0
 
 
 def _overestimates(details: str, use: WorkerUse, load: WorkerLoad) -> Iterator[Wait]:

@@ -253,7 +253,7 @@ class SimulatedCluster(Machine):
             case "change role":
                 self.operator.set_role(worker.name, get_args(Role)[fault.other % 3])
             case "scale":
-                counts = 1 + fault.target % 3, 1 + fault.other % 3
+                counts = fault.target % 4, fault.other % 4  # without a worker for a phase it is refused
                 is_elastic = self.shape.config.workers > 0
                 self.operator.scale(ScaleCluster(any=sum(counts)) if is_elastic else ScaleCluster(*counts))
 

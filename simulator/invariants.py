@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S
@@ -136,7 +137,7 @@ class Invariants:
             prefill_worker = self._by_epoch.get(waiting.prefill_epoch)
             if prefill_worker is None or prefill_worker.has_left or worker.loop not in prefill_worker.watched_by:
                 continue
-            exited_at = [loop.ended_at for loop in prefill_worker.loops if loop.ended_at is not None]
+            exited_at = [loop.ended_at or math.inf for loop in prefill_worker.loops]
             if waiting.arrived_at < min(exited_at) and max(exited_at) < now - 1:
                 details = f"{name}: {waiting.request.transfer_id}"
                 yield "a prompt waits for a prefill worker that has exited", details, CHECK_S

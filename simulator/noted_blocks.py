@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.simulator.engine import Pool
 from tandem.simulator.scenario import ClusterShape
 
 
 class NotedBlocks(BlockManager):
     """Notes which blocks of a worker begin and end to be held. The engine and the paths note who writes them.
 
+    pools: of the worker's heads. on_corrupt: called with what is wrong with a block in the prefix cache, and its id.
     has_evicted: whether a cached block was ever given to another sequence.
     """
 
-    def __init__(self, name: str, shape: ClusterShape, note: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: ClusterShape,
+        note: Callable[..., None],
+        pools: Sequence[Pool],
+        on_corrupt: Callable[[str, int], None],
+    ) -> None:
         super().__init__(shape.num_blocks, shape.block_size)
         self._name, self._note = name, note
+        self._pools, self._on_corrupt = pools, on_corrupt
         self.has_evicted = False
 
     def allocate(self, num_blocks: int) -> list[int]:
@@ -35,6 +46,15 @@ class NotedBlocks(BlockManager):
 
     def end_quarantine(self, block_ids: Iterable[int]) -> None:
         super().end_quarantine(self._noted("in quarantine no more", block_ids))
+
+    def publish(self, block_id: int, block_hash: bytes) -> None:
+        """Checks that the tokens of the block follow one another, else a later prompt may read a damaged block."""
+        super().publish(block_id, block_hash)
+        for pool in self._pools:
+            slots = pool.blocks[block_id]
+            if None in slots or any(one[1] != two[0] for one, two in itertools.pairwise(slots) if one and two):
+                self._on_corrupt(f"block {block_id} is left to the prefix cache", block_id)
+                return
 
     def is_held(self, block_id: int) -> bool:
         return block_id in self._num_holders

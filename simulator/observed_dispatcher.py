@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tandem.protocol.messages.dispatch import AttemptEvent
+from tandem.protocol.messages.dispatch import AttemptEvent, AttemptFailed
 from tandem.protocol.messages.membership import WorkerInfo
+from tandem.proxy.cluster.router import Route
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.simulator.blame import Blame
+from tandem.simulator.routes import wrong_route
 
 OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 
 
 class ObservedDispatcher(Dispatcher):
     """Calls on_delta with the tokens that a reader takes, and on_lost_attempt with an attempt that is lost and followed
-    by another. Reports what a process does to attempts of another. The other arguments: see `Dispatcher`."""
+    by another. Reports what a process does to attempts of another, wrong blame (`simulator.blame`), and routes that
+    contradict what the proxy knows (`simulator.routes`). The other arguments: see `Dispatcher`."""
 
     def __init__(
         self,
@@ -31,35 +35,83 @@ class ObservedDispatcher(Dispatcher):
         self._on_delta = on_delta
         self._on_lost_attempt = on_lost_attempt
         self._report = report
+        self._blame = Blame(report)
 
     def _start_over(self, sequence: DispatchedSequence) -> None:
-        attempt, num_migrated = sequence.attempt, self._metrics.migrated._value.get()
+        num_migrated = self._metrics.migrated._value.get()
+        attempts = {each: (each.attempt, each.num_lost) for each in sequence.siblings}
         super()._start_over(sequence)
+        for each, (attempt, num_lost) in attempts.items():
+            if attempt is not None and each.attempt is not attempt:
+                self._blame.on_lost_attempt(each, attempt, num_lost)
+        attempt = attempts[sequence][0]
         if attempt is not None and self._metrics.migrated._value.get() > num_migrated:
             self._on_lost_attempt(self._proxy_id, attempt)
+
+    def _send_prompt(
+        self, sequences: list[DispatchedSequence], route: Route, refused_at: Mapping[str, int] | None = None
+    ) -> None:
+        if (problem := wrong_route(self._router._table, sequences, route)) is not None:
+            self._report("a route contradicts what the proxy knows", f"{self._proxy_id}: {problem}")
+        super()._send_prompt(sequences, route, refused_at)
+        for sequence in sequences:
+            if sequence.attempt is not None:
+                self._blame.on_attempt(sequence, sequence.attempt)
 
     def take(self, sequence: DispatchedSequence) -> TokenDelta | None:
         attempt, delta = sequence.attempt, super().take(sequence)
         if delta is not None and attempt is not None:
             self._on_delta(sequence, attempt, delta)
+            if attempt.has_decoded:
+                self._blame.on_decoded(sequence)
         return delta
 
-    def on_message(self, worker: WorkerInfo, message: AttemptEvent) -> None:
-        with self._unchanged_elsewhere(worker):
-            super().on_message(worker, message)
+    def drop(self, sequence: DispatchedSequence) -> None:
+        super().drop(sequence)
+        self._blame.on_end(sequence)
 
-    def on_worker_lost(self, worker: WorkerInfo, *arguments: Any, **options: Any) -> None:
-        with self._unchanged_elsewhere(worker):
-            super().on_worker_lost(worker, *arguments, **options)
+    def on_message(self, worker: WorkerInfo, message: AttemptEvent) -> None:
+        attempt = self._running.get(message.attempt_id) if isinstance(message, AttemptFailed) else None
+        ends = attempt is not None and not attempt.has_ended
+        with self._unchanged_elsewhere(worker, self._running.values()):
+            super().on_message(worker, message)
+        if attempt is not None and ends and attempt.has_ended:
+            self._blame.on_ended(attempt, lambda each: each.epoch != worker.epoch)
+
+    def on_worker_lost(
+        self,
+        worker: WorkerInfo,
+        reason: str,
+        has_crashed: bool = False,
+        has_left: bool = False,
+        attempt_ids: frozenset[str] = frozenset(),
+    ) -> None:
+        open_attempts = [attempt for attempt in self._running.values() if not attempt.has_ended]
+        if has_crashed and worker.epoch not in self._dead:
+            self._blame.on_crash(worker, names_step=bool(attempt_ids))
+        if has_left:
+            self._blame.on_left(worker, self._running.values())
+        lost = [attempt for sequence in self._sequences for attempt in sequence._lost_attempts]
+        with self._unchanged_elsewhere(worker, [*self._running.values(), *lost]):
+            super().on_worker_lost(worker, reason, has_crashed, has_left, attempt_ids)
+        self._blame.check_all()
+        for attempt in open_attempts:
+            if attempt.has_ended and attempt.suspects:  # a prompt that is refused has none
+                self._blame.on_ended(attempt, lambda each: each.epoch == worker.epoch)
 
     @contextmanager
-    def _unchanged_elsewhere(self, worker: WorkerInfo) -> Iterator[None]:
-        """Checks that attempts do not end that this process, known by its epoch, takes no part in."""
+    def _unchanged_elsewhere(self, worker: WorkerInfo, attempts: Iterable[Attempt]) -> Iterator[None]:
+        """Checks that nothing changes about attempts that this process, known by its epoch, takes no part in."""
         before = [
-            attempt
-            for attempt in self._running.values()
-            if not attempt.is_over and all(each.epoch != worker.epoch for each in attempt.route.workers)
+            (attempt, _state(attempt))
+            for attempt in attempts
+            if all(each.epoch != worker.epoch for each in attempt.route.workers)
         ]
         yield
-        if ended := [attempt.attempt_id for attempt in before if attempt.is_over]:
-            self._report("a process ends attempts of another", f"{worker.worker_id} ({worker.epoch}): {ended}")
+        if changed := [attempt.attempt_id for attempt, state in before if _state(attempt) != state]:
+            self._report("a process changes attempts of another", f"{worker.worker_id} ({worker.epoch}): {changed}")
+
+
+def _state(attempt: Attempt) -> tuple[object, ...]:
+    """Returns what the fate of a process may change about an attempt."""
+    return attempt.is_over, attempt.is_excused, attempt._may_have_killed

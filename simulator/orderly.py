@@ -84,6 +84,10 @@ class Orderly:
         """Somebody signals a process without its launcher."""
         self._by_hand.add(process.pids[0])
 
+    def is_signalled_by_hand(self, process: Leaving) -> bool:
+        """Whether its launcher takes its end for a crash, unless the process says first that it leaves."""
+        return process.pids[0] in self._by_hand
+
     def on_told_to_leave(self, process: Leaving, by_signal: bool) -> None:
         """A second signal ends a process at once. The launcher sends none, but it does not know of those by hand."""
         pid = process.pids[0]

@@ -55,8 +55,6 @@ from tandem.worker.engine_host import EngineHost
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.worker import Worker
 
-FOLLOWER_EXIT_S = 0.3
-"""Time in which the ranks of a worker end after the first one, at most."""
 PROXY_POLL_S = 0.05
 
 Note = Callable[..., None]
@@ -179,14 +177,14 @@ class SimulatedProcess:
         if self.loop.is_dead:
             return
         self._machine.note(f"{self.name} ({self.pids[0]}) exits with {code}")
-        if code:
+        if code or self._machine.orderly.is_signalled_by_hand(self):
             self._machine.died_at.add(self._machine.timeline.now)
         self._machine.orderly.on_exit(self, code)
         self._end_rank(0)
         self._machine.switch.on_killed(self.name)
         self.watched_by = [loop for loop, pid, _ in self.watches if pid == self.pids[0]]
         for rank in range(1, len(self.pids)):
-            delay_s = self._machine.timeline.rng.uniform(0.0, FOLLOWER_EXIT_S)
+            delay_s = self._machine.timeline.rng.uniform(0.0, self._machine.shape.follower_exit_s)
             self._machine.world.call_later(delay_s, self._end_rank, rank)  # the kernel ends it, also if it is frozen
         self._on_end(code)
 
@@ -237,9 +235,12 @@ class SimulatedWorker(SimulatedProcess):
         num_ranks, num_heads = len(self.pids), shape.num_heads
         layout = KVLayout("simulated", "float32", 1, num_heads // num_ranks, 16, shape.block_size, num_ranks)
         block_size = shape.block_size if shape.keeps_kv else 0
-        blocks = NotedBlocks(self.name, shape, machine.note)
-        pool_of = functools.partial(Pool, shape.num_blocks, block_size, self._check_write, blocks.is_held)
+        blocks: NotedBlocks
+        pool_of = functools.partial(
+            Pool, shape.num_blocks, block_size, self._check_write, lambda block_id: blocks.is_held(block_id)
+        )
         own = [pool_of(head) for head in range(num_heads)]
+        blocks = NotedBlocks(self.name, shape, machine.note, own, self._on_corrupt)
         cpu: Any = SimpleNamespace(type="cpu")
         loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, cpu, cpu, layout)
         connectors: Any = {

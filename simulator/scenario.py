@@ -120,6 +120,8 @@ class ClusterShape:
     """Time from the start of a process to its first act."""
     first_boot_s: float = 0.0
     """Of the processes that start with the cluster."""
+    follower_exit_s: float = 0.3
+    """Time in which the ranks of a worker end after the first one, at most."""
     num_hosts: int = 1
     max_workers: int = MAX_WORKERS
     """For which the hosts have room."""
@@ -235,7 +237,37 @@ def draw(seed: int) -> Scenario:
     has_launcher = not any("launcher" in fault.kind for fault in faults)
     if rng.random() < 0.04 and is_small and has_launcher and not cluster.config.autoscale:  # such a run takes long
         faults += (Fault(rng.uniform(START_S, end), "hang", rng.randrange(16), 0, MAX_WORKER_SILENCE_S + 45),)
+    cluster, faults = _later_draws(random.Random(f"later {seed}"), cluster, requests, faults)
     return Scenario(seed, cluster, requests, tuple(sorted(faults, key=lambda each: each.at)))
+
+
+def _later_draws(
+    rng: random.Random, cluster: ClusterShape, requests: tuple[Request, ...], faults: tuple[Fault, ...]
+) -> tuple[ClusterShape, tuple[Fault, ...]]:
+    """Changes a scenario by random numbers of its own, so that the rest of a seed stays as it is.
+
+    Faults strike just after a request has come, and meet its prompt or its transfer. Workers end while the launcher is
+    out of reach, so that proxies learn of it after their successors have come.
+    """
+    corrupt_share, follower_exit_s = cluster.corrupt_share * rng.choice([1, 10]), rng.choice([0.3, 0.3, 3.0])
+    cluster = replace(cluster, corrupt_share=corrupt_share, follower_exit_s=follower_exit_s)
+    if rng.random() < 0.2:
+        cluster = cluster.with_config(drain_timeout_s=rng.choice([0.2, 2.0]))
+    kinds = {fault.kind for fault in faults}
+    if kinds <= {*COMMANDS} or "hang" in kinds:
+        return cluster, faults
+    if rng.random() < 0.4:
+        moments = [each.at + rng.choice([0.02, 0.1, 0.4]) for each in rng.choices(requests, k=len(faults))]
+        faults = tuple(
+            replace(each, at=at) if rng.random() < 0.6 else each for each, at in zip(faults, moments, strict=True)
+        )
+    if rng.random() < 0.2 and not any("launcher" in kind for kind in kinds):
+        at = rng.choice(requests).at
+        faults += (
+            Fault(at, "partition launcher", 0, 0, rng.uniform(3.0, 10.0)),
+            Fault(at + rng.uniform(0.0, 0.3), rng.choice(["kill", "leave"]), rng.randrange(16), 0, 0.0),
+        )
+    return cluster, faults
 
 
 def _other_workers(rng: random.Random, cluster: ClusterShape) -> ClusterShape:

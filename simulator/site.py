@@ -153,8 +153,18 @@ class CheckedLauncher(Launcher):
         super().scale(counts)
         if len(counts) == len(before) and self._config.autoscale:  # operators name the roles that they change
             self._planner_rules.on_decision(before, counts)
+        if phase := self._unserved(self.counts) - self._unserved(before):
+            self._report("no worker is left for a phase", f"{sorted(phase)}: {dict(before)}, then {self.counts}")
         if wrong := {role: self.counts[role] for role in counts if self.counts[role] != counts[role]}:
             self._report("the launcher counts otherwise than it was told to", f"{wrong} instead of {counts}")
+
+    def _unserved(self, counts: Mapping[Role, int]) -> set[str]:
+        """Returns the phases that no worker would do with these numbers."""
+        computes = counts["prefill"] or counts["any"]
+        computes = computes or (counts["decode"] and self._config.routing.decode_prefill_threshold)
+        return {
+            phase for phase, does in (("prefill", computes), ("decode", counts["decode"] or counts["any"])) if not does
+        }
 
 
 class SimulatedLauncher(SimulatedProcess):

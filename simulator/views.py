@@ -72,8 +72,8 @@ def _of_proxy(cluster: SimulatedCluster, proxy: SimulatedProxy, infos: dict[str,
         told = (load.num_running, load.num_waiting, load.num_decoding, load.waiting_tokens,
                 load.num_free_blocks, load.num_cached_blocks)  # fmt: skip
         yield f"{about}'s load", told, held
-        assumed = use.num_sequences, use.prompts.total, use.num_free_blocks, use.itl_s(1)
-        yield f"the use that {about} assumes", assumed, (0, 0, blocks.num_blocks, times.decode_s(1))
+        assumed = use.num_sequences, use.prompts.total, use.num_free_blocks, round(use.itl_s(1), 9)
+        yield f"the use that {about} assumes", assumed, (0, 0, blocks.num_blocks, round(times.decode_s(1), 9))
         known = {pair.decode_epoch: pair.state for pair in record.pairs.all()}
         yield f"{about}'s pairs", known, {pair.peer.epoch: pair.state for pair in pairs}
         shipped = {pair.peer.worker_id: pair.num_shipments for pair in pairs if pair.num_shipments}

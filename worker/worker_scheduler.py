@@ -124,13 +124,14 @@ class WorkerScheduler:
 
     def _next_step(self, now: float) -> tuple[Batch, list[Action]]:
         actions: list[Action] = []
-        while (group := self._isolation.take()) is not None:
-            batch, of_group = self._form_step(now, group)
-            actions += of_group
-            if batch.items or batch.encodes:
+        while True:
+            prompts = self.prefill.prompts
+            begun: list[Member] = [*self.decode.running.sequences, *prompts.computing.values()]
+            only = self._isolation.take(begun, prompts.waiting.values())
+            batch, of_step = self._form_step(now, only)
+            actions += of_step
+            if only is None or batch.items or batch.encodes:
                 return batch, actions
-        batch, of_all = self._form_step(now)
-        return batch, actions + of_all
 
     def _form_step(self, now: float, only: list[Member] | None = None) -> tuple[Batch, list[Action]]:
         sequences = None if only is None else {each for each in only if isinstance(each, DecodeSequence)}
@@ -156,15 +157,16 @@ class WorkerScheduler:
     def on_out_of_memory(self, error: BaseException) -> list[Action]:
         """Makes steps smaller for good: chunks of prompts first, then fewer sequences.
 
-        A chunk of the smallest size that does not fit either fails. A step behind the failed one was not run.
+        A step with prompts of the smallest size that does not fit either has failed. A step behind it was not run.
         """
-        step = self._steps.popleft()
+        step = self._steps[0]
         num_tokens = step.num_prompt_tokens
         if num_tokens and self._max_num_batched_tokens > MIN_BATCHED_TOKENS:
             fitting = min(num_tokens, self._max_num_batched_tokens) // 2
             self._max_num_batched_tokens = max(MIN_BATCHED_TOKENS, fitting)
         elif num_tokens or not step.num_decoding:  # or an image alone
-            return self.decode.on_out_of_memory(preempt=False) + self.prefill.on_step_failed(error)
+            return self.on_step_failed(error)
+        self._steps.popleft()
         preempted = self.decode.on_out_of_memory(preempt=not num_tokens)
         return preempted + self.prefill.on_out_of_memory(self._max_num_batched_tokens) + self._take_back()
 

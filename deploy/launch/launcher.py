@@ -31,6 +31,7 @@ from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised, 
 from tandem.deploy.sites.site import Site
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
+    ExitCause,
     FromProxyControl,
     GetStatus,
     Role,
@@ -241,14 +242,18 @@ class Launcher:
         child, task = self._children[name], self._tasks[name]
         child.terminate()
         timeout_s = self._config.drain_timeout_s + DRAIN_GRACE_S
-        if not await self._wait([task], timeout_s):
+        cause: ExitCause = "order"
+        if await self._wait([task], timeout_s):
+            if child.last_returncode is not None:  # a worker may crash while it drains
+                cause = exit_cause(child.last_returncode, was_asked=True)
+        else:
             log.warning("%s has not drained within %.0f s: killing it", name, timeout_s)
             child.kill()
             await self._wait([task], 1.0)
         if self._stopping.is_set():
             return
         for control in self._controls.values():
-            control.send(WorkerExited(name, child.last_pid, "order"))
+            control.send(WorkerExited(name, child.last_pid, cause))
         self._forget(name)
 
     def _forget(self, name: str) -> None:

@@ -54,6 +54,7 @@ class Supervised(ABC):
         self.log_file = log_file
         self.num_starts = 0
         self.last_pid = 0
+        self.last_returncode: int | None = None  # of `run_once`
         self._drained: tuple[int, int] | None = None  # its start and pid
         self._on_exit = on_exit
         self._stopping = asyncio.Event()
@@ -80,7 +81,7 @@ class Supervised(ABC):
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             started_at = loop.time()
-            returncode = await self.run_once()
+            self.last_returncode = returncode = await self.run_once()
             if self._stopping.is_set():
                 return
             if returncode is not None and not self._on_exit(self.name, self.last_pid, returncode):

@@ -82,7 +82,7 @@ class GrammarState:
 
     def on_mask(self, mask: Mask) -> None:
         self.num_late = self.num_late + 1 if mask.is_late else 0
-        if not mask.is_late:
+        if not mask.is_late and mask.error is None:  # the sequence ends with an error, which says nothing of others
             self._mask_s = self.grammar.mask_s = mask.cpu_s
 
     def give_up(self, reason: str) -> None:
@@ -126,6 +126,8 @@ class Grammar:
         self.client = client
         self.mask_s = _UNKNOWN_MASK_S
         """Processor time of its last mask."""
+        self.has_ended = False
+        """Whether a process of it has ended before its time."""
         self.ended_state_ids: deque[int] = deque()
         self.is_reported = False  # its failure, in the log
 
@@ -169,24 +171,27 @@ class Grammar:
         """Returns the masks that `send` asked for, each with bits or an error, or late.
 
         A process that ends or is late fails the sequence whose mask it computed. Others get theirs from a new process,
-        once; then the rest fail.
+        once; then the rest fail. What such a process has taken is not known: the step's waits for it and for the new
+        one count in its place.
         """
         process = self.process()
         masks: list[Mask] = []
         has_restarted = False
         while len(masks) < len(requests):
-            mask = process.receive(deadline - time.monotonic())
+            begun_at = time.monotonic()
+            mask = process.receive(deadline - begun_at)
             if mask is not None:
                 masks.append(mask)
                 continue
             process.close()
-            masks.append(Mask(error=ErrorInfo.of(TOO_SLOW)))
-            rest = requests[len(masks) :]
-            if rest:
+            self.has_ended = True
+            failed: list[Mask] = []
+            if rest := requests[len(masks) + 1 :]:
                 error = LOST if has_restarted else self._restart(process, rest, deadline, budget_s)
                 has_restarted = True
                 if error is not None:
-                    masks += [Mask(error=ErrorInfo.of(error))] * len(rest)
+                    failed = [Mask(error=ErrorInfo.of(error))] * len(rest)
+            masks += [Mask(error=ErrorInfo.of(TOO_SLOW), cpu_s=time.monotonic() - begun_at), *failed]
         return masks
 
     def _restart(

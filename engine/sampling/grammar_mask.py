@@ -18,7 +18,7 @@ from tandem.engine.batch import Sample
 from tandem.engine.cuda.streams import Array, upload
 from tandem.engine.sampling.grammar import MASKS_TIMEOUT_S, MaskRequest
 from tandem.engine.sampling.grammar_messages import Mask
-from tandem.engine.sampling.mask_budgets import UNLIMITED_S, MaskBudgets, fitting
+from tandem.engine.sampling.mask_budgets import BURST_S, UNLIMITED_S, MaskBudgets, fitting
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError
 from tandem.runtime.threads import show_thread_name
 
@@ -40,7 +40,7 @@ class StepMask:
     late: frozenset[int] = frozenset()
     """Rows that skip the step: their masks are not computed yet."""
     cpu_s: dict[str, float] = field(default_factory=dict)
-    """Processor time of the masks of each client."""
+    """Processor time of the masks of each client, with the step's waits for processes that it has lost."""
     banned: dict[int, Collection[int]] = field(default_factory=dict)
     """Tokens that rows without a mask must not get, by row: their optional grammars have failed."""
 
@@ -139,30 +139,33 @@ def compute_masks(
     late = {row for key in _take_late(wanted, budgets_s) for row in users[key]}
     grammars = {id(each.state.grammar): each.state.grammar for each in wanted.values()}
     requests: dict[int, dict[int, MaskRequest]] = {key: {} for key in grammars}  # by grammar and state
-    limits_s: dict[int, float] = dict.fromkeys(grammars, UNLIMITED_S)
+    # Of the clients that share a grammar, the largest: one that has little left does not make the others late.
+    limits_s: dict[int, float] = dict.fromkeys(grammars, UNLIMITED_S if budgets_s is None else 0.0)
     for key, request in wanted.items():
         state = request.state
         requests[id(state.grammar)][key] = request
         if budgets_s is not None:
-            limits_s[id(state.grammar)] = min(limits_s[id(state.grammar)], budgets_s[state.client])
+            limits_s[id(state.grammar)] = max(limits_s[id(state.grammar)], budgets_s[state.client])
     failed: dict[int, ErrorInfo] = {}
+    cpu_s: defaultdict[str, float] = defaultdict(float)
     for key, grammar in grammars.items():
+        of_grammar, begun_at = list(requests[key].values()), time.monotonic()
         try:
-            grammar.send(list(requests[key].values()), deadline, limits_s[key])
+            grammar.send(of_grammar, deadline, limits_s[key])
         except Exception as error:
             failed[key] = _error_info(error)
+        if (waited_s := time.monotonic() - begun_at) > BURST_S:  # a process had to be started
+            cpu_s[of_grammar[0].state.client] += waited_s
     found: list[bytes] = []
     mask_row_of: dict[int, int] = {}
     errors: dict[int, ErrorInfo] = {}
-    cpu_s: defaultdict[str, float] = defaultdict(float)
     for key, grammar in grammars.items():
-        of_grammar = requests[key]
         if key in failed:
-            masks = [Mask(error=failed[key])] * len(of_grammar)
+            masks = [Mask(error=failed[key])] * len(requests[key])
         else:
-            masks = grammar.receive(list(of_grammar.values()), deadline, limits_s[key])
-        for state_key, mask in zip(of_grammar, masks, strict=True):
-            state = of_grammar[state_key].state
+            masks = grammar.receive(list(requests[key].values()), deadline, limits_s[key])
+        for (state_key, request), mask in zip(requests[key].items(), masks, strict=True):
+            state = request.state
             state.on_mask(mask)
             cpu_s[state.client] += mask.cpu_s
             if mask.is_late:

@@ -106,7 +106,8 @@ class Grammars:
         if text is None:
             return None
         grammar = self._cached.get(text)
-        if grammar is None:
+        if grammar is None or grammar.has_ended:  # then it would be compiled in a step, for which all sequences wait
+            self._cached.pop(text, None)
             try:
                 self._make_room(client)
             except Overloaded as error:

@@ -196,7 +196,7 @@ class Dispatcher:
                 self._metrics.migrated.inc()
                 delay_s = max(delay_s, wait_s)
         waiting = WaitingPrompt(together, None, self._wait_until(delay_s))
-        if (pixels := sequence.pixels) is not None and not pixels.has_pixels:
+        if (pixels := sequence.pixels) is not None and not pixels.has_first_pixels:
             start_job(self._begin_with_pixels(waiting, pixels, delay_s), "making images and video again")
         elif delay_s:
             asyncio.get_running_loop().call_later(delay_s, self._begin, waiting)

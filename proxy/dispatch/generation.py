@@ -140,7 +140,8 @@ class Generation:
         for prompt in prompts:
             self._start(prompt, texts, opened, ready)
             await asyncio.sleep(0)  # starting a thousand sequences takes 0.1 s
-        num_open, num_taken, num_begun = len(texts), 0, 0
+        num_open, num_taken = len(texts), 0
+        begun: dict[DispatchedSequence, int] = {}  # number of the attempt that has had a delta
         while num_open:
             num_taken += 1
             if num_taken % _SEQUENCES_PER_TURN == 0:  # while `ready` is not empty, getting from it does not yield
@@ -150,11 +151,12 @@ class Generation:
                 continue
             text, is_first, shown = texts[sequence], taken.is_first, None
             text.timer.on_tokens(services.dispatcher.clock(), 0 if self.request.is_prompt_only else len(taken.tokens))
+            if begun.get(sequence) != (attempt_number := len(sequence.times)):
+                begun[sequence] = attempt_number
+                if len(begun) == len(texts) and all(each.has_encoded_media for each in texts):
+                    self.request.release_pixels()
             if is_first:
                 ticket.on_first_token(text.index)
-                num_begun += 1
-                if num_begun == len(texts) and all(each.has_encoded_media for each in texts):
-                    self.request.release_pixels()
                 if text.index % self.request.n == 0:
                     self.record.num_cached_tokens += taken.num_cached_tokens
                 shown = await self._shown_prompt(sequence.prompt, text.index, taken.prompt_logprobs)

@@ -53,8 +53,8 @@ class Pixels(Protocol):
     """The pixels of a prompt's images and videos, which are released once they are encoded."""
 
     @property
-    def has_pixels(self) -> bool:
-        """Whether they can be read now."""
+    def has_first_pixels(self) -> bool:
+        """Whether the prompt's items can be read as they were at the start."""
 
     async def with_pixels(self, media: Sequence[MediaItem]) -> tuple[MediaItem, ...]:
         """Returns the items so that another attempt can read them. Raises TandemError."""

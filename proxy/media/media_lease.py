@@ -1,6 +1,6 @@
 """A request's hold on its images and videos, which remain readable even if the media cache dies.
 
-    pixels and sources held -> (all encoded) sources held -> (migrated) pixels made again, both held -> released
+    pixels and sources held -> (all encoded) sources held -> (migrated) pixels made again, both held -> ...
 
 Pixels are held until they are encoded, so that a long answer does not keep them from others. The bytes that the client
 sent are held to the end (`proxy.media.media_source_bytes`).
@@ -55,12 +55,13 @@ class MediaLease:
         self._pixels_id: str | None = lease_id
         """The lease that holds the pixels: the first one, or one for those that were made again."""
         self._fds: dict[str, int] = {}  # of pixels, by the cache's path
-        self._made: dict[bytes, MediaItem | MadeMedia] = {}  # by digest
+        self._made: dict[bytes, MadeMedia] = {}  # by digest
         self._making = asyncio.Lock()
 
     @property
-    def has_pixels(self) -> bool:
-        return self._pixels_id is not None
+    def has_first_pixels(self) -> bool:
+        """Whether the pixels have never been released, so that the items that `hold` has returned can be read."""
+        return self._pixels_id == self._lease_id
 
     def hold(self, media: Sequence[MediaItem]) -> tuple[MediaItem, ...]:
         """Opens the items' segments and returns the items with paths of this process.
@@ -76,10 +77,13 @@ class MediaLease:
         self._sources = msgspec.structs.replace(sources, segment=_path_of(self._sources_fd))
 
     def release_pixels(self) -> None:
-        """Returns the pixels, once they are encoded, to the cache. Without sources they are kept. Idempotent."""
+        """Returns the pixels, once they are encoded, to the cache. Without sources they are kept. Idempotent.
+
+        The first lease goes on with the sources; one for pixels that were made again ends.
+        """
         if self._pixels_id is None or self._sources is None or self._make_again is None:
             return
-        self._cache.release([self._pixels_id], "input")
+        self._cache.release([self._pixels_id], "input" if self._pixels_id == self._lease_id else None)
         self._pixels_id = None
         self._close_pixels()
 

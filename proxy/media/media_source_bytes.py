@@ -6,13 +6,12 @@ A request that migrates later has its pixels made again from them, so it also fi
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from hashlib import sha256
-from pathlib import Path
 
 import msgspec
 
+from tandem.media_cache.media_segment import map_segment
 from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.media_cache import MediaKey
 
@@ -39,6 +38,9 @@ def sources_key(digests: Sequence[bytes]) -> MediaKey:
 
 
 def read_sources(sources: HeldSources) -> list[bytes]:
-    """Returns the bytes of each item. Blocks on memory only."""
-    with Path(sources.segment).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+    """Returns the bytes of each item. Blocks on memory only.
+
+    Raises WorkerLost if the request has ended meanwhile: the path may then lead to another client's file.
+    """
+    with map_segment(sources.segment, sources_key([item.digest for item in sources.items])) as mapped:
         return [mapped[item.offset : item.offset + item.num_bytes] for item in sources.items]

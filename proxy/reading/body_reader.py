@@ -126,14 +126,14 @@ class BodyReader:
         return self.render(request, limits)
 
     def find_media(self, body: bytes, kind: BodyKind, cache_scope: str, path: str) -> FoundMedia:
-        """Returns the images and videos of a request, and appends the bytes of those in data URLs to the file `path`.
+        """Returns the images and videos of a request, and writes the bytes of those in data URLs to the file `path`.
 
         Raises InvalidRequest, InvalidMedia.
         """
         request = self.decode(body, kind, cache_scope)
         assert isinstance(request.prompt, ChatPrompt)
         items, offset = [], 0
-        with Path(path).open("ab") as file:
+        with Path(path).open("wb") as file:  # empties it: a process that died may have written a part
             for source in request.prompt.media:
                 if not is_data_url(source):
                     if len(source.url) > MAX_URL_CHARACTERS:

@@ -58,7 +58,6 @@ from tandem.runtime.errors import (
     Overloaded,
     RequestAborted,
     TandemError,
-    WorkerLost,
 )
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.logs import setup_logging
@@ -204,10 +203,7 @@ class MediaProcess:
         await self._is_loaded.wait()
         reader = self._reader.result()
         async with self._turns.slot(job.client):
-            try:
-                contents = await self._in_turn(job, reader.again, job.sources)
-            except OSError as error:  # the request has ended meanwhile
-                raise WorkerLost(f"the bytes of an image or video cannot be read again: {error}") from error
+            contents = await self._in_turn(job, reader.again, job.sources)
             cached = await self._make(reader, job, contents)
         return MediaRemade(job.lease_id, [reader.made(content, *cached[content.key]) for content in contents])
 

@@ -72,7 +72,7 @@ class MediaReader:
         return CommittedMedia(key, num_bytes, b"")
 
     def again(self, sources: HeldSources) -> list[MediaContent]:
-        """Returns the items of a request whose bytes were kept. Raises InvalidMedia, OSError."""
+        """Returns the items of a request whose bytes were kept. Raises InvalidMedia, WorkerLost."""
         contents = []
         for number, (item, data) in enumerate(zip(sources.items, read_sources(sources), strict=True)):
             source = MediaSource(number, item.kind, "", "messages")

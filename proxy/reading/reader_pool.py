@@ -257,7 +257,9 @@ class ReaderPool:
             except TandemError as error:
                 answer, is_lost = error, False
             except BaseException:
-                job.end(InternalError(_STOPPING))
+                job.end(InternalError(_STOPPING if self._is_closed else "the request could not be read"))
+                self._queue.release(job.turn)
+                self._wake()
                 raise
             else:
                 is_lost = False

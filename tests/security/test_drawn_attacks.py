@@ -13,7 +13,7 @@ import pytest
 from tests.security.drawn_attacks import Bounds, attacked
 from tests.security.drawn_case import Case, covering
 
-pytestmark = [pytest.mark.extended, pytest.mark.alone]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.alone]
 
 TOGETHER = 16
 """Cases that run at once. Where they do harm, halves of them run again, so that the message names the case."""

@@ -28,7 +28,7 @@ def test_a_video_bomb_fails_at_the_limit_of_the_process(tmp_path: Path) -> None:
         pid = media_process(served)
         loaded = memory_of(pid, "VmData")
         limit, _ = resource.prlimit(pid, resource.RLIMIT_DATA)
-        assert 0 < limit - loaded <= 4.5 * GIB
+        assert 0 < limit - loaded <= 6.5 * GIB
         resource.prlimit(pid, resource.RLIMIT_DATA, (loaded + (128 << 20),) * 2)
         before = memory_of(pid, "VmHWM")
         bomb = served.chat(video_part(data_url(with_long_index(10_000_000), "video/mp4")))

@@ -24,6 +24,7 @@ import msgspec
 from bench.support.report import Aim, Report
 from tandem.simulator.run import run
 from tandem.simulator.scenario import draw
+from tests.simulation.blame_mutations import BLAME
 from tests.simulation.mutation import Mutation
 from tests.simulation.policy_mutations import PURE, TRANSFERS, VIEWS
 from tests.simulation.sampling_mutations import SAMPLING
@@ -32,7 +33,7 @@ from tests.simulation.shell_mutations import LAUNCH, SHELL
 
 ROOT = Path(__file__).parents[2]
 SEEDS_AT_ONCE = 10
-MUTATIONS = SHELL + PURE + TRANSFERS + VIEWS + LAUNCH + SAMPLING + IN_ORDER + SERVICE
+MUTATIONS = SHELL + PURE + TRANSFERS + VIEWS + LAUNCH + SAMPLING + IN_ORDER + SERVICE + BLAME
 
 
 def mutated(mutation: Mutation) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.simulation.mutation import DECODE, GENERATION, Mutation
 
 SEQUENCE, PROMPT = "decode_worker/sequence.py", "prefill_worker/prompt.py"
+RUNNING = "decode_worker/running.py"
 MESSAGES, REQUEST = "proxy/dispatch/prompt_messages.py", "proxy/api/generation_request.py"
 
 SAMPLING = (
@@ -66,8 +67,8 @@ SAMPLING = (
     ),
     Mutation(
         "sequences go on after running out of memory with copies missing",
-        DECODE,
-        "num_kept = 0 if had_copies else len(step) // 2 if preempt else len(step)",
-        "num_kept = len(step) // 2 if preempt else len(step)",
+        RUNNING,
+        "if has_run:",
+        "if True:",
     ),
 )

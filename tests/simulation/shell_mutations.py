@@ -175,8 +175,8 @@ LAUNCH = (
     Mutation(
         "a worker that was stopped is not forgotten",
         LAUNCHER,
-        'child.last_pid, "order"))\n        self._forget(name)',
-        'child.last_pid, "order"))',
+        "child.last_pid, cause))\n        self._forget(name)",
+        "child.last_pid, cause))",
     ),
     Mutation(
         "a worker that does not drain is not killed",

@@ -249,6 +249,20 @@ def test_a_worker_that_hangs_for_minutes_is_replaced() -> None:
         assert site.finish(20.0)[-1] == "finished"
 
 
+@pytest.mark.parametrize("threshold", [0, 32])
+@pytest.mark.parametrize("counts", [ScaleCluster(prefill=0), ScaleCluster(decode=0), ScaleCluster(0, 0, 1)])
+def test_scaling_leaves_a_worker_for_each_phase(counts: ScaleCluster, threshold: int) -> None:
+    """Decode workers compute prompts only if a threshold allows it."""
+    with simulated_site(FIXED.with_config(decode_prefill_threshold=threshold)) as site:
+        before = site.cluster.launcher.launcher.counts
+        site.cluster.operator.scale(counts)
+        site.until(lambda: not site.cluster.operator.num_running)
+        is_served = bool(counts.any) or (bool(threshold) and counts.decode is None)
+        assert (site.cluster.launcher.launcher.counts != before) == is_served
+        site.ask()
+        assert site.finish() == ["finished"]
+
+
 def test_workers_of_a_lost_host_start_on_another_one_with_their_roles() -> None:
     shape = replace(ELASTIC.with_config(workers=4), num_hosts=2)
     with simulated_site(shape) as site:

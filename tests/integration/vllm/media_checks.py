@@ -46,7 +46,7 @@ class LateMedia:
         self.num_released = 0
 
     async def fetch(
-        self, endpoint: str, item: MediaItem, names: list[str], on_release: Callable[[Any], object]
+        self, endpoint: str, item: MediaItem, names: list[str], on_release: Callable[[Any], object], client: str
     ) -> dict[str, torch.Tensor]:
         on_release(self._release)
         assert endpoint

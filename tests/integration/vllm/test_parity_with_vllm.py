@@ -50,7 +50,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "low temperature": {"temperature": 0.3, "seed": 4},
     "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3, "seed": 5},
     "greedy penalties": {"temperature": 0, "frequency_penalty": 1.5},
-    "min_tokens": {"min_tokens": 12, "stop_token_ids": list(range(0, 2000, 3)), "seed": 6},
+    "min_tokens": {"min_tokens": 12, "stop_token_ids": list(range(0, 2000, 16)), "seed": 6},
     "logit_bias": {"logit_bias": {"50": 5.0, "51": 5.0}, "seed": 7},
     "allowed_token_ids": {"allowed_token_ids": list(range(100, 120)), "seed": 8},
     "bad_words": {"bad_words": ["a", "in"], "temperature": 0},

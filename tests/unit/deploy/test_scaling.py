@@ -44,10 +44,11 @@ class FakeProcess(Supervised):
         super().__init__(name, Path("/nowhere"), lambda *_: True)
         self.num_starts = 1
         self.last_pid = 7
+        self.returncode = 0
 
     async def run_once(self) -> int:
         await self._stopping.wait()
-        return 0
+        return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
         if not self._stopping.is_set():
@@ -186,6 +187,24 @@ def test_proxies_are_told_why_a_worker_has_exited(returncode: int, is_asked: boo
         launcher._ready = True
         launcher._on_exit("decode-0", 7, returncode)
         assert sent == [WorkerExited("decode-0", 7, expected)]
+
+    with_launcher(9, body)
+
+
+@pytest.mark.parametrize(("returncode", "expected"), [(0, "order"), (-signal.SIGSEGV, "crash"), (EXIT_LOST, "unknown")])
+def test_a_worker_that_crashes_while_it_drains_has_crashed(returncode: int, expected: ExitCause) -> None:
+    """Else the prompt that makes it crash is excused, and goes on to the next worker."""
+
+    async def body(launcher: Launcher, site: FakeSite) -> None:
+        sent: list[object] = []
+        control: Any = SimpleNamespace(send=sent.append, close=lambda: None)
+        launcher._controls["proxy-0"] = control
+        launcher.scale({"decode": 2})
+        child = launcher._children["decode-1"]
+        assert isinstance(child, FakeProcess)
+        child.returncode = returncode
+        launcher.scale({"decode": 1})
+        await until(lambda: WorkerExited("decode-1", 7, expected) in sent)
 
     with_launcher(9, body)
 

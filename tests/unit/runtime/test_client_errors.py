@@ -43,11 +43,12 @@ PACKAGES = (
 )
 PATHS = [
     "/srv/models/llama/tokenizer.json", "/data", "~/.cache/huggingface/hub", "./adapters/a", "../x/y.bin",
-    "/proc/self/fd/17", "file:///srv/adapters/a b", "/srv/My Models/x.safetensors", "/work/été/模型/a.bin",
+    "/proc/self/fd/17", "file:///srv/adapters/a b", "ipc:///run/user/0/prefill-0", "unix:/run/x.sock",
+    "/srv/My Models/x.safetensors", "/data/été/模型/a.bin",
 ]  # fmt: skip
 TEXTS = [
     "cannot open {}: No such file", "[Errno 2] No such file or directory: '{}'", 'in "{}", line 3', "{} is broken",
-    "at ({})", "see `{}`", "path={}",
+    "at ({})", "see `{}`", "path={}", "it is in:{}", "{}:12: it is broken",
 ]  # fmt: skip
 
 

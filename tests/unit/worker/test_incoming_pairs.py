@@ -9,6 +9,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.kv_transfer.connector import DataNetwork
 from tandem.kv_transfer.ranks.rank_pool import RankPool
@@ -18,7 +20,13 @@ from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair, Pai
 from tandem.runtime.errors import KVTransferFailed
 from tandem.runtime.processes.exits import watch_exit
 from tandem.worker.pairs.incoming import IncomingPairs
-from tandem.worker.pairs.incoming_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
+from tandem.worker.pairs.incoming_table import (
+    AcceptPair,
+    IncomingPairLost,
+    IncomingPairTable,
+    PrefillLost,
+    StopReceiver,
+)
 from tests.support.named_connectors import named
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 16, 64)
@@ -44,6 +52,20 @@ def test_a_new_pair_closes_the_previous_one() -> None:
     assert table.on_open(FIRST) == [], "a late message"
     assert table.on_close("pair-0", "late") == []
     assert [pair.pair_id for pair in table.pairs()] == ["pair-1"]
+
+
+@given(st.permutations([1, 2, 3]), st.booleans())
+def test_a_peer_has_stopped_when_the_last_of_its_ranks_has_exited(pids: list[int], peer_writes: bool) -> None:
+    table = IncomingPairTable(LAYOUT, "there", "cpu", named("gloo"), False)
+    [accepted] = table.on_open(msgspec.structs.replace(FIRST, prefill_pids=pids))
+    assert isinstance(accepted, AcceptPair) and accepted.pids == pids
+    table.on_accepted("pair-0", peer_writes)
+    *first, last = pids
+    for pid in [*first, first[0], 99]:  # the same news again, and that of another process, say nothing more
+        assert table.on_exit("pair-0", pid) == [] and table.is_open("pair-0")
+    stopped, lost, prefill_lost = table.on_exit("pair-0", last)
+    assert (stopped, prefill_lost) == (StopReceiver("pair-0"), PrefillLost("e"))
+    assert isinstance(lost, IncomingPairLost) and lost.peer_stopped and not list(table.pairs())
 
 
 def test_a_late_message_cannot_reopen_the_previous_pair() -> None:

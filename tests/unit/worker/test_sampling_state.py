@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 
+from tandem.decode_worker.actions import SendToProxy
 from tandem.engine.batch import Batch
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import AttemptPreempted, PrepareDecode, StartPrefill
@@ -79,13 +82,50 @@ def test_siblings_keep_their_tokens_and_seeds_when_one_is_aborted() -> None:
             check_sample(item.samples[0], [*GENERATED, 41 + number], 5 + number)
 
 
-def test_no_sequence_goes_on_without_the_copies_of_a_step_that_did_not_fit() -> None:
-    """The older half would be kept otherwise; its block may be one that was to be copied."""
-    scheduler = new_scheduler()
-    start(scheduler, "a", 2, tokens=list(range(20)))
+@pytest.mark.parametrize("aborted", [None, "a0", "a1", "a2"])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_copies_of_a_step_that_fails_or_does_not_fit_are_made_again(fails: bool, aborted: str | None) -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=64, max_num_seqs=9, lease_s=10.0)
+    start(scheduler, "b", max_tokens=9)
+    start(scheduler, "a", 3, tokens=list(range(20)))
     step(scheduler)
-    batch, _ = scheduler.schedule(2.0)
-    assert batch.block_copies
-    messages = [each.message for each in scheduler.on_out_of_memory(MemoryError()) if hasattr(each, "message")]
-    assert [type(message) for message in messages] == [AttemptPreempted] * 2 and scheduler.is_idle
-    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+    copied, _ = scheduler.schedule(2.0)
+    assert len(copied.items) == 4 and len(copied.block_copies) == 2
+    if aborted is not None:
+        scheduler.on_abort("p", aborted)
+    actions = scheduler.on_step_failed(ValueError()) if fails else scheduler.on_out_of_memory(MemoryError())
+    messages = [each.message for each in actions if isinstance(each, SendToProxy)]
+    preempted = [message for message in messages if isinstance(message, AttemptPreempted)]
+    assert len(preempted) == (0 if fails else 2 - (aborted in ("a1", "a2")))
+    copies: dict[int, int] = {}
+    made = set(map(tuple, copied.block_copies))
+    with_tokens: set[int] = set()  # own blocks
+    while True:
+        batch, _ = scheduler.schedule(3.0)
+        if not batch.items:
+            break
+        copies |= {destination: source for source, destination in batch.block_copies}
+        assert made >= set(map(tuple, batch.block_copies))
+        for item in batch.items:
+            with_tokens |= set(item.block_table[2:3])
+        scheduler.on_step(3.0, [TOKEN] * len(batch.items))
+    assert set(copies) == with_tokens & {destination for _, destination in made}, "no sequence goes on without its copy"
+    assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+def test_the_copies_of_a_step_that_was_submitted_ahead_are_made_again() -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=64, max_num_seqs=9, lease_s=10.0)
+    start(scheduler, "a", 2, tokens=list(range(20)), max_tokens=9)
+    step(scheduler)
+    first, _ = scheduler.schedule(2.0)
+    scheduler.schedule_ahead(2.0)
+    assert not scheduler.on_step_failed(ValueError())
+    again = [copy for _ in range(3) for copy in one_of_a_failed_step(scheduler)]
+    assert again == first.block_copies
+
+
+def one_of_a_failed_step(scheduler: WorkerScheduler) -> Sequence[tuple[int, int]]:
+    batch, _ = scheduler.schedule(3.0)
+    assert len(batch.items) == 1
+    scheduler.on_step(3.0, [TOKEN])
+    return batch.block_copies

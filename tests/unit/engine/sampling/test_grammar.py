@@ -280,6 +280,11 @@ def test_compiled_grammars_are_cached(noise_model: Any) -> None:
         with pytest.raises(InvalidRequest, match="unknown name"):
             broken.process()
         assert grammars.get('start: "a"') is first and first.is_compiled and broken.is_compiled
+        first.has_ended = True
+        again = grammars.get('start: "a"')
+        assert again is not first, "it is not compiled in a step"
+        assert again is not None and again is grammars.get('start: "a"')
+        first = again
         for number in range(70):
             grammars.get(f'start: "{number}"')
         assert grammars.get('start: "a"') is not first

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
+from tandem.protocol.messages.dispatch import AttemptPreempted, FirstToken, StartPrefill
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.sampling import SampledToken
@@ -34,10 +34,11 @@ class Lease:
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
-        self.has_pixels, self.is_released, self.num_made = True, False, 0
+        self.has_pixels = self.has_first_pixels = True
+        self.is_released, self.num_made = False, 0
 
     def release_pixels(self) -> None:
-        self.has_pixels = False
+        self.has_pixels = self.has_first_pixels = False
 
     def release(self) -> None:
         self.is_released = True
@@ -46,7 +47,7 @@ class Lease:
         await turn()
         if self.errors:
             raise self.errors.pop(0)
-        self.has_pixels, self.num_made = True, self.num_made + 1
+        self.has_pixels, self.num_made = True, self.num_made + (not self.has_pixels)
         return tuple(msgspec.structs.replace(item, segment="/proc/2/fd/2") for item in media)
 
 
@@ -122,10 +123,46 @@ def test_a_migrated_sequence_gets_its_pixels_again(errors: list[Exception], monk
         again = starts(cluster)[1]
         assert [item.segment for item in again.media] == ["/proc/2/fd/2"] and again.media[0].spans == ITEM.spans
         assert unpack_token_ids(again.token_ids)[-2:] == [5, 6] and lease.num_made == 1
+        assert lease.has_pixels
         cluster.first(new, 7)
+        cluster.reserved(new, OTHER_DECODE)
+        await turn()
+        assert not lease.has_pixels, "they are encoded again"
         cluster.token(new, 8, "length", worker=OTHER_DECODE)
         answer = json.loads(await task)
         assert answer["usage"]["completion_tokens"] == 4 and lease.is_released
+
+    play(test)
+
+
+def test_each_of_several_sequences_gets_the_pixels_that_were_made_again() -> None:
+    """Also one that migrates later than another: the paths that it began with lead to closed descriptors."""
+
+    async def test(cluster: Cluster) -> None:
+        lease = Lease()
+        task = begin(cluster, lease, n=2)
+        old = await prefills(cluster, 2)
+        for attempt_id in old:
+            cluster.first(attempt_id, 5)
+            cluster.token(attempt_id, 6)
+        await turn()
+        assert not lease.has_pixels
+        new = []
+        for number, attempt_id in enumerate(old):
+            cluster.dispatcher.on_message(DECODE, AttemptPreempted(attempt_id))
+            new.append((await prefills(cluster, 3 + number))[-1])
+            [item] = starts(cluster)[1 + number].media
+            assert item.segment == "/proc/2/fd/2"
+        assert lease.num_made == 1
+        for number, attempt_id in enumerate(new):
+            assert lease.has_pixels
+            cluster.first(attempt_id, 7)
+            cluster.reserved(attempt_id)
+            await turn()
+            assert lease.has_pixels is (number == 0)
+        for attempt_id in new:
+            cluster.token(attempt_id, 8, "length")
+        await task
 
     play(test)
 

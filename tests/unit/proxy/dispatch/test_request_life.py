@@ -21,7 +21,7 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     TokenBatch,
 )
-from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.membership import Role, WorkerInfo
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams
 from tandem.proxy.dispatch import sequence
 from tandem.runtime.errors import DeadlineExceeded, InternalError, KVTransferFailed, Overloaded, WorkerLost
@@ -184,12 +184,21 @@ def test_losing_prefill_is_harmless_once_decode_runs() -> None:
     play(test)
 
 
-def test_messages_of_another_worker_are_ignored() -> None:
+@pytest.mark.parametrize(
+    ("worker_id", "role"), [("decode-9", "decode"), ("decode-0", "decode"), ("prefill-0", "prefill")]
+)
+def test_messages_and_losses_of_another_process_are_ignored(worker_id: str, role: Role) -> None:
+    """It may have the name of a worker that computes the request: that worker's predecessor had it."""
+
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
         await turn()
-        stranger = WorkerInfo("decode-9", "d9", "decode", "ipc://x", 9)
+        stranger = WorkerInfo(worker_id, "e9", role, f"ipc://{worker_id}", 9)
         cluster.failed(stranger, cluster.started(), KVTransferFailed("x"))
+        for has_crashed in (True, False):
+            cluster.dispatcher.on_worker_lost(stranger, "its process 9 has ended", has_crashed, not has_crashed)
+        [held] = cluster.dispatcher._sequences
+        assert held.attempt is not None and not held.attempt.is_excused and not held.num_deaths
         cluster.first(cluster.started(), 5, "length")
         assert await reader == ([5], "length")
 

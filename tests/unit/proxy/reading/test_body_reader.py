@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -213,6 +215,21 @@ def test_stored_responses_are_not_read_on_the_loop(kind: Any, body: bytes, expec
     assert reads_files(kind, body) is expected
     if expected:
         assert msgspec.json.decode(body, type=ResponseRequest).previous_response_id == "r"
+
+
+def test_images_are_written_at_their_places_whatever_a_process_that_died_has_left(tmp_path: Path) -> None:
+    config = ProxyConfig("proxy-0", "", "m", "m", media_cache_endpoint="ipc://nobody")
+    reader = BodyReader(cast(ModelText, FakeModelText(TOKENIZER)), config)
+    images = [b"first", b"the second"]
+    urls = [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in images]
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+    file = tmp_path / "items"
+    file.write_bytes(b"first, the sec")
+    found = reader.find_media(body, "chat", "", str(file)).items
+    written = file.read_bytes()
+    assert [written[item.offset : item.offset + (item.num_bytes or 0)] for item in found] == images
+    assert len(written) == sum(map(len, images))
 
 
 NESTED = '{"items": ' * 200_000 + "{}" + "}" * 200_000

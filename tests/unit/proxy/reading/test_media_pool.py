@@ -202,7 +202,7 @@ def test_pixels_are_released_before_the_request_ends_and_made_again_for_another_
         assert pool._descriptors.num_taken == 2 and await lease.with_pixels(prompt.media) == prompt.media
         for _ in range(2):
             request.release_pixels()
-        assert cache.released == [f"{job.lease_id} input"] and not lease.has_pixels and num_open(pixels) == 0
+        assert cache.released == [f"{job.lease_id} input"] and not lease.has_first_pixels and num_open(pixels) == 0
 
         async def remake(answer: MadeMedia | Exception) -> RemakeMedia:
             remaking = await pool.process.messages.get()
@@ -218,12 +218,19 @@ def test_pixels_are_released_before_the_request_ends_and_made_again_for_another_
         await remake(ClientShareExceeded("your share is used up"))
         with pytest.raises(Overloaded, match="used up"):
             await migrating
-        assert not lease.has_pixels
+        assert not lease.has_first_pixels
         both = [asyncio.create_task(lease.with_pixels(prompt.media)) for _ in range(2)]
         remade = await remake(MadeMedia(b"d" * 32, str(again), ()))
         for items in await asyncio.gather(*both):
             assert Path(items[0].segment).resolve() == again and items[0].spans == prompt.media[0].spans
         assert pool.process.messages.empty(), "made once for all"
+        assert not lease.has_first_pixels, "other sequences of the prompt have the paths of the first ones"
+        cache.released.clear()
+        request.release_pixels()
+        assert cache.released == [remade.lease_id] and num_open(again) == 0
+        migrating = asyncio.create_task(lease.with_pixels(prompt.media))
+        remade = await remake(MadeMedia(b"d" * 32, str(again), ()))
+        await migrating
         cache.released.clear()
         request.release_media()
         assert cache.released == [job.lease_id, remade.lease_id]

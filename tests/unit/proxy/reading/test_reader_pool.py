@@ -19,6 +19,7 @@ from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading import reader_connection, reader_pool, reader_process
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
+from tandem.proxy.reading.reader_connection import ReaderConnection
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.reading.reader_process import result_decoder
 from tandem.proxy.text.prompt import ContextLengthExceeded
@@ -376,6 +377,23 @@ def test_a_client_never_holds_the_last_process(tmp_path: Path, stays: bool) -> N
                     job.cancel()
             assert await pool.run(echo, b"b", number, client="b") == (b"b", number)
         assert pool._queue._held["a"] <= 1
+
+    run_with(pool, run)
+
+
+def test_an_unexpected_error_of_a_connection_costs_no_client_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = fork_pool(1)
+    call = ReaderConnection.call
+
+    async def fail_once(self: ReaderConnection, request: bytes, num_bytes: int) -> msgspec.Raw:
+        monkeypatch.setattr(ReaderConnection, "call", call)
+        raise OSError("not expected")
+
+    async def run() -> None:
+        monkeypatch.setattr(ReaderConnection, "call", fail_once)
+        with pytest.raises(InternalError, match="could not be read"):
+            await pool.run(echo, b"", client="a")
+        assert await pool.run(echo, b"next", client="a") == (b"next", 0)
 
     run_with(pool, run)
 
