@@ -12,7 +12,7 @@ import math
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from tandem.deploy.autoscale.planner import COOLDOWN_S, DOWN_AFTER_S
 from tandem.deploy.launch.worker_roles import ORDER_S
@@ -44,20 +44,13 @@ class _Told:
 class Orderly:
     """The rules of one run. clock: virtual time. report(rule, details): called when a rule is broken.
 
-    drain_s: seconds for which a process that was told to leave may finish what it holds. processes: by process id.
+    drain_s: seconds for which a process that was told to leave may finish what it holds.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        report: Callable[[str, str], None],
-        drain_s: float,
-        processes: Mapping[int, Any] | None = None,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], report: Callable[[str, str], None], drain_s: float) -> None:
         self._clock = clock
         self._report = report
         self._drain_s = drain_s
-        self._processes = processes if processes is not None else {}
         self._asked: dict[int, float] = {}  # when a process was first told to leave, by pid
         self._by_hand: set[int] = set()  # pids of processes that got a signal that the launcher does not know of
         self._ordered: dict[str, float] = {}  # when the launcher last ordered a worker to take a role
@@ -112,19 +105,8 @@ class Orderly:
 
     def on_lost_attempt(self, proxy: str, attempt: Attempt) -> None:
         limits = (self._asked.get(worker.pid, math.inf) + self._drain_s for worker in attempt.route.workers)
-        if not self.disturbed_by and self._clock() < min(limits) and not self._waits_for_a_step(attempt):
+        if not self.disturbed_by and self._clock() < min(limits):
             self._report("an attempt is lost in order", f"{proxy}: {attempt.attempt_id}: {attempt.error}")
-
-    def _waits_for_a_step(self, attempt: Attempt) -> bool:
-        """Whether a decode worker that stays has all of a prompt, and only lacks a place in its steps.
-
-        Proxies do not know that, so they try it again when its prefill worker leaves.
-        """
-        decode = attempt.route.decode
-        if decode is None or decode.pid in self._asked or (process := self._processes.get(decode.pid)) is None:
-            return False
-        sequences = process.worker._scheduler.decode.sequences.by_attempt if not process.loop.is_dead else {}
-        return any(key[1] == attempt.attempt_id and each.prompt.has_begun for key, each in sequences.items())
 
     # ---- commands
 

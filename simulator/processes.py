@@ -102,7 +102,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         drain_s = self.shape.config.drain_timeout_s
-        self.orderly = Orderly(lambda: self.timeline.now, self.report, drain_s, self.processes)
+        self.orderly = Orderly(lambda: self.timeline.now, self.report, drain_s)
 
     def watch_exit(self, loop: ProcessLoop, pid: int, on_exit: Callable[[], None]) -> Callable[[], None]:
         """Implements `runtime.processes.exits.WatchExit` for the process of this loop."""

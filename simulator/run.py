@@ -224,10 +224,7 @@ class _Run:
         return f"requests {missing}"
 
     def _check_undisturbed(self) -> None:
-        """Without faults no lease expires, and no attempt is lost, unless the planner stops workers.
-
-        A prompt that waits for a place in a decode worker's steps is tried again when its prefill worker leaves.
-        """
+        """Without faults no lease expires, and no attempt is lost, unless the planner stops workers."""
         for name, worker in self._cluster.workers.items():
             if num := worker.worker._scheduler.prefill.num_expired_leases:
                 self.report("leases expired without a fault", f"{name}: {num}")

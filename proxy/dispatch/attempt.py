@@ -133,9 +133,14 @@ class Attempt:
         self._on_worker_done(worker)
         self.fail(error, suspects=[other for other in self.route.workers if other != worker])
 
-    def on_worker_lost(self, worker: WorkerInfo, error: TandemError) -> None:
-        """Ends the attempt, unless only prefill was lost and decode already runs."""
-        if self.route.is_shipped and worker == self.route.prefill and self._first_released and self.has_decoded:
+    def on_worker_lost(self, worker: WorkerInfo, error: TandemError, has_left: bool = False) -> None:
+        """Ends the attempt, unless only prefill was lost and decode needs it no more.
+
+        A prefill worker leaves in order when its blocks are with decode. Their sequences may wait there for a place in
+        a step for long. If it left at the limit of its drain, decode reports that blocks are missing.
+        """
+        has_all = self._first_released and (self.has_decoded or has_left)
+        if self.route.is_shipped and worker == self.route.prefill and has_all:
             self._on_worker_done(worker)
         elif not self.preempted or not self._first_released:
             self.has_lost_worker = True

@@ -32,7 +32,7 @@ class World:
 
     def lose(self) -> None:
         attempt: Any = SimpleNamespace(
-            attempt_id="a", error="lost", route=SimpleNamespace(workers=[SimpleNamespace(pid=7)], decode=None)
+            attempt_id="a", error="lost", route=SimpleNamespace(workers=[SimpleNamespace(pid=7)])
         )
         self.orderly.on_lost_attempt("proxy-0", attempt)
 
