@@ -133,14 +133,15 @@ class Attempt:
         self._on_worker_done(worker)
         self.fail(error, suspects=[other for other in self.route.workers if other != worker])
 
-    def on_worker_lost(self, worker: WorkerInfo, error: TandemError, has_left: bool = False) -> None:
-        """Ends the attempt, unless only prefill was lost and decode needs it no more.
+    def on_worker_lost(self, worker: WorkerInfo, error: TandemError, has_crashed: bool) -> None:
+        """Ends the attempt, unless only prefill was lost and decode may need it no more.
 
-        A prefill worker leaves in order when its blocks are with decode. Their sequences may wait there for a place in
-        a step for long. If it left at the limit of its drain, decode reports that blocks are missing.
+        Behind its first token a sequence may wait on decode for long, for a place in a step. A prefill worker that
+        leaves in order, or whose connection breaks, has often shipped all blocks. If not, decode says that they are
+        missing.
         """
-        has_all = self._first_released and (self.has_decoded or has_left)
-        if self.route.is_shipped and worker == self.route.prefill and has_all:
+        may_go_on = self._first_released and (self.has_decoded or not has_crashed)
+        if self.route.is_shipped and worker == self.route.prefill and may_go_on:
             self._on_worker_done(worker)
         elif not self.preempted or not self._first_released:
             self.has_lost_worker = True
