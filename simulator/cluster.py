@@ -114,7 +114,7 @@ class Operator(Questions):
 class SimulatedCluster(Machine):
     """All processes of one run. report(rule, details): called when a rule is broken. note: gets a line of the log.
 
-    on_proxy_end: called with a proxy's id, when its clients' connections break.
+    on_proxy_start, on_proxy_end: see `Machine`.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class SimulatedCluster(Machine):
         report: Callable[[str, str], None],
         note: Note,
         on_proxy_end: Callable[[str], None] = lambda proxy_id: None,
+        on_proxy_start: Callable[[SimulatedProxy], asyncio.Task[None] | None] = lambda proxy: None,
         on_delta: OnDelta = lambda sequence, attempt, delta: None,
         on_message: OnMessage = lambda *_: None,
     ) -> None:
@@ -150,7 +151,7 @@ class SimulatedCluster(Machine):
             corrupts=lambda: self._happens(rng, shape.corrupt_share, "a block is corrupted"),
             reach=switch.can_connect,
         )
-        super().__init__(timeline, world, switch, shape, wires, report, note, on_delta, on_proxy_end)
+        super().__init__(timeline, world, switch, shape, wires, report, note, on_delta, on_proxy_start, on_proxy_end)
         self.operator = Operator(switch, timeline.new_loop("operator"), shape.config.proxies, note, self.orderly)
         self.num_launchers = 0
         self._start_launcher()

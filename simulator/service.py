@@ -62,7 +62,12 @@ class ServiceRules:
     def _in_order(self) -> Iterator[Wait]:
         """Operations in order keep few workers from serving at the same time, and no phase without a worker."""
         cluster, orderly = self._cluster, self._cluster.orderly
-        if orderly.disturbed_by or cluster.is_restored or cluster.shape.config.autoscale:
+        if (
+            orderly.disturbed_by
+            or cluster.is_restored
+            or not cluster.launcher.is_ready
+            or cluster.shape.config.autoscale
+        ):
             return
         away = [
             name for name, worker in cluster.workers.items()
