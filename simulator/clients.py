@@ -1,6 +1,6 @@
 """The clients of a simulated cluster: each sends one request to a proxy, and checks what it gets.
 
-A line of a batch is sent as `proxy.batches` does: again while it is refused, and by the successor of a proxy that ends.
+Lines of batches come from the proxy itself, see `simulator.batches`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.batches.batch_run import MAX_RETRY_S, MIN_RETRY_S
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.dispatch.crashes import MAX_DEATHS
 from tandem.proxy.dispatch.generation import Generation
@@ -28,8 +27,6 @@ from tandem.simulator.processes import Note, SimulatedProxy
 from tandem.simulator.scenario import MODEL, NO_TIMEOUT_S, Request
 from tandem.telemetry.request_log import RequestRecord
 
-REFUSALS = {"overloaded", "too_many_requests", "no_worker_ready", "request_aborted"}
-"""Codes after which a line of a batch is sent again."""
 LATE_ERRORS = {"deadline_exceeded", "ttft_slo_unreachable"}
 """Codes that a client with a deadline may get."""
 
@@ -51,14 +48,13 @@ class Clients:
     """All clients of one run. outcomes: what each request came to, by its number.
 
     report(rule, details): called when a rule is broken. note: gets a line of the log. num_kills, limits: see
-    `expected_errors`. send_again(delay_s, request): sends a line of a batch later.
+    `expected_errors`.
     """
 
     def __init__(
         self,
         report: Callable[[str, str], None],
         note: Note,
-        send_again: Callable[[float, Request], object],
         num_kills: int = 0,
         limits: AdmissionSettings = AdmissionSettings(),  # noqa: B008  # frozen
         *,
@@ -69,12 +65,10 @@ class Clients:
         self.outcomes: dict[int, str] = {}
         self._served: defaultdict[str, Counter[str]] = defaultdict(Counter)  # what proxies should count
         self._of_proxies: defaultdict[str, dict[int, Request]] = defaultdict(dict)  # open requests by proxy
-        self._num_refusals: Counter[int] = Counter()  # of lines of batches
         self._num_open: Counter[str] = Counter()  # sequences whose end has not come, by proxy
         self.num_failed = 0
         """Requests that have failed together with a step."""
         self._prefixes = KnownPrefixes(report)
-        self._send_again = send_again
         self._report = report
         self._note = note
 
@@ -86,16 +80,22 @@ class Clients:
     def on_proxy_end(self, proxy_id: str) -> None:
         """Clients of a proxy that has ended see their connections break."""
         for request in self._of_proxies.pop(proxy_id, {}).values():
-            if request.is_of_batch:
-                self._send_again(MIN_RETRY_S, request)
-            else:
-                self.outcomes[request.number] = "connection broke"
+            self.outcomes[request.number] = "connection broke"
 
     async def _serve(self, request: Request, proxy: SimulatedProxy) -> None:
-        """Does what an HTTP route does: reads all deltas of a request, and closes the generator."""
+        outcome, _ = await self.answer(request, proxy)
+        proxy.num_open -= 1
+        self._of_proxies[proxy.proxy_id].pop(request.number, None)
+        self.end(request, outcome)
+
+    async def answer(self, request: Request, proxy: SimulatedProxy) -> tuple[str, TandemError | None]:
+        """Does what an HTTP route does: reads all deltas of a request, and closes the generator.
+
+        Returns what the request came to, and the error that it got. May be cancelled, as a client may leave.
+        """
         wanted, check = _wanted(request, proxy.block_size), AnswerCheck(request, self._report)
         record = RequestRecord(f"request {request.number}", MODEL, arrived_at=proxy.loop.time())
-        outcome, served, client = "finished", Counter[str](), f"client {request.number % 3}"
+        outcome, served, client = "finished", Counter[str](), client_of(request)
         problem: TandemError | None = None
         proxy.refusals.begin(request, client)
         is_first = self._prefixes.add(request, check, proxy.block_size)
@@ -116,6 +116,9 @@ class Clients:
                 if is_first and not request.more_prompts:
                     self._prefixes.check(request, record.num_cached_tokens, proxy.block_size)
             served["left" if outcome == "client left" else "finished"] += 1
+        except asyncio.CancelledError:
+            served["left"] += 1
+            raise
         except TandemError as error:
             problem, outcome = error, error.code
             served[outcome] += 1
@@ -124,18 +127,14 @@ class Clients:
             is_expected = outcome in self._expected | check.errors
             is_expected = is_expected or (outcome == "request_aborted" and not proxy.accepts)
             self.num_failed += outcome == "internal_error" and outcome not in check.errors
-            is_patient = request.timeout_s == NO_TIMEOUT_S and not self._has_slo
+            timeout_s = min(request.timeout_s, proxy.services.request_timeout_s)
+            is_patient = timeout_s == NO_TIMEOUT_S and not self._has_slo
             if not is_expected or (outcome in LATE_ERRORS and is_patient):
                 self._report("an unexpected error", f"request {request.number}: {outcome}: {error.message}")
-        self._num_open[proxy.proxy_id] -= check.num_open
-        proxy.refusals.end(request, problem)
-        proxy.num_open -= 1
-        self._of_proxies[proxy.proxy_id].pop(request.number, None)
-        if request.is_of_batch and outcome in REFUSALS:
-            self._num_refusals[request.number] += 1
-            self._send_again(min(MAX_RETRY_S, MIN_RETRY_S * 2 ** self._num_refusals[request.number]), request)
-        else:
-            self._end(request, outcome)
+        finally:
+            self._num_open[proxy.proxy_id] -= check.num_open
+            proxy.refusals.end(request, problem)
+        return outcome, problem
 
     def miscounted(self, proxy: SimulatedProxy) -> str | None:
         """Returns what the metrics of a proxy without open requests count otherwise than its clients.
@@ -185,11 +184,16 @@ class Clients:
                 return False
         return True
 
-    def _end(self, request: Request, outcome: str) -> None:
+    def end(self, request: Request, outcome: str) -> None:
+        """A client has its answer."""
         if request.number in self.outcomes:
             self._report("two ends", f"request {request.number}: {self.outcomes[request.number]}, then {outcome}")
         self.outcomes[request.number] = outcome
         self._note("request %d: %s", request.number, outcome)
+
+
+def client_of(request: Request) -> str:
+    return f"client {request.number % 3}"
 
 
 def _wanted(request: Request, block_size: int) -> GenerationRequest:

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from tandem.deploy.launch import draining
 from tandem.deploy.launch.admin_socket import SOCKET_NAME
 from tandem.deploy.launch.cluster_client import Questions
+from tandem.deploy.launch.worker_roles import last_of_phase
 from tandem.protocol.messages.membership import ChangeRole, LeaveCluster, Role, SetWorkerRole, WorkerOrdered
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.protocol.messaging import Network
@@ -29,6 +30,8 @@ from tandem.simulator.timeline import ProcessLoop, Timeline
 
 RESTART_S = 0.1
 """From the end of a launcher to the start of the next one."""
+TELL_S = 1.5
+"""From a signal to leave until proxies know of it."""
 SCALE_INTERVAL_S = 5.0
 COMMAND_TIMEOUT_S = 60.0
 """Of an operator's command, for each process that it restarts."""
@@ -111,7 +114,7 @@ class Operator(Questions):
 class SimulatedCluster(Machine):
     """All processes of one run. report(rule, details): called when a rule is broken. note: gets a line of the log.
 
-    on_proxy_end: called with a proxy's id, when its clients' connections break.
+    on_proxy_start, on_proxy_end: see `Machine`.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class SimulatedCluster(Machine):
         report: Callable[[str, str], None],
         note: Note,
         on_proxy_end: Callable[[str], None] = lambda proxy_id: None,
+        on_proxy_start: Callable[[SimulatedProxy], asyncio.Task[None] | None] = lambda proxy: None,
         on_delta: OnDelta = lambda sequence, attempt, delta: None,
         on_message: OnMessage = lambda *_: None,
     ) -> None:
@@ -132,6 +136,7 @@ class SimulatedCluster(Machine):
             match message:
                 case ChangeRole():
                     self._check_order(receiver, message.role)
+                    self._check_phases(receiver, message.role)
                     self.orderly.on_told_role(receiver, message.role)
                 case SetWorkerRole() if sender == self.launcher.name:
                     self.orderly.on_order(message.worker_id)
@@ -146,7 +151,7 @@ class SimulatedCluster(Machine):
             corrupts=lambda: self._happens(rng, shape.corrupt_share, "a block is corrupted"),
             reach=switch.can_connect,
         )
-        super().__init__(timeline, world, switch, shape, wires, report, note, on_delta, on_proxy_end)
+        super().__init__(timeline, world, switch, shape, wires, report, note, on_delta, on_proxy_start, on_proxy_end)
         self.operator = Operator(switch, timeline.new_loop("operator"), shape.config.proxies, note, self.orderly)
         self.num_launchers = 0
         self._start_launcher()
@@ -172,6 +177,22 @@ class SimulatedCluster(Machine):
         launcher = self.launcher.launcher
         if name in launcher._workers and name not in launcher._orders and launcher._workers._roles[name] != role:
             self.report("an order to change a role came too late", f"{name} takes role {role}")
+
+    def _check_phases(self, name: str, role: Role) -> None:
+        """No phase is left to workers that leave. Proxies know of these after `TELL_S`."""
+        presence = self.workers[name].presence if name in self.workers else None
+        if self.orderly.disturbed_by or presence is None:
+            return
+        others = {
+            each.presence.info.role for each in self.workers.values()
+            if each.name != name and each.presence is not None and not each.loop.is_dead
+            and not self.orderly.is_leaving(each, TELL_S)
+        }  # fmt: skip
+        counts, own = dict.fromkeys(get_args(Role), 0), presence.info.role
+        after = counts | dict.fromkeys(others | {role}, 1)
+        may_prefill = self.shape.config.routing.decode_prefill_threshold > 0
+        if phase := last_of_phase(counts | {own: 1}, after, decode_may_prefill=may_prefill):
+            self.report("a role leaves a phase without a worker", f"{name} takes role {role}: {phase}")
 
     def end_faults(self) -> None:
         """Data paths break no more, and the operator wants as many workers as at the start."""

@@ -88,8 +88,9 @@ class Orderly:
             self.disturb(f"a second signal to {process.name}")
         self._asked.setdefault(pid, self._clock())
 
-    def is_leaving(self, process: Leaving) -> bool:
-        return process.pids[0] in self._asked
+    def is_leaving(self, process: Leaving, for_s: float = 0.0) -> bool:
+        """Whether a process was told to leave, so many seconds ago."""
+        return self._clock() >= self._asked.get(process.pids[0], math.inf) + for_s
 
     def on_exit(self, process: Leaving, code: int) -> None:
         asked_at = self._asked.get(process.pids[0], math.inf)
@@ -122,6 +123,11 @@ class Orderly:
             self._report("a command fails in order", f"{command}: {error.message}")
 
     # ---- roles
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a worker was told another role."""
+        return bool(self._told or self._ordered)
 
     def on_order(self, worker: str) -> None:
         self._ordered[worker] = self._clock()

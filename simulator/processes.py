@@ -20,7 +20,7 @@ from tandem.deploy.processes.supervisor import EXIT_LOST
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
-from tandem.proxy.admission.admission import MAX_INPUTS, Admission
+from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.proxy.cluster.readiness import WorkerReadiness
@@ -43,7 +43,7 @@ from tandem.simulator.network import SimulatedNetwork, Switch
 from tandem.simulator.noted_blocks import NotedBlocks
 from tandem.simulator.observed_dispatcher import ObservedDispatcher, OnDelta
 from tandem.simulator.orderly import Orderly
-from tandem.simulator.refusals import RefusalRules
+from tandem.simulator.refusals import CheckedAdmission, RefusalRules
 from tandem.simulator.sampling import EOS_TOKEN_ID, VOCAB_SIZE
 from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.step_faults import StepFaults
@@ -75,6 +75,8 @@ class Machine:
     """Takes a line of the log, see `EventLog.note`."""
     on_delta: OnDelta
     """Called when a proxy takes tokens of an attempt."""
+    on_proxy_start: Callable[[SimulatedProxy], asyncio.Task[None] | None]
+    """Called on the loop of a proxy that is ready. Returns what it runs beside its clients' requests."""
     on_proxy_end: Callable[[str], None]
     """Called with the id of a proxy when its clients' connections break."""
     processes: dict[int, SimulatedProcess] = field(default_factory=dict)
@@ -328,6 +330,10 @@ class SimulatedProxy(SimulatedProcess):
         super().__init__(machine, config.proxy_id, 0, on_end)
 
     @property
+    def timeline(self) -> Timeline:
+        return self._machine.timeline
+
+    @property
     def accepts(self) -> bool:
         """Whether it takes connections. Others wait at its socket, which the launcher keeps open."""
         return not self.loop.is_dead and hasattr(self, "control") and math.isinf(self.stops_at)
@@ -360,7 +366,7 @@ class SimulatedProxy(SimulatedProcess):
             token_text=token_text,
             readers=SimpleNamespace(),  # type: ignore[arg-type]  # prompts are tokens
             worker_table=self.table,
-            admission=Admission(config.admission, self.loop.time, queue_delay, MAX_INPUTS),
+            admission=CheckedAdmission(self._machine.report, config.admission, self.loop.time, queue_delay, MAX_INPUTS),
             answer_budget=AnswerBudget(),
             dispatcher=self.dispatcher,
             metrics=metrics,
@@ -380,6 +386,7 @@ class SimulatedProxy(SimulatedProcess):
         self.control = Control(network, config, self.proxy_id, state, connections)
         for number, grace_s in ((signal.SIGTERM, config.drain_timeout_s), (signal.SIGINT, config.shutdown_grace_s)):
             self.loop.add_signal_handler(number, self._stop, grace_s)
+        self._job = self._machine.on_proxy_start(self)
 
     def exit(self, code: int = -signal.SIGKILL) -> None:
         super().exit(code)
@@ -396,3 +403,6 @@ class SimulatedProxy(SimulatedProcess):
             if self.loop.time() >= self.stops_at:
                 self.dispatcher.fail_all(RequestAborted("the server is shutting down"))
             await asyncio.sleep(PROXY_POLL_S)
+        if self._job is not None:
+            self._job.cancel()
+            await asyncio.gather(self._job, return_exceptions=True)

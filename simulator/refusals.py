@@ -5,10 +5,11 @@ A client sees a token later than its proxy, so it counts at least as many sequen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from tandem.proxy.admission.admission import QueueFull
+from tandem.proxy.admission.admission import DEFAULT_PRIORITY, Admission, QueueFull, Ticket
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.runtime.errors import TandemError
 from tandem.simulator.scenario import Request
@@ -31,6 +32,42 @@ class _Open:
         return len(self.request.prompts) * self.request.num_sequences
 
 
+class CheckedAdmission(Admission):
+    """Reports what is admitted beyond a limit, and streams that have begun and are displaced. Other arguments: see
+    `Admission`."""
+
+    def __init__(self, report: Callable[[str, str], None], settings: AdmissionSettings, *arguments: Any) -> None:
+        super().__init__(settings, *arguments)
+        self._report = report
+        self._displaced: list[Ticket] = []  # by the request that is being admitted
+
+    def admit(
+        self,
+        client: str,
+        prompt_tokens: Sequence[int],
+        priority: int = DEFAULT_PRIORITY,
+        on_displaced: Callable[[QueueFull], None] = lambda error: None,
+    ) -> Ticket:
+        self._displaced.clear()
+        begun = {ticket for ticket in self._open if len(ticket.waiting) < ticket.num_sequences}
+
+        def on_this_displaced(error: QueueFull) -> None:
+            self._displaced.append(admitted)
+            on_displaced(error)
+
+        admitted = super().admit(client, prompt_tokens, priority, on_this_displaced)
+        details = f"{client}, priority {priority}, {len(prompt_tokens)} sequences"
+        if begun.intersection(self._displaced):
+            self._report("a request that streams is displaced", details)
+        own = sum(ticket.num_sequences for ticket in self._open if ticket.client == client)
+        if 0 < self._settings.max_requests_per_client < own:
+            self._report("a client has more in flight than it may", f"{details}: {own}")
+        others = sum(len(ticket.waiting) for ticket in self._open if ticket is not admitted)
+        if others and others + len(prompt_tokens) > self._settings.max_waiting_requests:
+            self._report("more requests wait than may", f"{details} besides {others}")
+        return admitted
+
+
 class RefusalRules:
     """Of one proxy. clock: virtual time. report(rule, details): called when a rule is broken. wait_s: for a worker."""
 
@@ -51,6 +88,14 @@ class RefusalRules:
         """The request is admitted or refused now."""
         self._open[request.number].asked_at = self._clock()
         self._asked.append((self._clock(), request.priority))
+
+    def late(self, timeout_s: float) -> list[int]:
+        """Returns the numbers of admitted requests that are open beyond their time-outs. timeout_s: the server's."""
+        open_for = [each for each in self._open.values() if each.asked_at is not None]
+        return [
+            each.request.number for each in open_for
+            if self._clock() > max(each.begun_at + min(timeout_s, each.request.timeout_s), each.asked_at or 0.0)
+        ]  # fmt: skip
 
     def on_token(self, request: Request, index: int) -> None:
         self._open[request.number].streams.setdefault(index, self._clock())

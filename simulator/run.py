@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from tandem.simulator.clients import Clients
+from tandem.simulator.batches import Batches
+from tandem.simulator.clients import Clients, client_of
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.engine import StepFailed
 from tandem.simulator.event_log import EventLog
 from tandem.simulator.invariants import Invariants
 from tandem.simulator.messages import REST_S, Messages
+from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.scenario import START_S, Request, Scenario
 from tandem.simulator.timeline import Timeline
 from tandem.simulator.views import wrong_view
@@ -35,6 +37,8 @@ opened again within 27 s."""
 
 RESTART_ALL_S = 240.0
 """Time to restart all processes one after the other, as they need up to 10 s each."""
+BATCH_S = 90.0
+"""Time for the lines of batches: refused ones wait for up to 30 s, and those that may end a proxy run alone."""
 CONNECT_S = 0.05
 LOOK_S = 0.2
 """Between two looks whether the cluster is at rest."""
@@ -125,23 +129,30 @@ class _Run:
         self._result = Result(self._log)
         num_kills = sum(fault.kind in ("kill", "fail starts") for fault in scenario.faults)
         self._clients = Clients(
-            self.report, self._log.note, self._send_later, num_kills, scenario.cluster.config.admission,
+            self.report, self._log.note, num_kills, scenario.cluster.config.admission,
             steps_fail=scenario.cluster.step_failure_share > 0,
         )  # fmt: skip
+        lines = [request for request in scenario.requests if request.is_of_batch]
+        self._batches = Batches(self.report, self._clients.answer, self._clients.end) if lines else None
         self._cluster = SimulatedCluster(
             scenario.cluster,
             self._timeline,
             rng,
             self.report,
             self._log.note,
-            self._clients.on_proxy_end,
+            self._on_proxy_end,
+            self._batches.start if self._batches is not None else lambda proxy: None,
             lambda *taken: self._invariants.check_delta(*taken),
             self._on_message,
         )
         self._messages = Messages(self._cluster, self.report)
         self._invariants = Invariants(self._cluster, self._timeline, self.report)
         for request in scenario.requests:
-            self._cluster.world.call_at(request.at, self._send, request)
+            if not request.is_of_batch:
+                self._cluster.world.call_at(request.at, self._send, request)
+        for client in sorted({client_of(line) for line in lines}):
+            of_client = [line for line in lines if client_of(line) == client]
+            self._cluster.world.call_at(of_client[0].at, self._submit, client, of_client)
         for fault in scenario.faults:
             self._cluster.world.call_at(fault.at, self._cluster.strike, fault)
 
@@ -151,6 +162,7 @@ class _Run:
         self._timeline.run(self._is_broken, last)
         self._cluster.end_faults()
         recovered_at = last + RECOVERY_S + self._scenario.work_s
+        recovered_at += BATCH_S * (self._batches is not None)
         recovered_at += RESTART_ALL_S * any(fault.kind == "restart all" for fault in self._scenario.faults)
         self._expect("a request does not end", self._unfinished, recovered_at)
         self._expect("the cluster does not recover", self._cluster.not_whole, recovered_at + 60)
@@ -170,6 +182,8 @@ class _Run:
             result.outcomes[outcome] = result.outcomes.get(outcome, 0) + 1
         for loop in self._timeline.loops:
             loop.discard()
+        if self._batches is not None:
+            self._batches.close()
         return result
 
     def _on_message(self, sender: str, receiver: str, message: Any) -> None:
@@ -195,16 +209,28 @@ class _Run:
         self._invariants.on_lost(worker_id, epoch, reason)
         self._messages.on_lost(epoch)
 
-    def _send_later(self, delay_s: float, request: Request) -> None:
-        self._cluster.world.call_later(delay_s, self._send, request)
-
     def _send(self, request: Request) -> None:
         """Sends a request once its proxy accepts connections."""
-        proxy = self._cluster.proxies.get(f"proxy-{request.proxy}")
-        if proxy is None or not proxy.accepts:
-            self._send_later(CONNECT_S, request)
+        if (proxy := self._accepting(request)) is None:
+            self._cluster.world.call_later(CONNECT_S, self._send, request)
         else:
             self._clients.send(request, proxy)
+
+    def _submit(self, client: str, lines: list[Request]) -> None:
+        """Makes a batch of a client's lines, once a proxy accepts connections."""
+        if (proxy := self._accepting(lines[0])) is None or self._batches is None:
+            self._cluster.world.call_later(CONNECT_S, self._submit, client, lines)
+        else:
+            self._batches.submit(client, lines, proxy)
+
+    def _accepting(self, request: Request) -> SimulatedProxy | None:
+        proxy = self._cluster.proxies.get(f"proxy-{request.proxy}")
+        return proxy if proxy is not None and proxy.accepts else None
+
+    def _on_proxy_end(self, proxy_id: str) -> None:
+        self._clients.on_proxy_end(proxy_id)
+        if self._batches is not None:
+            self._batches.on_proxy_end(proxy_id)
 
     def _is_broken(self) -> bool:
         return bool(self._result.violations)
@@ -218,16 +244,15 @@ class _Run:
 
     def _unfinished(self) -> str | None:
         ended = self._clients.outcomes
+        if self._batches is not None:
+            self._batches.check()
         if len(ended) == len(self._scenario.requests):
             return None
         missing = [request.number for request in self._scenario.requests if request.number not in ended]
         return f"requests {missing}"
 
     def _check_undisturbed(self) -> None:
-        """Without faults no lease expires, and no attempt is lost, unless the planner stops workers.
-
-        A prompt that waits for a place in a decode worker's steps is tried again when its prefill worker leaves.
-        """
+        """Without faults no lease expires, and no attempt is lost, unless the planner stops workers."""
         for name, worker in self._cluster.workers.items():
             if num := worker.worker._scheduler.prefill.num_expired_leases:
                 self.report("leases expired without a fault", f"{name}: {num}")

@@ -15,6 +15,7 @@ from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.runtime.settings import with_values
 from tandem.simulator.answers import Wishes, answer_of, draw_wishes
+from tandem.simulator.crowds import NUM_REQUESTS, SHARE, crowded
 from tandem.simulator.engine import SimulatedStepTimes
 
 Command = Literal["leave", "leave proxy", "restart all", "drain for good", "change role", "scale"]
@@ -227,8 +228,11 @@ def draw(seed: int) -> Scenario:
         step_failure_share=rng.choice([0.0] * 5 + [0.003]),
         no_memory_share=rng.choice([0.0] * 3 + [0.01, 0.1]),
     )
+    rng_of_crowd = random.Random(f"crowd {seed}")
+    if rng_of_crowd.random() < SHARE and len(requests) >= NUM_REQUESTS:
+        cluster, requests = crowded(rng_of_crowd, cluster, requests, START_S, MAX_SEQUENCES)
     if all(fault.kind in COMMANDS for fault in faults) and rng.random() < 0.6:
-        cluster, faults = _in_order(cluster), faults + _commands(rng, requests)
+        cluster, faults = _in_order(rng, cluster), faults + _commands(rng, requests)
     is_small = sum(cluster.config.counts.values()) * cluster.config.proxies <= 6
     has_launcher = not any("launcher" in fault.kind for fault in faults)
     if rng.random() < 0.04 and is_small and has_launcher and not cluster.config.autoscale:  # such a run takes long
@@ -280,11 +284,13 @@ def _other_workers(rng: random.Random, cluster: ClusterShape) -> ClusterShape:
     return cluster
 
 
-def _in_order(cluster: ClusterShape) -> ClusterShape:
-    """Returns the cluster without what goes wrong by itself."""
-    return replace(
+def _in_order(rng: random.Random, cluster: ClusterShape) -> ClusterShape:
+    """Returns the cluster without what goes wrong by itself. Some sequences last for nearly as long as a drain may."""
+    cluster = replace(
         cluster, failure_share=0.0, corrupt_share=0.0, hang_share=0.0, step_failure_share=0.0, no_memory_share=0.0
     )
+    is_slow = rng.random() < 0.4 and cluster.config.engine_settings.max_num_batched_tokens > 16
+    return replace(cluster, step_times=SimulatedStepTimes(0.3)) if is_slow else cluster
 
 
 def _commands(rng: random.Random, requests: tuple[Request, ...]) -> tuple[Fault, ...]:
@@ -300,6 +306,9 @@ def _commands(rng: random.Random, requests: tuple[Request, ...]) -> tuple[Fault,
         if kind in ("change role", "scale") and rng.random() < 0.6:
             later: FaultKind = rng.choice(["leave", "restart all"])
             commands.append(Fault(at + rng.choice([1.0, 6.0]), later, target, other, 0.0))
+        elif rng.random() < 0.5:  # another operator, who may mean the same worker while it drains
+            beside, also = rng.choice(COMMANDS), rng.choice([target, other])
+            commands.append(Fault(at + rng.choice([0.0, 0.5, 3.0, 12.0]), beside, also, rng.randrange(16), 0.0))
     return tuple(commands)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from tandem.deploy.launch.hang_detector import MAX_WORKER_SILENCE_S
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.step import AGING_S
+from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.processes import SimulatedProxy, SimulatedWorker
 from tandem.simulator.scenario import START_S
@@ -24,6 +25,10 @@ TIERS_S = 10.0
 """Time in which a prompt that has to load from a tier again and again begins, although others take its blocks."""
 STEP_S = 5.0
 """Time in which each running sequence takes part in a step, however many run."""
+WAKE_S = 1.0
+"""By which a prompt that waits may exceed its limit."""
+READ_S = 2.0
+"""In which a client reads what came before its time-out."""
 DETECT_S = 35.0
 """By which a worker that hangs may be noticed later than its limit: reports age, and come late by a little each."""
 
@@ -57,17 +62,37 @@ class ServiceRules:
     def _in_order(self) -> Iterator[Wait]:
         """Operations in order keep few workers from serving at the same time, and no phase without a worker."""
         cluster, orderly = self._cluster, self._cluster.orderly
-        if orderly.disturbed_by or cluster.is_restored or cluster.shape.config.autoscale:
+        if (
+            orderly.disturbed_by
+            or cluster.is_restored
+            or not cluster.launcher.is_ready
+            or cluster.shape.config.autoscale
+        ):
             return
         away = [
             name for name, worker in cluster.workers.items()
             if worker.loop.is_dead or worker.presence is None or orderly.is_leaving(worker)
         ]  # fmt: skip
+        away += self._unconnected(away) if not orderly.has_moved else []
         if len(away) > orderly.max_away and cluster.timeline.now > START_S:
             yield "too many workers are away in order", ", ".join(away), 0
         for proxy in cluster.proxies.values() if not orderly.max_away else ():
             if self._has_run(proxy, cluster.timeline.now) and (missing := proxy.table.why_not_ready()) is not None:
                 yield "the cluster does not serve in order", f"{proxy.name}: {missing}", OPEN_S
+
+    def _unconnected(self, away: list[str]) -> list[str]:
+        """Returns the workers that lack pairs with others that have run for longer. away: those that do not serve."""
+        there = [worker for name, worker in self._cluster.workers.items() if name not in away]
+        found: list[str] = []
+        for worker in there:
+            tables = worker.worker._traffic._outgoing_table
+            ready = {pair.peer.epoch for pair in tables.pairs() if pair.state == "ready"}
+            if worker.role not in PREFILL_ROLES:
+                continue
+            for peer in there:
+                if peer is not worker and peer.role in DECODE_ROLES and peer.epoch not in ready:
+                    found.append(max(worker, peer, key=lambda each: each.pids[0]).name)
+        return sorted(set(found))
 
     def _has_run(self, process: SimulatedWorker | SimulatedProxy, now: float) -> bool:
         return all(loop.stopped_at is None and now - loop.running_since > SOON_S for loop in process.loops)
@@ -108,6 +133,13 @@ class ServiceRules:
         is_tried = dispatcher._trials.is_running or dispatcher._trials.suspects
         if dispatcher._waiting and not is_tried and proxy.table.why_not_ready() is None:
             yield "a prompt waits although workers are ready", proxy.name, SOON_S
+        for waiting in dispatcher._waiting if not is_tried else ():
+            first, wait_s = waiting.sequences[0], self._cluster.shape.config.routing.worker_wait_s
+            if any(each.is_wanted for each in waiting.sequences):
+                details = f"{proxy.name}: after {len(first.times)} attempts, due at {first.deadline:.4f}"
+                yield "a prompt waits for a worker for too long", details, wait_s + WAKE_S
+        for number in proxy.refusals.late(proxy.services.request_timeout_s) if proxy.loop.slowness == 1.0 else ():
+            yield "a request goes on beyond its time-out", f"{proxy.name}: request {number}", READ_S
 
 
 def _turn(prompt: PrefillPrompt) -> tuple[float, int]:

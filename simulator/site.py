@@ -18,7 +18,7 @@ from tandem.deploy.sites.site import Site
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, InternalError
-from tandem.runtime.processes.process import EXIT_FAILED
+from tandem.runtime.processes.process import EXIT_FAILED, EXIT_RETIRED
 from tandem.simulator.orderly import PlannerRules
 from tandem.simulator.processes import Machine, SimulatedProcess, SimulatedProxy, SimulatedWorker
 
@@ -58,7 +58,9 @@ class SimulatedChild(Supervised):
         self.last_pid = process.pids[0]
         if self._machine.timeline.now < self._machine.fails_until.get(self.name, 0.0):
             process.loop.call_later(FAILING_S, process.exit, EXIT_FAILED)
-        return await ended
+        code = await ended
+        self._leaves = self._leaves or code == EXIT_RETIRED
+        return code
 
     def send_signal(self, number: signal.Signals) -> None:
         if self._process is not None:

@@ -49,19 +49,24 @@ class BatchRunner:
     """The batches of all clients. threads: for the files of clients."""
 
     def __init__(
-        self, folder: Path, key_of: Callable[[str], ApiKey | None] | None, max_running: int = MAX_RUNNING
+        self,
+        folder: Path,
+        key_of: Callable[[str], ApiKey | None] | None,
+        max_running: int = MAX_RUNNING,
+        new_threads: Callable[[str, int], Threads] = Threads,
     ) -> None:
         """folder: holds the files of all clients. key_of: returns the key of a client, or None if that was removed;
-        None if the server has no keys. max_running: at most MAX_RUNNING; fewer where descriptors are few."""
+        None if the server has no keys. max_running: at most MAX_RUNNING; fewer where descriptors are few. new_threads:
+        called with their name and number."""
         self._max_running = min(max_running, MAX_RUNNING)
-        self.threads = Threads("files", NUM_THREADS)
+        self.threads = new_threads("files", NUM_THREADS)
         self._folder = folder
         self._key_of = key_of
         self._wake = asyncio.Event()
         self._slots = FairSlots(MAX_CONCURRENT, MAX_CONCURRENT_PER_CLIENT)
         self._checks = FairSlots(MAX_CHECKS, MAX_CHECKS_PER_CLIENT)
-        self._check_threads = Threads("batch-check", MAX_CHECKS)
-        self._run_threads = Threads("batches", NUM_THREADS)
+        self._check_threads = new_threads("batch-check", MAX_CHECKS)
+        self._run_threads = new_threads("batches", NUM_THREADS)
         self._running: set[asyncio.Task[None]] = set()
         self._num_running: Counter[Path] = Counter()  # by client's folder
         self._clean_at = 0.0

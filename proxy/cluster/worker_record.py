@@ -116,7 +116,8 @@ class LostWorker:
     attempt_ids: frozenset[str] = frozenset()
     """Attempts in the step that crashed it, of which one is the cause; empty if they are not known."""
     is_gone: bool = True
-    """Nothing listens under this epoch any more; another process may soon listen at its address."""
+    """Nothing listens under this epoch any more, or it has given this proxy's requests up and registers again. So this
+    proxy may soon open another connection to its address. False: it may only be frozen."""
 
 
 @dataclass(frozen=True, slots=True)

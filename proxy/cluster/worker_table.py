@@ -221,7 +221,6 @@ class WorkerTable:
                     has_crashed=has_failed,
                     has_left=not has_failed,
                     attempt_ids=frozenset(attempt_ids),
-                    is_gone=cause != "silence",
                 )
             ]
         )
@@ -251,7 +250,7 @@ class WorkerTable:
         stalled_s = self._timers.check(now) + CHECK_INTERVAL_S
         if stalled_s > _GIVEN_UP_S:  # they register again, and their sequences are dispatched again
             reason = f"this proxy was stopped for {stalled_s:.1f} s, so workers may have dropped its requests"
-            lost = [LostWorker(record.worker, reason, is_gone=False) for record in self._by_epoch.values()]
+            lost = [LostWorker(record.worker, reason) for record in self._by_epoch.values()]
             return self._remove(lost)
         silent = [self._by_epoch[epoch].worker for epoch in self._timers.silent(now, self._worker_silence_s)]
         self._silent.update((worker.worker_id, worker) for worker in silent)

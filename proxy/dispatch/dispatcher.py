@@ -432,7 +432,7 @@ class Dispatcher:
         self._connections.send(worker, AbortAllAttempts(self._proxy_id))
         for attempt in self._running.values():
             if attempt.runs_on(worker):
-                attempt.on_worker_lost(worker, error)
+                attempt.on_worker_lost(worker, error, has_crashed)
 
     def fail_all(self, error: TandemError) -> None:
         for sequence in self._sequences:

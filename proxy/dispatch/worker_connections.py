@@ -40,8 +40,8 @@ class WorkerConnections:
         )
 
     def close(self, worker: WorkerInfo, *, is_gone: bool = False) -> None:
-        """is_gone: nobody waits for what is queued. Its successor at the same address must not get it: connections from
-        this proxy have one identity, and the later one would take over the replies of the other."""
+        """is_gone: nobody waits for what is queued. The next connection to this address must not meet the one that
+        delivers it: connections from this proxy have one identity, and the later one takes over the replies."""
         if (socket := self._sockets.pop(worker.epoch, None)) is not None:
             socket.close(discard=is_gone)
 

@@ -24,6 +24,7 @@ import msgspec
 from bench.support.report import Aim, Report
 from tandem.simulator.run import run
 from tandem.simulator.scenario import draw
+from tests.simulation.batch_mutations import BATCHES
 from tests.simulation.blame_mutations import BLAME
 from tests.simulation.mutation import Mutation
 from tests.simulation.policy_mutations import PURE, TRANSFERS, VIEWS
@@ -33,7 +34,7 @@ from tests.simulation.shell_mutations import LAUNCH, SHELL
 
 ROOT = Path(__file__).parents[2]
 SEEDS_AT_ONCE = 10
-MUTATIONS = SHELL + PURE + TRANSFERS + VIEWS + LAUNCH + SAMPLING + IN_ORDER + SERVICE + BLAME
+MUTATIONS = SHELL + PURE + TRANSFERS + VIEWS + LAUNCH + SAMPLING + IN_ORDER + SERVICE + BLAME + BATCHES
 
 
 def mutated(mutation: Mutation) -> str:

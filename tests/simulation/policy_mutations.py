@@ -42,7 +42,12 @@ PURE = (
         "        self._retry_timer = None\n        self.on_cluster_changed()",
         "        self._retry_timer = None",
     ),
-    Mutation("a lost prefill worker costs no attempt", ATTEMPT, "self._first_released and self.has_decoded:", "True:"),
+    Mutation(
+        "a lost prefill worker costs no attempt",
+        ATTEMPT,
+        "may_go_on = self._first_released and (",
+        "may_go_on = True or (",
+    ),
     Mutation(
         "the first token is released without its blocks",
         ATTEMPT,

@@ -94,7 +94,7 @@ def examine(sick: SickCluster, seed: int = 1) -> Observation:
     )
     with hidden_logs(), seeded_ids(rng), sick.world():
         timeline = Timeline(rng, fail)
-        clients = Clients(lambda rule, details: None, lambda *_: None, lambda *_: None, num_kills=3)
+        clients = Clients(lambda rule, details: None, lambda *_: None, num_kills=3)
         cluster = SimulatedCluster(shape, timeline, rng, fail, lambda *_: None, clients.on_proxy_end)
         timeline.run(lambda: cluster.launcher.is_ready if hasattr(cluster, "launcher") else False, READY_S)
         timeline.run(lambda: False, timeline.now + 1.0)

@@ -36,7 +36,7 @@ class LeavingClients(Clients):
     """Clients that can be told to disconnect."""
 
     def __init__(self, report: Callable[[str, str], None], note: Note) -> None:
-        super().__init__(report, note, lambda delay_s, request: None)
+        super().__init__(report, note)
         self.tasks: dict[int, asyncio.Task[Any]] = {}
 
     async def _serve(self, request: Request, proxy: Any) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
+from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull, Ticket
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.simulator.orderly import Orderly, PlannerRules
-from tandem.simulator.refusals import RefusalRules
+from tandem.simulator.refusals import CheckedAdmission, RefusalRules
 from tandem.simulator.scenario import Request
 
 DRAIN_S = 20.0
@@ -204,3 +205,29 @@ def test_a_prompt_waits_for_a_worker() -> None:
         world.now += waited_s
         world.refusals.end(request(number), NoWorkerReady("none"))
     assert world.rules == ["a prompt does not wait for a worker"]
+
+
+def test_a_request_has_as_long_as_the_shorter_time_limit() -> None:
+    world = Counter()
+    for number, timeout_s in enumerate([5.0, 600.0]):
+        world.ask(replace(request(number), timeout_s=timeout_s))
+    world.now = 6.0
+    assert (world.refusals.late(600.0), world.refusals.late(5.5)) == ([0], [0, 1])
+
+
+# ---- admission
+
+
+def test_what_is_admitted_beyond_a_limit_or_in_place_of_a_stream_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, limits = World(), AdmissionSettings(2, max_requests_per_client=3)
+    admission = CheckedAdmission(world.report, limits, lambda: world.now)
+    admission.admit("a", [1, 1], 1).on_first_token(0)
+    admission.admit("b", [1])
+    assert not world.rules
+    monkeypatch.setattr(Ticket, "can_be_displaced", True)
+    admission.admit("b", [1])
+    monkeypatch.setattr(CheckedAdmission, "_to_displace", lambda *_: [])
+    admission.admit("a", [1, 1])
+    assert world.rules == [
+        "a request that streams is displaced", "a client has more in flight than it may", "more requests wait than may"
+    ]  # fmt: skip

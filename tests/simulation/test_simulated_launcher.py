@@ -155,7 +155,9 @@ def test_a_worker_that_hangs_while_it_leaves_is_killed() -> None:
         site.strike("freeze", "decode-1", 1_000.0)
         site.cluster.operator.scale(ScaleCluster(prefill=2, decode=1))
         drain_s = site.cluster.shape.config.drain_timeout_s + DRAIN_GRACE_S
+        began = site.timeline.now
         site.keep_asking(0.5, drain_s + 5, lambda: "decode-1" not in site.cluster.launcher.site.children)
+        assert site.timeline.now - began >= drain_s - 1, "it has its whole drain timeout before"
         assert set(site.finish()) == {"finished"} and len(site.epochs()) == 3
 
 

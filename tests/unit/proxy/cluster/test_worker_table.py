@@ -199,16 +199,12 @@ def test_limits_of_lost_workers_are_remembered_also_if_nobody_has_asked_for_them
     assert not table.workers() and table.limits().max_model_len == 4096
 
 
-@pytest.mark.parametrize(
-    ("cause", "has_crashed", "is_gone"), [("order", False, True), ("failure", True, True), ("silence", False, False)]
-)
-def test_only_an_end_by_order_or_silence_is_no_fault_of_a_request(
-    cause: LeaveCause, has_crashed: bool, is_gone: bool
-) -> None:
+@pytest.mark.parametrize(("cause", "has_crashed"), [("order", False), ("failure", True), ("silence", False)])
+def test_only_an_end_by_order_or_silence_is_no_fault_of_a_request(cause: LeaveCause, has_crashed: bool) -> None:
     table = WorkerTable(SILENCE_S)
     table.on_register(0.0, register(worker("prefill-0")))
     [lost] = table.on_left(worker("prefill-0").epoch, cause, ["7-1"] if has_crashed else []).lost
-    assert (lost.has_crashed, lost.has_left, lost.is_gone) == (has_crashed, not has_crashed, is_gone)
+    assert (lost.has_crashed, lost.has_left, lost.is_gone) == (has_crashed, not has_crashed, True)
     assert lost.attempt_ids == ({"7-1"} if has_crashed else set())
     assert not table.on_exited("prefill-0", worker("prefill-0").pid, "crash"), "it is counted once"
 

@@ -94,6 +94,37 @@ def test_a_sequence_that_decode_preempted_survives_the_loss_of_prefill(first_com
     play(test)
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_waits_on_decode_outlives_a_prefill_worker_that_does_not_crash(leaves: bool, is_whole: bool) -> None:
+    """It would lose its place, and its prompt would be computed again. Decode says so if blocks are missing."""
+
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        old, _, _ = attempt(cluster, 0)
+        cluster.first(old, 5)
+        cluster.reserved(old)
+        cluster.join(OTHER_PREFILL)
+        if leaves:
+            [gone] = cluster.worker_table.on_left(PREFILL.epoch).lost
+            cluster.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed, gone.has_left)
+        else:
+            cluster.dispatcher.on_worker_lost(PREFILL, "a connection to it broke")
+        await turn()
+        assert len(cluster.pool.of(StartPrefill)) == 1 and not cluster.aborted()
+        if not is_whole:
+            cluster.failed(DECODE, old, KVTransferFailed("x"))
+            await turn()
+            old, prepare, _ = attempt(cluster, 1)
+            assert prepare.prefill_epoch == OTHER_PREFILL.epoch
+            cluster.first(old, 6, worker=OTHER_PREFILL)
+        cluster.token(old, 7, "length")
+        assert await reader == ([5, 7] if is_whole else [5, 6, 7], "length")
+
+    play(test)
+
+
 @pytest.mark.parametrize("first_comes", [True, False])
 def test_decode_gets_an_abort_when_prefill_preempts(first_comes: bool) -> None:
     """Prefill tells it too, but may not reach it. Found by `tandem simulate`."""
