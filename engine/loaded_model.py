@@ -31,6 +31,8 @@ class LoadedModel:
     """Quantisation of the weights, for people; empty for none."""
     lora_modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """(inputs, outputs) of the linear layers that LoRA adapters may change, by name; empty if it takes none."""
+    is_exact: bool = False
+    """Whether to use the slower arithmetic where answers would depend on the batch otherwise (`EngineConfig.exact`)."""
     has_head: bool = True
     """False for a checkpoint that is for embeddings only: its logits are random."""
 

@@ -86,7 +86,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model = model.to(device).eval().requires_grad_(False)
     vision = None
     if takes_media(model_config):
-        vision, model = VisionTower(model), Decoder(model)
+        vision, model = VisionTower(model, config.exact), Decoder(model)
     fix_frequencies(model, max_model_len)
     try:
         probed = probe_model(model, max_model_len)
@@ -115,6 +115,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         vision,
         quantization,
         lora_modules,
+        config.exact,
         has_head,
     )
 
