@@ -33,6 +33,8 @@ class LoadedModel:
     """(inputs, outputs) of the linear layers that LoRA adapters may change, by name; empty if it takes none."""
     rope_length: int = 0
     """Limit on a sequence's length if RoPE's frequencies depend on it, else 0."""
+    is_exact: bool = False
+    """Whether to use the slower arithmetic where answers would depend on the batch otherwise (`EngineConfig.exact`)."""
     has_head: bool = True
     """False for a checkpoint that is for embeddings only: its logits are random."""
 

@@ -18,7 +18,6 @@ from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.attention_backends import attention_maker, uses_triton
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.cpu.heap import keep_freed_memory
-from tandem.engine.cpu.packed_linear import pack_linears
 from tandem.engine.cuda.exact_products import use_exact_products
 from tandem.engine.cuda.exactness import gpu_problem, use_exact_head
 from tandem.engine.cuda.experts import largest_step_without_waits
@@ -82,13 +81,10 @@ class ModelRunner:
                 use_exact_head(self._model, self._row_counts)
         if loaded.device.type == "cpu":
             # Imported here because it loads a compiler, which GPU workers may lack.
-            from tandem.engine.cpu.layer_operators import CPULayerOperators
+            from tandem.engine.cpu.prepared_model import prepare_model
 
             keep_freed_memory()
-            with torch.inference_mode():
-                if loaded.layout.tensor_parallel_size == 1:  # sharded layers contain collectives
-                    fuse_layers(self._model, CPULayerOperators())
-                pack_linears(self._model)
+            prepare_model(loaded)
         self._make_attention = attention_maker(pool)
         self._graphs: StepGraphs | None = None
         if self._uses_triton:

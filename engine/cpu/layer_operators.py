@@ -24,17 +24,21 @@ class CPULayerOperators:
     dtypes: Collection[torch.dtype] = DTYPES
     merges_only = True
 
+    def __init__(self, is_exact: bool = False) -> None:
+        """is_exact: see `packed_linear.is_packable`."""
+        self._is_exact = is_exact
+
     def norm(self, parameters: NormParameters) -> CPUNorm:
         return CPUNorm(parameters)
 
     def linear(self, linears: Sequence[Any]) -> Any:
-        return merge(linears)
+        return merge(linears, is_exact=self._is_exact)
 
     def heads(self, parameters: HeadParameters) -> CPUHeads:
         return CPUHeads(parameters)
 
     def gate(self, linears: Sequence[Any]) -> CPUGate:
-        return CPUGate(linears)
+        return CPUGate(linears, self._is_exact)
 
     def trial(self, parameters: HeadParameters, num_tokens: int, device: torch.device) -> StepAttention:
         return MixingAttention()
@@ -96,11 +100,11 @@ class CPUHeads(nn.Module):
 class CPUGate(nn.Module):
     """Multiplies by the gate where up's outputs are rounded, so gate and up have a layer each."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], is_exact: bool) -> None:
         super().__init__()
         gate, up = linears if len(linears) == 2 else _halves(linears[0])
-        self._gate: Any = merge([gate], "swish")
-        self._up: Any = merge([up])
+        self._gate: Any = merge([gate], "swish", is_exact)
+        self._up: Any = merge([up], is_exact=is_exact)
 
     def gated(self, inputs: torch.Tensor, reader: Any) -> torch.Tensor:
         output: torch.Tensor = self._up.combined(inputs, self._gate(inputs), "mul")

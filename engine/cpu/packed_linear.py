@@ -1,14 +1,17 @@
-"""bfloat16 linear layers on CPU with weights packed once for oneDNN: about twice as fast for small batches."""
+"""Linear layers on CPU with weights packed once for oneDNN: about twice as fast for small batches.
+
+Their rows have the same bits in batches of any size (`engine.row_products`).
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from tandem.engine.layers.linear import Activation, MergedLinear, Operation, merged_parameters
+from tandem.engine.row_products import has_bfloat16_products, has_float32_products, onednn_linear
 
 
 class PackedLinear(nn.Module):
@@ -20,53 +23,61 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "none") -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self._weight = packed_weight(weight.detach())
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.activation = activation
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            inputs, self._weight, self.bias, self.activation, [], ""
-        )
-        return output
+        return onednn_linear(inputs, self._weight, self.bias, self.activation)
 
     def before_activation(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the result without the activation."""
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._weight, self.bias, "none", [], "")
-        return output
+        return onednn_linear(inputs, self._weight, self.bias)
 
     def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Operation) -> torch.Tensor:
         """Returns the result plus or times `other` (same shape), rounded once."""
+        is_alone = inputs.numel() == self.in_features
+        if is_alone:  # see `engine.row_products`
+            inputs, other = torch.cat((inputs, inputs)), torch.cat((other, other))
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             inputs, other, self._weight, self.bias, operation
         )
-        return output
+        return output[:1] if is_alone else output
 
 
-def is_packable(weight: torch.Tensor) -> bool:
-    """Whether oneDNN can pack this weight on this machine."""
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _packs_bfloat16()
+def packed_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Returns an opaque weight for `onednn_linear`. weight: [out_features, in_features]."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return packed
 
 
-@functools.cache
-def _packs_bfloat16() -> bool:
-    """Whether torch has oneDNN, and the CPU has the AVX-512 that oneDNN needs to pack bfloat16."""
-    has_onednn = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def is_packable(weight: torch.Tensor, is_exact: bool = False) -> bool:
+    """Whether oneDNN can and should pack this weight on this machine.
+
+    is_exact: whether results must be exact. Float32 weights are packed only then, because MKL multiplies one to three
+    rows in two thirds of the time.
+    """
+    if weight.device.type != "cpu":
+        return False
+    if weight.dtype == torch.float32:
+        return is_exact and has_float32_products()
+    return weight.dtype == torch.bfloat16 and has_bfloat16_products()
 
 
-def merge(linears: Sequence[nn.Linear], activation: Activation = "none") -> PackedLinear | MergedLinear:
+def merge(
+    linears: Sequence[nn.Linear], activation: Activation = "none", is_exact: bool = False
+) -> PackedLinear | MergedLinear:
     """Returns one layer that computes the concatenated outputs of `linears`, packed if possible."""
     weight, bias = merged_parameters(linears)
-    return (PackedLinear if is_packable(weight) else MergedLinear)(weight, bias, activation)
+    return (PackedLinear if is_packable(weight, is_exact) else MergedLinear)(weight, bias, activation)
 
 
-def pack_linears(model: nn.Module) -> None:
+def pack_linears(model: nn.Module, is_exact: bool = False) -> None:
     """Replaces every `nn.Linear` of `model` that can be packed, unless its `forward` was replaced (e.g. by a TP plan).
 
     Embeddings keep a weight that they share with such a layer.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and "forward" not in vars(child) and is_packable(child.weight):
+            if type(child) is nn.Linear and "forward" not in vars(child) and is_packable(child.weight, is_exact):
                 setattr(module, name, PackedLinear(child.weight, child.bias))

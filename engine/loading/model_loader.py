@@ -91,7 +91,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model = model.to(device).eval().requires_grad_(False)
     vision = None
     if takes_media(model_config):
-        vision, model = VisionTower(model), Decoder(model)
+        vision, model = VisionTower(model, config.exact), Decoder(model)
     rope_length = max_model_len if fix_frequencies(model, max_model_len) else 0
     try:
         probed = probe_model(model, max_model_len)
@@ -123,6 +123,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         quantization,
         lora_modules,
         rope_length,
+        config.exact,
         has_head,
     )
     return replace(loaded, layout=msgspec.structs.replace(layout, numerics=_numerics(config, loaded)))

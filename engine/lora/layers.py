@@ -17,6 +17,7 @@ from torch import nn
 from tandem.engine.batch import BatchItem
 from tandem.engine.lora.adapter import AdapterWeights
 from tandem.engine.quantization.linears import QuantizedLinear
+from tandem.engine.row_products import RowProducts, linear
 from tandem.runtime.files.lora_files import Shape
 
 
@@ -39,6 +40,15 @@ class AdapterRows:
 
     weights: AdapterWeights
     rows: slice | torch.Tensor
+
+    def products(self, inputs: torch.Tensor, slices: Sequence[LoraSlice]) -> Iterator[tuple[LoraSlice, torch.Tensor]]:
+        """Yields each slice that the adapter changes, and what it adds to its rows. inputs: [num_rows, features]."""
+        for piece in slices:
+            matrices = self.weights.layers.get(piece.name)
+            if matrices is not None:
+                first, second = matrices
+                second = second[piece.first_row : piece.first_row + piece.num_outputs]
+                yield piece, linear(linear(inputs[self.rows], first), second)
 
 
 class StepAdapters:
@@ -72,24 +82,50 @@ class StepAdapters:
         finally:
             self.parts = []
 
-    def add_to(self, output: torch.Tensor, slices: Sequence[LoraSlice], inputs: torch.Tensor) -> None:
-        """Adds the adapters' products to a layer's output, in place. inputs, output: [..., num_rows, features]."""
-        inputs, output = inputs.reshape(-1, inputs.shape[-1]), output.view(-1, output.shape[-1])
-        if len(inputs) != self._num_rows:
-            raise RuntimeError(f"a layer got {len(inputs)} of the step's {self._num_rows} rows; it cannot be adapted")
+    def add_to(
+        self,
+        output: torch.Tensor,
+        slices: Sequence[LoraSlice],
+        inputs: torch.Tensor,
+        factor: torch.Tensor | None = None,
+    ) -> None:
+        """Adds the adapters' products, times `factor` of the output's shape, to a layer's output, in place.
+
+        inputs, output: [..., num_rows, features].
+        """
+        inputs, output = self._flat(inputs), output.view(-1, output.shape[-1])
         for part in self.parts:
-            for piece in slices:
-                matrices = part.weights.layers.get(piece.name)
-                if matrices is None:
-                    continue
-                first, second = matrices
-                second = second[piece.first_row : piece.first_row + piece.num_outputs]
-                delta = nn.functional.linear(nn.functional.linear(inputs[part.rows], first), second)
-                columns = output[:, piece.first_output : piece.first_output + piece.num_outputs]
+            for piece, delta in part.products(inputs, slices):
+                columns = slice(piece.first_output, piece.first_output + piece.num_outputs)
+                if factor is not None:
+                    delta = delta * factor.reshape(output.shape)[part.rows, columns]
                 if isinstance(part.rows, slice):
-                    columns[part.rows] += delta
+                    output[part.rows, columns] += delta
                 else:
-                    columns.index_add_(0, part.rows, delta)
+                    output[:, columns].index_add_(0, part.rows, delta)
+
+    def replace_activated(
+        self, output: torch.Tensor, slices: Sequence[LoraSlice], inputs: torch.Tensor, linear_of: Any
+    ) -> None:
+        """Computes the rows of adapters again, in place, in a layer's output after SiLU.
+
+        linear_of: returns the layer's output before SiLU.
+        """
+        inputs, output = self._flat(inputs), output.view(-1, output.shape[-1])
+        for part in self.parts:
+            changed = list(part.products(inputs, slices))
+            if changed:
+                before = linear_of(inputs[part.rows])
+                for piece, delta in changed:
+                    before[:, piece.first_output : piece.first_output + piece.num_outputs] += delta
+                with RowProducts():
+                    output[part.rows] = nn.functional.silu(before)
+
+    def _flat(self, inputs: torch.Tensor) -> torch.Tensor:
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        if len(flat) != self._num_rows:
+            raise RuntimeError(f"a layer got {len(flat)} of the step's {self._num_rows} rows; it cannot be adapted")
+        return flat
 
 
 def _rows(spans: list[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
@@ -99,7 +135,10 @@ def _rows(spans: list[tuple[int, int]], device: torch.device) -> slice | torch.T
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with the adapters of the step. inner: any layer with `in_features` and `out_features`."""
+    """A linear layer with the adapters of the step. inner: any layer with `in_features` and `out_features`.
+
+    Rows without an adapter are computed as in steps without adapters, so they do not depend on the others.
+    """
 
     def __init__(self, inner: Any, slices: Sequence[LoraSlice], step: StepAdapters) -> None:
         super().__init__()
@@ -118,21 +157,19 @@ class AdaptedLinear(nn.Module):
         return self.inner.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not self._step.parts:
-            plain: torch.Tensor = self.inner(inputs)
-            return plain
-        output: torch.Tensor = self.inner.before_activation(inputs) if self._has_swish else self.inner(inputs)
-        self._step.add_to(output, self._slices, inputs)
-        return nn.functional.silu(output) if self._has_swish else output
+        output: torch.Tensor = self.inner(inputs)
+        if self._step.parts and self._has_swish:
+            self._step.replace_activated(output, self._slices, inputs, self.inner.before_activation)
+        elif self._step.parts:
+            self._step.add_to(output, self._slices, inputs)
+        return output
 
     def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
         """See `engine.layers.linear`."""
-        if not self._step.parts:
-            plain: torch.Tensor = self.inner.combined(inputs, other, operation)
-            return plain
-        output: torch.Tensor = self.inner(inputs)
-        self._step.add_to(output, self._slices, inputs)
-        return output.add_(other) if operation == "add" else output.mul_(other)
+        output: torch.Tensor = self.inner.combined(inputs, other, operation)
+        if self._step.parts:
+            self._step.add_to(output, self._slices, inputs, other if operation == "mul" else None)
+        return output
 
 
 def adaptable_layers(model: nn.Module) -> dict[str, Shape]:

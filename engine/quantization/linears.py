@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tandem.engine.row_products import linear
+
 FP8 = torch.float8_e4m3fn
 _LIMITS = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
 _SMALLEST_VALUE = 1e-10  # in place of the largest of a row of zeros
 _MIN_INT8_ROWS = 32
 """cuBLAS multiplies INT8 matrices of more than 16 rows; smaller ones are padded to this."""
 _MAX_UNPACKED_ROWS = 16
-"""Up to so many rows torch's kernel reads INT8 weights; for more it is slower than a product of converted weights."""
+"""Up to so many rows torch's kernel reads INT8 weights; for more it is slower than a product of converted weights. In
+float32 it is slower for any number."""
 
 
 class RowFormat(NamedTuple):
@@ -119,7 +122,7 @@ class Fp8Linear(ScaledLinear):
         values, scale, dtype = rows
         if not values.is_cuda:  # torch multiplies FP8 on CPU twenty times slower than the converted values
             wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-            sums = nn.functional.linear(values.to(wide), self.weight.to(wide))
+            sums = linear(values.to(wide), self.weight.to(wide))
         elif dtype == torch.bfloat16 and _scales_rows(values.device):
             scales = scale.expand(len(values), 1).contiguous()
             return torch._scaled_mm(values, self.weight.t(), scales, self.weight_scale[None], out_dtype=dtype)
@@ -152,12 +155,21 @@ class Int8WeightLinear(QuantizedLinear):
         super().__init__(weight.shape[1], weight.shape[0], bias)
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", weight_scale)
+        self._max_unpacked_rows: float = _MAX_UNPACKED_ROWS
+
+    def has_two_kernels(self, dtype: torch.dtype) -> bool:
+        """Whether the kernel depends on the number of rows. dtype: of the rows."""
+        return self.weight_scale.shape[1] == 1 and dtype != torch.float32
+
+    def use_one_kernel(self) -> None:
+        """Multiplies any number of rows by the kernel for few: a row then has the same bits in all batches."""
+        self._max_unpacked_rows = float("inf")
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         if self.weight_scale.shape[1] > 1:
-            return nn.functional.linear(rows, self.converted())
-        if len(rows) > _MAX_UNPACKED_ROWS:
-            return nn.functional.linear(rows, self.weight.to(rows.dtype)) * self.weight_scale[:, 0]
+            return linear(rows, self.converted())
+        if rows.dtype == torch.float32 or len(rows) > self._max_unpacked_rows:
+            return linear(rows, self.weight.to(rows.dtype)) * self.weight_scale[:, 0]
         return torch._weight_int8pack_mm(rows, self.weight, self.weight_scale[:, 0])
 
     def converted(self) -> torch.Tensor:

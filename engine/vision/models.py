@@ -7,13 +7,15 @@ The engine runs chunks of many sequences, so it calls the model's submodules its
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from tandem.engine.row_products import RowProducts, computes_rows_alike
 from tandem.engine.vision.media_tensors import check_grid, misfit, numbered
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.protocol.messages.media import MediaItem
@@ -66,7 +68,8 @@ class VisionTower:
     `encode` and `place` belong to the engine thread. config: of the vision tower.
     """
 
-    def __init__(self, whole: Any) -> None:
+    def __init__(self, whole: Any, is_exact: bool = False) -> None:
+        """is_exact: see `LoadedModel`."""
         self.config = whole.config.vision_config
         self._features = {"image": whole.model.get_image_features, "video": whole.model.get_video_features}
         self._arguments = {kind: _arguments(features) for kind, features in self._features.items()}
@@ -75,6 +78,8 @@ class VisionTower:
         flatten_patch_embedding(whole.model.visual if hasattr(whole.model, "visual") else None)
         parameter = next(whole.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
+        computes_alike = self._device.type == "cpu" and computes_rows_alike(self._dtype, is_exact)
+        self._products: Callable[[], AbstractContextManager[Any]] = RowProducts if computes_alike else nullcontext
 
     def check(self, item: MediaItem, tensors: Mapping[str, torch.Tensor]) -> None:
         """Validates an item without running the tower. Raises InvalidRequest."""
@@ -103,7 +108,8 @@ class VisionTower:
             name: tensor.to(self._device) for name, tensor in tensors.items() if name in self._arguments[item.kind]
         }
         try:
-            features = self._features[item.kind](**arguments, return_dict=True)
+            with self._products():  # the frames of a video are encoded in units of any size
+                features = self._features[item.kind](**arguments, return_dict=True)
         except Exception as error:
             # The tensors come from the request; only the model's code can validate them.
             reason = f"{type(error).__name__}: {client_reason(error)}"

@@ -188,10 +188,9 @@ def _compare(records: Mapping[int, list[Record]], references: Mapping[int, Refer
 
 def _described(record: Record, sequence: int, first: int, tokens: list[Token], wanted: list[Token]) -> str:
     alone = str(wanted[first]) if first < len(wanted) else "none"
-    return (
-        f"{record.head.request_id}, sequence {sequence}, token {first} of {len(tokens)}: {tokens[first]}, alone {alone}; "
-        f"computed by {record.sequences[sequence].computed_by} of {[each.worker_id for each in record.head.workers]}"
-    )
+    by = record.sequences[sequence].computed_by, [each.worker_id for each in record.head.workers]
+    where = f"{record.head.request_id}, sequence {sequence}, token {first} of {len(tokens)}"
+    return f"{where}: {tokens[first]}, alone {alone}; computed by {by}"
 
 
 def run(name: str, dtype: str, seconds: float, seed: int, scratch: Path) -> Found:

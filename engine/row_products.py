@@ -1,0 +1,122 @@
+"""Products whose rows have the same bits alone and among any others, in any dtype and on any number of threads.
+
+oneDNN computes every row of a product in the same order, except that it computes a lone row in another one. So a lone
+row is computed twice. MKL, which multiplies float32 matrices in torch, changes the order with the number of rows and
+with the number of threads (docs/adr/0042-exact-arithmetic.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+_VECTOR = 64
+"""A multiple of the elements in a vector of any instruction set, and of the vectors that torch's loops take at once."""
+
+
+def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns `inputs @ weight.T + bias`. weight: [out_features, in_features].
+
+    Where oneDNN has no such product, torch's own is used.
+    """
+    if weight.device.type != "cpu" or not _has_products(weight.dtype):
+        return F.linear(inputs, weight, bias)
+    return onednn_linear(inputs, weight, bias)
+
+
+def onednn_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
+) -> torch.Tensor:
+    """As `linear`, always by oneDNN. weight: packed or not. activation: applied before the result is rounded."""
+    if inputs.numel() != inputs.shape[-1]:
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, activation, [], "")
+        return output
+    output = torch.ops.mkldnn._linear_pointwise(torch.cat((inputs, inputs)), weight, bias, activation, [], "")
+    return output[:1]
+
+
+@functools.cache
+def has_bfloat16_products() -> bool:
+    """Whether torch has oneDNN, and the CPU has the AVX-512 that oneDNN needs to multiply bfloat16 matrices."""
+    has_onednn = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@functools.cache
+def has_float32_products() -> bool:
+    return bool(torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"))
+
+
+def _has_products(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return has_bfloat16_products()
+    return dtype == torch.float32 and has_float32_products()
+
+
+def computes_rows_alike(dtype: torch.dtype, is_exact: bool) -> bool:
+    """Whether products on CPU use kernels whose rows have the same bits in any batch."""
+    return dtype == torch.bfloat16 or (is_exact and dtype == torch.float32)
+
+
+class RowProducts(TorchFunctionMode):
+    """Replaces products and functions in the code of models, while it is entered on the calling thread.
+
+    It costs about a microsecond for each call of torch, so modules that are known to need nothing of it run without.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _REPLACED.get(func, func)(*args, **(kwargs or {}))
+
+
+def _grouped_linear(inputs: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Replaces `grouped_mm`. weight: [num_groups, in_features, out_features]. offs: the end of each group's rows."""
+    output = inputs.new_empty(len(inputs), weight.shape[2])
+    start = 0
+    for number, end in enumerate(offs.tolist()):
+        if end > start:
+            output[start:end] = linear(inputs[start:end], weight[number].t())
+        start = end
+    return output
+
+
+def _matmul(inputs: torch.Tensor, other: torch.Tensor, **options: Any) -> torch.Tensor:
+    if inputs.ndim >= 2 and other.ndim == 2 and inputs.dtype == other.dtype and not options:
+        return linear(inputs, other.t())
+    return torch.matmul(inputs, other, **options)
+
+
+def _in_whole_vectors(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Returns a function of single elements that is applied to whole vectors.
+
+    torch computes what remains after the last vector, of each thread, by another formula.
+    """
+
+    def apply(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if values.device.type != "cpu" or not values.is_floating_point():
+            return function(values, *args, **kwargs)
+        kwargs.pop("inplace", None)
+        size = values.numel()
+        padded = F.pad(values.reshape(-1), (0, -size % (_VECTOR * torch.get_num_threads())))
+        return function(padded, *args, **kwargs)[:size].view(values.shape)
+
+    return apply
+
+
+_REPLACED: dict[Any, Callable[..., torch.Tensor]] = {
+    F.linear: linear,
+    F.grouped_mm: _grouped_linear,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+} | {
+    function: _in_whole_vectors(function)
+    for function in (
+        F.silu, F.gelu, F.softplus, F.logsigmoid, torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.tanh,
+        torch.Tensor.tanh, F.tanh, torch.exp, torch.Tensor.exp, torch.erf, torch.Tensor.erf,
+    )
+}  # fmt: skip
