@@ -83,7 +83,7 @@ def _sampling(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.3:
         fields |= {"top_p": 0.9, "top_k": 50}
     if rng.random() < 0.2:
-        fields |= {"min_tokens": 20, "logit_bias": {"7": 5}}
+        fields |= {"min_tokens": min(20, fields["max_tokens"]), "logit_bias": {"7": 5}}
     return fields
 
 

@@ -41,7 +41,7 @@ CANCEL_SHARE = 0.1
 MAX_DIFFERENCES = 20
 OPTIONS = ("--device", "cpu", "--exact", "--block-size", "16", "--threads-per-worker", "1")
 UNDER_LOAD = (
-    *CLUSTER_OPTIONS, "--kv-cache-gib", "0.01", "--kv-host-gib", "0.02", "--max-num-batched-tokens", "96",
+    *CLUSTER_OPTIONS, "--kv-cache-gib", "0.004", "--kv-host-gib", "0.02", "--max-num-batched-tokens", "96",
     "--record-gib", "4",
 )  # fmt: skip
 Question = tuple[str, dict[str, Any]]
@@ -117,7 +117,7 @@ async def _run_load(cluster: Cluster, questions: list[Question], seconds: float,
 
         await asyncio.gather(inject(), *(load.send_while(session, end) for _ in range(NUM_AT_ONCE)))
     await asyncio.to_thread(cluster.wait_for, cluster.all_blocks_free, 60)
-    loads = [cluster.load(name) for name in WORKERS]
+    loads = [report.load for report in (await asyncio.to_thread(cluster.status)).workers]
     found.num_preempted = sum(each.num_preempted for each in loads)
     found.num_cached_tokens = sum(each.num_cached_tokens for each in loads)
     found.num_faults, found.num_role_changes = len(injector.injected), injector.num_role_changes
