@@ -31,6 +31,8 @@ class LoadedModel:
     """Quantisation of the weights, for people; empty for none."""
     lora_modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """(inputs, outputs) of the linear layers that LoRA adapters may change, by name; empty if it takes none."""
+    rope_length: int = 0
+    """Limit on a sequence's length if RoPE's frequencies depend on it, else 0."""
     has_head: bool = True
     """False for a checkpoint that is for embeddings only: its logits are random."""
 

@@ -11,6 +11,9 @@ from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch
 
+UNLIKE_NUMERICS = "with --exact, workers must compute alike"
+"""Beginning of the reason for which exact workers refuse a pair."""
+
 
 def offered_connectors(wanted: str, device: str, has_keys: bool = False) -> dict[str, KVConnector]:
     """Returns the connectors that a worker offers, in order of preference. wanted: a connector's name, or `auto`.
@@ -59,10 +62,7 @@ def agree(
         raise KVLayoutMismatch(f"KV layout differs in {field}: prefill has {theirs}, decode has {ours}")
     if (exact or message.exact) and (difference := layout.numerics.first_difference(message.layout.numerics)):
         field, ours, theirs = difference
-        raise KVLayoutMismatch(
-            f"with --exact, workers must compute alike, but their {field} differs: prefill has {theirs}, decode "
-            f"has {ours}"
-        )
+        raise KVLayoutMismatch(f"{UNLIKE_NUMERICS}, but their {field} differs: prefill has {theirs}, decode has {ours}")
     same_host = message.host_id == host_id
     usable = [
         name

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from vllm import envs as vllm_envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -20,7 +22,7 @@ from tandem.runtime.processes.exits import WatchExit, watch_exit
 from tandem.vllm_worker.engine.loras import MAX_LOADED_ADAPTERS, MAX_STEP_ADAPTERS
 from tandem.vllm_worker.extensions.kv_ranks import RankFacts
 from tandem.vllm_worker.extensions.worker_extension import EXTENSION
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig
+from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig, batch_problem
 
 ENGINE = f"vllm {VLLM_VERSION}"
 _DEFAULT_CPU_CACHE_BYTES = 1 << 30
@@ -93,6 +95,16 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, rank: RankFacts
         tensor_parallel_size=num_ranks,
         # How vLLM orders layers, blocks, heads and tokens in memory depends on the attention backend and on settings.
         engine=f"{ENGINE} {order}" + (f" on {num_ranks} ranks" if num_ranks > 1 else ""),
+        numerics=msgspec.structs.replace(
+            rank.machine,
+            engine=ENGINE,
+            kv_dtype=rank.dtype,
+            quantization=model.quantization or "",
+            kernels=f"vLLM's, blocks of {size}",
+            num_threads=config.num_threads if config.device == "cpu" else 0,
+            num_ranks=num_ranks,
+            problem=batch_problem(config.device, bool(vllm_envs.VLLM_BATCH_INVARIANT)),
+        ),
     )
 
 

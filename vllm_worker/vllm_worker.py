@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import msgspec
+from vllm import envs as vllm_envs
 from vllm.config import VllmConfig
 
 from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy, Ship
@@ -34,7 +35,7 @@ from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker
 from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.protocol.sockets import new_context
-from tandem.runtime.errors import InternalError
+from tandem.runtime.errors import ConfigError, InternalError
 from tandem.runtime.files.lora_files import MAX_RANK
 from tandem.runtime.processes.lifetime import end_process
 from tandem.runtime.threads import post
@@ -55,7 +56,7 @@ from tandem.vllm_worker.scheduler.engine_orders import (
 )
 from tandem.vllm_worker.scheduler.vllm_scheduler import VllmScheduler
 from tandem.vllm_worker.vllm_host import ENGINE, VllmHost, engine_arguments, kv_layout
-from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig
+from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig, batch_problem
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.presence import EngineFailed, Presence, new_worker_info
 from tandem.worker.to_proxy import ProxyAnswers
@@ -89,6 +90,9 @@ class VllmWorker:
 
     async def run(self) -> None:
         config = self._config
+        problem = batch_problem(config.engine.device, bool(vllm_envs.VLLM_BATCH_INVARIANT))
+        if config.exact and problem:
+            raise ConfigError(f"--exact: answers would not be exact: {problem}; leave out --exact")
         connectors = self._offered()
         modules = lora_modules(config.engine) if config.adapters else {}
         max_rank = max_lora_rank(config.adapters, modules)
@@ -148,6 +152,7 @@ class VllmWorker:
         )
         try:
             log.info("ready: %s, %d KV blocks of %d tokens", ENGINE, facts.num_blocks, layout.block_size)
+            log.info("answers are %s", layout.numerics.described())
             if config.adapters and config.engine.device == "cpu":
                 log.warning(
                     "on CPUs, vLLM 0.32 computes wrong tokens in steps with and without an adapter (docs/vllm.md)"

@@ -44,3 +44,16 @@ class VllmWorkerConfig(WorkerConfig, frozen=True, forbid_unknown_fields=True, kw
     """The JSON file that `python -m tandem.vllm_worker FILE` reads."""
 
     engine: VllmEngineConfig
+
+
+def batch_problem(device: str, is_batch_invariant: bool) -> str:
+    """Returns why the bits of vLLM's log-probabilities depend on the batch, or an empty string if they do not.
+
+    is_batch_invariant: `vllm.envs.VLLM_BATCH_INVARIANT`. vLLM ends at the start if a part of the model has no kernels
+    for it, with the reason.
+    """
+    if device == "cpu":
+        return f"vLLM {VLLM_VERSION} has kernels whose results do not depend on the batch on GPUs only"
+    if not is_batch_invariant:
+        return "vLLM's results depend on the batch without VLLM_BATCH_INVARIANT=1, which --exact sets"
+    return ""

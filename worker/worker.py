@@ -99,7 +99,8 @@ class Worker:
         network = self._new_network(config)
         network.refusals.on_refused = self._metrics.on_refused
         endpoint = config.media_cache_endpoint
-        shared = SharedEmbeddings(MediaCacheClient(network, endpoint), model_id) if endpoint else None
+        digest = host.loaded.layout.numerics.digest
+        shared = SharedEmbeddings(MediaCacheClient(network, endpoint), f"{model_id} {digest}") if endpoint else None
         takes_media = host.loaded.vision is not None
         self._media = MediaIntake(
             host.loaded.vision,
@@ -150,6 +151,7 @@ class Worker:
         try:
             await self._tiers.open()
             log.info("ready: %d KV blocks of %d tokens", host.blocks.num_blocks, host.blocks.block_size)
+            log.info("answers are %s", host.loaded.layout.numerics.described())
             await self._presence.serve(network, self._stopping, self._on_tick)
         finally:
             self._metrics.close()

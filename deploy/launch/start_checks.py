@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Sequence, Set
 
 from tandem.deploy.cluster_config import ClusterConfig
-from tandem.protocol.messages.membership import StatusReport, WorkerReport
+from tandem.kv_transfer.handshake import UNLIKE_NUMERICS
+from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, StatusReport, WorkerReport
 from tandem.runtime.errors import ConfigError
 
 UNREACHED_S = 30.0
@@ -35,9 +36,20 @@ def check_reports(config: ClusterConfig, reports: Sequence[StatusReport], ours: 
         )
     unlike = {worker.worker.epoch for worker in others}
     pairs = [pair for worker in workers if worker.worker.worker_id in ours for pair in worker.pairs]
+    if config.join and _serve_alone(config, workers, ours):
+        pairs = [pair for pair in pairs if not pair.reason.startswith(UNLIKE_NUMERICS)]
     refused = next((pair for pair in pairs if pair.state == "refused" and pair.decode_epoch not in unlike), None)
     if refused is not None:
         raise ConfigError(f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}")
+
+
+def _serve_alone(config: ClusterConfig, workers: Sequence[WorkerReport], ours: Container[str]) -> bool:
+    """Whether our workers, with those of other hosts that compute alike, take both phases of requests. Then they need
+    no pairs with workers that compute differently, which an exact cluster refuses."""
+    known = {worker.numerics for worker in workers if worker.worker.worker_id in ours}
+    roles = {worker.worker.role for worker in workers if worker.numerics in known}
+    roles |= {role for role, count in config.counts.items() if count}
+    return len(known) == 1 and bool(roles & PREFILL_ROLES) and bool(roles & DECODE_ROLES)
 
 
 def is_complete(report: StatusReport | None, ours: Set[tuple[str, int]], num_pairs: int) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tandem.engine.engine import ENGINE_NAME
 from tandem.engine.engine_config import EngineConfig
+from tandem.engine.exactness import exactness_problem
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.allocator_warmup import no_allocator_warmup
 from tandem.engine.loading.checkpoint_tensors import check_tensors, load_checkpoint
@@ -21,9 +24,11 @@ from tandem.engine.loading.rope import context_limit, fix_frequencies
 from tandem.engine.loading.sharding import check_shards, placement_arguments, unwrap_linears
 from tandem.engine.loading.supported_models import check_config, unsuitable
 from tandem.engine.lora.layers import adaptable_layers
+from tandem.engine.numerics import numerics_of
 from tandem.engine.quantization.checkpoint import has_quantized_weights, load_quantized, quantization_of
 from tandem.engine.quantization.online import quantize_linears
 from tandem.engine.vision.models import Decoder, VisionTower, takes_media
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError, InternalError, first_line
 from tandem.runtime.files.user_paths import is_readable_folder
@@ -87,7 +92,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     vision = None
     if takes_media(model_config):
         vision, model = VisionTower(model), Decoder(model)
-    fix_frequencies(model, max_model_len)
+    rope_length = max_model_len if fix_frequencies(model, max_model_len) else 0
     try:
         probed = probe_model(model, max_model_len)
     except UnsuitableModelError as error:
@@ -105,7 +110,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     takes_adapters = vision is None and config.tensor_parallel_size == 1
     lora_modules = adaptable_layers(model) if takes_adapters else {}
     quantization = f"{config.quantization} W8A8, quantised when loaded" if is_online else stored.label if stored else ""
-    return LoadedModel(
+    loaded = LoadedModel(
         model,
         max_model_len,
         text_config.vocab_size,
@@ -115,8 +120,18 @@ def load_model(config: EngineConfig) -> LoadedModel:
         vision,
         quantization,
         lora_modules,
+        rope_length,
         has_head,
     )
+    return replace(loaded, layout=msgspec.structs.replace(layout, numerics=_numerics(config, loaded)))
+
+
+def _numerics(config: EngineConfig, loaded: LoadedModel) -> Numerics:
+    """Raises ConfigError if answers must be exact but would not be."""
+    problem = exactness_problem(config, loaded)
+    if config.exact and problem:
+        raise ConfigError(f"--exact: answers of {config.model} would not be exact: {problem}; leave out --exact")
+    return numerics_of(config, loaded, problem)
 
 
 def _name(dtype: torch.dtype) -> str:

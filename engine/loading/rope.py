@@ -72,8 +72,12 @@ def _extended(rope: Mapping[str, Any], limit: int) -> int:
 
 
 @torch.no_grad()
-def fix_frequencies(model: torch.nn.Module, max_model_len: int) -> None:
-    """Sets frequencies that depend on the length to those for sequences of `max_model_len` tokens, in every step."""
+def fix_frequencies(model: torch.nn.Module, max_model_len: int) -> bool:
+    """Sets frequencies that depend on the length to those for sequences of `max_model_len` tokens, in every step.
+
+    Returns whether there are such.
+    """
+    found = False
     parameter = next(model.parameters())
     states = torch.empty(1, 1, 1, dtype=parameter.dtype, device=parameter.device)  # only dtype and device matter
     last = torch.tensor([[max_model_len - 1]], device=parameter.device)
@@ -83,8 +87,10 @@ def fix_frequencies(model: torch.nn.Module, max_model_len: int) -> None:
         fixed = [layer_type for layer_type, kind in kinds.items() if kind in _BY_LENGTH]
         if not fixed:
             continue
+        found = True
         for layer_type in fixed:
             module(states, last, *([] if layer_type is None else [layer_type]))
         plain = {layer_type: "default" if layer_type in fixed else kind for layer_type, kind in kinds.items()}
         module.rope_type = plain if isinstance(rope_type, dict) else "default"  # type: ignore[assignment]
         log.info("RoPE of kind %s uses the frequencies for %d tokens for all sequences", rope_type, max_model_len)
+    return found

@@ -51,6 +51,11 @@ class Numerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
         values = (*(getattr(self, field) for field in _COMPARED), bool(self.problem))
         return blake2b(msgspec.msgpack.encode(values), digest_size=8, person=b"tandem-numerics").hexdigest()
 
+    def described(self) -> str:
+        """Returns what they say of answers: "exact", or why not, and the digest."""
+        exact = f"not exact: {self.problem}" if self.problem else "exact"
+        return f"{exact} (numerics {self.digest})"
+
     def first_difference(self, other: Numerics) -> tuple[str, str, str] | None:
         """Returns (field, own value, other's value) of the first difference, or None if the digests are equal. An empty
         value is shown as none."""

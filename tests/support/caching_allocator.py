@@ -11,6 +11,7 @@ import bisect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,9 @@ def sized_gpu(total: int, patch: pytest.MonkeyPatch) -> Iterator[CachingAllocato
 
     patch.setattr(torch.cuda, "empty_cache", empty_cache)
     patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total - allocator.reserved, total))
+    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    properties = SimpleNamespace(name="a GPU", multi_processor_count=132)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     patch.setattr(torch.cuda, "memory_reserved", lambda device=None: allocator.reserved)
     patch.setattr(torch.cuda, "memory_allocated", lambda device=None: allocator.used)
     patch.setattr(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from xxhash import xxh3_64_intdigest
 
+from tandem.engine.numerics import machine_numerics
 from tandem.kv_transfer.checksums import OnChecksums
 from tandem.kv_transfer.connector import DataNetwork, KVReceiver, KVSender, OnDone, Peer
 from tandem.kv_transfer.ranks import contained_path
@@ -27,6 +28,7 @@ from tandem.kv_transfer.ranks.rank_pool import OnAddresses, RankPool
 from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
 from tandem.kv_transfer.ranks.worker_pools import READY_TIMEOUT_S
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.network_keys import NetworkKeys
 from tandem.protocol.rank_channel import accept, connect, listen
@@ -34,6 +36,9 @@ from tandem.protocol.tls_identity import tls_contexts
 from tandem.runtime.errors import KVPathRefused, KVTransferFailed
 from tandem.runtime.processes.lifetime import die_with_parent
 from tandem.vllm_worker.extensions.kv_memory import block_rows
+
+NUMERIC_VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_USE_DEEP_GEMM")
+"""Environment variables by which vLLM chooses other kernels."""
 
 
 class RankFacts(NamedTuple):
@@ -44,6 +49,8 @@ class RankFacts(NamedTuple):
     """As torch names it."""
     num_layers: int
     block_bytes: int
+    machine: Numerics = Numerics()
+    """What its machine and libraries decide of its arithmetic."""
 
 
 class RankKV(NamedTuple):
@@ -111,7 +118,8 @@ class KVRank:
 
     def kv_facts(self) -> RankFacts:
         rows, first = self._kv_rows(), self._kv_caches()[0]
-        return RankFacts(os.getpid(), str(first.dtype).removeprefix("torch."), rows.shape[1], rows[0].numel())
+        machine = machine_numerics(first.device, first.dtype, NUMERIC_VARIABLES)
+        return RankFacts(os.getpid(), str(first.dtype).removeprefix("torch."), rows.shape[1], rows[0].numel(), machine)
 
     def kv_pool(self, layout: KVLayout, network: DataNetwork) -> VllmRankPool:
         return VllmRankPool(self.rank, layout, self._kv_rows(), network)

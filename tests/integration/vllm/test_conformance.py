@@ -89,6 +89,14 @@ def test_workers_that_arrange_blocks_differently_do_not_pair(found: dict[str, An
     assert agree(msgspec.structs.replace(offer, layout=ours), ours, "here", "cpu", connectors) == "ipc"
 
 
+def test_the_numerics_name_vllm_and_that_its_answers_depend_on_the_batch(found: dict[str, Any]) -> None:
+    ours, _, split = (msgspec.convert(each, KVLayout).numerics for each in found["layouts"])
+    assert ours.engine == f"vllm {VLLM_VERSION}" and ours.dtype == ours.kv_dtype == "float32"
+    assert "in oneDNN" in ours.instruction_set and ours.libraries.startswith("torch ")
+    assert "depend on the batch" in ours.problem
+    assert ours.first_difference(split) == ("num_ranks", "1", "2")
+
+
 def test_the_prefix_cache_is_named_as_proxies_name_it(found: dict[str, Any]) -> None:
     prefixes = found["prefixes"]
     assert len(prefixes["expected"]) == 4, "three blocks of the prompt and one with generated tokens"

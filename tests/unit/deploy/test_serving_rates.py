@@ -122,6 +122,16 @@ def test_the_table_of_workers_shows_which_does_not_answer_a_proxy() -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_the_status_says_whether_answers_are_exact_as_the_proxy_words_it() -> None:
+    console = Console(width=200, record=True, force_terminal=False)
+    for exactness in ("yes (numerics 3f2a)", "no: a reason [with brackets] (decode-0)", ""):
+        reported = msgspec.structs.replace(report("a", figures(1, 0, 10)), exactness=exactness)
+        with console.capture() as captured:
+            console.print(status_tables(RateSample(1.0, [reported]), None, 0))
+        lines = [line for line in captured.get().splitlines() if line.startswith("exact: ")]
+        assert lines == ([f"exact: {exactness}"] if exactness else [])
+
+
 def test_the_table_of_workers_shows_current_roles_and_flips() -> None:
     roles: list[tuple[Role, int]] = [("decode", 13), ("any", 0)]
     elastic = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tandem.deploy.cluster_config import load_config
 from tandem.deploy.launch.start_checks import UNREACHED_S, check_reports
-from tandem.protocol.messages.membership import PairStatus, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
+from tandem.protocol.messages.membership import PairStatus, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.runtime.errors import ConfigError
 
 JOIN = {"join": "tcp://10.0.0.1:7777", "cluster_host": "10.0.0.2", "insecure_network": True}
@@ -38,6 +39,46 @@ def test_a_refused_pair_of_one_engine_ends_the_start(settings: dict[str, object]
     with pytest.raises(ConfigError, match="decode-0 refused to pair with a prefill worker: engine differs"):
         check_reports(config, [report(decode_0=engine, ours=engine)], ["ours"])
     check_reports(config, [report(decode_0=engine)], ["ours"])  # the pair of another host's worker
+
+
+@pytest.mark.parametrize("reason", ["KV layout differs in dtype", "with --exact, workers must compute alike, but"])
+@pytest.mark.parametrize(
+    ("roles", "is_served"),
+    [
+        ({"ours": "any"}, True),
+        ({"ours": "prefill", "ours-1": "decode"}, True),
+        ({"ours": "prefill", "equal": "decode"}, True),
+        ({"ours": "prefill", "equal": "prefill"}, False),
+        ({"ours": "prefill", "unlike": "decode"}, False),
+    ],
+)
+def test_workers_that_join_an_exact_cluster_may_be_unlike_others_if_they_serve_without_them(
+    roles: dict[str, Role], is_served: bool, reason: str
+) -> None:
+    pair = PairStatus("decode-0", "epoch of decode-0", "refused", reason=reason)
+    workers = [
+        WorkerReport(
+            WorkerInfo(name, f"epoch of {name}", role, "", 1), WorkerLoad(), [pair] if role != "decode" else [], 0.0,
+            numerics="other" if name == "unlike" else "our", exact=True,
+        )
+        for name, role in {**roles, "decode-0": "decode", "unlike-0": "any"}.items()
+    ]  # fmt: skip
+    workers[-1] = msgspec.structs.replace(workers[-1], numerics="other")
+    workers[-2] = msgspec.structs.replace(workers[-2], numerics="other")
+    reports = [StatusReport("proxy-0", "m", True, 0, workers)]
+    counts = {"prefill": 0, "decode": 0, "workers": 0}
+    for name, role in roles.items():
+        if name.startswith("ours"):
+            counts["workers" if role == "any" else role] += 1
+    ours = [name for name in roles if name.startswith("ours")]
+    joining = load_config(None, {**JOIN, **counts})
+    if is_served and reason.startswith("with --exact"):
+        check_reports(joining, reports, ours)
+    else:
+        with pytest.raises(ConfigError, match=reason):
+            check_reports(joining, reports, ours)
+    with pytest.raises(ConfigError, match=reason):
+        check_reports(load_config(None, {}), reports, ours)
 
 
 def test_a_worker_of_ours_that_a_proxy_does_not_reach_ends_the_start() -> None:

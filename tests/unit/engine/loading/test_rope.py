@@ -136,6 +136,7 @@ def test_positions_beyond_the_original_context_are_those_of_transformers(name: s
     engine_config = EngineConfig(str(tmp_path), dtype="float32", device="cpu", block_size=8, kv_cache_bytes=1 << 22)
     loaded = load_model(engine_config)
     assert loaded.max_model_len == limit
+    assert loaded.layout.numerics.max_model_len == (limit if name == "dynamic" else 0), "it decides the frequencies"
     token_ids = [random.Random(2).randrange(4, 64) for _ in range(limit)]
     with torch.inference_mode():
         reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
