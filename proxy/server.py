@@ -230,6 +230,8 @@ class ProxyServer:
             start_job(self._state.media.start(), "starting the media process")
         freeze_loaded_objects()
         log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, *config.http.address)
+        if config.records.record:
+            log.warning("all requests are recorded in %s, with their prompts and answers", config.records.record)
         log_formats(config.requests.tool_call_parser, config.requests.reasoning_parser, self._state.text)
         tasks = [keep_running(self._update_gauges, "updating gauges", _RESTART_TASK_S)]
         if self._state.api_keys is not None and config.http.api_keys_file:

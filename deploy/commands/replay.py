@@ -6,6 +6,7 @@ that both sides of the comparison are records.
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 EQUAL, DIFFERS = 0, 1
 """Exit statuses. What cannot be replayed raises ConfigError, whose status is 2."""
+MAX_THREADS = 256
 
 
 class Token(NamedTuple):
@@ -103,12 +105,17 @@ def replay_alone(record: Record, model: str, device: str, adapters: Sequence[str
 
     head = record.head
     adapter = _adapter(record, adapters)
-    config = msgspec.convert(
-        {"model": str(expanded(model)) if model else str(DEMO_MODEL), "device": device, **_engine_settings(record)},
-        EngineConfig,
-    )
+    numerics = next((worker.numerics for worker in head.workers if worker.numerics), {})
     engine = None
     try:
+        config = msgspec.convert(
+            {
+                "model": str(expanded(model)) if model else str(DEMO_MODEL),
+                "device": device,
+                **engine_settings(numerics),
+            },
+            EngineConfig,
+        )
         engine = LoneEngine(config)
         if (found := engine.loaded.layout.model_id) != head.model_id:
             raise ConfigError(
@@ -142,10 +149,14 @@ def computed_alone(
     return {number: compute(each) for number, each in enumerate(record.sequences)}
 
 
-def _engine_settings(record: Record) -> dict[str, str | int]:
-    """Returns the settings by which the engine computes as the workers of the record did, as far as they are known."""
-    numerics = next((worker.numerics for worker in record.head.workers if worker.numerics), {})
-    settings: dict[str, str | int] = {"num_threads": numerics.get("num_threads") or num_cores()}
+def engine_settings(numerics: NumericsFields) -> dict[str, str | int]:
+    """Returns the settings by which the engine computes as a worker of these numerics does, as far as they are known.
+
+    numerics: empty if the worker has not said.
+    """
+    num_threads = numerics.get("num_threads")
+    is_usable = isinstance(num_threads, int) and 1 <= num_threads <= MAX_THREADS
+    settings: dict[str, str | int] = {"num_threads": num_threads if is_usable and num_threads else num_cores()}
     if (dtype := numerics.get("dtype")) in ("float32", "bfloat16", "float16"):
         settings["dtype"] = dtype
     if str(numerics.get("kv_dtype", "")).startswith("float8"):
@@ -153,6 +164,10 @@ def _engine_settings(record: Record) -> dict[str, str | int]:
     quantization = str(numerics.get("quantization", ""))
     if quantization.endswith("quantised when loaded"):
         settings["quantization"] = quantization.partition(" ")[0]
+    if size := re.search(r"blocks of (\d{1,3})$", str(numerics.get("kernels", ""))):
+        settings["block_size"] = int(size[1])
+    if numerics:
+        settings["exact"] = not numerics.get("problem")
     if isinstance(length := numerics.get("max_model_len"), int) and length > 0:
         settings["max_model_len"] = length
     return settings

@@ -114,7 +114,7 @@ def test_a_store_is_named_by_host_and_port() -> None:
 
 def test_settings_have_names_that_differ_and_descriptions_and_groups_are_not_interleaved() -> None:
     keys = [setting.key for setting in settings()]
-    assert len(keys) == len(set(keys)) == 78
+    assert len(keys) == len(set(keys)) == 77
     assert all(setting.description.endswith(".") for setting in settings())
     groups = [setting.group for setting in settings()]
     firsts = list(dict.fromkeys(groups))

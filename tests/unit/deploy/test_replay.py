@@ -22,6 +22,7 @@ from tandem.deploy.commands import replay_cluster
 from tandem.deploy.commands.replay import (
     Computed,
     Token,
+    engine_settings,
     first_difference,
     lines_of,
     numerics_differences,
@@ -234,6 +235,25 @@ def test_what_the_model_cannot_compute_has_status_2(
     status = run(saved(tmp_path, other), "--model", str(ensure_noise_model()), monkeypatch=monkeypatch)
     error = capsys.readouterr().err
     assert status == 2 and reason in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "numerics, settings",
+    [
+        ({}, {}),
+        ({"dtype": "bfloat16", "problem": ""}, {"dtype": "bfloat16", "exact": True}),
+        ({"problem": "sums depend on the batch", "num_threads": 3}, {"exact": False, "num_threads": 3}),
+        ({"kv_dtype": "float8_e4m3fn", "max_model_len": 99}, {"kv_cache_dtype": "fp8", "max_model_len": 99}),
+        ({"quantization": "int8 W8A8, quantised when loaded"}, {"quantization": "int8"}),
+        ({"quantization": "gptq", "kernels": "cpu-1, blocks of 32"}, {"block_size": 32}),
+        ({"dtype": 5, "num_threads": "x", "max_model_len": -1, "kernels": "blocks of 99999", "kv_dtype": 1}, {}),
+    ],
+)
+def test_the_engine_computes_as_the_workers_did(numerics: Any, settings: dict[str, Any]) -> None:
+    found = engine_settings(numerics)
+    expected = {"exact": True} if numerics else {}
+    assert {"num_threads": found["num_threads"], **expected, **settings} == found
+    msgspec.convert({"model": "m", **found}, EngineConfig)
 
 
 def test_a_folder_without_a_model_has_status_2(computed: Record, tmp_path: Path) -> None:
