@@ -50,14 +50,15 @@ class PartOfCheck:
 
 
 PARTS = (
-    PartOfCheck("engine", 85, ("-m", "bench.gpu.engine")),
+    PartOfCheck("engine", 75, ("-m", "bench.gpu.engine")),
     PartOfCheck("kernels", 60, ("-m", "bench.gpu.kernels")),
-    PartOfCheck("kv_transfer", 45, ("-m", "bench.gpu.kv_transfer")),
-    PartOfCheck("checkpoint", 40, ("-m", "bench.gpu.checkpoint")),
+    PartOfCheck("kv_transfer", 30, ("-m", "bench.gpu.kv_transfer")),
+    PartOfCheck("checkpoint", 30, ("-m", "bench.gpu.checkpoint")),
     PartOfCheck("quantised", 50, ("-m", "bench.gpu.quantised")),
-    PartOfCheck("kills", 45, ("-m", "bench.gpu.kills")),
+    PartOfCheck("kills", 35, ("-m", "bench.gpu.kills")),
     PartOfCheck("cluster", 75, ("-m", "bench.gpu.cluster")),
     PartOfCheck("tests", 50, ("-m", "bench.gpu.tests")),
+    PartOfCheck("exactness", 45, ("-m", "bench.gpu.exactness")),
     PartOfCheck("families", 45, ("-m", "bench.gpu.families")),
     PartOfCheck("attention", 20, ("-m", "bench.gpu.attention")),
     PartOfCheck("prompt_lengths", 15, ("-m", "bench.gpu.prompt_lengths")),

@@ -106,9 +106,9 @@ def measured_card(part: Part) -> Gpu:
 
 def new_runner(
     shape: dict[str, Any], device: Any, *, is_plain: bool = False, quantization: Any = "auto",
-    change: Callable[[Any], None] | None = None,
+    change: Callable[[Any], None] | None = None, exact: bool = False,
 ) -> ModelRunner:  # fmt: skip
-    """Returns a runner as workers have it, over a pool of noise.
+    """Returns a runner as workers have it, over a pool of noise. exact: see `EngineConfig`.
 
     is_plain: without our kernels, and without graphs. change: is called with the model before the runner is made.
     """
@@ -117,7 +117,7 @@ def new_runner(
         LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
         config = EngineConfig(
             folder, dtype="bfloat16" if is_cuda else "float32", device=device, load_format="dummy", block_size=64,
-            kv_cache_bytes=(36 << 30) if is_cuda else (1 << 28), quantization=quantization,
+            kv_cache_bytes=(36 << 30) if is_cuda else (1 << 28), quantization=quantization, exact=exact,
         )  # fmt: skip
         loaded = load_model(config)
     if change is not None:
@@ -128,7 +128,8 @@ def new_runner(
         model_runner, uses_triton=lambda *_: False, attention_maker=lambda pool: partial(PlainAttention, pool)
     )
     with plain if is_plain else nullcontext():
-        runner = ModelRunner(loaded, pool, GraphLimits(max_num_seqs=256, max_num_batched_tokens=2048))
+        limits = GraphLimits(max_num_seqs=256, max_num_batched_tokens=2048)
+        runner = ModelRunner(loaded, pool, limits, exact)
     runner.warm_up()
     return runner
 

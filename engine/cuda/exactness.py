@@ -13,9 +13,9 @@ import torch
 
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.batch import BatchItem
+from tandem.engine.cuda import step_tensors
 from tandem.engine.cuda.exact_products import ExactLinear, product_problem
 from tandem.engine.cuda.quantized_linears import CUDAInt4Linear, CUDAScaledLinear
-from tandem.engine.cuda.step_tensors import SPLIT
 from tandem.engine.cuda.triton_attention import triton_attention
 from tandem.engine.layers.fused_layer import FusedLayer
 from tandem.engine.layers.fusing import FinalNorm
@@ -79,7 +79,7 @@ def chunk_problem(pool: KVPool, layers: Iterable[FusedLayer]) -> str:
         key = heads.num_heads, options.scale, options.window, options.softcap, options.sinks is None
         found.setdefault(key, (options, heads.num_heads))
     layout = pool.layout
-    num_tokens = min(2 * SPLIT + 70, len(pool.tensor) * layout.block_size)
+    num_tokens = min(2 * step_tensors.SPLIT + 70, len(pool.tensor) * layout.block_size)
     blocks = list(range(-(-num_tokens // layout.block_size)))
     saved = pool.tensor[: len(blocks)].clone()
     generator = torch.Generator().manual_seed(0)

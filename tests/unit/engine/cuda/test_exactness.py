@@ -18,6 +18,8 @@ from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.cuda import exactness
 from tandem.engine.cuda.exact_products import ExactLinear, product_problem
 from tandem.engine.cuda.exactness import setting_problem
+from tandem.engine.cuda.fused_layers import CUDALayerOperators
+from tandem.engine.cuda.quantized_linears import join
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_cache.kv_pool import KVPool
@@ -27,6 +29,7 @@ from tandem.engine.tensor_parallel import TensorParallelGroup
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogSettings
+from tests.support.compiled_kernels import Launch, recorded_launches
 from tests.support.fake_gpu import fake_gpu, runner_on_fake_gpu
 from tests.support.interpreted import run_interpreted
 from tests.unit.engine.test_engine_parity import COMMON, MODELS
@@ -175,3 +178,24 @@ def test_a_worker_whose_products_are_not_exact_does_not_start(
     group = TensorParallelGroup("w", config, "127.0.0.1", LogSettings(), lambda _: pytest.fail("one rank"))
     with pytest.raises(ConfigError, match="--exact: answers would not be exact: the product with a weight of 5 x 6"):
         group.make_runner(loaded, KVPool(loaded, config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_exact_products_of_fp8_have_one_tile(dtype: torch.dtype) -> None:
+    """Sums of INT8 are exact in every tile, so they keep the fastest ones."""
+    tiles = set()
+    for num_rows in (1, 16, 17, 64, 65, 512, 2048):
+        found: list[Launch] = []
+        rows, weight = torch.empty((num_rows, 256), dtype=dtype), torch.empty((512, 256), dtype=dtype)
+        scales = torch.empty(num_rows, 1), torch.empty(512)
+        with recorded_launches(found):
+            torch.ops.tandem.scaled_product(rows, scales[0], weight, scales[1], None, torch.bfloat16, True)
+        tiles.add(tuple(found[0].keywords[name] for name in ("BLOCK_ROWS", "BLOCK_OUTPUTS", "BLOCK", "num_warps")))
+    assert (len(tiles) == 1) == (dtype != torch.int8)
+
+
+def test_linear_layers_that_are_not_merged_are_exact_too() -> None:
+    joined = join([nn.Linear(8, 4), nn.Linear(8, 6, bias=False)], [4, 8])
+    assert {type(each) for each in joined.modules() if hasattr(each, "weight")} == {ExactLinear}
+    assert CUDALayerOperators([4, 8]).linear([nn.Linear(8, 4)]).row_counts == [4, 8]
+    assert not isinstance(CUDALayerOperators().linear([nn.Linear(8, 4)]), ExactLinear)
