@@ -75,6 +75,9 @@ class SimulatedGrammars:
             _later(self._loop, self._rng, lambda: compiled.set_result(masks), self._on_ready)
         return known
 
+    def end_idle(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

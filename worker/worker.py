@@ -168,6 +168,7 @@ class Worker:
         self._host.engine.check(now)
         self._traffic.on_tick(now)
         self._tiers.on_tick(now)
+        self._host.grammars.end_idle()
         prefill = self._scheduler.prefill
         num_expired = prefill.num_expired_leases
         self._perform(self._scheduler.on_tick(now))

@@ -128,6 +128,8 @@ class Grammar:
         """Processor time of its last mask."""
         self.has_ended = False
         """Whether a process of it has ended before its time."""
+        self.used_at = time.monotonic()
+        """When it was last asked for, or for a mask."""
         self.ended_state_ids: deque[int] = deque()
         self.is_reported = False  # its failure, in the log
 
@@ -164,6 +166,7 @@ class Grammar:
 
         Raises InvalidRequest, InternalError.
         """
+        self.used_at = time.monotonic()
         ended = [self.ended_state_ids.popleft() for _ in range(len(self.ended_state_ids))]
         self.process().send(requests, ended, deadline - time.monotonic(), budget_s)
 
@@ -171,8 +174,9 @@ class Grammar:
         """Returns the masks that `send` asked for, each with bits or an error, or late.
 
         A process that ends or is late fails the sequence whose mask it computed. Others get theirs from a new process,
-        once; then the rest fail. What such a process has taken is not known: the step's waits for it and for the new
-        one count in its place.
+        once; then the rest fail. For what the deadline leaves no time after such a loss, as on a loaded machine, the
+        rest are late: none of them is the cause. What a lost process has taken is not known: the step's waits for it
+        and for the new one count in its place.
         """
         process = self.process()
         masks: list[Mask] = []
@@ -185,12 +189,16 @@ class Grammar:
                 continue
             process.close()
             self.has_ended = True
+            if has_restarted and time.monotonic() >= deadline:
+                waited = Mask(is_late=True, cpu_s=time.monotonic() - begun_at)
+                return [*masks, waited, *[Mask(is_late=True)] * (len(requests) - len(masks) - 1)]
             failed: list[Mask] = []
             if rest := requests[len(masks) + 1 :]:
                 error = LOST if has_restarted else self._restart(process, rest, deadline, budget_s)
                 has_restarted = True
                 if error is not None:
-                    failed = [Mask(error=ErrorInfo.of(error))] * len(rest)
+                    is_late = time.monotonic() >= deadline
+                    failed = [Mask(is_late=True) if is_late else Mask(error=ErrorInfo.of(error))] * len(rest)
             masks += [Mask(error=ErrorInfo.of(TOO_SLOW), cpu_s=time.monotonic() - begun_at), *failed]
         return masks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -23,6 +24,8 @@ MAX_GRAMMARS = 128
 MAX_CLIENT_GRAMMARS = MAX_GRAMMARS // 2
 """Of one client, if the API has keys."""
 _NUM_CACHED_GRAMMARS = 32
+_IDLE_S, _NUM_KEPT = 60.0, 4
+"""Processes of cached grammars that are unused for so long are ended, but for those that were used last."""
 _NUM_LANES = 2
 """Grammars that are compiled at the same time."""
 
@@ -91,6 +94,7 @@ class Grammars:
 
     def __init__(self, model: str, vocab_size: int, on_compiled: Callable[[], object]) -> None:
         self._on_compiled = on_compiled
+        self._lock = threading.Lock()  # vLLM's engine calls `get` on a thread of its own
         self._cached: OrderedDict[str, Grammar] = OrderedDict()
         self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._queue: CompileQueue[Callable[[], None]] = CompileQueue()
@@ -98,13 +102,17 @@ class Grammars:
         self._server = self._lanes.submit(lambda: GrammarServer(read_tokenizer(model, vocab_size)))
 
     def get(self, text: str | None, client: str = "", is_optional: bool = False) -> Grammar | None:
-        """Returns the grammar for `SamplingParams.grammar`. Call on the event loop. Raises Overloaded.
+        """Returns the grammar for `SamplingParams.grammar`. Call on one thread. Raises Overloaded.
 
         client: whose turn it is to compile; different for different API keys. is_optional: returns a failed one instead
         of raising Overloaded.
         """
         if text is None:
             return None
+        with self._lock:
+            return self._get(text, client, is_optional)
+
+    def _get(self, text: str, client: str, is_optional: bool) -> Grammar:
         grammar = self._cached.get(text)
         if grammar is None or grammar.has_ended:  # then it would be compiled in a step, for which all sequences wait
             self._cached.pop(text, None)
@@ -121,7 +129,18 @@ class Grammars:
             self._queue.push(client, lambda: self._compile(text, compiled))
             self._lanes.submit(self._work)
         self._cached.move_to_end(text)
+        grammar.used_at = time.monotonic()
         return grammar
+
+    def end_idle(self) -> None:
+        """Forgets cached grammars that are unused for long, whose processes then end. Call from time to time, on any
+        thread. A sequence that uses one keeps it."""
+        with self._lock:
+            by_use = sorted(self._cached, key=lambda text: self._cached[text].used_at)
+            idle_since = time.monotonic() - _IDLE_S
+            for text in by_use[: max(0, len(by_use) - _NUM_KEPT)]:
+                if self._cached[text].used_at < idle_since:
+                    del self._cached[text]
 
     def _make_room(self, client: str) -> None:
         """Forgets cached grammars, and refuses more that are in use. Raises Overloaded."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
+from tandem.prefill_worker.step import AGING_S
 from tandem.vllm_worker.engine.adapter_turns import AdapterTurns
 
 T = TypeVar("T")
@@ -47,8 +48,9 @@ class HeldRequests(Generic[T]):
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, engine_id: str, priority: int, share: Share, request: T) -> None:
-        self._held[engine_id] = priority, next(self._numbers), share, request
+    def hold(self, engine_id: str, priority: int, share: Share, request: T, now: float) -> None:
+        """Keeps the request until `take` returns it. Waiting for AGING_S outweighs one level of priority."""
+        self._held[engine_id] = priority + int(now / AGING_S), next(self._numbers), share, request
 
     def forget(self, engine_id: str) -> None:
         self._held.pop(engine_id, None)
@@ -56,7 +58,8 @@ class HeldRequests(Generic[T]):
     def take(self, now: float, active: Iterable[Share]) -> list[T]:
         """Returns requests that may begin, and chooses `adapters`. active: shares of those that have begun.
 
-        Sooner priorities go first, then clients with fewer rows in the step, then older requests.
+        Sooner priorities go first, then clients with fewer rows in the step, then older requests. None that has rows
+        goes before one that waits for room, so short prompts do not keep a long one waiting.
         """
         rows: Counter[str] = Counter()
         clients_of: dict[str, set[str]] = {}
@@ -68,13 +71,18 @@ class HeldRequests(Generic[T]):
             rows[share.client] += share.step_rows
         self.adapters = self._turns.choose(now, clients_of)
         taken: list[T] = []
+        is_full, full = False, set[str]()  # whether one waits for room in the step, and clients with one for their own
         by_turn = sorted(self._held.items(), key=lambda each: (each[1][0], rows[each[1][2].client], each[1][1]))
         for engine_id, (_, _, share, request) in by_turn:
             if share.adapter is not None and share.adapter not in self.adapters:
                 continue
-            num_own, num_all = rows[share.client] + share.step_rows, rows.total() + share.step_rows
-            if share.num_rows and (num_own > MAX_CLIENT_ROWS or num_all > MAX_ROWS):
-                continue
+            if share.num_rows:
+                if share.client in full or rows[share.client] + share.step_rows > MAX_CLIENT_ROWS:
+                    full.add(share.client)
+                    continue
+                is_full = is_full or rows.total() + share.step_rows > MAX_ROWS
+                if is_full:
+                    continue
             rows[share.client] += share.step_rows
             del self._held[engine_id]
             taken.append(request)

@@ -32,14 +32,16 @@ class StepShares:
         lora_config = scheduler.lora_config
         self._held: HeldRequests[Held] = HeldRequests(lora_config.max_loras if lora_config is not None else 1)
         self._clients: dict[str, str] = {}  # of requests in vLLM's scheduler with an adapter or prompt logprobs
-        self._threshold = scheduler.scheduler_config.long_prefill_token_threshold
-        self._max_tokens = scheduler.max_num_scheduled_tokens
+        self._max_rows = ROWS_PER_PROMPT
+        # vLLM has one limit on chunks for all requests, but lets this method shorten the chunk of each.
+        self._shorten = scheduler._reserve_prefill_lookahead
+        scheduler._reserve_prefill_lookahead = self._shortened
 
     @property
     def num_held(self) -> int:
         return len(self._held)
 
-    def must_wait(self, order: AddRequest, hashes: list[bytes]) -> bool:
+    def must_wait(self, order: AddRequest, hashes: list[bytes], now: float) -> bool:
         """Whether the order waits until `take` returns it.
 
         One whose KV comes from another worker never does: that worker keeps blocks for it.
@@ -53,7 +55,7 @@ class StepShares:
         if order.receives:
             self._clients[order.engine_id] = client
             return False
-        self._held.hold(order.engine_id, message.priority, Share(client, adapter, num_rows), (order, hashes))
+        self._held.hold(order.engine_id, message.priority, Share(client, adapter, num_rows), (order, hashes), now)
         return True
 
     def forget(self, engine_id: str) -> None:
@@ -77,10 +79,10 @@ class StepShares:
             adapter = shares[engine_id].adapter
             if adapter is not None and adapter not in self._held.adapters:
                 self._skip_step(request)
-        has_rows = any(share.num_rows for share in shares.values()) or any(
+        num_with_rows = sum(share.num_rows > 0 for share in shares.values()) + sum(
             wants_prompt_logprobs(order.message, order.number, order.num_generated) for order, _ in taken
         )
-        self._limit_chunks(has_rows, len(taken))
+        self._max_rows = ROWS_PER_PROMPT if num_with_rows > 1 else MAX_CLIENT_ROWS
         return taken
 
     def _skip_step(self, request: Request) -> None:
@@ -91,12 +93,13 @@ class StepShares:
         num_rows = request.num_prompt_tokens - request.num_computed_tokens if params.prompt_logprobs is not None else 0
         return Share(self._clients[engine_id], lora.lora_name if lora is not None else None, max(0, num_rows))
 
-    def _limit_chunks(self, has_rows: bool, num_added: int) -> None:
-        """Makes chunks short while prompts compute whose log-probabilities are wanted.
-
-        vLLM's threshold does not apply to a request that is alone.
-        """
-        is_alone = sum(self._scheduler.get_request_counts()) + num_added <= 1
-        self._scheduler.scheduler_config.long_prefill_token_threshold = ROWS_PER_PROMPT if has_rows else self._threshold
-        shorter = min(self._max_tokens, MAX_CLIENT_ROWS)
-        self._scheduler.max_num_scheduled_tokens = shorter if has_rows and is_alone else self._max_tokens
+    def _shortened(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Returns the size of the request's next chunk, which is short while it has rows."""
+        params = request.sampling_params
+        if (
+            params is not None
+            and params.prompt_logprobs is not None
+            and num_computed_tokens < request.num_prompt_tokens
+        ):
+            num_new_tokens = min(num_new_tokens, self._max_rows)
+        return int(self._shorten(request, num_computed_tokens, num_new_tokens))

@@ -95,6 +95,7 @@ class VllmEngine:
 
         A step has as long as vLLM gives one of several ranks, and the time for its tokens (`StepDeadline`).
         """
+        self._grammars.end_idle()
         return self._deadline.check(now)
 
     def stop(self, timeout_s: float) -> None:
@@ -313,7 +314,7 @@ class VllmEngine:
     # ---- orders, on the engine's thread
 
     def _add(self, order: AddRequest, hashes: list[bytes]) -> None:
-        if not self._shares.must_wait(order, hashes):
+        if not self._shares.must_wait(order, hashes, time.monotonic()):
             self._add_now(order, hashes)
 
     def _add_now(self, order: AddRequest, hashes: list[bytes]) -> None:

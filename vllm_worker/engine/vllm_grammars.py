@@ -136,6 +136,10 @@ class VllmGrammars:
         """Returns whether the request may go on. Its grammar gets the tokens before the next mask."""
         return request.request_id not in self._errors
 
+    def end_idle(self) -> None:
+        """Ends processes that are unused for long. Call it on any thread."""
+        self._grammars.end_idle()
+
     def clear_backend(self) -> None:
         """Ends all processes."""
         self._grammars.close()

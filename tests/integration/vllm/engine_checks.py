@@ -406,7 +406,7 @@ def shares(driver: EngineDriver) -> dict[str, Any]:
     driver.result(alone)
     largest_alone = max(driver.chunks)
     wanted = [
-        driver.add(prompt(63 + number, 300), num_prompt_logprobs=1, stop=StopConditions(1)) for number in range(3)
+        driver.add(prompt(63 + number, 400), num_prompt_logprobs=1, stop=StopConditions(1)) for number in range(3)
     ]
     driver.wait(lambda: wanted[0] in driver.begun)
     driver.chunks.clear()
@@ -414,6 +414,9 @@ def shares(driver: EngineDriver) -> dict[str, Any]:
     driver.result(short)
     has_passed = not set(wanted) & set(driver.endings)
     largest = max(driver.chunks)
+    driver.chunks.clear()
+    driver.run(prompt(68, 200), stop=StopConditions(1))
+    largest_beside, is_beside = max(driver.chunks), not set(wanted) & set(driver.endings)
     for each in wanted:
         driver.result(each)
     driver.chunks.clear()
@@ -422,6 +425,8 @@ def shares(driver: EngineDriver) -> dict[str, Any]:
         "largest_alone": largest_alone,
         "largest": largest,
         "has_passed": has_passed,
+        "largest_beside": largest_beside,
+        "is_beside": is_beside,
         "largest_after": max(driver.chunks),
         "all_have": all(driver.prompt_logprobs[each] for each in [alone, *wanted]),
     }

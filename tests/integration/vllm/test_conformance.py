@@ -136,6 +136,9 @@ def test_prompts_whose_logprobs_are_wanted_compute_in_short_chunks(found: dict[s
     shares = found["shares"]
     assert shares["largest_alone"] == 16, "a step has 64 tokens otherwise"
     assert shares["largest"] <= 16 + 20 and shares["has_passed"]
+    assert shares["largest_beside"] == 64 and shares["is_beside"], (
+        "a step of other prompts has all tokens that are left"
+    )
     assert shares["largest_after"] == 64 and shares["all_have"]
 
 

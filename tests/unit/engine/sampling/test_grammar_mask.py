@@ -11,7 +11,7 @@ import pytest
 from tandem.engine.batch import Sample
 from tandem.engine.sampling import grammar as grammar_module
 from tandem.engine.sampling import grammar_mask
-from tandem.engine.sampling.grammar import Grammar, GrammarState
+from tandem.engine.sampling.grammar import LOST, Grammar, GrammarState, copy_of
 from tandem.engine.sampling.grammar_mask import StepMask, compute_masks
 from tandem.engine.sampling.grammar_messages import Mask
 from tandem.protocol.messages.sampling import SamplingParams
@@ -29,8 +29,12 @@ class FakeProcess:
         self._answers = list(answers)
         self._start_s = start_s
         self._has_started = False
+        self.error: Exception | None = None
+        """Raised by a process that must be started."""
 
     def send(self, requests: Any, ended_state_ids: list[int], timeout_s: float, budget_s: float) -> None:
+        if self.error is not None and not self._has_started:
+            raise self.error
         self.now += 0.0 if self._has_started else self._start_s
         self._has_started = True
         self.budgets_s.append(budget_s)
@@ -71,6 +75,28 @@ def test_a_process_that_ends_costs_its_client_what_the_step_has_waited(monkeypat
     assert set(mask.errors) == {1} and mask.rows == [0, 2]
     assert mask.cpu_s == pytest.approx({"a": 0.001, "slow": 2.3, "b": 0.001})
     assert states[0].grammar.has_ended
+
+
+def test_sequences_for_which_a_lost_process_leaves_no_time_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine its loss and the start of the next one take as long as a step waits. They are innocent."""
+    clients = {"slow": 9.0, "a": 9.0, "b": 9.0}
+    process = FakeProcess([(0.3, None), (2.8, None)])
+    process._has_started = True
+    mask, states = masks_of(process, monkeypatch, clients)
+    assert set(mask.errors) == {0} and mask.late == {1, 2}
+    assert mask.cpu_s == pytest.approx({"slow": 0.3, "a": 2.8, "b": 0.0})
+    assert states[1].num_late == 1
+
+    process = FakeProcess([(3.1, None)])  # the new one cannot start in time
+    process._has_started = True
+    process.error = copy_of(LOST)
+    mask, _ = masks_of(process, monkeypatch, clients)
+    assert set(mask.errors) == {0} and mask.late == {1, 2}
+
+    process = FakeProcess([(0.3, None), (0.3, None)])  # each ends by itself
+    process._has_started = True
+    mask, _ = masks_of(process, monkeypatch, clients)
+    assert set(mask.errors) == {0, 1, 2} and not mask.late
 
 
 def test_a_process_that_is_started_in_a_step_costs_its_client(monkeypatch: pytest.MonkeyPatch) -> None:

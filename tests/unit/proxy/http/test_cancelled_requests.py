@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,8 +120,11 @@ def test_work_that_is_done_when_it_is_cancelled_ends_by_itself() -> None:
                     raise
                 return "lease"
 
-            async def owner(held: list[str] = held, work: Any = work) -> None:
-                await unless_disconnected(partial(asyncio.sleep, 60), work())
+            async def stays() -> Any:
+                await asyncio.sleep(60)
+
+            async def owner(held: list[str] = held, work: Any = work, stays: Any = stays) -> None:
+                await unless_disconnected(stays, work())
                 held.clear()
 
             task = asyncio.create_task(owner())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ LONG = 9000
 def held(*shares: Share, num_adapters: int = 4) -> HeldRequests[int]:
     requests: HeldRequests[int] = HeldRequests(num_adapters)
     for number, share in enumerate(shares):
-        requests.hold(str(number), 0, share, number)
+        requests.hold(str(number), 0, share, number, 0.0)
     return requests
 
 
@@ -47,8 +48,32 @@ def test_what_is_forgotten_does_not_begin() -> None:
 def test_a_sooner_priority_goes_first() -> None:
     requests: HeldRequests[str] = HeldRequests(1)
     for name, priority in (("late", 5), ("soon", -5), ("normal", 0)):
-        requests.hold(name, priority, Share("a", None, LONG), name)
+        requests.hold(name, priority, Share("a", None, LONG), name, 0.0)
     assert requests.take(0.0, []) == ["soon", "normal"]
+
+
+def test_no_priority_waits_for_ever() -> None:
+    """As in Tandem's own engine, two seconds outweigh one level."""
+    requests: HeldRequests[str] = HeldRequests(1)
+    requests.hold("late", 5, Share("a", None, LONG), "late", 0.0)
+    taken = []
+    for now in range(20):
+        requests.hold(f"soon {now}", -1, Share("a", None, LONG), "soon", float(now))
+        taken += requests.take(float(now), [Share("a", None, LONG)])
+    assert taken == ["soon"] * 12 + ["late"] + ["soon"] * 7
+
+
+@pytest.mark.parametrize("others", ["own", "of others"])
+def test_short_prompts_do_not_pass_a_long_one_for_ever(others: str) -> None:
+    requests: HeldRequests[str] = HeldRequests(1)
+    short = [Share("a" if others == "own" else name, None, 100) for name in "abcde"]
+    active = short * 2
+    requests.hold("long", 0, Share("a", None, LONG), "long", 0.0)
+    for now in range(3):
+        for number, share in enumerate(short):
+            requests.hold(f"{now} {number}", 0, share, "short", 2.5 + now)
+        assert requests.take(float(now), active) == []
+    assert "long" in requests.take(3.0, active[:2])
 
 
 def test_a_prompt_waits_for_the_turn_of_its_adapter() -> None:
