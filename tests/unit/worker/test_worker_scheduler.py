@@ -36,12 +36,19 @@ def new_scheduler(num_blocks: int = 64) -> WorkerScheduler:
 
 
 def start(
-    scheduler: WorkerScheduler, name: str, num_sequences: int = 1, tokens: list[int] = TOKENS, max_tokens: int = 3
+    scheduler: WorkerScheduler,
+    name: str,
+    num_sequences: int = 1,
+    tokens: list[int] = TOKENS,
+    max_tokens: int = 3,
+    cache_salt: str | None = None,
 ) -> list[Action]:
+    """cache_salt: the name if None, so that no other prompt finds its blocks."""
     ids = [f"{name}{number}" for number in range(num_sequences)]
     message = StartPrefill(
         "p", ids, name, pack_token_ids(tokens), SamplingParams(), [0] * num_sequences, StopConditions(max_tokens), 9.0,
-        decode_worker_id="w", decode_epoch="e", cache_salt=name,
+        decode_worker_id="w", decode_epoch="e",
+        cache_salt=name if cache_salt is None else cache_salt,
     )  # fmt: skip
     return scheduler.prefill.on_start(0.0, message, None, decodes_here=True)
 
@@ -101,6 +108,27 @@ def test_a_step_holds_tokens_of_sequences_and_chunks_of_prompts() -> None:
     assert number == 2
     assert [type(message) for message in messages] == [TokenBatch, FirstToken]
     assert scheduler.step_times.prompt_tokens_per_s == pytest.approx(len(TOKENS) / 0.5)
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 64, 65, 199, 200])
+def test_all_full_blocks_of_a_prompt_are_cached_however_it_was_cut(num_tokens: int) -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=20, max_num_seqs=2, lease_s=10.0)
+    for number, num_cached in enumerate((0, (num_tokens - 1) // 8 * 8)):
+        before = scheduler.prefill.num_cached_tokens
+        start(scheduler, f"t{number}", tokens=list(range(num_tokens)), max_tokens=1, cache_salt="one client")
+        while not scheduler.is_idle:
+            assert step(scheduler)[0]
+        assert scheduler.prefill.num_cached_tokens - before == num_cached
+
+
+def test_the_blocks_of_an_answer_are_cached_for_the_next_turn() -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=64, max_num_seqs=2, lease_s=10.0)
+    start(scheduler, "a", tokens=list(range(20)), max_tokens=21, cache_salt="one client")
+    while not scheduler.is_idle:
+        step(scheduler)
+    start(scheduler, "b", tokens=[*range(20), *[9] * 21, 5], max_tokens=1, cache_salt="one client")
+    step(scheduler)
+    assert scheduler.prefill.num_cached_tokens == 40, "the KV of the last token was never computed"
 
 
 def test_sequences_that_share_a_prompt_copy_its_last_block() -> None:
@@ -223,6 +251,26 @@ def test_a_prompt_fails_if_its_smallest_chunk_does_not_fit() -> None:
     [message] = [action.message for action in failed]
     assert isinstance(message, AttemptFailed) and "out of memory" in message.error.message
     assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("aborted", ["a", "b", "ab"])
+def test_prompts_that_end_during_a_step_that_fails_leave_nothing(fails: bool, aborted: str) -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=256, max_num_seqs=2, lease_s=10.0)
+    for name in "ab":
+        start(scheduler, name, tokens=list(range(80)), max_tokens=1)
+    batch, _ = scheduler.schedule(1.0)
+    assert len(batch.items) == 2
+    for name in aborted:
+        scheduler.on_abort("p", f"{name}0")
+    scheduler.on_step_failed(ValueError()) if fails else scheduler.on_out_of_memory(NO_MEMORY)
+    answered = []
+    while not scheduler.is_idle:
+        number, messages = step(scheduler)
+        assert number
+        answered += [message.attempt_id for message in messages]
+    assert answered == [f"{name}0" for name in "ab" if name not in aborted]
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
 def test_the_newest_sequences_are_preempted_when_their_step_does_not_fit() -> None:
