@@ -171,6 +171,28 @@ def test_a_request_that_never_fits_is_refused() -> None:
     assert start(scheduler, "b", max_tokens=20) == []
 
 
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3))
+def test_what_is_admitted_runs_to_its_end_and_the_rest_is_refused(
+    num_blocks: int, num_tokens: int, max_tokens: int, num_sequences: int
+) -> None:
+    """The KV of the last token is never needed. Sequences of one prompt need room to begin, and one of them to end."""
+    scheduler = new_scheduler(num_blocks)
+    [failed] = start(scheduler, "a", num_sequences, list(range(num_tokens)), max_tokens)[:1] or [None]
+    num_own = -(-(num_tokens + 1) // 8) - num_tokens // 8
+    needed = max(-(-num_tokens // 8), -(-(num_tokens + max_tokens - 1) // 8), num_tokens // 8 + num_sequences * num_own)
+    assert (failed is None) == (needed <= num_blocks)
+    if failed is not None or num_sequences > 1:
+        return
+    finished, num_steps = False, 0
+    while not finished:
+        num_steps += 1
+        assert num_steps < 100, "it would wait for ever"
+        _, messages = step(scheduler)
+        ends = [m.tokens[0].finish_reason if isinstance(m, TokenBatch) else m.finish_reason for m in messages]
+        finished = ends == ["length"]
+    assert scheduler.is_idle and scheduler.blocks.num_free == num_blocks
+
+
 def test_an_abort_after_the_first_token_ends_the_sequence() -> None:
     scheduler = new_scheduler()
     start(scheduler, "a", 2)
