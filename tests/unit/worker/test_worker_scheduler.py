@@ -36,12 +36,19 @@ def new_scheduler(num_blocks: int = 64) -> WorkerScheduler:
 
 
 def start(
-    scheduler: WorkerScheduler, name: str, num_sequences: int = 1, tokens: list[int] = TOKENS, max_tokens: int = 3
+    scheduler: WorkerScheduler,
+    name: str,
+    num_sequences: int = 1,
+    tokens: list[int] = TOKENS,
+    max_tokens: int = 3,
+    cache_salt: str | None = None,
 ) -> list[Action]:
+    """cache_salt: the name if None, so that no other prompt finds its blocks."""
     ids = [f"{name}{number}" for number in range(num_sequences)]
     message = StartPrefill(
         "p", ids, name, pack_token_ids(tokens), SamplingParams(), [0] * num_sequences, StopConditions(max_tokens), 9.0,
-        decode_worker_id="w", decode_epoch="e", cache_salt=name,
+        decode_worker_id="w", decode_epoch="e",
+        cache_salt=name if cache_salt is None else cache_salt,
     )  # fmt: skip
     return scheduler.prefill.on_start(0.0, message, None, decodes_here=True)
 
@@ -103,6 +110,27 @@ def test_a_step_holds_tokens_of_sequences_and_chunks_of_prompts() -> None:
     assert scheduler.step_times.prompt_tokens_per_s == pytest.approx(len(TOKENS) / 0.5)
 
 
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 64, 65, 199, 200])
+def test_all_full_blocks_of_a_prompt_are_cached_however_it_was_cut(num_tokens: int) -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=20, max_num_seqs=2, lease_s=10.0)
+    for number, num_cached in enumerate((0, (num_tokens - 1) // 8 * 8)):
+        before = scheduler.prefill.num_cached_tokens
+        start(scheduler, f"t{number}", tokens=list(range(num_tokens)), max_tokens=1, cache_salt="one client")
+        while not scheduler.is_idle:
+            assert step(scheduler)[0]
+        assert scheduler.prefill.num_cached_tokens - before == num_cached
+
+
+def test_the_blocks_of_an_answer_are_cached_for_the_next_turn() -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=64, max_num_seqs=2, lease_s=10.0)
+    start(scheduler, "a", tokens=list(range(20)), max_tokens=21, cache_salt="one client")
+    while not scheduler.is_idle:
+        step(scheduler)
+    start(scheduler, "b", tokens=[*range(20), *[9] * 21, 5], max_tokens=1, cache_salt="one client")
+    step(scheduler)
+    assert scheduler.prefill.num_cached_tokens == 40, "the KV of the last token was never computed"
+
+
 def test_sequences_that_share_a_prompt_copy_its_last_block() -> None:
     scheduler = new_scheduler()
     start(scheduler, "a", 2, tokens=list(range(20)))
@@ -141,6 +169,28 @@ def test_a_request_that_never_fits_is_refused() -> None:
     assert isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
     assert "needs 6 KV blocks, this worker has 4" in action.message.error.message
     assert start(scheduler, "b", max_tokens=20) == []
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3))
+def test_what_is_admitted_runs_to_its_end_and_the_rest_is_refused(
+    num_blocks: int, num_tokens: int, max_tokens: int, num_sequences: int
+) -> None:
+    """The KV of the last token is never needed. Sequences of one prompt need room to begin, and one of them to end."""
+    scheduler = new_scheduler(num_blocks)
+    [failed] = start(scheduler, "a", num_sequences, list(range(num_tokens)), max_tokens)[:1] or [None]
+    num_own = -(-(num_tokens + 1) // 8) - num_tokens // 8
+    needed = max(-(-num_tokens // 8), -(-(num_tokens + max_tokens - 1) // 8), num_tokens // 8 + num_sequences * num_own)
+    assert (failed is None) == (needed <= num_blocks)
+    if failed is not None or num_sequences > 1:
+        return
+    finished, num_steps = False, 0
+    while not finished:
+        num_steps += 1
+        assert num_steps < 100, "it would wait for ever"
+        _, messages = step(scheduler)
+        ends = [m.tokens[0].finish_reason if isinstance(m, TokenBatch) else m.finish_reason for m in messages]
+        finished = ends == ["length"]
+    assert scheduler.is_idle and scheduler.blocks.num_free == num_blocks
 
 
 def test_an_abort_after_the_first_token_ends_the_sequence() -> None:
@@ -245,6 +295,26 @@ def test_a_prompt_fails_if_its_smallest_chunk_does_not_fit() -> None:
     [message] = [action.message for action in failed]
     assert isinstance(message, AttemptFailed) and "out of memory" in message.error.message
     assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("aborted", ["a", "b", "ab"])
+def test_prompts_that_end_during_a_step_that_fails_leave_nothing(fails: bool, aborted: str) -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=256, max_num_seqs=2, lease_s=10.0)
+    for name in "ab":
+        start(scheduler, name, tokens=list(range(80)), max_tokens=1)
+    batch, _ = scheduler.schedule(1.0)
+    assert len(batch.items) == 2
+    for name in aborted:
+        scheduler.on_abort("p", f"{name}0")
+    scheduler.on_step_failed(ValueError()) if fails else scheduler.on_out_of_memory(NO_MEMORY)
+    answered = []
+    while not scheduler.is_idle:
+        number, messages = step(scheduler)
+        assert number
+        answered += [message.attempt_id for message in messages]
+    assert answered == [f"{name}0" for name in "ab" if name not in aborted]
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
 def test_the_newest_sequences_are_preempted_when_their_step_does_not_fit() -> None:

@@ -136,6 +136,23 @@ def test_deaths_count_until_a_token_is_decoded() -> None:
     in_flight(test)
 
 
+def test_a_death_that_is_reported_twice_counts_once() -> None:
+    """A worker names the step that ended it; that its process has crashed says nothing new of the others."""
+
+    async def run(cluster: Cluster) -> None:
+        [named], [beside] = (cluster.start([SamplingParams()], 20, 60.0) for _ in range(2))
+        assert named.attempt is not None
+        attempt_ids = frozenset({named.attempt.attempt_id})
+        cluster.dispatcher.on_worker_lost(PREFILL, "it has failed", has_crashed=True, attempt_ids=attempt_ids)
+        assert (named.num_failed_steps, named.num_deaths, beside.num_deaths) == (1, 2, 0)
+        cluster.dispatcher.on_worker_lost(PREFILL, "its process has crashed", has_crashed=True)
+        assert (named.num_failed_steps, named.num_deaths, beside.num_deaths) == (1, 2, 0)
+        for sequence in (named, beside):
+            cluster.dispatcher.drop(sequence)
+
+    play(run)
+
+
 def test_the_sequence_fails_at_its_deadline() -> None:
     async def run(cluster: Cluster) -> None:
         failed = asyncio.Event()

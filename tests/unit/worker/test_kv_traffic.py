@@ -1,0 +1,146 @@
+"""Blocks that arrive and leave: what is counted, compared and reported to the schedulers."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.decode_worker.actions import Receive, Ship
+from tandem.protocol.messages.transfer import ShipKV
+from tandem.runtime.errors import KVTransferFailed
+from tandem.worker.kv_traffic import KVTraffic
+
+BROKEN = KVTransferFailed("the path broke")
+
+
+class Traffic:
+    """A worker's KV traffic over paths and checksums whose jobs the test ends.
+
+    jobs: callbacks of what is under way. calls: what the schedulers and the pair were told.
+    """
+
+    def __init__(self, *, checksums: bool = False, one_sided: bool = False, is_open: bool = True) -> None:
+        self.jobs: list[Any] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.now = 0.0
+        pair = SimpleNamespace(connector="ipc", checksums=checksums, peer=SimpleNamespace(worker_id="decode-0"))
+        sender = SimpleNamespace(send=lambda *job: self.jobs.append(job[-1]))
+        self.traffic: KVTraffic[Any] = KVTraffic.__new__(KVTraffic)
+        self.traffic.__dict__.update(
+            _worker_id="prefill-0",
+            _loop=asyncio.get_running_loop(),
+            _clock=lambda: self.now,
+            num_bytes=0,
+            num_compared_blocks=0,
+            num_corrupt_blocks=0,
+            _perform=lambda actions: None,
+            _metrics=SimpleNamespace(on_shipped=lambda *shipped: self.calls.append(("metrics", *shipped))),
+            _decode=SimpleNamespace(
+                on_received=lambda name, error: self.calls.append(("received", name, error)),
+                on_corrupt=lambda name, error: self.calls.append(("corrupt", name, error.message)),
+            ),
+            _prefill=SimpleNamespace(on_shipped=lambda name, error: self.calls.append(("shipped", name, error))),
+            _incoming=SimpleNamespace(
+                receive=lambda pair_id, block_ids, done: self.jobs.append(done),
+                fail=lambda *failed: self.calls.append(("pair fails", *failed)),
+            ),
+            _outgoing=SimpleNamespace(
+                sender=lambda pair_id: sender if is_open else None,
+                send=lambda pair_id, message: self.calls.append(("announced", message.first_block)),
+                fail=lambda *failed: self.calls.append(("pair fails", *failed)),
+            ),
+            _outgoing_table=SimpleNamespace(
+                get=lambda pair_id: pair,
+                announcement=lambda *fields: ShipKV(fields[0], 0, *fields[1:]),
+                on_shipped=lambda *shipped: self.calls.append(("counted", *shipped)) or pair,
+            ),
+            _host=SimpleNamespace(
+                pools=SimpleNamespace(checksums=lambda block_ids, done: self.jobs.append(done)),
+                connectors={"ipc": SimpleNamespace(one_sided=one_sided)},
+                block_bytes=100,
+            ),
+        )
+
+    async def end(self, result: Any) -> list[tuple[Any, ...]]:
+        """Ends the job under way. Returns what was told since."""
+        self.calls.clear()
+        self.now += 0.5
+        self.jobs.pop()(result)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return list(self.calls)
+
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        return self.traffic.num_bytes, self.traffic.num_compared_blocks, self.traffic.num_corrupt_blocks
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_blocks_are_announced_once_and_counted_when_they_have_gone(one_sided: bool) -> None:
+    """A path on which both ends take part needs the announcement first. The other one needs it behind the blocks."""
+
+    async def run() -> None:
+        made = Traffic(one_sided=one_sided)
+        made.traffic.ship(Ship("pair", "t", 4, [1, 2, 3], [7, 8, 9]))
+        assert made.calls == ([] if one_sided else [("announced", 4)])
+        counted = [("counted", "pair", 300, 0.5), ("metrics", ("prefill-0", "decode-0", "ipc"), 300, 0.5)]
+        announced = [("announced", 4)] if one_sided else []
+        assert await made.end(None) == [*counted, *announced, ("shipped", "t", None)]
+        assert made.figures == (300, 0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_path_that_breaks_fails_the_pair_and_counts_nothing() -> None:
+    async def run() -> None:
+        made = Traffic(one_sided=True)
+        made.traffic.ship(Ship("pair", "t", 4, [1], [7]))
+        assert await made.end(BROKEN) == [("shipped", "t", BROKEN), ("pair fails", "pair", "the path broke")]
+        made.traffic.receive(Receive("pair", "t", [7]))
+        assert await made.end(BROKEN) == [("received", "t", BROKEN), ("pair fails", "pair", "the path broke")]
+        assert made.figures == (0, 0, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("result", [[5], BROKEN])
+def test_a_shipment_without_a_path_or_checksums_is_reported_later(result: Any) -> None:
+    async def run() -> None:
+        made = Traffic(checksums=True, is_open=result is BROKEN)
+        made.traffic.ship(Ship("pair", "t", 4, [1], [7]))
+        [shipped, _] = await made.end(result)
+        assert shipped[:2] == ("shipped", "t") and str(shipped[2]) in ("the pair is closed", "the path broke")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("corrupt", [[], [7], [9], [7, 8, 9]])
+def test_blocks_that_differ_fail_their_transfer_and_no_pair(corrupt: list[int]) -> None:
+    async def run() -> None:
+        made = Traffic()
+        made.traffic.receive(Receive("pair", "t", [7, 8, 9], [70, 80, 90]))
+        assert await made.end(None) == [], "they are compared first"
+        [call] = await made.end([0 if block_id in corrupt else 10 * block_id for block_id in (7, 8, 9)])
+        if corrupt:
+            assert call[:2] == ("corrupt", "t")
+            assert f"{len(corrupt)} of 3 KV blocks received through pair pair differ" in call[2]
+            assert call[2].endswith(f"the first in block {corrupt[0]}")
+        else:
+            assert call == ("received", "t", None)
+        assert made.figures == (300, 3, len(corrupt))
+
+    asyncio.run(run())
+
+
+def test_blocks_that_cannot_be_compared_are_not_used() -> None:
+    async def run() -> None:
+        made = Traffic()
+        made.traffic.receive(Receive("pair", "t", [7], [70]))
+        await made.end(None)
+        assert await made.end(BROKEN) == [("corrupt", "t", "the path broke")]
+        assert made.figures == (100, 0, 0)
+
+    asyncio.run(run())
