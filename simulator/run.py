@@ -25,6 +25,7 @@ from tandem.simulator.engine import StepFailed
 from tandem.simulator.event_log import EventLog
 from tandem.simulator.invariants import Invariants
 from tandem.simulator.messages import REST_S, Messages
+from tandem.simulator.plans import play_demand
 from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.scenario import START_S, Request, Scenario
 from tandem.simulator.timeline import Timeline
@@ -160,6 +161,8 @@ class _Run:
         begun = [request.at for request in self._scenario.requests]
         last = max([START_S, *begun, *(fault.at + fault.duration_s for fault in self._scenario.faults)])
         self._timeline.run(self._is_broken, last)
+        if self._scenario.cluster.config.autoscale:
+            play_demand(random.Random(f"plans {self._scenario.seed}"), self.report)
         self._cluster.end_faults()
         recovered_at = last + RECOVERY_S + self._scenario.work_s
         recovered_at += BATCH_S * (self._batches is not None)
