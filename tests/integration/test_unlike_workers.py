@@ -18,6 +18,8 @@ import pytest
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tests.support.cluster import MODEL, OLDER_CPU, Cluster, tandem
+from tests.support.noise_model import ensure_noise_model
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -107,3 +109,11 @@ def test_with_the_flag_an_answer_waits_for_its_own_kind_of_worker(tmp_path: Path
             assert logprobs == whole["logprobs"]["token_logprobs"]
             assert cluster.num_migrations() >= 1
             assert cluster.worker("decode-9").load.num_finished == 0
+
+
+def test_with_the_flag_a_setting_that_is_not_exact_ends_the_start_with_the_reason() -> None:
+    arguments = ("--model", str(ensure_noise_model()), "--dtype", "float16", "--port", str(free_port()), "--exact")
+    done = subprocess.run(tandem("up", *arguments, *SMALL), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert "--exact: answers of " in done.stderr and "float16" in done.stderr
+    assert done.stderr.rstrip().endswith("leave out --exact") and "Traceback" not in done.stderr
