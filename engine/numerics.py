@@ -44,6 +44,7 @@ _CUDA_VARIABLES = (
 )  # fmt: skip
 """The same on GPUs."""
 _MAX_SHOWN_VALUE = 64
+_MAX_PROBLEM = 1024
 
 _ONEDNN_ISAS: tuple[tuple[str, frozenset[str]], ...] = (
     ("SSE41", frozenset({"sse4_1"})),
@@ -75,7 +76,7 @@ def numerics_of(config: EngineConfig, loaded: LoadedModel, problem: str) -> Nume
         max_model_len=loaded.rope_length,
         num_threads=config.num_threads if on_cpu and threads_matter(config, loaded.dtype) else 0,
         num_ranks=config.tensor_parallel_size,
-        problem=problem,
+        problem=problem[:_MAX_PROBLEM],
     )
 
 

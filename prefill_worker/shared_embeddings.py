@@ -34,7 +34,8 @@ class SharedEmbeddings:
     """Copies embeddings out of the cache, so that it holds no lease after a call.
 
     An embedding is [1 + num_deepstack, num_tokens, hidden_size] in the model's dtype; those found are on the CPU.
-    model_id: the cache outlives workers, so embeddings computed with other weights must not be found.
+    model_id: of the model and the numerics. The cache outlives workers and other workers use it too, so embeddings
+    computed with other weights or in another way must not be found.
     """
 
     def __init__(self, client: MediaCacheClient, model_id: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.protocol.messages.membership import RegisterWorker
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, OpenPair, PairAccepted
@@ -27,6 +28,8 @@ MAX_DEADLINE_S = 30 * 86400.0
 MAX_HELD_SEQUENCES = 100_000
 """Sequences on one worker, waiting and running. Proxies admit far fewer."""
 MAX_NAME_CHARACTERS = 1024
+MAX_NUMERICS_CHARACTERS = 4096
+"""Of one field of the numerics: each report of the workers repeats them."""
 MAX_RANKS = 1024
 MAX_POSITION_OFFSET = 2**24
 """Positions up to this are exact in float32. A larger offset would overflow a step's int32 positions."""
@@ -127,6 +130,7 @@ def check_open_pair(message: OpenPair) -> None:
     _require(len(message.closed_pair_ids) <= MAX_CLOSED_PAIRS, kind, "closed_pair_ids", "too many")
     _check_names(kind, message.closed_pair_ids)
     _check_names(kind, (message.pair_id, message.prefill_worker_id, message.prefill_epoch))
+    _check_numerics(kind, layout.numerics)
 
 
 def check_pair_accepted(message: PairAccepted) -> None:
@@ -148,10 +152,19 @@ def check_register(message: RegisterWorker) -> None:
     _require(len(message.lora_modules) <= MAX_LORA_MODULES, "RegisterWorker", "lora_modules", "too many")
     sizes.append(message.max_lora_rank)
     _require(all(0 < size < 2**31 for size in sizes), "RegisterWorker", "a size", "not positive")
+    _check_numerics("RegisterWorker", message.numerics)
 
 
 def _check_names(kind: str, names: Iterable[str]) -> None:
     _require(all(0 < len(name) <= MAX_NAME_CHARACTERS for name in names), kind, "names", "empty or too long")
+
+
+def _check_numerics(kind: str, numerics: Numerics) -> None:
+    values = [getattr(numerics, field) for field in numerics.__struct_fields__]
+    texts = [value for value in values if isinstance(value, str)]
+    numbers = [value for value in values if isinstance(value, int)]
+    _require(all(len(text) <= MAX_NUMERICS_CHARACTERS for text in texts), kind, "numerics", "too long")
+    _require(all(0 <= number < 2**31 for number in numbers), kind, "numerics", "a number is out of range")
 
 
 def _require(holds: bool, kind: str, field: str, what: str) -> None:

@@ -18,6 +18,8 @@ import pytest
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tests.support.cluster import MODEL, OLDER_CPU, Cluster, tandem
+from tests.support.noise_model import ensure_noise_model
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -80,7 +82,7 @@ def test_without_the_flag_unlike_workers_pair_and_the_status_and_the_log_say_so(
 
 def test_with_the_flag_an_answer_waits_for_its_own_kind_of_worker(tmp_path: Path) -> None:
     with Cluster(*SMALL, "--exact") as cluster:
-        expected = cluster.token_ids(PROMPT, 120)
+        [whole] = cluster.complete(prompt=PROMPT, max_tokens=120, logprobs=1)["choices"]
         with unlike_worker(cluster, tmp_path / "log"):
             assert pair_state(cluster) == "refused"
             shown = shown_status(cluster)
@@ -89,17 +91,29 @@ def test_with_the_flag_an_answer_waits_for_its_own_kind_of_worker(tmp_path: Path
             decode = cluster.worker("decode-0").worker
             body = {
                 "model": MODEL, "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True,
-                "return_token_ids": True, "stream": True,
+                "return_token_ids": True, "stream": True, "logprobs": 1,
             }  # fmt: skip
             found: list[int] = []
+            logprobs: list[float] = []
             with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=200) as answer:
                 for line in answer.iter_lines():
                     if not line.startswith("data: {"):
                         continue
-                    found += json.loads(line[6:])["choices"][0]["token_ids"]
+                    [choice] = json.loads(line[6:])["choices"]
+                    found += choice["token_ids"]
+                    logprobs += choice["logprobs"]["token_logprobs"]
                     if len(found) > 3 and decode.pid:
                         os.kill(decode.pid, signal.SIGKILL)
                         decode = msgspec.structs.replace(decode, pid=0)
-            assert found == expected
+            assert found == whole["token_ids"]
+            assert logprobs == whole["logprobs"]["token_logprobs"]
             assert cluster.num_migrations() >= 1
             assert cluster.worker("decode-9").load.num_finished == 0
+
+
+def test_with_the_flag_a_setting_that_is_not_exact_ends_the_start_with_the_reason() -> None:
+    arguments = ("--model", str(ensure_noise_model()), "--dtype", "float16", "--port", str(free_port()), "--exact")
+    done = subprocess.run(tandem("up", *arguments, *SMALL), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert "--exact: answers of " in done.stderr and "float16" in done.stderr
+    assert done.stderr.rstrip().endswith("leave out --exact") and "Traceback" not in done.stderr

@@ -31,11 +31,12 @@ from tandem.protocol.messages.transfer import KVLayout
 
 ENGINE = Path(__file__).parents[3] / "engine"
 _SHARED = (
-    "attention/plain.py", "layers", "loading/rope.py", "loading/sharding.py", "lora/layers.py", "model_head.py",
+    "attention/plain.py", "layers/*.py", "loading/rope.py", "loading/sharding.py", "lora/layers.py", "model_head.py",
     "model_runner.py", "quantization/int4_linear.py", "quantization/linears.py", "quantization/merging.py",
-    "quantization/online.py", "sampling/columns.py", "sampling/logprobs.py", "sampling/noise.py",
-    "sampling/penalties.py", "sampling/sampler.py", "vision/models.py",
+    "quantization/online.py", "row_products.py", "sampling/columns.py", "sampling/logprobs.py", "sampling/noise.py",
+    "sampling/penalties.py", "sampling/sampler.py", "sampling/sums.py", "vision/models.py",
 )  # fmt: skip
+"""Patterns of files that compute on all devices."""
 HASHES = {
     CPU_KERNELS: "bc7da781ca1c4794",
     CUDA_KERNELS: "b10b51f96daa11bd",
@@ -44,8 +45,7 @@ HASHES = {
 
 
 def files_of(folder: str) -> list[Path]:
-    found = [ENGINE / name for name in (folder, *_SHARED)]
-    return sorted(file for each in found for file in (each.glob("*.py") if each.is_dir() else [each]))
+    return sorted(file for pattern in (f"{folder}/*.py", *_SHARED) for file in ENGINE.glob(pattern))
 
 
 def code_hash(files: list[Path]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ from tandem.protocol.messages.membership import (
     RegisterWorker,
     WorkerInfo,
 )
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVLayout, KVReserved, OpenPair
@@ -148,6 +150,19 @@ def test_a_registration_with_a_long_name_of_its_engine_is_refused() -> None:
     check_register(replace(REGISTER, engine="vllm 0.32.0"))
     with pytest.raises(InvalidMessage, match="engine: too long"):
         check_register(replace(REGISTER, engine="x" * 5000))
+
+
+@pytest.mark.parametrize("field", Numerics.__struct_fields__)
+def test_numerics_of_absurd_size_are_refused(field: str) -> None:
+    is_text = isinstance(getattr(Numerics(), field), str)
+    for value, is_valid in (
+        [("x" * 4096, True), ("x" * 4097, False)] if is_text else [(1, True), (-1, False), (2**40, False)]
+    ):
+        numerics = replace(Numerics(), **{field: value})
+        with contextlib.nullcontext() if is_valid else pytest.raises(InvalidMessage, match="numerics"):
+            check_register(replace(REGISTER, numerics=numerics))
+        with contextlib.nullcontext() if is_valid else pytest.raises(InvalidMessage, match="numerics"):
+            check_open_pair(replace(OPEN, layout=replace(OPEN.layout, numerics=numerics)))
 
 
 @pytest.mark.parametrize("first_tokens", [[], [-1], [VOCAB_SIZE], [1] * 2000])

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loading import model_loader
 from tandem.engine.loading.model_probe import ProbedModel
+from tandem.protocol.messages.numerics import Numerics
 
 
 class CPUAllocations(TorchDispatchMode):
@@ -64,6 +65,7 @@ def folder(tmp_path: Path) -> Path:
 
 def load(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, num_ranks: int = 1) -> Loaded:
     models = []
+    monkeypatch.setattr(model_loader, "_numerics", lambda config, loaded: Numerics())  # computes on the device
 
     def probe(model: Any, max_model_len: int) -> ProbedModel:
         models.append(model)
