@@ -46,10 +46,9 @@ with client.chat.completions.with_streaming_response.create(
     model=model, messages=story, stream=True, n=4, max_tokens=400, extra_headers={"X-Tandem-Record": "1"}
 ) as answer:
     where = answer.headers["x-tandem-record"]
-    num_events = 0
-    for line in answer.iter_lines():
-        num_events += line.startswith("data: ")
-        if num_events == 100 and pids:
+    events = (line for line in answer.iter_lines() if line.startswith("data: "))
+    for number, _ in enumerate(events):
+        if number == 100:
             name, pid = pids.popitem()
             os.kill(pid, signal.SIGKILL)  # its sequences migrate to the other decode worker
             print(f"killed {name}")
@@ -63,4 +62,4 @@ print(f"{migrated} of {len(sequences)} sequences migrated")
 with TemporaryDirectory() as folder:
     file = Path(folder) / "record.jsonl"
     file.write_text(record)
-    sys.exit(subprocess.run([*TANDEM, "replay", str(file)]).returncode)
+    subprocess.run([*TANDEM, "replay", str(file)], check=True)
