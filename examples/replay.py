@@ -5,6 +5,7 @@ The cluster needs a second decode worker: `--decode 2`. Its own machine runs thi
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,18 +42,20 @@ pids = decode_workers()
 others = [threading.Thread(target=load) for _ in range(6)]
 for thread in others:
     thread.start()
-# The header asks for the record; the answer says where it is.
+# The first header asks for the record, and the answer says where it is. The second one asks who computes the answer.
+headers = {"X-Tandem-Record": "1", "X-Tandem-Timeline": "1"}
 with client.chat.completions.with_streaming_response.create(
-    model=model, messages=story, stream=True, n=4, max_tokens=400, extra_headers={"X-Tandem-Record": "1"}
+    model=model, messages=story, stream=True, n=4, max_tokens=400, extra_headers=headers
 ) as answer:
     where = answer.headers["x-tandem-record"]
-    num_events = 0
+    decodes_at, num_events = "", 0
     for line in answer.iter_lines():
+        if not decodes_at and (found := re.search(r'"decode":"([^"]+)"', line)):
+            decodes_at = found[1]
         num_events += line.startswith("data: ")
-        if num_events == 100 and pids:
-            name, pid = pids.popitem()
-            os.kill(pid, signal.SIGKILL)  # its sequences migrate to the other decode worker
-            print(f"killed {name}")
+        if line.startswith("data: ") and num_events == 100:
+            os.kill(pids[decodes_at], signal.SIGKILL)  # its sequences migrate to the other decode worker
+            print(f"killed {decodes_at}")
 for thread in others:
     thread.join()
 
@@ -63,4 +66,4 @@ print(f"{migrated} of {len(sequences)} sequences migrated")
 with TemporaryDirectory() as folder:
     file = Path(folder) / "record.jsonl"
     file.write_text(record)
-    sys.exit(subprocess.run([*TANDEM, "replay", str(file)]).returncode)
+    subprocess.run([*TANDEM, "replay", str(file)], check=True)
