@@ -39,13 +39,19 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.extended
-def test_sums_depend_on_the_row_alone() -> None:
-    run_interpreted(INTERPRETED, "sums")
+def test_kernels_and_sums_depend_on_the_row_alone() -> None:
+    run_interpreted(INTERPRETED, "sums", "each_row_by_itself", "among_any_number")
 
 
 @pytest.mark.extended
-def test_models_have_the_same_bits_in_every_batch_and_chunking() -> None:
-    run_interpreted(INTERPRETED, "every_batch_and_chunking", "is_found")
+@pytest.mark.parametrize("model", ["llama", "qwen3", "window"])
+def test_models_have_the_same_bits_in_every_batch_and_chunking(model: str) -> None:
+    run_interpreted(INTERPRETED, f"every_batch_and_chunking[{model}")
+
+
+@pytest.mark.extended
+def test_what_depends_on_the_batch_is_found() -> None:
+    run_interpreted(INTERPRETED, "is_found")
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True), st.integers(0, 90), st.booleans())
