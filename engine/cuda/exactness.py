@@ -82,8 +82,8 @@ def chunk_problem(pool: KVPool, layers: Iterable[FusedLayer]) -> str:
     found: dict[Any, tuple[AttentionOptions, int]] = {}
     for layer in layers:
         heads, options = layer.head_parameters, layer.head_parameters.options
-        key = heads.num_heads, options.scale, options.window, options.softcap, options.sinks is None
-        found.setdefault(key, (options, heads.num_heads))
+        kind = heads.num_heads, options.scale, options.window, options.softcap, options.sinks is None
+        found.setdefault(kind, (options, heads.num_heads))
     layout = pool.layout
     num_tokens = min(2 * step_tensors.SPLIT + 70, len(pool.tensor) * layout.block_size)
     blocks = list(range(-(-num_tokens // layout.block_size)))

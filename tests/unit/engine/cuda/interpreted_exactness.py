@@ -144,7 +144,7 @@ SAMPLES = [
 ]
 
 
-def answers(runner: ModelRunner, tokens: list[int], chunks: list[int], others: list[BatchItem]) -> list[Any]:
+def answers(runner: ModelRunner, tokens: list[int], chunks: list[int], others: list[BatchItem]) -> dict[int, Any]:
     """Runs `tokens` in chunks beside `others`. Returns what is sampled behind each chunk, by its last position."""
     found, start, table = {}, 0, list(range(10))
     for size in chunks:
