@@ -110,8 +110,8 @@ class ModelRunner:
 
     @property
     def gpu_problem(self) -> str:
-        """Why log-probabilities of an exact model depend on the batch on this GPU, as one sentence; empty if they do
-        not, and on CPUs.
+        """Why answers that must be exact depend on the batch on this GPU, as one sentence. Empty if they do not, if
+        they need not be exact, and on CPUs.
 
         Tries all products of the model, which takes about a second.
         """

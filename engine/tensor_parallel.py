@@ -144,13 +144,14 @@ class TensorParallelGroup:
     def make_runner(self, loaded: LoadedModel, pool: KVPool, decodes: bool = True) -> ModelRunner:
         """decodes: see `GraphLimits`. Raises ConfigError if answers must be exact, but would not be on this GPU."""
         self._serves = True
-        limits = GraphLimits.of(self._engine, decodes)
-        if not self._steps:
-            runner = ModelRunner(loaded, pool, limits, self._engine.exact)
-            if self._engine.exact and (problem := runner.gpu_problem):
-                raise ConfigError(f"--exact: answers would not be exact: {problem}; leave out --exact")
-            return runner
-        return LeadingRunner(loaded, pool, limits, self._steps)
+        limits, exact = GraphLimits.of(self._engine, decodes), self._engine.exact
+        if self._steps:
+            runner: ModelRunner = LeadingRunner(loaded, pool, limits, exact, self._steps)
+        else:
+            runner = ModelRunner(loaded, pool, limits, exact)
+        if problem := runner.gpu_problem:
+            raise ConfigError(f"--exact: answers would not be exact: {problem}; leave out --exact")
+        return runner
 
     def close(self) -> None:
         """Terminates the followers and closes the channels."""
@@ -174,9 +175,10 @@ class LeadingRunner(ModelRunner):
         loaded: LoadedModel,
         pool: KVPool,
         limits: GraphLimits,
+        exact: bool,
         followers: list[RankChannel[Batch]],
     ) -> None:
-        super().__init__(loaded, pool, limits)
+        super().__init__(loaded, pool, limits, exact)
         self._followers = followers
 
     def launch(self, batch: Batch, before: LaunchedStep | None = None) -> LaunchedStep:

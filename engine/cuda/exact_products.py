@@ -38,7 +38,7 @@ def exact_product(
     """Returns `inputs @ weight.T + bias`. inputs: [..., num_inputs]."""
     rows = inputs.reshape(-1, inputs.shape[-1])
     products = []
-    for slice_ in rows.split(row_counts[-1]) if len(rows) else (rows,):
+    for slice_ in torch.split(rows, row_counts[-1]):
         num_rows = len(slice_)
         size = next(count for count in row_counts if count >= num_rows)
         padded = slice_ if size == num_rows else nn.functional.pad(slice_, (0, 0, 0, size - num_rows))
@@ -55,8 +55,8 @@ def use_exact_products() -> None:
     """
     torch.backends.cuda.preferred_blas_library("cublaslt")
     matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
-    matmul.allow_fp16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
 @torch.inference_mode()
@@ -65,7 +65,7 @@ def product_problem(linears: Iterable[Any], row_counts: Sequence[int], dtype: to
 
     linears: exact layers, of which one of each kind and shape is tried with every number of rows. dtype: of the inputs.
     """
-    tried = {}
+    tried: dict[tuple[str, int, int, bool], Any] = {}
     for linear in linears:
         bias = getattr(linear, "bias", None) is not None
         tried.setdefault((type(linear).__name__, linear.out_features, linear.in_features, bias), linear)

@@ -33,12 +33,16 @@ def setting_problem(config: EngineConfig, loaded: LoadedModel) -> str:
 
     `gpu_problem` tells the rest when its kernels have been chosen.
     """
+    if not config.exact:
+        return "without --exact, products on GPUs add in another order for another number of rows"
+    return _model_problem(loaded)
+
+
+def _model_problem(loaded: LoadedModel) -> str:
     if loaded.layout.tensor_parallel_size > 1:
         return "sums over the ranks of a worker on GPUs may have another order in another batch"
     if loaded.vision is not None:
         return "the vision encoder's products on GPUs depend on the number of pictures"
-    if not config.exact:
-        return "without --exact, products on GPUs add in another order for another number of rows"
     return ""
 
 
@@ -51,9 +55,11 @@ def use_exact_head(model: Any, row_counts: Sequence[int]) -> None:
 def gpu_problem(loaded: LoadedModel, pool: KVPool, row_counts: Sequence[int]) -> str:
     """Returns why this model is not exact on this GPU, as one sentence, or an empty string if it is.
 
-    loaded: a model without a `setting_problem`, whose layers are fused with operators for exact products
-    (`engine.layers.fusing`). The pool's content is restored.
+    loaded: its layers are fused with operators for exact products (`engine.layers.fusing`). The pool's content is
+    restored.
     """
+    if problem := _model_problem(loaded):
+        return problem
     model = loaded.model
     layers = list(getattr(model.base_model, "layers", []))
     fused = [layer for layer in layers if isinstance(layer, FusedLayer)]
@@ -76,8 +82,8 @@ def chunk_problem(pool: KVPool, layers: Iterable[FusedLayer]) -> str:
     found: dict[Any, tuple[AttentionOptions, int]] = {}
     for layer in layers:
         heads, options = layer.head_parameters, layer.head_parameters.options
-        key = heads.num_heads, options.scale, options.window, options.softcap, options.sinks is None
-        found.setdefault(key, (options, heads.num_heads))
+        kind = heads.num_heads, options.scale, options.window, options.softcap, options.sinks is None
+        found.setdefault(kind, (options, heads.num_heads))
     layout = pool.layout
     num_tokens = min(2 * step_tensors.SPLIT + 70, len(pool.tensor) * layout.block_size)
     blocks = list(range(-(-num_tokens // layout.block_size)))

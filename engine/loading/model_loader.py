@@ -107,10 +107,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         tensor_parallel_size=config.tensor_parallel_size,
         engine=ENGINE_NAME,
     )
-    # An adapter's products on GPUs have as many rows as the step has with it, for which they are not made exact.
-    is_exact_on_gpu = config.exact and device.type == "cuda"
-    takes_adapters = vision is None and config.tensor_parallel_size == 1 and not is_exact_on_gpu
-    lora_modules = adaptable_layers(model) if takes_adapters else {}
+    lora_modules = adaptable_layers(model) if takes_adapters(config, device, vision is not None) else {}
     quantization = f"{config.quantization} W8A8, quantised when loaded" if is_online else stored.label if stored else ""
     loaded = LoadedModel(
         model,
@@ -135,6 +132,14 @@ def _numerics(config: EngineConfig, loaded: LoadedModel) -> Numerics:
     if config.exact and problem:
         raise ConfigError(f"--exact: answers of {config.model} would not be exact: {problem}; leave out --exact")
     return numerics_of(config, loaded, problem)
+
+
+def takes_adapters(config: EngineConfig, device: torch.device, has_vision: bool) -> bool:
+    """Whether the layers of a model may be changed by LoRA adapters.
+
+    An adapter's products on a GPU have as many rows as the step has with it, for which they are not made exact.
+    """
+    return not has_vision and config.tensor_parallel_size == 1 and not (config.exact and device.type == "cuda")
 
 
 def _name(dtype: torch.dtype) -> str:

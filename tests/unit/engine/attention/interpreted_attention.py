@@ -238,7 +238,8 @@ def test_exact_tokens_have_the_same_bits_in_every_chunk(
         results.append(run_kernels(pool, case, step, states, is_exact=True))
     in_one_chunk, in_drawn_chunks, one_by_one = results
     assert torch.equal(in_one_chunk, in_drawn_chunks) and torch.equal(in_one_chunk, one_by_one)
-    expected = PlainAttention(case.new_pool(), case.items).attend(case.layer, *states, case.options)
+    query, key, value = states
+    expected = PlainAttention(case.new_pool(), case.items).attend(case.layer, query, key, value, case.options)
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(in_one_chunk, expected.view_as(in_one_chunk), rtol=tolerance, atol=tolerance)
 

@@ -17,14 +17,14 @@ from tandem.engine import model_runner
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.cuda import exactness
 from tandem.engine.cuda.exact_products import ExactLinear, product_problem
-from tandem.engine.cuda.exactness import setting_problem
+from tandem.engine.cuda.exactness import gpu_problem, setting_problem
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
 from tandem.engine.cuda.quantized_linears import join
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.layers.fusing import FinalNorm
-from tandem.engine.loading.model_loader import load_model
+from tandem.engine.loading.model_loader import load_model, takes_adapters
 from tandem.engine.tensor_parallel import TensorParallelGroup
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import ConfigError
@@ -39,13 +39,19 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.extended
-def test_sums_depend_on_the_row_alone() -> None:
-    run_interpreted(INTERPRETED, "sums")
+def test_kernels_and_sums_depend_on_the_row_alone() -> None:
+    run_interpreted(INTERPRETED, "sums", "each_row_by_itself", "among_any_number")
 
 
 @pytest.mark.extended
-def test_models_have_the_same_bits_in_every_batch_and_chunking() -> None:
-    run_interpreted(INTERPRETED, "every_batch_and_chunking", "is_found")
+@pytest.mark.parametrize("model", ["llama", "qwen3", "window"])
+def test_models_have_the_same_bits_in_every_batch_and_chunking(model: str) -> None:
+    run_interpreted(INTERPRETED, f"every_batch_and_chunking[{model}")
+
+
+@pytest.mark.extended
+def test_what_depends_on_the_batch_is_found() -> None:
+    run_interpreted(INTERPRETED, "is_found")
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True), st.integers(0, 90), st.booleans())
@@ -132,10 +138,17 @@ def test_what_is_not_exact_on_gpus_is_named(config: EngineConfig) -> None:
     loaded: Any = SimpleNamespace(layout=SimpleNamespace(tensor_parallel_size=1), vision=None)
     assert setting_problem(config, loaded) == ""
     assert "without --exact" in setting_problem(msgspec.structs.replace(config, exact=False), loaded)
+    pool: Any = None
     loaded.vision = object()
-    assert "vision encoder" in setting_problem(config, loaded)
+    assert "vision encoder" in setting_problem(config, loaded) == gpu_problem(loaded, pool, [])
     loaded.layout.tensor_parallel_size = 2
-    assert "ranks" in setting_problem(config, loaded)
+    assert "ranks" in setting_problem(config, loaded) == gpu_problem(loaded, pool, [])
+
+
+def test_an_exact_gpu_takes_no_adapters(config: EngineConfig) -> None:
+    assert not takes_adapters(config, torch.device("cuda"), has_vision=False)
+    assert takes_adapters(config, CPU, has_vision=False)
+    assert takes_adapters(msgspec.structs.replace(config, exact=False), torch.device("cuda"), has_vision=False)
 
 
 @pytest.mark.parametrize(
