@@ -79,6 +79,7 @@ def test_questions_without_a_cluster() -> None:
     assert done.returncode == 2 and "give 1 to 3600" in done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_options_reach_the_cluster(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"

@@ -138,6 +138,7 @@ def test_invalid_media_are_refused_and_leave_no_lease(served: Cluster) -> None:
     assert chat(served, good, text("still served")).status_code == 200
 
 
+@pytest.mark.extended
 def test_the_media_cache_is_cleared_by_command_and_filled_again(served: Cluster) -> None:
     part = image_part(data_url(encoded(picture(seed=61))))
     first = chat(served, part, text("?"))
@@ -153,6 +154,7 @@ def test_the_media_cache_is_cleared_by_command_and_filled_again(served: Cluster)
     Cluster.wait_for(lambda: cache_status(served).num_items >= 1, TIMEOUT_S)
 
 
+@pytest.mark.extended
 def test_a_stream_that_migrates_after_its_pixels_were_released_goes_on(served: Cluster) -> None:
     """Its workers and all that is cached are gone, so the pixels are made again from what the client sent."""
     cache = f"ipc://{runtime_dir(served.port)}/media-cache.sock"

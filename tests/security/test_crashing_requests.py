@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.messages.dispatch import StartPrefill
@@ -320,6 +320,7 @@ class Killers(Workers):
 @pytest.mark.parametrize("names_step", [False, True], ids=["not named", "named"])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @given(st.integers(0, 1 << 16), st.integers(1, 4), st.integers(1, 12))
+@settings(max_examples=40)
 def test_innocents_are_not_blamed_for_new_killers(
     num_workers: int, names_step: bool, seed: int, num_innocents: int, num_killers: int
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
+import pytest
+
 from tests.integration.test_media_requests import media_process
 from tests.support.hostile_media import with_long_index
 from tests.support.media_proxy import data_url, image_part, media_proxy, video_part
@@ -19,6 +21,7 @@ def memory_of(pid: int, field: str) -> int:
     return int(fields[field].split()[0]) * 1024
 
 
+@pytest.mark.extended
 def test_a_video_bomb_fails_at_the_limit_of_the_process(tmp_path: Path) -> None:
     """The limit is then lowered, so that the test needs little memory: the bomb takes 350 MB without it."""
     image = image_part(data_url(encoded(picture(seed=1))))

@@ -15,7 +15,11 @@ def without_figures(text: str) -> str:
     return re.sub(r"[\d.,]*\d%?( (ms|s|[kMG]B/s))?", "#", text)
 
 
-@pytest.mark.parametrize("sick", SICK, ids=lambda sick: sick.fault)
+@pytest.mark.parametrize(
+    "sick",
+    [pytest.param(sick, marks=pytest.mark.extended if number % 2 else ()) for number, sick in enumerate(SICK)],
+    ids=lambda sick: sick.fault,
+)
 def test_the_fault_is_named_as_on_the_page(sick: SickCluster) -> None:
     diagnosis = diagnose(examine(sick))
     assert found(sick, diagnosis), diagnosis_text(diagnosis, 110)

@@ -39,7 +39,15 @@ def run_one(kind: str, seed: int) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 3634), marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(100),
+        pytest.param(range(100, 300), marks=pytest.mark.extended),
+        pytest.param(range(300, 3634), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_schedules(kind: str, seeds: range) -> None:
     """10,000 in all."""
     num_computed = sum(run_one(kind, seed) for seed in seeds)

@@ -6,7 +6,7 @@ import typing
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
@@ -22,6 +22,7 @@ DIRECTIONS = [ToWorker | ToDecodePeer, ToProxy, ToPrefillPeer, ToProxyControl, F
 
 @pytest.mark.parametrize("direction", DIRECTIONS, ids=str)
 @given(data=st.data())
+@settings(max_examples=50)
 def test_every_message_survives_encoding(direction: typing.Any, data: st.DataObject) -> None:
     message_type = data.draw(st.sampled_from(typing.get_args(direction)))
     message = data.draw(st.from_type(message_type).filter(_encodable))

@@ -124,6 +124,7 @@ def test_a_chat_that_keeps_its_list_has_no_other(seed: int) -> None:
     assert [turn.key.startswith("list ") for turn in turns] == [True] + 39 * [False]
 
 
+@pytest.mark.extended
 def test_long_questions_are_longer_than_a_thousand_tokens(encoder: ChatEncoder) -> None:
     for question in exam():
         if question.subject == "long context":

@@ -39,7 +39,13 @@ def make_pool(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size: 
 
 
 # Group sizes up to the kernel's limit, groups that are split with and without a rest, odd sizes.
-@pytest.fixture(params=[(4, 3, 64, 16), (1, 7, 40, 4), (2, 1, 16, 8)], ids=str)
+@pytest.fixture(
+    params=[
+        (4, 3, 64, 16),
+        *(pytest.param(each, marks=pytest.mark.extended) for each in ((1, 7, 40, 4), (2, 1, 16, 8))),
+    ],
+    ids=str,
+)
 def sizes(request: pytest.FixtureRequest) -> tuple[int, int, int, int]:
     size: tuple[int, int, int, int] = request.param
     return size

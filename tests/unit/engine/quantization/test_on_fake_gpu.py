@@ -145,7 +145,7 @@ def test_layers_are_made_on_the_gpu_from_the_tensors_of_a_checkpoint(scheme: Any
     assert all(tensor.device == CUDA for tensor in (*layer.buffers(), *layer.parameters()))
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("name", [pytest.param("fp8", marks=pytest.mark.extended), "int8"])
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])
 def test_whole_steps_wait_as_without_quantisation(
     name: Any, has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -155,7 +155,7 @@ def test_each_row_equals_the_reference(rows: list[tuple[Sample, int]], noise: in
     check_against_reference(rows, torch.randn(len(rows), VOCAB_SIZE, generator=generator) * 3)
 
 
-@pytest.mark.parametrize("vocab_size", [1300, 20_000])
+@pytest.mark.parametrize("vocab_size", [1300, pytest.param(20_000, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_vocabularies_of_many_segments_equal_the_reference(vocab_size: int, temperature: float) -> None:
     rows = [(Sample(SamplingParams(temperature=temperature, seed=seed)), 7 * seed) for seed in range(20)]

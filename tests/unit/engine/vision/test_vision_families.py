@@ -18,7 +18,9 @@ NUM_NEW = 16
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.extended) for each in FAMILIES[1:-1]), FAMILIES[-1]]
+)
 def test_media_and_text_side_by_side(family: str, tmp_path: Path) -> None:
     save_served_model(family, tmp_path)
     wide, tall, video = picture(60, 40, seed=1), picture(30, 50, seed=2), clip(12)

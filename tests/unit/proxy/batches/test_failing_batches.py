@@ -355,7 +355,7 @@ def test_a_full_disk_costs_no_descriptors(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(5):
         with pytest.raises(StorageFull):
             list(store.hold_unfinished())
-    assert len(list(descriptors.iterdir())) == before
+    assert len(list(descriptors.iterdir())) <= before  # garbage of other tests may be closed meanwhile
 
 
 def test_a_run_that_is_cancelled_twice_waits_for_its_files() -> None:

@@ -36,12 +36,14 @@ def parse(
     return parsed.reasoning, parsed.content, calls
 
 
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("case", WRITTEN)
-def test_a_limit_leaves_the_call_so_far_or_nothing(case: str) -> None:
+def test_a_limit_leaves_the_call_so_far_or_nothing(case: str, step: int) -> None:
+    """step: between two limits that are tried; where the first one is differs between the cases."""
     name, text = WRITTEN[case]
     _, content, calls = parse([text], name, cut=None)
     assert [(called, json.loads(arguments)) for called, arguments in calls]
-    for end in range(len(text) + 1):
+    for end in range(len(case) % step, len(text) + 1, step):
         whole = parse([text[:end]], name)
         for cuts in ([*text[:end], ""], [text[: end // 2], text[end // 2 : end]], [text[:end], ""]):
             assert parse(cuts, name) == whole, end

@@ -94,7 +94,7 @@ def test_thinking_is_separated_however_the_text_is_split(
 
 @pytest.mark.parametrize(("name", "is_open"), OPEN)
 @given(data=st.data(), places=PLACES)
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_splitting_any_text_does_not_change_the_result(
     name: ReasoningFamilyName, is_open: bool, data: Any, places: list[int]
 ) -> None:

@@ -85,7 +85,7 @@ def pieces_of(name: ToolFamilyName) -> list[str]:
 
 @pytest.mark.parametrize("name", TOOL_FAMILIES)
 @given(data=st.data(), places=st.lists(st.integers(0, 10**6), max_size=12))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_splitting_any_text_does_not_change_the_result(name: ToolFamilyName, data: Any, places: list[int]) -> None:
     text = data.draw(st.lists(st.sampled_from(pieces_of(name)), max_size=14).map("".join))
     case = Case(name, "", text, [])

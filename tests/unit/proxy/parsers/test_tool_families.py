@@ -46,7 +46,7 @@ def cut_up(text: str, places: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("case", WRITTEN)
 @given(places=PLACES)
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_calls_are_parsed_however_the_text_is_split(case: str, places: list[int]) -> None:
     name, text = WRITTEN[case]
     for cuts in (cut_up(text, places), list(text)):

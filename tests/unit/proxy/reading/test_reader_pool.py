@@ -84,7 +84,7 @@ async def begun(folder: Path, *names: str) -> list[int]:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, *(pytest.param(each, marks=pytest.mark.extended) for each in (1, 2))])
 def test_a_killed_process_costs_its_job_alone(tmp_path: Path, victim: int) -> None:
     pool = fork_pool(3)
 
@@ -409,7 +409,10 @@ def test_one_clients_calls_without_a_worker_leave_processes_to_its_other_request
     run_with(pool, run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGSEGV, *(pytest.param(each, marks=pytest.mark.extended) for each in (signal.SIGABRT, signal.SIGBUS))],
+)
 def test_what_crashes_again_is_the_clients_error(number: signal.Signals) -> None:
     pool = fork_pool(1)
 
