@@ -28,8 +28,8 @@ PROCESSES = [LaunchedProcess("prefill-0", 7, 1)]
 class FakeCluster:
     """error: why it cannot be scaled."""
 
-    def __init__(self, **counts: int) -> None:
-        self.counts: dict[Role, int] = {"prefill": 0, "decode": 0, "any": 0, **counts}  # type: ignore[typeddict-item]
+    def __init__(self, prefill: int = 1, decode: int = 1) -> None:
+        self.counts: dict[Role, int] = {"prefill": prefill, "decode": decode, "any": 0}
         self.error = ""
         self.scaled: list[dict[Role, int]] = []
         self.restarted: list[tuple[str, int]] = []
@@ -82,7 +82,7 @@ class Caller:
     ],
 )
 def test_only_the_roles_that_are_named_change(wanted: ScaleCluster, now: tuple[int, int, int]) -> None:
-    cluster = FakeCluster(prefill=1, decode=1)
+    cluster = FakeCluster()
     assert Caller(cluster).ask(wanted) == ClusterScaled(*now)
     [scaled] = cluster.scaled
     assert scaled == {
@@ -101,25 +101,25 @@ def test_only_the_roles_that_are_named_change(wanted: ScaleCluster, now: tuple[i
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(wanted: ScaleCluster, why: str) -> None:
-    cluster = FakeCluster(prefill=1, decode=1)
+    cluster = FakeCluster()
     answer = Caller(cluster).ask(wanted)
     assert isinstance(answer, ScaleRefused) and why in answer.reason
     assert not cluster.scaled
 
 
 def test_decode_workers_alone_serve_where_they_compute_prompts() -> None:
-    cluster = FakeCluster(prefill=1, decode=1)
+    cluster = FakeCluster()
     assert Caller(cluster, decode_may_prefill=True).ask(ScaleCluster(prefill=0)) == ClusterScaled(0, 1, 0)
 
 
 def test_the_reason_of_the_launcher_is_passed_on() -> None:
-    cluster = FakeCluster(prefill=1, decode=1)
+    cluster = FakeCluster()
     cluster.error = "there is no free GPU"
     assert Caller(cluster).ask(ScaleCluster(decode=2)) == ScaleRefused("there is no free GPU")
 
 
 def test_processes_are_listed_and_restarted() -> None:
-    cluster = FakeCluster(prefill=1, decode=1)
+    cluster = FakeCluster()
     caller = Caller(cluster)
     assert caller.endpoint == "ipc:///run/launcher.sock"
     assert caller.ask(ListProcesses()) == ProcessList(PROCESSES) and not cluster.restarted

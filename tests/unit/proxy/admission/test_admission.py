@@ -104,7 +104,7 @@ def test_only_later_priorities_are_displaced_the_latest_first(others: list[int])
     admission = Admission(AdmissionSettings(len(others)), Clock())
     displaced: list[int] = []
     for priority in others:
-        admission.admit("a", [1], priority, lambda error, priority=priority: displaced.append(priority))  # type: ignore[misc]
+        admission.admit("a", [1], priority, lambda error, priority=priority: displaced.append(priority))
     num_later = sum(priority > 1 for priority in others)
     with pytest.raises(QueueFull):
         admission.admit("b", [1] * (num_later + 1), 1)
