@@ -200,7 +200,7 @@ class Control:
             log.warning("lost %s (epoch %s): %s", gone.worker.worker_id, gone.worker.epoch, gone.reason)
             self._identities.pop(gone.worker.epoch, None)
             self._state.dispatcher.on_worker_lost(
-                gone.worker, gone.reason, gone.has_crashed, gone.has_left, gone.attempt_ids
+                gone.worker, gone.reason, gone.has_crashed, gone.has_left, gone.attempt_ids, gone.in_order
             )
             self._connections.close(gone.worker, is_gone=gone.is_gone)
         for worker in change.joined:

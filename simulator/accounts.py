@@ -58,7 +58,10 @@ def of_worker(worker: SimulatedWorker) -> Iterator[Wait]:
     for tier in scheduler.tiers._tiers.values() if is_serving else ():
         if not tiers.is_idle(tier.name) or tier.error:
             continue
-        for block_hash in tiers.present(tier.name) ^ tier.hashes.keys():
+        present = tiers.present(tier.name)
+        # A block that another rank lacked when it was loaded is forgotten, although rank 0 still has it.
+        missed = present - tier.hashes.keys() if len(worker.pids) == 1 else set[bytes]()
+        for block_hash in (tier.hashes.keys() - present) | missed:
             details = f"{name}: {tier.name}: {block_hash.hex()}"
             yield "a tier's directory is not refreshed", details, 2 * REFRESH_INTERVAL_S + LATE_S
 

@@ -277,13 +277,16 @@ class CheckedSlots(FairSlots):
         return any(not turn.done() for turn in self._waiting.get(client, ()))
 
     def _give(self, client: str, turn: asyncio.Future[None]) -> None:
-        if turn is not self._alone:
-            for other in self._waiting:
-                if other == client or not self._waits(other) or self._held[other] >= self._max_per_client:
-                    continue
-                was_served = self._given_at.get(client, -1) >= self._waits_since[other]
-                if (self._held[other], not was_served) < (self._held[client], True):
-                    self._report("a client is passed by another", f"{other} by {client}: {dict(self._held)}")
-        self._num_given += 1
-        self._given_at[client] = self._waits_since[client] = self._num_given
+        if turn is not self._alone:  # which is in no order with the others
+            self._check_turn(client)
+            self._num_given += 1
+            self._given_at[client] = self._waits_since[client] = self._num_given
         super()._give(client, turn)
+
+    def _check_turn(self, client: str) -> None:
+        for other in self._waiting:
+            if other == client or not self._waits(other) or self._held[other] >= self._max_per_client:
+                continue
+            was_served = self._given_at.get(client, -1) > self._waits_since[other]
+            if (self._held[other], not was_served) < (self._held[client], True):
+                self._report("a client is passed by another", f"{other} by {client}: {dict(self._held)}")

@@ -85,6 +85,7 @@ class ObservedDispatcher(Dispatcher):
         has_crashed: bool = False,
         has_left: bool = False,
         attempt_ids: frozenset[str] = frozenset(),
+        in_order: bool = False,
     ) -> None:
         open_attempts = [attempt for attempt in self._running.values() if not attempt.has_ended]
         if has_crashed and worker.epoch not in self._dead:
@@ -93,7 +94,7 @@ class ObservedDispatcher(Dispatcher):
             self._blame.on_left(worker, self._running.values())
         lost = [attempt for sequence in self._sequences for attempt in sequence._lost_attempts]
         with self._unchanged_elsewhere(worker, [*self._running.values(), *lost]):
-            super().on_worker_lost(worker, reason, has_crashed, has_left, attempt_ids)
+            super().on_worker_lost(worker, reason, has_crashed, has_left, attempt_ids, in_order)
         self._blame.check_all()
         for attempt in open_attempts:
             if attempt.has_ended and attempt.suspects:  # a prompt that is refused has none

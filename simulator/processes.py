@@ -47,7 +47,7 @@ from tandem.simulator.refusals import CheckedAdmission, RefusalRules
 from tandem.simulator.sampling import EOS_TOKEN_ID, VOCAB_SIZE
 from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.step_faults import StepFaults
-from tandem.simulator.tiers import SimulatedTiers, Stored
+from tandem.simulator.tiers import RankTiers, SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog
@@ -263,15 +263,22 @@ class SimulatedWorker(SimulatedProcess):
         )  # fmt: skip
 
     def _tiers(self, pools: list[Pool]) -> SimulatedTiers:
-        machine, rng = self._machine, self._machine.timeline.rng
+        machine, rng, num_ranks = self._machine, self._machine.timeline.rng, len(self.pids)
         keys = {
             name: f"memory of {self.name} on {self.host}" if name == "host" else name for name in machine.shape.tiers
         }
-        stored = {name: machine.stored.setdefault(key, {}) for name, key in keys.items()}
-        return SimulatedTiers(
-            self.loop, pools, stored, rng, lambda: 10 ** rng.uniform(-4, 1 if rng.random() < 0.02 else -2),
-            machine.wires.breaks, machine.note,
-        )  # fmt: skip
+        num_heads = len(pools) // num_ranks
+
+        def of_rank(rank: int) -> RankTiers:
+            stored = {
+                name: machine.stored.setdefault(f"{key}, rank {rank} of {num_ranks}", {}) for name, key in keys.items()
+            }
+            return RankTiers(
+                self.loops[rank], pools[rank * num_heads : (rank + 1) * num_heads], stored, rng,
+                lambda: 10 ** rng.uniform(-4, 1 if rng.random() < 0.02 else -2), machine.wires.breaks, machine.note,
+            )  # fmt: skip
+
+        return SimulatedTiers([of_rank(rank) for rank in range(num_ranks)])
 
     @property
     def presence(self) -> Any:

@@ -1,12 +1,17 @@
-"""Tiers below the pools of simulated workers: stores that outlive processes, answer late, fail, and lose blocks."""
+"""Tiers below the pools of simulated workers: stores that outlive processes, answer late, fail, and lose blocks.
+
+Each rank has its own, with its own heads of each block, as in the product. So a rank may lack a block that others have.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from tandem.kv_transfer.ranks.worker_tiers import WorkerTiers
 from tandem.kv_transfer.tiers.change_log import TierChanges
 from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer
 from tandem.simulator.engine import Pool
@@ -14,11 +19,53 @@ from tandem.simulator.timeline import ProcessLoop
 
 MAX_BLOCKS = 200
 Stored = dict[bytes, list[Any]]
-"""Blocks of all ranks by hash, oldest first."""
+"""Blocks of one rank by hash, oldest first."""
 
 
-class SimulatedTiers:
-    """Takes the place of `kv_transfer.ranks.worker_tiers.WorkerTiers`. stored: of each tier, by its name.
+class SimulatedTiers(WorkerTiers):
+    """The tiers of all ranks of a worker. ranks: rank 0's first."""
+
+    def __init__(self, ranks: list[RankTiers]) -> None:
+        own: Any = {name: _Tier(ranks[0], name) for name in ranks[0].names}
+        followers: Any = [_Follower(rank) for rank in ranks[1:]]
+        super().__init__(own, followers)
+        self._ranks = ranks
+
+    def is_idle(self, name: str) -> bool:
+        """Whether a tier has answered all its jobs."""
+        return all(rank.is_idle(name) for rank in self._ranks)
+
+    def present(self, name: str) -> set[bytes]:
+        """Returns the blocks that this worker can know a tier to hold, of rank 0."""
+        return self._ranks[0].present(name)
+
+
+class _Tier:
+    """Takes the place of `kv_transfer.tiers.tier_thread.TierThread`."""
+
+    def __init__(self, tiers: RankTiers, name: str) -> None:
+        self.store = partial(tiers.store, name)
+        self.load = partial(tiers.load, name)
+        self.find = partial(tiers.find, name)
+        self.refresh = partial(tiers.refresh, name)
+        self.clear = partial(tiers.clear, name)
+
+    def close(self) -> None:
+        pass
+
+
+class _Follower:
+    """Takes the place of `kv_transfer.ranks.remote_rank.RemoteRank`."""
+
+    def __init__(self, tiers: RankTiers) -> None:
+        self._tiers = tiers
+
+    def order(self, order: str, name: str, *args: Any, on_done: Callable[[Any], None]) -> None:
+        getattr(self._tiers, order)(name, *args, lambda answer: on_done([answer.num_blocks, answer.error]))
+
+
+class RankTiers:
+    """The tiers of one rank. stored: of each tier, by its name. pools: of the rank's heads.
 
     job_s: returns the seconds that one block or one question takes. fails: whether a job fails.
     """
@@ -85,15 +132,10 @@ class SimulatedTiers:
         self._stored[name].clear()
         self._add(name, lambda number: True, 0, on_answer)
 
-    def close(self) -> None:
-        pass
-
     def is_idle(self, name: str) -> bool:
-        """Whether a tier has answered all its jobs."""
         return not self._jobs[name]
 
     def present(self, name: str) -> set[bytes]:
-        """Returns the blocks that this worker can know a tier to hold."""
         return {each for each in self._stored[name] if name != "store" or each in self._met}
 
     def _add(self, name: str, work: Callable[[int], bool], count: int, on_answer: OnAnswer) -> None:

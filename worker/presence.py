@@ -35,6 +35,8 @@ from tandem.worker.worker_config import WorkerConfig
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+TOLD_S = 0.1
+"""Time for the news that a worker leaves to reach all proxies."""
 
 
 def new_worker_info(
@@ -193,6 +195,8 @@ class Presence(Generic[A]):
             registration.close()
             if self._role_file is not None:
                 self._role_file.close()
+        # Proxies hear of it before their connections break, which would cost the attempts that wait on decode workers.
+        await asyncio.sleep(TOLD_S)
         if self._drain.for_good:
             raise Retired("the worker was drained for good")
 

@@ -115,6 +115,8 @@ class LostWorker:
     """It announced that it leaves, or its process or host ended without a crash: no request is the cause."""
     attempt_ids: frozenset[str] = frozenset()
     """Attempts in the step that crashed it, of which one is the cause; empty if they are not known."""
+    in_order: bool = False
+    """It says that it ends because it was told to. It has aborted nothing."""
     is_gone: bool = True
     """Nothing listens under this epoch any more, or it has given this proxy's requests up and registers again. So this
     proxy may soon open another connection to its address. False: it may only be frozen."""

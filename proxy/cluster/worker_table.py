@@ -221,6 +221,7 @@ class WorkerTable:
                     has_crashed=has_failed,
                     has_left=not has_failed,
                     attempt_ids=frozenset(attempt_ids),
+                    in_order=cause == "order",
                 )
             ]
         )

@@ -133,14 +133,14 @@ class Attempt:
         self._on_worker_done(worker)
         self.fail(error, suspects=[other for other in self.route.workers if other != worker])
 
-    def on_worker_lost(self, worker: WorkerInfo, error: TandemError, has_crashed: bool) -> None:
+    def on_worker_lost(self, worker: WorkerInfo, error: TandemError, in_order: bool) -> None:
         """Ends the attempt, unless only prefill was lost and decode may need it no more.
 
         Behind its first token a sequence may wait on decode for long, for a place in a step. A prefill worker that
-        leaves in order, or whose connection breaks, has often shipped all blocks. If not, decode says that they are
-        missing.
+        ends in order has shipped all blocks by then, or decode says that they are missing. It does not say so of
+        transfers that are aborted, so all other losses end the attempt.
         """
-        may_go_on = self._first_released and (self.has_decoded or not has_crashed)
+        may_go_on = self._first_released and (self.has_decoded or in_order)
         if self.route.is_shipped and worker == self.route.prefill and may_go_on:
             self._on_worker_done(worker)
         elif not self.preempted or not self._first_released:

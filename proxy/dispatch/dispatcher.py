@@ -411,11 +411,13 @@ class Dispatcher:
         has_crashed: bool = False,
         has_left: bool = False,
         attempt_ids: frozenset[str] = frozenset(),
+        in_order: bool = False,
     ) -> None:
         """A worker, or a connection to it, was lost. Call before the worker's connections are closed.
 
         has_crashed: a request may be the cause. has_left: no request is. Both may become known later than the loss,
-        which is then reported twice. attempt_ids: of the step that crashed it; empty if they are not known.
+        which is then reported twice. attempt_ids: of the step that crashed it; empty if they are not known. in_order:
+        it has ended without aborting anything.
         """
         if has_crashed and worker.epoch not in self._dead:
             self._dead.append(worker.epoch)
@@ -432,7 +434,7 @@ class Dispatcher:
         self._connections.send(worker, AbortAllAttempts(self._proxy_id))
         for attempt in self._running.values():
             if attempt.runs_on(worker):
-                attempt.on_worker_lost(worker, error, has_crashed)
+                attempt.on_worker_lost(worker, error, in_order)
 
     def fail_all(self, error: TandemError) -> None:
         for sequence in self._sequences:

@@ -29,12 +29,12 @@ from tests.simulation.blame_mutations import BLAME
 from tests.simulation.mutation import Mutation
 from tests.simulation.policy_mutations import PURE, TRANSFERS, VIEWS
 from tests.simulation.sampling_mutations import SAMPLING
-from tests.simulation.service_mutations import IN_ORDER, SERVICE
+from tests.simulation.service_mutations import IN_ORDER, PLANS, RANKS, SERVICE
 from tests.simulation.shell_mutations import LAUNCH, SHELL
 
 ROOT = Path(__file__).parents[2]
 SEEDS_AT_ONCE = 10
-MUTATIONS = SHELL + PURE + TRANSFERS + VIEWS + LAUNCH + SAMPLING + IN_ORDER + SERVICE + BLAME + BATCHES
+MUTATIONS = SHELL + PURE + TRANSFERS + VIEWS + LAUNCH + SAMPLING + IN_ORDER + SERVICE + BLAME + BATCHES + PLANS + RANKS
 
 
 def mutated(mutation: Mutation) -> str:

@@ -96,3 +96,42 @@ SERVICE = (
         "found or dict.fromkeys(self._workers.silent(",
     ),
 )
+
+PLANNER = "deploy/autoscale/planner.py"
+
+PLANS = (
+    Mutation(
+        "the planner takes more workers of a role than the other gets",
+        PLANNER,
+        "decode -= min(prefill - num_prefill, self._decode.spare(now, num_decode))",
+        "decode -= self._decode.spare(now, num_decode)",
+    ),
+    Mutation(
+        "the planner goes down to the need of the moment",
+        PLANNER,
+        "ever = max(count for _, count in self._needs)",
+        "ever = need",
+    ),
+    Mutation("the planner forgets when it moved workers at its limit", PLANNER, "self._rebalanced_at = now", "pass"),
+    Mutation(
+        "the planner goes up at once",
+        PLANNER,
+        "if self._covers(now, UP_AFTER_S) and least_recently > current:",
+        "if need > current:",
+    ),
+    Mutation(
+        "the planner never goes down",
+        PLANNER,
+        "self._needs[1][0] <= now - DOWN_AFTER_S",
+        "self._needs[1][0] <= now - UP_AFTER_S",
+    ),
+)
+
+RANKS = (
+    Mutation(
+        "blocks that a follower lacks count as loaded",
+        "kv_transfer/ranks/worker_tiers.py",
+        "num_blocks = min(answer.num_blocks for answer in answers)",
+        "num_blocks = answers[0].num_blocks",
+    ),
+)

@@ -122,7 +122,7 @@ SHELL = (
         "the dispatcher is not told of a lost worker",
         CONTROL,
         "self._state.dispatcher.on_worker_lost(\n                gone.worker, gone.reason, gone.has_crashed, "
-        "gone.has_left, gone.attempt_ids\n            )",
+        "gone.has_left, gone.attempt_ids, gone.in_order\n            )",
         "pass",
     ),
     Mutation(

@@ -14,7 +14,7 @@ from tandem.protocol.messages.dispatch import (
     PrepareDecode,
     StartPrefill,
 )
-from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.membership import LeaveCause, WorkerInfo
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.readiness import WorkerReadiness
@@ -95,8 +95,7 @@ def test_a_sequence_that_decode_preempted_survives_the_loss_of_prefill(first_com
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-@pytest.mark.parametrize("leaves", [True, False])
-def test_what_waits_on_decode_outlives_a_prefill_worker_that_does_not_crash(leaves: bool, is_whole: bool) -> None:
+def test_what_waits_on_decode_outlives_a_prefill_worker_that_ends_in_order(is_whole: bool) -> None:
     """It would lose its place, and its prompt would be computed again. Decode says so if blocks are missing."""
 
     async def test(cluster: Cluster) -> None:
@@ -106,11 +105,8 @@ def test_what_waits_on_decode_outlives_a_prefill_worker_that_does_not_crash(leav
         cluster.first(old, 5)
         cluster.reserved(old)
         cluster.join(OTHER_PREFILL)
-        if leaves:
-            [gone] = cluster.worker_table.on_left(PREFILL.epoch).lost
-            cluster.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.has_crashed, gone.has_left)
-        else:
-            cluster.dispatcher.on_worker_lost(PREFILL, "a connection to it broke")
+        [gone] = cluster.worker_table.on_left(PREFILL.epoch).lost
+        cluster.dispatcher.on_worker_lost(gone.worker, gone.reason, has_left=gone.has_left, in_order=gone.in_order)
         await turn()
         assert len(cluster.pool.of(StartPrefill)) == 1 and not cluster.aborted()
         if not is_whole:
@@ -121,6 +117,28 @@ def test_what_waits_on_decode_outlives_a_prefill_worker_that_does_not_crash(leav
             cluster.first(old, 6, worker=OTHER_PREFILL)
         cluster.token(old, 7, "length")
         assert await reader == ([5, 7] if is_whole else [5, 6, 7], "length")
+
+    play(test)
+
+
+@pytest.mark.parametrize("cause", ["silence", "failure"])
+def test_what_waits_on_decode_starts_over_when_prefill_may_have_aborted_its_transfer(cause: LeaveCause) -> None:
+    """Decode does not report transfers that are aborted. Found by `tandem simulate`."""
+
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        old, _, _ = attempt(cluster, 0)
+        cluster.first(old, 5)
+        cluster.reserved(old)
+        cluster.join(OTHER_PREFILL)
+        [gone] = cluster.worker_table.on_left(PREFILL.epoch, cause).lost
+        cluster.dispatcher.on_worker_lost(gone.worker, gone.reason, has_left=gone.has_left, in_order=gone.in_order)
+        await turn()
+        new, _, _ = attempt(cluster, 1)
+        cluster.first(new, 6, worker=OTHER_PREFILL)
+        cluster.token(new, 7, "length")
+        assert await reader == ([5, 6, 7], "length")
 
     play(test)
 
