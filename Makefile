@@ -18,7 +18,7 @@ define step
 	echo " $$(($$(date +%s) - begun)) s"; exit $$status
 endef
 
-.PHONY: setup develop serve test test-all test-extended test-alone test-properties test-exhaustive attack soak mutants lint lint-types lint-style lint-collects check docs links audit bench coverage release gpu-check gpu-wheels format lock clean
+.PHONY: setup develop serve test test-all test-extended test-alone test-properties test-exhaustive attack soak soak-exact mutants lint lint-types lint-style lint-collects check docs links audit bench coverage release gpu-check gpu-wheels format lock clean
 
 # What serving needs: 6.0 GB on disk, 5.2 of them PyTorch with Triton and the CUDA libraries that PyTorch's wheels bring.
 setup: $(VENV)/.installed
@@ -74,6 +74,10 @@ test-exhaustive: develop
 # Simulated clusters, seed after seed, until one breaks a rule. ARGS="--time-s 600" for ten minutes, "--seeds 1-500" for those.
 soak: setup
 	$(BIN)/tandem simulate --time-s inf $(ARGS)
+
+# Records what a cluster answers under faults, and computes it again alone, bit for bit. Ten minutes; ARGS=--quick for a shorter one.
+soak-exact: develop
+	$(BIN)/python -m tests.faults.exact_soak $(ARGS)
 
 # Puts 40 random faults into the packages that the simulator runs, each tried on 100 seeds and on its package's unit tests. About half an hour.
 mutants: develop

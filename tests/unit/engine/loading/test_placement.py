@@ -73,6 +73,7 @@ def load(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, num_ranks: 
 
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a dispatch mode sees its own thread
     monkeypatch.setattr(model_loader, "probe_model", probe)
+    monkeypatch.setattr(model_loader, "_numerics", lambda config, loaded: Numerics())  # it computes
     monkeypatch.setattr(model_loader, "_resolve_device", lambda config: torch.device(device))
     with CPUAllocations() as allocations:
         model_loader.load_model(EngineConfig(str(folder), "bfloat16", tensor_parallel_size=num_ranks))
