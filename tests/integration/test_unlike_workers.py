@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -117,3 +119,31 @@ def test_with_the_flag_a_setting_that_is_not_exact_ends_the_start_with_the_reaso
     assert done.returncode == 2, done.stderr
     assert "--exact: answers of " in done.stderr and "float16" in done.stderr
     assert done.stderr.rstrip().endswith("leave out --exact") and "Traceback" not in done.stderr
+
+
+def test_workers_that_join_an_exact_cluster_may_be_unlike_it_if_they_need_no_pair_with_it() -> None:
+    port = str(free_port())
+    address = ("--cluster-host", "127.0.0.1", "--insecure-network")
+    with Cluster(*SMALL, *address, "--cluster-port", port, "--exact", "--device", "cpu") as cluster:
+        model = ("--model", str(ensure_noise_model()), "--name", "older", "--device", "cpu", "--exact")
+        command = tandem("worker", "any", "--join", f"tcp://127.0.0.1:{port}", *address, *model, *SMALL)
+        joined = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **OLDER_CPU}
+        )
+        try:
+            cluster.wait_for(lambda: cluster.status().exactness.startswith("yes, on 2 kinds of workers"), 200)
+
+            numbers = itertools.count(20)
+
+            def serves() -> bool:
+                with ThreadPoolExecutor(4) as threads:  # of prompts that no worker has seen
+                    prompts = [[next(numbers), *PROMPT] for _ in range(4)]
+                    assert all(len(ids) == 4 for ids in threads.map(lambda each: cluster.token_ids(each, 4), prompts))
+                return cluster.worker("worker-0-older").load.num_finished > 0
+
+            cluster.wait_for(serves, 120)
+            assert cluster.worker("worker-0-older").load.num_received == 0, "no KV comes from the other kind"
+        finally:
+            joined.send_signal(signal.SIGTERM)
+            output, _ = joined.communicate(timeout=60)
+    assert joined.returncode == 0 and "have joined" in output, output
