@@ -52,10 +52,11 @@ with client.chat.completions.with_streaming_response.create(
     for line in answer.iter_lines():
         if not decodes_at and (found := re.search(r'"decode":"([^"]+)"', line)):
             decodes_at = found[1]
-        num_events += line.startswith("data: ")
-        if line.startswith("data: ") and num_events == 100:
-            os.kill(pids[decodes_at], signal.SIGKILL)  # its sequences migrate to the other decode worker
-            print(f"killed {decodes_at}")
+        if line.startswith("data: "):
+            num_events += 1
+            if num_events == 100:
+                os.kill(pids[decodes_at], signal.SIGKILL)  # its sequences migrate to the other decode worker
+                print(f"killed {decodes_at}")
 for thread in others:
     thread.join()
 

@@ -24,6 +24,7 @@ _LAST_EVENTS = (
 """Beginnings of the last event of a stream, of each API."""
 _HEADERS = (
     "Authorization: bearer x", "X-Api-Key: x", "Origin: https://example.com", "X-Tandem-Timeline: 1",
+    "X-Tandem-Record: 1",
     "X-Request-Timeout: 0.01", "Accept-Encoding: gzip", "Content-Encoding: gzip", "anthropic-version: 2023-06-01",
     "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "Content-Type: text/plain",
 )  # fmt: skip

@@ -29,8 +29,8 @@ def drawn() -> tuple[list[bytes], list[str]]:
     "head",
     [
         b"Content-Encoding: gzip", b"Upgrade: h2c", b"HTTP/1.0",
-        b"X-Tandem-Timeline: 1", b"Authorization: bearer x", b"X-Api-Key: x", b"Origin: https://example.com",
-        b"Content-Type: text/plain", b"X-Request-Timeout: 0.01",
+        b"X-Tandem-Timeline: 1", b"X-Tandem-Record: 1", b"Authorization: bearer x", b"X-Api-Key: x",
+        b"Origin: https://example.com", b"Content-Type: text/plain", b"X-Request-Timeout: 0.01",
     ],
 )  # fmt: skip
 def test_heads_are_drawn(drawn: tuple[list[bytes], list[str]], head: bytes) -> None:

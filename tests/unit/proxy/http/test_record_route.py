@@ -20,7 +20,7 @@ from tandem.proxy.http.routes import records
 from tandem.proxy.http.routes.records import record_routes
 from tandem.proxy.http.starlette_app import starlette_app
 from tandem.proxy.records.record import decode_record
-from tandem.proxy.records.record_store import RecordStore
+from tandem.proxy.records.record_store import RecordNotFound, RecordStore
 from tests.unit.proxy.records.test_record_store import made
 
 Call = Callable[..., Awaitable[httpx.Response]]
@@ -110,7 +110,7 @@ def test_calls_that_wait_for_records_are_limited(tmp_path: Path, monkeypatch: py
     async def test(store: RecordStore, call: Call) -> None:
         async def find(*_: object) -> Path:
             await may_end.wait()
-            raise records.RecordNotFound("it was not there")
+            raise RecordNotFound("it was not there")
 
         monkeypatch.setattr(store, "find", find)
         waiting = [asyncio.ensure_future(call("r-1")) for _ in range(2)]
