@@ -78,7 +78,7 @@ class ModelRunner:
             fuse_final_norm(self._model, operators)
             if self._row_counts is not None:
                 use_exact_products()
-                use_exact_head(self._model, self._row_counts)
+                use_exact_head(self._model, limits.head_row_counts)
         if loaded.device.type == "cpu":
             # Imported here because it loads a compiler, which GPU workers may lack.
             from tandem.engine.cpu.prepared_model import prepare_model

@@ -19,7 +19,7 @@ _SEED = 7
 
 
 class ExactLinear(CombiningLinear):
-    """Equivalent of `nn.Linear`. row_counts: of its products, ascending; see `engine.cuda.step_graphs.row_counts`."""
+    """Equivalent of `nn.Linear`. row_counts: of its products, ascending; see `engine.cuda.step_graphs.GraphLimits`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, row_counts: Sequence[int]) -> None:
         super().__init__()
@@ -63,19 +63,21 @@ def use_exact_products() -> None:
 def product_problem(linears: Iterable[Any], row_counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:
     """Returns which product's rows have other bits among more rows, or an empty string if there is none.
 
-    linears: exact layers, of which one of each kind and shape is tried with every number of rows. dtype: of the inputs.
+    linears: exact layers, of which one of each kind and shape is tried with every number of rows: its own, or
+    `row_counts` if it has none. dtype: of the inputs.
     """
     tried: dict[tuple[str, int, int, bool], Any] = {}
     for linear in linears:
         bias = getattr(linear, "bias", None) is not None
         tried.setdefault((type(linear).__name__, linear.out_features, linear.in_features, bias), linear)
     generator = torch.Generator().manual_seed(_SEED)
-    largest = row_counts[-1]
     name = str(dtype).removeprefix("torch.")
     for (_, num_outputs, num_inputs, _), linear in tried.items():
+        counts = getattr(linear, "row_counts", row_counts)
+        largest = counts[-1]
         inputs = torch.randn((largest, num_inputs), generator=generator).to(device, dtype)
         whole = linear(inputs)
-        for count in row_counts:
+        for count in counts:
             for rows in (slice(0, count), slice(largest - count, largest)):
                 if not torch.equal(linear(inputs[rows].clone()), whole[rows]):
                     return (

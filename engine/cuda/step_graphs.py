@@ -71,8 +71,13 @@ class GraphLimits:
 
     @property
     def row_counts(self) -> list[int]:
-        """Numbers of rows that matrix products have in graphs, ascending: of layers, and of the output projection."""
-        return sorted({number for sizes in self.sizes for size in sizes for number in size})
+        """Numbers of rows that the products of layers have in graphs, ascending."""
+        return sorted({num_tokens for sizes in self.sizes for num_tokens, _ in sizes})
+
+    @property
+    def head_row_counts(self) -> list[int]:
+        """The same of the output projection, which has a row for each sequence."""
+        return sorted({num_sequences for sizes in self.sizes for _, num_sequences in sizes})
 
 
 class GraphShape(NamedTuple):

@@ -13,20 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tandem.engine import model_runner
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.cuda import exactness, triton_attention
 from tandem.engine.cuda.exactness import use_exact_head
 from tandem.engine.cuda.fused_layers import CUDALayerOperators
-from tandem.engine.engine_config import EngineConfig
-from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.layers.fusing import fuse_final_norm, fuse_layers
-from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling import logprobs, sampler, sums
 from tandem.protocol.messages.sampling import SamplingParams
 from tests.unit.engine.attention.interpreted_attention import small_splits  # noqa: F401  # a fixture of all tests here
-from tests.unit.engine.attention.interpreted_graphs import SHAPE
+from tests.unit.engine.attention.interpreted_graphs import SHAPE, new_runner
 
 ROW_COUNTS = [8, 32, 96]
 """The CPU's products in float32, of the sizes of these models, have the same bits for these numbers of rows."""
@@ -124,16 +120,12 @@ def test_sums_of_sampling_are_those_of_torch() -> None:
 def exact_runner(folder: Path, make: Any) -> ModelRunner:
     torch.manual_seed(11)
     make().save_pretrained(folder)
-    config = EngineConfig(str(folder), dtype="float32", device="cpu", block_size=16, kv_cache_bytes=1 << 22, exact=True)
-    model = load_model(config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "fuse_layers", lambda model, operators: None)
-        patch.setattr(model_runner, "pack_linears", lambda model: None)
-        runner = ModelRunner(model, KVPool(model, config))
+    runner = new_runner(folder)
+    model = runner._model
     operators = CUDALayerOperators(ROW_COUNTS)
-    fuse_layers(model.model, operators)
-    fuse_final_norm(model.model, operators)
-    use_exact_head(model.model, ROW_COUNTS)
+    fuse_layers(model, operators)
+    fuse_final_norm(model, operators)
+    use_exact_head(model, ROW_COUNTS)
     runner._uses_triton, runner._row_counts = True, ROW_COUNTS
     return runner
 
@@ -146,7 +138,7 @@ SAMPLES = [
 
 def answers(runner: ModelRunner, tokens: list[int], chunks: list[int], others: list[BatchItem]) -> dict[int, Any]:
     """Runs `tokens` in chunks beside `others`. Returns what is sampled behind each chunk, by its last position."""
-    found, start, table = {}, 0, list(range(10))
+    found, start, table = {}, 0, list(range(12))
     for size in chunks:
         item = BatchItem(tokens[start : start + size], start, table, SAMPLES)
         start += size
@@ -162,7 +154,7 @@ def test_a_model_has_the_same_bits_in_every_batch_and_chunking(name: str, tmp_pa
     assert name != "llama" or runner.gpu_problem == ""  # which takes long in the interpreter
     rng = random.Random(name)
     tokens = [rng.randrange(300) for _ in range(90)]
-    beside = [BatchItem([3] * 9, 0, [11]), BatchItem([4], 20, [12, 13], [SAMPLES[0]])]
+    beside = [BatchItem([3] * 9, 0, [20, 21]), BatchItem([4], 20, [22, 23, 24], [SAMPLES[0]])]
     one_by_one = answers(runner, tokens, [70, *[1] * 20], [])
     for sizes, others in (
         ([90], []),
