@@ -129,9 +129,11 @@ class Answer:
             self.answer.append(bits(output))
 
 
-def check(
-    engine: Exact, seed: int, lengths: list[int], chunks: list[list[int]], adapters: list[Adapter | None]
-) -> None:
+Drawn = tuple[list[int], list[list[int]]]
+"""Lengths of prompts, and the chunks of each."""
+
+
+def check(engine: Exact, seed: int, drawn: Drawn, adapters: list[Adapter | None]) -> None:
     """Computes prompts of these lengths in one batch whose members come and go, and compares them with each alone."""
     lengths, chunks = drawn
     rng = random.Random(seed)
@@ -192,11 +194,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks(engine: Exact, seed: int
 @EXAMPLES
 @given(st.integers(0, 99), prompts(), st.randoms(use_true_random=False))
 def test_bits_do_not_depend_on_the_adapters_of_other_rows(
-    dense: Exact,
-    adapters: list[Adapter | None],
-    seed: int,
-    drawn: tuple[list[int], list[list[int]]],
-    rng: random.Random,
+    dense: Exact, adapters: list[Adapter | None], seed: int, drawn: Drawn, rng: random.Random
 ) -> None:
     check(dense, seed, drawn, [rng.choice(adapters) for _ in drawn[0]])
 
