@@ -1,0 +1,226 @@
+"""A token's log-probabilities have the same bits in every batch and for every way of cutting its prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
+from tandem.engine.engine_config import EngineConfig
+from tandem.engine.exactness import exactness_problem
+from tandem.engine.kv_cache.kv_pool import KVPool
+from tandem.engine.loading.model_loader import load_model
+from tandem.engine.lora.adapter import Adapter, AdapterWeights
+from tandem.engine.model_runner import ModelRunner
+from tandem.protocol.messages.sampling import SamplingParams
+
+VOCAB_SIZE = 200
+BLOCK_SIZE = 8
+BLOCKS_EACH = 10
+NUM_BLOCKS = 400
+GREEDY = Sample(SamplingParams(temperature=0.0, logprobs=4))
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 96, "intermediate_size": 1416, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128,
+    "initializer_range": 0.1, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": 0,
+}  # fmt: skip
+# 1,416 inputs are so many that oneDNN sums a lone row in another order, and no multiple of a vector.
+MODELS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "dense": (LlamaForCausalLM, LlamaConfig, {}, {}),
+    "window": (MistralForCausalLM, MistralConfig, {"sliding_window": 11}, {}),
+    "experts": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 1096, "norm_topk_prob": True},
+        {},
+    ),
+    "sinks and transposed experts": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"sliding_window": 11, "num_local_experts": 5, "num_experts_per_tok": 2},
+        {},
+    ),
+    "quantised": (LlamaForCausalLM, LlamaConfig, {}, {"quantization": "int8"}),
+    "quantised to FP8": (LlamaForCausalLM, LlamaConfig, {}, {"quantization": "fp8"}),
+    "cache in FP8": (LlamaForCausalLM, LlamaConfig, {}, {"kv_cache_dtype": "fp8"}),
+}
+Bits = tuple[int, float, tuple[tuple[int, float], ...]]
+"""The sampled token, its log-probability and the likeliest tokens."""
+
+
+class Exact:
+    """An engine, and each prompt's answer when it is computed alone: the whole prompt, then token by token."""
+
+    def __init__(self, folder: Path, dtype: str, extra: dict[str, Any]) -> None:
+        config = EngineConfig(
+            str(folder), dtype=dtype, device="cpu", block_size=BLOCK_SIZE, exact=True, **extra  # type: ignore[arg-type]
+        )  # fmt: skip
+        loaded = load_model(config)
+        self.problem = exactness_problem(config, loaded)
+        self.lora_modules = loaded.lora_modules
+        layout = loaded.layout
+        size = NUM_BLOCKS * layout.num_layers * 2 * layout.num_kv_heads * BLOCK_SIZE * layout.head_dim * 4
+        self.pool = KVPool(loaded, EngineConfig(str(folder), kv_cache_bytes=size))
+        self._runner = ModelRunner(loaded, self.pool)
+        self._alone: dict[tuple[tuple[int, ...], int], list[Bits]] = {}
+
+    def alone(self, prompt: Sequence[int], num_tokens: int, adapter: Adapter | None = None) -> list[Bits]:
+        key = tuple(prompt), id(adapter)
+        found = self._alone.setdefault(key, [])
+        if len(found) < num_tokens:
+            found.clear()
+            tokens, start = list(prompt), 0
+            while len(found) < num_tokens:
+                output = self.run([BatchItem(tokens, start, range(BLOCKS_EACH), [GREEDY], adapter=adapter)])[0]
+                found.append(bits(output))
+                start, tokens = start + len(tokens), [found[-1][0]]
+        return found[:num_tokens]
+
+    def run(self, items: list[BatchItem]) -> list[ItemOutput]:
+        return self._runner.run(Batch(items))
+
+
+def bits(output: ItemOutput) -> Bits:
+    token = output.tokens[0]
+    assert token.logprobs is not None
+    return token.token_id, token.logprobs.logprob, tuple(token.logprobs.top)
+
+
+class Answer:
+    """A prompt that is computed in chunks, and then some tokens."""
+
+    def __init__(self, prompt: list[int], chunks: list[int], first_block: int, adapter: Adapter | None) -> None:
+        self.prompt, self.adapter = prompt, adapter
+        self.answer: list[Bits] = []
+        self._chunks = chunks
+        self._start = 0
+        self._blocks = range(first_block, first_block + BLOCKS_EACH)
+
+    def item(self) -> BatchItem:
+        tokens = [*self.prompt, *(token for token, *_ in self.answer)][self._start :]
+        if self._start < len(self.prompt):
+            tokens = tokens[: self._chunks.pop(0) if self._chunks else None]
+        is_last = self._start + len(tokens) >= len(self.prompt)
+        item = BatchItem(tokens, self._start, self._blocks, [GREEDY] if is_last else [], adapter=self.adapter)
+        self._start += len(tokens)
+        return item
+
+    def take(self, output: ItemOutput) -> None:
+        if output.tokens:
+            self.answer.append(bits(output))
+
+
+Drawn = tuple[list[int], list[list[int]]]
+"""Lengths of prompts, and the chunks of each."""
+
+
+def check(engine: Exact, seed: int, drawn: Drawn, adapters: list[Adapter | None]) -> None:
+    """Computes prompts of these lengths in one batch whose members come and go, and compares them with each alone."""
+    lengths, chunks = drawn
+    rng = random.Random(seed)
+    waiting = [
+        Answer([rng.randrange(VOCAB_SIZE) for _ in range(length)], list(cuts), (i + 1) * BLOCKS_EACH, adapter)
+        for i, (length, cuts, adapter) in enumerate(zip(lengths, chunks, adapters, strict=True))
+    ]
+    running: list[Answer] = []
+    done: list[Answer] = []
+    while waiting or running:
+        if waiting:
+            running.append(waiting.pop())
+        outputs = engine.run([sequence.item() for sequence in running])
+        for sequence, output in zip(list(running), outputs, strict=True):
+            sequence.take(output)
+            if len(sequence.answer) == 3:
+                running.remove(sequence)
+                done.append(sequence)
+    for sequence in done:
+        assert sequence.answer == engine.alone(sequence.prompt, 3, sequence.adapter)
+
+
+def prompts() -> st.SearchStrategy[Drawn]:
+    lengths = st.lists(st.integers(1, 60), min_size=1, max_size=7)
+    cuts = st.lists(st.integers(1, 30), max_size=3)
+    return lengths.flatmap(
+        lambda each: st.tuples(st.just(each), st.lists(cuts, min_size=len(each), max_size=len(each)))
+    )
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engine(request: pytest.FixtureRequest, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exact]:
+    model_class, config_class, config, extra = MODELS[request.param]
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("exact")
+    model_class(config_class(**COMMON | config)).save_pretrained(folder)
+    made = Exact(folder, dtype, extra)
+    yield made
+    made.pool.close()
+
+
+EXAMPLES = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@EXAMPLES
+@given(st.integers(0, 99), prompts())
+def test_bits_depend_neither_on_the_batch_nor_on_chunks(engine: Exact, seed: int, drawn: Drawn) -> None:
+    assert engine.problem == ""
+    check(engine, seed, drawn, [None] * len(drawn[0]))
+
+
+@EXAMPLES
+@given(st.integers(0, 99), prompts(), st.randoms(use_true_random=False))
+def test_bits_do_not_depend_on_the_adapters_of_other_rows(
+    dense: Exact, adapters: list[Adapter | None], seed: int, drawn: Drawn, rng: random.Random
+) -> None:
+    check(dense, seed, drawn, [rng.choice(adapters) for _ in drawn[0]])
+
+
+@pytest.fixture(scope="module")
+def dense(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exact]:
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("adapted")
+    LlamaForCausalLM(LlamaConfig(**COMMON)).save_pretrained(folder)
+    made = Exact(folder, dtype, {})
+    yield made
+    made.pool.close()
+
+
+@pytest.fixture(scope="module")
+def adapters(dense: Exact, dtype: str) -> list[Adapter | None]:
+    """Returns no adapter and two adapters."""
+    generator = torch.Generator().manual_seed(2)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * 0.1).to(getattr(torch, dtype))
+
+    def make(rank: int) -> Adapter:
+        layers = {name: (matrix(rank, sizes[0]), matrix(sizes[1], rank)) for name, sizes in dense.lora_modules.items()}
+        loading: Future[AdapterWeights] = Future()
+        loading.set_result(AdapterWeights(layers))
+        return Adapter(loading)
+
+    return [None, make(3), make(8)]
