@@ -21,7 +21,7 @@ import msgspec
 
 from tandem.proxy.admission.fair_slots import FairSlots
 from tandem.proxy.answers.errors import error_body, status_of
-from tandem.proxy.batches.batch import FINAL, BatchObject, BatchRequest, LineResult
+from tandem.proxy.batches.batch import FINAL, BatchObject, BatchRequest, Endpoint, LineResult
 from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY
 from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_CONCURRENT_PER_CLIENT, MAX_DEATHS
 from tandem.proxy.batches.batch_store import BatchFiles, BatchStore, Owner
@@ -32,7 +32,7 @@ from tandem.runtime.threads import Threads
 from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.scenario import MODEL, Request
 
-ENDPOINT = "/v1/completions"
+ENDPOINT: Endpoint = "/v1/completions"
 RESTART_S = 5.0
 MEMORY = Path("/dev/shm")  # noqa: S108  # files in memory: none of a run's has to survive the machine
 THREAD_S = 0.002
@@ -137,7 +137,6 @@ class Batches:
         line = self._lines[body.number]
         self._check_begin(line, body, proxy)
         line.runs_on = proxy.proxy_id
-        outcome, error = "", None
         try:
             outcome, error = await self._serve(line.request, proxy)
         finally:
