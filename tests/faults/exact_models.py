@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.noise_model import MAX_MODEL_LEN, VOCAB_SIZE, ensure_noise_model, write_dummy_model
+from tests.support.noise_model import ensure_noise_model, write_dummy_model
+from tools.demo_model.tokenizer import MAX_MODEL_LEN, VOCAB_SIZE
 
 NUM_QUESTIONS = 16
 ADAPTER = "adapted"

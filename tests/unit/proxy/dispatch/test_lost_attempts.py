@@ -73,7 +73,7 @@ def test_a_stream_that_loses_its_worker_goes_on_at_once() -> None:
         for number in range(1, 4):
             attempt = again()
             decode(attempt)
-            attempt.on_worker_lost(DECODE, WorkerLost("gone"), True)
+            attempt.on_worker_lost(DECODE, WorkerLost("gone"), in_order=False)
             assert sequence.on_lost(attempt) == 0.0 and sequence.num_lost == number
 
     in_flight(test)
@@ -84,11 +84,11 @@ def test_attempts_that_end_because_a_worker_leaves_do_not_count() -> None:
         for _ in range(2 * MAX_LOST_ATTEMPTS):
             attempt = again()
             sequence.on_worker_left(PREFILL)
-            attempt.on_worker_lost(PREFILL, WorkerLost("it has left"), False)
+            attempt.on_worker_lost(PREFILL, WorkerLost("it has left"), in_order=True)
             assert sequence.on_lost(attempt) == 0.0
         assert sequence.num_lost == 0
         attempt = again()
-        attempt.on_worker_lost(PREFILL, WorkerLost("gone"), True)
+        attempt.on_worker_lost(PREFILL, WorkerLost("gone"), in_order=False)
         assert sequence.on_lost(attempt) == 0.0 and sequence.num_lost == 1
         sequence.end_attempt()
         for _ in range(2):  # it is heard of later, and twice
@@ -101,8 +101,8 @@ def test_attempts_that_end_because_a_worker_leaves_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("fail", "avoided", "near"),
     [
-        (lambda attempt: attempt.on_worker_lost(PREFILL, WorkerLost("gone"), True), PREFILL, DECODE.epoch),
-        (lambda attempt: attempt.on_worker_lost(DECODE, WorkerLost("gone"), True), DECODE, ""),
+        (lambda attempt: attempt.on_worker_lost(PREFILL, WorkerLost("gone"), in_order=False), PREFILL, DECODE.epoch),
+        (lambda attempt: attempt.on_worker_lost(DECODE, WorkerLost("gone"), in_order=False), DECODE, ""),
         (lambda attempt: attempt.on_failed(PREFILL, KVTransferFailed("broken")), DECODE, ""),
         (lambda attempt: attempt.on_failed(DECODE, KVTransferFailed("broken")), PREFILL, DECODE.epoch),
     ],
@@ -122,7 +122,7 @@ def test_deaths_count_until_a_token_is_decoded() -> None:
     def test(sequence: DispatchedSequence, again: Callable[[], Attempt]) -> None:
         for number in (1, 2):
             attempt = again()
-            attempt.on_worker_lost(PREFILL, WorkerLost("gone"), True)
+            attempt.on_worker_lost(PREFILL, WorkerLost("gone"), in_order=False)
             sequence.on_lost(attempt)
             for _ in range(2):  # a host that fails with both workers counts once
                 sequence.on_worker_died(PREFILL)
