@@ -74,16 +74,10 @@ def numerics_of(config: EngineConfig, loaded: LoadedModel, problem: str) -> Nume
         quantization=loaded.quantization,
         kernels=f"{CPU_KERNELS if on_cpu else CUDA_KERNELS}, blocks of {loaded.layout.block_size}",
         max_model_len=loaded.rope_length,
-        num_threads=config.num_threads if on_cpu and threads_matter(config, loaded.dtype) else 0,
+        num_threads=config.num_threads if on_cpu else 0,
         num_ranks=config.tensor_parallel_size,
         problem=problem[:_MAX_PROBLEM],
     )
-
-
-def threads_matter(config: EngineConfig, dtype: torch.dtype) -> bool:
-    """Whether the bits depend on the number of threads on a CPU: MKL, which multiplies matrices of other types than
-    bfloat16 unless answers must be exact, splits products among threads in another order."""
-    return dtype != torch.bfloat16 and not config.exact
 
 
 def machine_numerics(device: torch.device, dtype: torch.dtype, variables: Sequence[str] = ()) -> Numerics:

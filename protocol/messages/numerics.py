@@ -36,7 +36,7 @@ class Numerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
     max_model_len: int = 0
     """Limit on a sequence's length if RoPE's frequencies depend on it, else 0."""
     num_threads: int = 0
-    """Threads that compute, if sums depend on their number, else 0."""
+    """CPU threads of a rank, among which sums may be split; 0 if they do not compute."""
     num_ranks: int = 1
     """Ranks over which sums are split."""
     probe: str = ""
