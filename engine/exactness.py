@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tandem.engine.cuda.exactness import setting_problem as cuda_setting_problem
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.quantization.linears import Int8WeightLinear, QuantizedLinear
@@ -31,10 +32,7 @@ def exactness_problem(config: EngineConfig, loaded: LoadedModel) -> str:
     Call before the model is prepared for its device.
     """
     if loaded.device.type != "cpu":
-        # With it, `engine.cuda.exactness.gpu_problem` tries the products and attention before the worker serves.
-        return (
-            "" if config.exact else "products on GPUs depend on the number of rows in a step, unless --exact is given"
-        )
+        return cuda_setting_problem(config, loaded)
     return _setting_problem(config, loaded) or _expert_problem(loaded.model) or _row_problem(loaded)
 
 

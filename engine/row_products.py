@@ -109,7 +109,7 @@ def _in_whole_vectors(function: Callable[..., torch.Tensor]) -> Callable[..., to
 
 _REPLACED: dict[Any, Callable[..., torch.Tensor]] = {
     F.linear: linear,
-    F.grouped_mm: _grouped_linear,
+    torch._grouped_mm: _grouped_linear,  # what `F.grouped_mm` calls
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,

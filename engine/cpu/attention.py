@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.attention.plain import stored_states
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
-from tandem.engine.cpu.attention_kernel import paged_attention
+from tandem.engine.cpu.attention_kernel import TILE_TOKENS, paged_attention
 from tandem.engine.cpu.compiler import as_array
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class CPUAttention:
         self._head_blocks = as_array(pool.tensor.view(-1, layout.block_size, layout.head_dim))
         index = StepIndex.of(items, layout.block_size)
         self._sequences = np.repeat(np.arange(index.num_sequences), index.query_lens)
+        firsts = [np.arange(first, end, TILE_TOKENS) for first, end in pairwise(index.cu_seqlens.tolist())]
+        self._tiles = np.concatenate((*firsts, [index.num_tokens])).astype(np.int64)
         first_context = index.num_context - index.query_lens + 1  # of each sequence's first token
         rows = np.arange(index.num_tokens) - index.cu_seqlens[self._sequences]
         self._num_context = (first_context[self._sequences] + rows).astype(np.int64)
@@ -56,6 +59,7 @@ class CPUAttention:
             as_array(query[0].transpose(0, 1)),
             *(as_array(stored_states(states[0].transpose(0, 1), pool.tensor.dtype)) for states in (key, value)),
             self._sequences,
+            self._tiles,
             self._block_tables,
             self._num_context,
             options.scale,
