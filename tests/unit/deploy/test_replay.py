@@ -186,7 +186,7 @@ def test_a_record_with_media_says_why_it_cannot_be_computed(tmp_path: Path) -> N
 def computed() -> Record:
     """A record of what the noise model computes."""
     model = str(ensure_noise_model())
-    engine = LoneEngine(EngineConfig(model, dtype="float32", num_threads=1))
+    engine = LoneEngine(EngineConfig(model, dtype="float32", num_threads=1, exact=True))
     sampling = msgspec.structs.replace(SAMPLING, seed=11)
     found = list(engine.tokens([5, 6, 7], sampling, StopConditions(50, frozenset({2})), 8))
     tokens = [(each.token_id, each.logprobs.logprob) for each in found if each.logprobs is not None]

@@ -38,8 +38,8 @@ _SHARED = (
 )  # fmt: skip
 """Patterns of files that compute on all devices."""
 HASHES = {
-    CPU_KERNELS: "bc7da781ca1c4794",
-    CUDA_KERNELS: "b10b51f96daa11bd",
+    CPU_KERNELS: "d95969b969c54705",
+    CUDA_KERNELS: "c08e01303ef38e85",
 }
 """Of the code that computes on each kind of device, by the name of its arithmetic."""
 

@@ -12,6 +12,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, MistralConfig, Mistral
 
 from tandem.engine import model_runner
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
+from tandem.engine.cpu import prepared_model
 from tandem.engine.cuda.step_graphs import GraphLimits
 from tandem.engine.engine_config import EngineConfig, KVCacheDtype
 from tandem.engine.kv_cache.kv_pool import KVPool
@@ -50,7 +51,7 @@ def new_runner(folder: Path, kv_cache_dtype: KVCacheDtype = "auto") -> ModelRunn
     model = load_model(config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "fuse_layers", lambda model, operators: None)
-        patch.setattr(model_runner, "pack_linears", lambda model: None)
+        patch.setattr(prepared_model, "prepare_model", lambda loaded: None)
         return ModelRunner(model, KVPool(model, config))
 
 
