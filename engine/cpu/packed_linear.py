@@ -5,7 +5,7 @@ Their rows have the same bits in batches of any size (`engine.row_products`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ class PackedLinear(nn.Module):
         rows = torch.randn(_NUM_TRIED_ROWS, self.in_features, generator=generator).to(self._weight.dtype)
         sums = self._multiply(rows, "none")
         # What is left when the rounded sums are subtracted shows all bits of the sums.
-        tried = (
+        tried: tuple[Callable[[slice], torch.Tensor], ...] = (
             lambda some: self._combined(rows[some], -sums[some], "add"),
             lambda some: self._combined(rows[some], sums[some], "mul"),
             lambda some: self._multiply(rows[some], self.activation),
