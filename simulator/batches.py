@@ -192,6 +192,8 @@ class Batches:
                 self._report("a line of a batch was not run", f"{line.custom_id}: {code}")
             return code
         outcome = line.answers[-1] if line.answers else "nothing"
+        if result.response.status_code in (429, 503):
+            self._report("a line of a batch that was refused is not tried again", f"{line.custom_id}: {outcome}")
         if result.is_success != (outcome == "finished"):
             self._report("a line of a batch has another result", f"{line.custom_id}: {outcome}, {result.response}")
         elif result.is_success and msgspec.json.decode(result.response.body) != line.request.number:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.simulation.mutation import Mutation
 
-RUN, RUNNER, LINES = "proxy/batches/batch_run.py", "proxy/batches/runner.py", "proxy/batches/batch_lines.py"
+RUN, LINES = "proxy/batches/batch_run.py", "proxy/batches/batch_lines.py"
 STORE, JOURNAL, SLOTS = "proxy/batches/batch_store.py", "proxy/batches/line_journal.py", "proxy/admission/fair_slots.py"
 
 BATCHES = (
@@ -20,7 +20,6 @@ BATCHES = (
         "        self._finished = self._held.finished()\n",
         "        self._held.finished()\n",
     ),
-    Mutation("the lock of a batch whose run has failed is kept", RUNNER, "        held.close()\n", ""),
     Mutation(
         "a line counts as running after it has ended",
         RUN,
