@@ -176,7 +176,8 @@ def judge(result: Result, bounds: Bounds, undisturbed: Undisturbed) -> list[str]
         f"memory: {kind} {size >> 20} MiB" for kind, size in costs.grown_bytes.items() if size > bounds.grown_bytes
     ]
     num_files = sum(
-        case.at_once * (MEDIA_FILES * (case.media != "none") + (case.size > MAX_UNSPOOLED_BYTES))
+        case.at_once
+        * (MEDIA_FILES * (case.media != "none") + (case.size > MAX_UNSPOOLED_BYTES or case.route == "download"))
         for case in result.cases
     )
     for kind, number in costs.num_descriptors.items():
