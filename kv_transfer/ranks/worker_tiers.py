@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.kv_transfer.connector import gather
-from tandem.kv_transfer.ranks.remote_rank import RemoteRank
 from tandem.kv_transfer.tiers.tier import OnAnswer, TierAnswer
-from tandem.kv_transfer.tiers.tier_thread import TierThread
 from tandem.runtime.errors import KVTransferFailed
+
+if TYPE_CHECKING:  # they load torch, which the simulator has not
+    from tandem.kv_transfer.ranks.remote_rank import RemoteRank
+    from tandem.kv_transfer.tiers.tier_thread import TierThread
 
 
 class WorkerTiers:

@@ -38,7 +38,7 @@ _SHARED = (
 )  # fmt: skip
 """Patterns of files that compute on all devices."""
 HASHES = {
-    CPU_KERNELS: "d95969b969c54705",
+    CPU_KERNELS: "07f6de170d034388",
     CUDA_KERNELS: "c08e01303ef38e85",
 }
 """Of the code that computes on each kind of device, by the name of its arithmetic."""
