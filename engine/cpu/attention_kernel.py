@@ -20,11 +20,12 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from tandem.engine.cpu.compiler import DTYPES, FAST_MATH, POOL_DTYPES, as_float, compile_kernel, rounded
+from tandem.engine.cpu.vector_operations import LANES, mix_values, score_keys, transpose_rows
 
 _F32 = np.float32
 _LOWEST = _F32(-1e30)
 _LINE_BYTES = 64
-TILE_TOKENS = 8
+TILE_TOKENS = 16
 """Tokens of a chunk that attend together, while a block's keys and values are in the cache. Does not change bits."""
 
 
@@ -101,9 +102,9 @@ def paged_attention(
         types.Array(types.int64, 2, "C"), longs, types.float32, types.int64, types.float32,
         types.Array(types.float32, 1, "C"), states,
     )  # fmt: skip
-    # Queries that share one read of a key: an even division of the group, at most 4.
-    width = -(-group // -(-group // 4))
-    padded = -(-group // width) * width
+    width = -(-head_dim // LANES) * LANES
+    num_groups = -(-block_size // LANES)
+    padded = num_groups * LANES
     row_bytes = head_dim * pool_dtype.itemsize
     num_lines = -(-row_bytes // _LINE_BYTES)
 
@@ -134,135 +135,101 @@ def paged_attention(
             tile_last_block = (num_context[first_token + num_queries - 1] - 1) // block_size
             head_row = first_row + kv_head
 
-            scaled = np.zeros((num_queries * padded, head_dim), _F32)
-            mixed = np.zeros((num_queries * padded, head_dim), _F32)
-            weights = np.zeros((num_queries * padded, block_size), _F32)
-            largest = np.full(num_queries * padded, _LOWEST, _F32)
-            total = np.zeros(num_queries * padded, _F32)
-            for i in range(num_queries):
-                for g in range(group):
-                    for d in range(head_dim):
-                        scaled[i * padded + g, d] = as_float(query[first_token + i, kv_head * group + g, d]) * scale
-                    if len(sinks) > 0:  # a sink is a score without a value
-                        largest[i * padded + g] = sinks[kv_head * group + g]
-                        total[i * padded + g] = _F32(1)
+            num_rows = num_queries * group  # one for each query head of each token
+            scaled = np.zeros((num_rows, width), _F32)
+            mixed = np.zeros((num_rows, width), _F32)
+            weights = np.zeros((num_rows, padded), _F32)
+            largest = np.full(num_rows, _LOWEST, _F32)
+            total = np.zeros(num_rows, _F32)
+            keys = np.zeros((padded, width), _F32)
+            columns = np.zeros((num_groups, head_dim, LANES), _F32)
+            values = np.zeros((padded, width), _F32)
+            for row in range(num_rows):
+                for d in range(head_dim):
+                    head = kv_head * group + row % group
+                    scaled[row, d] = as_float(query[first_token + row // group, head, d]) * scale
+                if len(sinks) > 0:  # a sink is a score without a value
+                    largest[row] = sinks[kv_head * group + row % group]
+                    total[row] = _F32(1)
 
             for block in range(earliest // block_size, tile_last_block + 1):
-                row = block_tables[seq, block] * block_rows + head_row
-                keys = pool[row]
-                values = pool[row + num_kv_heads]
+                before = block * block_size
+                pool_row = block_tables[seq, block] * block_rows + head_row
                 next_row = block_tables[seq, min(block + 1, tile_last_block)] * block_rows + head_row
                 ahead = address + next_row * (block_size * row_bytes)
-                for i in range(num_queries):
-                    end = num_context[first_token + i]
-                    start = max(0, end - window) if window > 0 else 0
-                    if start < (block + 1) * block_size and block * block_size < end:
-                        first = max(0, start - block * block_size)
-                        stop = min(block_size, end - block * block_size)
-                        for g in range(i * padded, (i + 1) * padded, width):
-                            for t in range(first, stop):
-                                if g == 0:  # the first pass over the block
-                                    for line in range(num_lines):
-                                        _prefetch(ahead + t * row_bytes + line * _LINE_BYTES)
-                                        _prefetch(
-                                            ahead + (num_kv_heads * block_size + t) * row_bytes + line * _LINE_BYTES
-                                        )
-                                s0 = s1 = s2 = s3 = _F32(0)
-                                for d in range(head_dim):
-                                    k = as_float(keys[t, d])
-                                    s0 += scaled[g, d] * k
-                                    if width > 1:
-                                        s1 += scaled[g + 1, d] * k
-                                    if width > 2:
-                                        s2 += scaled[g + 2, d] * k
-                                    if width > 3:
-                                        s3 += scaled[g + 3, d] * k
-                                weights[g, t] = s0
-                                if width > 1:
-                                    weights[g + 1, t] = s1
-                                if width > 2:
-                                    weights[g + 2, t] = s2
-                                if width > 3:
-                                    weights[g + 3, t] = s3
+                tile_stop = min(block_size, num_context[first_token + num_queries - 1] - before)
+                for t in range(max(0, earliest - before), tile_stop):
+                    for line in range(num_lines):
+                        _prefetch(ahead + t * row_bytes + line * _LINE_BYTES)
+                        _prefetch(ahead + (num_kv_heads * block_size + t) * row_bytes + line * _LINE_BYTES)
+                    for d in range(head_dim):
+                        keys[t, d] = as_float(pool[pool_row, t, d])
+                        values[t, d] = as_float(pool[pool_row + num_kv_heads, t, d])
+                for part in range(num_groups):
+                    transpose_rows(keys, part, columns, width, head_dim)
 
-                        for g in range(i * padded, i * padded + group):
-                            if softcap > 0:
-                                for t in range(block_size):
-                                    # tanh(x) = 1 - 2 / (exp(2x) + 1)
-                                    doubled = _exp(weights[g, t] * (_F32(2) / softcap))
-                                    weights[g, t] = softcap * (_F32(1) - _F32(2) / (doubled + _F32(1)))
-                            for t in range(first):
-                                weights[g, t] = _LOWEST
-                            for t in range(stop, block_size):
-                                weights[g, t] = _LOWEST
-                            highest = largest[g]
-                            for t in range(block_size):
-                                highest = max(highest, weights[g, t])
-                            added = _F32(0)
-                            for t in range(block_size):
-                                weights[g, t] = _exp(weights[g, t] - highest)
-                                added += weights[g, t]
-                            if highest > largest[g]:
-                                shrunk = _exp(largest[g] - highest)
-                                largest[g] = highest
-                                total[g] = total[g] * shrunk + added
-                                for d in range(head_dim):
-                                    mixed[g, d] *= shrunk
-                            else:
-                                total[g] += added
+                # Tokens of a tile are adjacent: those that see the block are, too.
+                begin_row = max(0, before + 1 - num_context[first_token]) * group
+                end_row = num_rows
+                if window > 0:
+                    end_row = min(num_queries, before + block_size + window - num_context[first_token]) * group
+                for part in range(num_groups):
+                    row = begin_row
+                    while row + 4 <= end_row:  # four rows share one read, with the bits of single rows
+                        score_keys(scaled, row, columns, part, weights, 4, head_dim, width, padded)
+                        row += 4
+                    while row < end_row:
+                        score_keys(scaled, row, columns, part, weights, 1, head_dim, width, padded)
+                        row += 1
 
-                        for g in range(i * padded, (i + 1) * padded, width):
-                            t = first
-                            while t + 4 <= stop:
-                                a0, a1, a2, a3 = weights[g, t], weights[g, t + 1], weights[g, t + 2], weights[g, t + 3]
-                                b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = _F32(0)
-                                if width > 1:
-                                    h = g + 1
-                                    b0, b1, b2, b3 = (
-                                        weights[h, t],
-                                        weights[h, t + 1],
-                                        weights[h, t + 2],
-                                        weights[h, t + 3],
-                                    )
-                                if width > 2:
-                                    h = g + 2
-                                    c0, c1, c2, c3 = (
-                                        weights[h, t],
-                                        weights[h, t + 1],
-                                        weights[h, t + 2],
-                                        weights[h, t + 3],
-                                    )
-                                if width > 3:
-                                    h = g + 3
-                                    d0, d1, d2, d3 = (
-                                        weights[h, t],
-                                        weights[h, t + 1],
-                                        weights[h, t + 2],
-                                        weights[h, t + 3],
-                                    )
-                                for d in range(head_dim):
-                                    v0, v1 = as_float(values[t, d]), as_float(values[t + 1, d])
-                                    v2, v3 = as_float(values[t + 2, d]), as_float(values[t + 3, d])
-                                    mixed[g, d] += a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
-                                    if width > 1:
-                                        mixed[g + 1, d] += b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3
-                                    if width > 2:
-                                        mixed[g + 2, d] += c0 * v0 + c1 * v1 + c2 * v2 + c3 * v3
-                                    if width > 3:
-                                        mixed[g + 3, d] += d0 * v0 + d1 * v1 + d2 * v2 + d3 * v3
-                                t += 4
-                            while t < stop:
-                                for j in range(width):
-                                    for d in range(head_dim):
-                                        mixed[g + j, d] += weights[g + j, t] * as_float(values[t, d])
-                                t += 1
+                for row in range(begin_row, end_row):
+                    end = num_context[first_token + row // group]
+                    first = max(0, end - window - before) if window > 0 else 0
+                    stop = min(block_size, end - before)
+                    if softcap > 0:
+                        for t in range(padded):
+                            # tanh(x) = 1 - 2 / (exp(2x) + 1)
+                            doubled = _exp(weights[row, t] * (_F32(2) / softcap))
+                            weights[row, t] = softcap * (_F32(1) - _F32(2) / (doubled + _F32(1)))
+                    for t in range(first):
+                        weights[row, t] = _LOWEST
+                    for t in range(stop, padded):
+                        weights[row, t] = _LOWEST
+                    highest = largest[row]
+                    for t in range(padded):
+                        highest = max(highest, weights[row, t])
+                    added = _F32(0)
+                    for t in range(padded):
+                        weights[row, t] = _exp(weights[row, t] - highest)
+                        added += weights[row, t]
+                    # Exactly zero: what the block has there depends on the other tokens of the step.
+                    for t in range(first):
+                        weights[row, t] = _F32(0)
+                    for t in range(stop, padded):
+                        weights[row, t] = _F32(0)
+                    if highest > largest[row]:
+                        shrunk = _exp(largest[row] - highest)
+                        largest[row] = highest
+                        total[row] = total[row] * shrunk + added
+                        for d in range(width):
+                            mixed[row, d] *= shrunk
+                    else:
+                        total[row] += added
+
+                for part in range(num_groups):
+                    row = begin_row
+                    while row + 4 <= end_row:
+                        mix_values(weights, row, part, values, mixed, 4, width, padded)
+                        row += 4
+                    while row < end_row:
+                        mix_values(weights, row, part, values, mixed, 1, width, padded)
+                        row += 1
 
             like = output[0, 0, 0]
-            for i in range(num_queries):
-                for g in range(group):
-                    share = _F32(1) / total[i * padded + g]
-                    for d in range(head_dim):
-                        result = rounded(mixed[i * padded + g, d] * share, like)
-                        output[first_token + i, kv_head * group + g, d] = result
+            for row in range(num_rows):
+                share = _F32(1) / total[row]
+                for d in range(head_dim):
+                    result = rounded(mixed[row, d] * share, like)
+                    output[first_token + row // group, kv_head * group + row % group, d] = result
 
     return compile_kernel(signature, attend)

@@ -38,7 +38,7 @@ _SHARED = (
 )  # fmt: skip
 """Patterns of files that compute on all devices."""
 HASHES = {
-    CPU_KERNELS: "07f6de170d034388",
+    CPU_KERNELS: "c5c832800e1e2cf9",
     CUDA_KERNELS: "c08e01303ef38e85",
 }
 """Of the code that computes on each kind of device, by the name of its arithmetic."""
