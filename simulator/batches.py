@@ -55,7 +55,7 @@ class _Body(msgspec.Struct):
 
 
 @dataclass
-class _Line:
+class _TriedLine:
     """One request of a batch."""
 
     request: Request
@@ -84,8 +84,8 @@ class Batches:
         self._serve = serve
         self._on_end = on_end
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-simulator-", dir=MEMORY if MEMORY.is_dir() else None)
-        self._lines: dict[int, _Line] = {}  # by number of the request
-        self._open: dict[str, list[_Line]] = {}  # by id of the batch
+        self._lines: dict[int, _TriedLine] = {}  # by number of the request
+        self._open: dict[str, list[_TriedLine]] = {}  # by id of the batch
         self._num_deaths = 0  # of proxies
         self._runners: dict[str, _Runner] = {}  # by id of the proxy
 
@@ -103,7 +103,7 @@ class Batches:
         stored = store.files.add(io.BytesIO(content), len(content), "lines.jsonl", "batch")
         wanted = BatchRequest(input_file_id=stored.id, endpoint=ENDPOINT, completion_window="24h")
         batch = store.create(wanted, Owner("", client))
-        self._open[batch.id] = [_Line(request, client, store, batch.id) for request in requests]
+        self._open[batch.id] = [_TriedLine(request, client, store, batch.id) for request in requests]
         self._lines.update((line.request.number, line) for line in self._open[batch.id])
         runner.wake()
 
@@ -147,7 +147,7 @@ class Batches:
         await send({"type": "http.response.start", "status": 200 if error is None else status_of(error), "headers": []})
         await send({"type": "http.response.body", "body": content})
 
-    def _check_begin(self, line: _Line, body: _Body, proxy: SimulatedProxy) -> None:
+    def _check_begin(self, line: _TriedLine, body: _Body, proxy: SimulatedProxy) -> None:
         details = f"{proxy.name}: {line.custom_id}"
         beside = [each for each in self._lines.values() if each.runs_on == proxy.proxy_id]
         if body.priority != LOWEST_PRIORITY:
@@ -166,7 +166,7 @@ class Batches:
 
     # ---- the end of a batch
 
-    def _check_results(self, batch: BatchObject, lines: list[_Line]) -> None:
+    def _check_results(self, batch: BatchObject, lines: list[_TriedLine]) -> None:
         results: dict[str, LineResult] = {}
         num_results = 0
         for file_id in (batch.output_file_id, batch.error_file_id):
@@ -185,7 +185,7 @@ class Batches:
         for line in lines:
             self._on_end(line.request, self._outcome(line, results[line.custom_id]))
 
-    def _outcome(self, line: _Line, result: LineResult) -> str:
+    def _outcome(self, line: _TriedLine, result: LineResult) -> str:
         if result.response is None:
             code = result.error.code if result.error is not None else ""
             if code != "server_ended" or self._num_deaths < MAX_DEATHS:
@@ -208,7 +208,7 @@ def _line_of(request: Request) -> bytes:
     return msgspec.json.encode(line)
 
 
-def _results_so_far(line: _Line) -> list[LineResult]:
+def _results_so_far(line: _TriedLine) -> list[LineResult]:
     files = (line.store._folder / f"{line.batch_id}{kind}" for kind in (".output", ".error"))
     return [result for file in files if file.exists() for result in _decoded(file)]
 

@@ -29,15 +29,15 @@ class SimulatedTiers(WorkerTiers):
         own: Any = {name: _Tier(ranks[0], name) for name in ranks[0].names}
         followers: Any = [_Follower(rank) for rank in ranks[1:]]
         super().__init__(own, followers)
-        self._ranks = ranks
+        self.ranks = ranks
 
     def is_idle(self, name: str) -> bool:
         """Whether a tier has answered all its jobs."""
-        return all(rank.is_idle(name) for rank in self._ranks)
+        return all(rank.is_idle(name) for rank in self.ranks)
 
     def present(self, name: str) -> set[bytes]:
         """Returns the blocks that this worker can know a tier to hold, of rank 0."""
-        return self._ranks[0].present(name)
+        return self.ranks[0].present(name)
 
 
 class _Tier:

@@ -151,12 +151,14 @@ def slow_down(cluster: SimulatedCluster, name: str, factor: float) -> None:
 
 def slow_tiers(cluster: SimulatedCluster) -> None:
     for worker in cluster.workers.values():
-        worker.pools.tiers.job_s = lambda: 0.02
+        for rank in worker.pools.tiers.ranks:
+            rank.job_s = lambda: 0.02
 
 
 def failing_tiers(cluster: SimulatedCluster) -> None:
     for worker in cluster.workers.values():
-        worker.pools.tiers.fails = lambda: True
+        for rank in worker.pools.tiers.ranks:
+            rank.fails = lambda: True
 
 
 def slow_link(cluster: SimulatedCluster, name: str) -> None:

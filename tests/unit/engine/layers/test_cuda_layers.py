@@ -192,11 +192,13 @@ SIZES = [
 )
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_kernels_compile_and_fit(sizes: Any, capability: int) -> None:
-    """On 8.0 and 12.0 attention to chunks keeps up to twenty registers in memory, and exact attention some more."""
+    """On 8.0 and 12.0 attention to chunks keeps up to twenty registers in memory. Exact attention keeps some more, with
+    heads of 256 up to two hundred and fifty."""
     for name, launch in variants(launches(sizes)).items():
         if not is_supported(launch, capability):
             continue
         taken = resources(launch, capability)
         assert taken.shared_bytes <= MAX_SHARED_BYTES, name
-        max_spilled_bytes = 160 if "exact" in name else 80 if capability in (80, 120) else 0
+        of_exact = 1000 if sizes.head_dim > 128 else 160
+        max_spilled_bytes = of_exact if "exact" in name else 80 if capability in (80, 120) else 0
         assert taken.spilled_bytes <= max_spilled_bytes or sizes.dtype == torch.float32, name
