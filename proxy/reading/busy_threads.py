@@ -30,7 +30,7 @@ class BusyThreads:
     @staticmethod
     def new_memory(num_threads: int) -> int:
         """Returns the descriptor of new memory. The process that gets it cannot make it smaller."""
-        fd = os.memfd_create("media-threads", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("busy-threads", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_threads * _SLOT_BYTES)
             # A smaller file would end the proxy by SIGBUS, and the media process decodes untrusted files.
