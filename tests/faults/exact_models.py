@@ -90,7 +90,7 @@ def _sampling(rng: random.Random) -> dict[str, Any]:
 
 def _text(rng: random.Random, prefix: list[int], model: str, has_adapter: bool) -> dict[str, Any]:
     shared = prefix[: rng.choice([0, 0, 64, 400])]
-    prompt = shared + [rng.randrange(4, 2000) for _ in range(rng.choice([3, 17, 90, 600]))]
+    prompt = shared + [rng.randrange(4, 2000) for _ in range(rng.choice([3, 17, 90, 350]))]
     body = {"model": model, "prompt": prompt, "ignore_eos": True, **_sampling(rng)}
     if has_adapter and rng.random() < 0.3:
         body["model"] = ADAPTER
