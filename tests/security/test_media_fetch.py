@@ -177,7 +177,7 @@ def test_names_that_do_not_resolve_block_neither_other_lookups_nor_the_loop(monk
                 try:
                     assert await fetch(fetcher, "attacker", f"http://{good}/") == b"ok"
                     break
-                except Overloaded:
+                except ClientShareExceeded:
                     continue
             else:
                 pytest.fail("slots were lost")

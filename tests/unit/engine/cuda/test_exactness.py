@@ -44,7 +44,9 @@ def test_kernels_and_sums_depend_on_the_row_alone() -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("model", ["llama", "qwen3", "window"])
+@pytest.mark.parametrize(
+    "model", ["window", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("llama", "qwen3"))]
+)
 def test_models_have_the_same_bits_in_every_batch_and_chunking(model: str) -> None:
     run_interpreted(INTERPRETED, f"every_batch_and_chunking[{model}")
 
