@@ -299,7 +299,7 @@ ATTACKS = [
     Attack(many_blocks),
     Attack(wide_beams),
     Attack(large_timelines),
-    Attack(large_records),
+    Attack(large_records, max_grown_bytes=512 << 20),  # of eight at once, and of the processes of their grammar
     Attack(sooner_priorities),
     Attack(idle_scrapers),
     Attack(idle_connections),
