@@ -28,14 +28,8 @@ class SharedPrefill:
     def __init__(self, router: Router, route: Route, started_at: float) -> None:
         self.route = route
         self.started_at = started_at
-        self.prompt_logprobs: list[bytes] | None = None  # packed
         self._router = router
         self._has_ended = False
-
-    def take_prompt_logprobs(self) -> list[bytes] | None:
-        """Returns the packed logprobs to the first caller. The prompt's other sequences share what is made of them."""
-        logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-        return logprobs
 
     def end(self, first_token_at: float | None) -> bool:
         """The first token came, or (None) will not come. Returns False when the prefill had already ended."""
@@ -77,7 +71,8 @@ class Attempt:
             predicted_ttft_s=route.ttft_s,
             predicted_itl_s=route.itl_s,
         )
-        self.first_token: FirstToken | None = None
+        self.first_token: FirstToken | None = None  # without its prompt_logprobs
+        self._prompt_logprobs: list[bytes] | None = None  # packed
         self.finish_reason: FinishReason | None = None
         self.error: TandemError | None = None
         self.preempted = False
@@ -98,8 +93,7 @@ class Attempt:
 
     def on_first_token(self, message: FirstToken) -> None:
         if self.first_token is None:
-            if message.prompt_logprobs is not None:  # only the first of the sequences' first tokens carries them
-                self.prefill.prompt_logprobs = message.prompt_logprobs
+            self._prompt_logprobs = message.prompt_logprobs
             self.first_token = msgspec.structs.replace(message, prompt_logprobs=None)
             self._release()
 
@@ -163,6 +157,11 @@ class Attempt:
         if not self.has_ended:
             self.error = error
             self._on_change()
+
+    def take_prompt_logprobs(self) -> list[bytes] | None:
+        """Returns the packed log-probabilities of the prompt once, because they are large."""
+        logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return logprobs
 
     # ---- state
 

@@ -148,11 +148,18 @@ class Generation:
             await asyncio.sleep(0)  # starting a thousand sequences takes 0.1 s
         num_open, num_taken = len(texts), 0
         begun: dict[DispatchedSequence, int] = {}  # number of the attempt that has had a delta
+        siblings: dict[int, list[DispatchedSequence]] = {}  # by prompt, until its logprobs have come
         while num_open:
             num_taken += 1
             if num_taken % _SEQUENCES_PER_TURN == 0:  # while `ready` is not empty, getting from it does not yield
                 await asyncio.sleep(0)
             sequence = await ready.get()
+            number, is_sibling = divmod(texts[sequence].index, self.request.n)
+            if self.request.num_prompt_logprobs is not None and is_sibling and number not in self._shown_prompts:
+                # An answer begins with its prompt, whose log-probabilities come with the first token of the first
+                # sequence. An engine may compute the others sooner.
+                siblings.setdefault(number, []).append(sequence)
+                continue
             if (taken := services.dispatcher.take(sequence)) is None:
                 continue
             attempt, text, is_first, shown = sequence.attempt, texts[sequence], taken.is_first, None
@@ -166,8 +173,10 @@ class Generation:
                 if text.index % self.request.n == 0:
                     self.record.num_cached_tokens += taken.num_cached_tokens
                 shown = await self._shown_prompt(sequence.prompt, text.index, taken.prompt_logprobs)
-            for number, (tokens, finish_reason) in enumerate(self._slices(taken)):
-                if number:
+                for sibling in siblings.pop(number, ()):
+                    ready.put_nowait(sibling)
+            for slice_number, (tokens, finish_reason) in enumerate(self._slices(taken)):
+                if slice_number:
                     await asyncio.sleep(0)
                 delta = await text.push(tokens, finish_reason, is_first, shown)
                 is_first, shown = False, None

@@ -225,7 +225,7 @@ class DispatchedSequence:
             return TokenDelta(tokens, attempt.finish_reason)
         assert attempt.first_token is not None
         num_cached_tokens = plausible_count(attempt.first_token.num_cached_tokens, self.prompt.num_tokens)
-        logprobs = attempt.prefill.take_prompt_logprobs()
+        logprobs = attempt.take_prompt_logprobs()
         embedding = attempt.first_token.embedding
         return TokenDelta(tokens, attempt.finish_reason, True, num_cached_tokens, logprobs, embedding)
 

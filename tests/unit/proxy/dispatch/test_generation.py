@@ -19,7 +19,8 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
 )
 from tandem.protocol.messages.membership import PairChanges, PairStatus, WorkerLoad, WorkerStatus
-from tandem.protocol.messages.sampling import FinishReason, SampledToken
+from tandem.protocol.messages.prompt_logprobs import pack_logprobs
+from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.errors import ClientDisconnected
@@ -82,6 +83,30 @@ def test_usage_counts_the_stop_token_but_does_not_show_it() -> None:
             "completion_tokens_details": {"reasoning_tokens": 0},
         }  # fmt: skip
         assert outcomes(cluster.metrics.registry) == {"stop": 1.0}
+
+    play(test)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_the_log_probabilities_of_the_prompt_come_first_whichever_sequence_does(order: tuple[int, ...]) -> None:
+    """They come with the first sequence's first token, and an engine may compute the others sooner."""
+
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, n=3, prompt_logprobs=0, echo=True)
+        task = asyncio.create_task(whole(answers))
+        attempt_ids = await prefills(cluster, 3)
+        for number in order:
+            found = [TokenLogprobs(-0.5, 1, []), TokenLogprobs(-0.25, 1, [])]
+            logprobs = pack_logprobs(found) if number == 0 else None
+            message = FirstToken(attempt_ids[number], SampledToken(65 + number), None, 0.1, 0.2, logprobs)
+            cluster.dispatcher.on_message(PREFILL, message)
+            cluster.token(attempt_ids[number], EOS, "stop")
+            await turn()
+        choices = json.loads(await task)["choices"]
+        assert [choice["text"] for choice in choices] == ["abca", "abcb", "abcc"]
+        for choice in choices:
+            shown = choice["prompt_logprobs"]
+            assert [each and next(iter(each.values()))["logprob"] for each in shown] == [None, -0.5, -0.25]
 
     play(test)
 
