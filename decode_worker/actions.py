@@ -1,46 +1,8 @@
-"""Actions that the schedulers of both roles ask of the worker's shell."""
+"""What the schedulers of Tandem's engine ask of the worker's shell. Pure."""
 
 from __future__ import annotations
 
-import msgspec
-
 from tandem.engine.tiers.tier_actions import TierAction
-from tandem.protocol.messages.dispatch import ToProxy
-from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV
+from tandem.handover.actions import HandoverAction
 
-
-class SendToProxy(msgspec.Struct, frozen=True):
-    proxy_id: str
-    message: ToProxy
-
-
-class SendToPeer(msgspec.Struct, frozen=True):
-    """Sends over the pair's control connection, in order."""
-
-    pair_id: str
-    message: ReserveKV | FinishTransfer | CloseTransfer | KVReserved | KVRefused
-
-
-class Ship(msgspec.Struct, frozen=True):
-    """Move blocks through the pair's connector and announce them. `on_shipped` must follow exactly once."""
-
-    pair_id: str
-    transfer_id: str
-    first_block: int
-    src_block_ids: list[int]
-    dst_block_ids: list[int]
-
-
-class Receive(msgspec.Struct, frozen=True):
-    """Receive announced blocks through the pair's connector. `on_received` must follow exactly once.
-
-    checksums: expected checksums of the blocks, or empty. If they differ, `on_corrupt` follows instead.
-    """
-
-    pair_id: str
-    transfer_id: str
-    block_ids: list[int]
-    checksums: list[int] = []
-
-
-Action = SendToProxy | SendToPeer | Ship | Receive | TierAction
+Action = HandoverAction | TierAction

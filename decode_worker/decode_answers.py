@@ -1,12 +1,12 @@
-"""Messages of the decode role to proxies and to prefill workers. Pure."""
+"""Messages of the decode role to proxies. Pure."""
 
 from __future__ import annotations
 
-from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
+from tandem.decode_worker.actions import Action
 from tandem.decode_worker.sequence import DecodeSequence
+from tandem.handover.actions import SendToProxy
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, DecodeBegan, NewToken, TokenBatch
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
-from tandem.protocol.messages.transfer import KVRefused
 from tandem.runtime.errors import ErrorInfo, TandemError
 
 
@@ -17,10 +17,6 @@ def failure(sequence: DecodeSequence, error: TandemError) -> Action:
 
 def preempted(sequence: DecodeSequence) -> Action:
     return SendToProxy(sequence.prompt.request.proxy_id, AttemptPreempted(sequence.attempt_id))
-
-
-def refusal(pair_id: str, transfer_id: str, error: TandemError) -> Action:
-    return SendToPeer(pair_id, KVRefused(transfer_id, ErrorInfo.of(error)))
 
 
 class StepTokens:

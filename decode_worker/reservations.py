@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
-from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import DecodePrompt
-from tandem.decode_worker.transfer import IncomingTransfer
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
-from tandem.protocol.messages.dispatch import DecodeReserved
-from tandem.protocol.messages.transfer import KVReserved
+from tandem.handover.incoming import ArrivingBlocks, IncomingTransfer
 
 
 class Reservations:
@@ -25,7 +21,7 @@ class Reservations:
         self._tiers = tiers
         self._running = running
         self._max_num_seqs = max_num_seqs
-        self._waiting: deque[IncomingTransfer] = deque()
+        self._waiting: deque[IncomingTransfer[DecodePrompt]] = deque()
         self._reserved: dict[str, DecodePrompt] = {}  # by transfer
         self.is_blocked = False  # a transfer waits for blocks or for sequences to end
         self.is_loading = False  # a transfer waits for a tier
@@ -33,19 +29,14 @@ class Reservations:
         self.num_cached_tokens = 0
         self.num_received = 0  # sequences
 
-    def wait(self, new: IncomingTransfer) -> None:
-        self._waiting.append(new)
+    def wait(self, transfer: IncomingTransfer[DecodePrompt]) -> None:
+        self._waiting.append(transfer)
 
-    def stop_waiting(self, old: IncomingTransfer) -> None:
-        self._waiting = deque(waiting for waiting in self._waiting if waiting is not old)
-
-    def waiting_transfers(self) -> list[IncomingTransfer]:
-        return list(self._waiting)
-
-    def forget(self, transfer_id: str) -> None:
-        """Forgets a prompt that decodes now or has ended. Its blocks have been passed on."""
-        self._reserved.pop(transfer_id, None)
-        self._tiers.forget(transfer_id)
+    def forget(self, transfer: IncomingTransfer[DecodePrompt]) -> None:
+        """Forgets a prompt that decodes now, whose blocks have been passed on, or that has ended."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting is not transfer)
+        self._reserved.pop(transfer.transfer_id, None)
+        self._tiers.forget(transfer.transfer_id)
 
     def begin_load(self, now: float, prompt: DecodePrompt) -> None:
         """Begins to load blocks of a new prompt from a tier, if there is room. Prefill need not ship them then."""
@@ -62,33 +53,31 @@ class Reservations:
         num_taken = len(self._running) + sum(len(reserved.sequences) for reserved in self._reserved.values())
         return not num_taken or num_taken + num_sequences <= self._max_num_seqs
 
-    def serve(self, claimed: Mapping[str, DecodePrompt]) -> list[Action]:
-        """Allocates blocks in order of arrival while they last, and answers the prefill workers.
+    def serve(self) -> list[tuple[IncomingTransfer[DecodePrompt], ArrivingBlocks]]:
+        """Allocates blocks in order of arrival while they last, and returns the transfers that have them.
 
-        Transfers whose PrepareDecode has not arrived, or whose prompt waits for a tier, do not hold up others. claimed:
-        prompts that have arrived, by transfer.
+        Those whose prompt waits for a tier do not hold up others.
         """
-        actions: list[Action] = []
+        served: list[tuple[IncomingTransfer[DecodePrompt], ArrivingBlocks]] = []
         self.is_blocked = self.is_loading = False
-        aside: list[IncomingTransfer] = []
+        loading: list[IncomingTransfer[DecodePrompt]] = []
         while self._waiting:
-            waiting = self._waiting.popleft()
-            prompt = claimed.get(waiting.transfer_id)
-            is_loading = self._tiers.is_waiting(waiting.transfer_id)
-            self.is_loading = self.is_loading or is_loading
-            if prompt is None or is_loading:
-                aside.append(waiting)
+            transfer = self._waiting.popleft()
+            assert transfer.is_waiting and transfer.prompt is not None
+            if self._tiers.is_waiting(transfer.transfer_id):
+                self.is_loading = True
+                loading.append(transfer)
                 continue
-            answers = self._serve_transfer(waiting, prompt)
-            if answers is None:
-                self._waiting.appendleft(waiting)
+            blocks = self._allocate(transfer.prompt)
+            if blocks is None:
+                self._waiting.appendleft(transfer)
                 self.is_blocked = True
                 break
-            actions += answers
-        self._waiting.extendleft(reversed(aside))
-        return actions
+            served.append((transfer, blocks))
+        self._waiting.extendleft(reversed(loading))
+        return served
 
-    def _serve_transfer(self, transfer: IncomingTransfer, prompt: DecodePrompt) -> list[Action] | None:
+    def _allocate(self, prompt: DecodePrompt) -> ArrivingBlocks | None:
         """Returns None while there are too few blocks.
 
         One block per running sequence is left free, so that a new sequence does not begin only to be preempted.
@@ -106,8 +95,5 @@ class Reservations:
         self.num_received += len(prompt.sequences)
         self.num_prompt_tokens += prompt.num_tokens
         self.num_cached_tokens += len(cached) * blocks.block_size
-        transfer.reserve(cached, new[:num_written], new[num_written:])
-        answer = KVReserved(transfer.transfer_id, len(cached), transfer.written_block_ids)
-        proxy_id = prompt.request.proxy_id
-        reserved = [SendToProxy(proxy_id, DecodeReserved(attempt_id)) for attempt_id in prompt.sequences]
-        return [SendToPeer(transfer.pair_id, answer), *reserved]
+        prompt.spare_block_ids = new[num_written:]
+        return ArrivingBlocks(cached, new[:num_written])

@@ -1,4 +1,4 @@
-"""Sequences that decode, and the prompts that they share."""
+"""Sequences that decode, the prompts that they share, and the table of all that have not ended. Pure."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ class ComputedPrompt:
 class DecodePrompt:
     """A prompt that its sequences share.
 
-    hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id. prefill_epoch: of the worker that
-    ships the prompt's KV; empty for this worker.
+    hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id.
     """
 
     request: PromptMessage
@@ -59,8 +58,9 @@ class DecodePrompt:
     hasher: BlockHasher
     hashes: list[bytes]
     sequences: dict[str, DecodeSequence] = field(default_factory=dict)
-    prefill_epoch: str = ""
     adapter: Adapter | None = None
+    spare_block_ids: list[int] = field(default_factory=list)
+    """Reserved blocks for the first tokens after the prompt, and for copies of its last block."""
     has_begun: bool = False
     num_kv_bytes: int = 0
 
@@ -218,3 +218,30 @@ class DecodeSequence:
         self.parent_hash = self.prompt.hasher.next_hash(self.parent_hash, self.block_tokens, number)
         self.block_tokens = []
         return self.parent_hash
+
+
+class SequenceTable:
+    """Sequences from their arrival until they end, by what messages name."""
+
+    def __init__(self) -> None:
+        self.by_attempt: dict[tuple[str, str], DecodeSequence] = {}  # by proxy and attempt id
+
+    def holds(self, prompt: DecodePrompt) -> bool:
+        """Whether an attempt of the prompt is known already."""
+        return any(sequence.key in self.by_attempt for sequence in prompt.sequences.values())
+
+    def add(self, prompt: DecodePrompt) -> None:
+        assert not self.holds(prompt)
+        self.by_attempt.update({sequence.key: sequence for sequence in prompt.sequences.values()})
+
+    def remove(self, sequence: DecodeSequence) -> None:
+        """Forgets a sequence, which has ended."""
+        sequence.ended = True
+        del self.by_attempt[sequence.key], sequence.prompt.sequences[sequence.attempt_id]
+
+    def of_proxy(self, proxy_id: str) -> list[DecodeSequence]:
+        return [s for s in self.by_attempt.values() if s.prompt.request.proxy_id == proxy_id]
+
+    def late(self, now: float) -> list[DecodeSequence]:
+        """Returns the sequences whose deadline has passed."""
+        return [s for s in self.by_attempt.values() if now >= s.prompt.arrived_at + s.prompt.request.deadline_s]

@@ -3,11 +3,9 @@
 A prompt's life:  waiting -> computing -> computed -> shipped
 
 A prompt begins when a step has tokens for it: it shares the blocks that the prefix cache has, allocates the others, and
-sends ReserveKV. Finished blocks are shipped as soon as decode has answered, while later chunks still compute (as in
-Splitwise and Mooncake). Blocks that decode has cached are not shipped. A prompt that ends early (abort, deadline,
-failure) is `ended` at once, but its blocks are released only when no step computes them and no transfer reads them;
-then CloseTransfer tells decode that nothing more will be written. Blocks are kept while decode renews their lease
-(`prefill_worker.transfer_leases`).
+is announced to decode. Complete blocks are shipped while later chunks still compute (`handover.outgoing`). A prompt
+that ends early (abort, deadline, failure) is `ended` at once, but its blocks are released only when no step computes
+them and no transfer reads them.
 
 A prompt that is decoded on the same worker is not shipped: its blocks pass to the decode role by id.
 """
@@ -16,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
+from tandem.decode_worker.actions import Action
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
@@ -24,35 +22,30 @@ from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.tiers.prefix_tiers import PrefixTiers
 from tandem.engine.vision.prompt_media import PromptMedia
+from tandem.handover.actions import SendToProxy
+from tandem.handover.outgoing import OutgoingTransfer, OutgoingTransfers
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.prompt_table import PromptTable
 from tandem.prefill_worker.step import PrefillStep, plan_step
-from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, StartPrefill
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.sampling import SampledToken
-from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases
 from tandem.runtime.errors import (
     DeadlineExceeded,
     ErrorInfo,
     InternalError,
-    KVTransferFailed,
     Overloaded,
     TandemError,
-    WorkerLost,
 )
-
-YIELD_AFTER_S = 1.0
-"""How long a computed prompt keeps its blocks for a decode worker that has none, while this worker needs blocks."""
 
 
 class PrefillScheduler:
     """Owns the prompts that the worker computes.
 
     model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: prompts
-    that compute concurrently. lease_s: see `prefill_worker.transfer_leases`. decode, tiers: of the same worker, over
-    the same blocks.
+    that compute concurrently. lease_s: see `handover.outgoing.Leases`. decode, tiers: of the same worker, over the same
+    blocks.
     """
 
     def __init__(
@@ -71,12 +64,11 @@ class PrefillScheduler:
         self._model_id = model_id
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
-        self._leases = Leases(lease_s)
+        self.transfers: OutgoingTransfers[PrefillPrompt, Action] = OutgoingTransfers(lease_s, self)
         self.prompts = PromptTable()
         self._step = PrefillStep()  # in flight, if it has prompts
         self._num_arrived = 0
         self.num_finished = self.num_shipped = 0
-        self.num_expired_leases = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -104,6 +96,9 @@ class PrefillScheduler:
             return _failures(prompt, error)
         self._num_arrived += 1
         self.prompts.add(prompt)
+        if pair_id is not None:
+            num_blocks = self.blocks.num_blocks_for(prompt.num_prompt_tokens)
+            prompt.transfer = self.transfers.add(request, pair_id, prompt, [num_blocks])
         return []
 
     def _why_refused(self, prompt: PrefillPrompt) -> TandemError | None:
@@ -118,63 +113,29 @@ class PrefillScheduler:
 
     def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
         prompt = self.prompts.end_attempt(proxy_id, attempt_id)
-        return self._end(prompt) if prompt is not None and not prompt.open_ids else []
+        if prompt is None:
+            return []
+        if not prompt.open_ids:
+            return self._end(prompt)
+        return self.transfers.on_attempt_ended(prompt.transfer, attempt_id) if prompt.transfer is not None else []
 
     def on_proxy_lost(self, proxy_id: str) -> list[Action]:
         return [action for prompt in self.prompts.of_proxy(proxy_id) for action in self._end(prompt)]
 
-    def on_reserved(self, message: KVReserved) -> list[Action]:
-        prompt = self.prompts.by_transfer.get(message.transfer_id)
-        if prompt is None or not prompt.reserve_sent or prompt.dst_block_ids is not None:
-            return []
-        num_cached, num_blocks = message.num_cached_blocks, len(prompt.block_table)
-        if num_cached > num_blocks or len(message.block_ids) != num_blocks - num_cached:
-            error = f"decode reserved {num_cached} + {len(message.block_ids)} blocks for a prompt of {num_blocks}"
-            return self._end(prompt, KVTransferFailed(error))
-        prompt.dst_block_ids = message.block_ids
-        prompt.num_decode_cached_blocks = prompt.num_shipped_blocks = message.num_cached_blocks
-        return self._ship(prompt) + self._settle(prompt)
-
-    def on_refused(self, transfer_id: str, error: ErrorInfo) -> list[Action]:
-        prompt = self.prompts.by_transfer.get(transfer_id)
-        return self._end(prompt, error.to_error()) if prompt is not None else []
-
-    def on_renewed(self, now: float, message: RenewLeases) -> None:
-        self._leases.renew(now, message.pair_id, message.transfer_ids)
-
-    def on_shipped(self, transfer_id: str, error: TandemError | None) -> list[Action]:
-        """Handles the end of a `Ship` action. On success the shell has announced it."""
-        prompt = self.prompts.by_transfer[transfer_id]
-        prompt.num_ships_in_flight -= 1
-        if error is not None and not prompt.ended:
-            return self._end(prompt, error)
-        return self._settle(prompt)
-
-    def on_pair_lost(self, pair_id: str, reason: str) -> list[Action]:
-        error = WorkerLost(f"the decode worker was lost: {reason}")
-        return [action for prompt in self.prompts.of_pair(pair_id) for action in self._end(prompt, error)]
-
     def on_tick(self, now: float) -> list[Action]:
         error = DeadlineExceeded("the request's deadline passed before its first token was decoded")
-        actions = [action for prompt in self.prompts.late(now) for action in self._end(prompt, error)]
-        for transfer_id in self._leases.expired(now):
-            self.num_expired_leases += 1
-            unclaimed = KVTransferFailed(
-                f"the decode worker has not renewed its lease on the KV blocks for {self._leases.term_s:g} s"
-            )
-            actions += self._end(self.prompts.by_transfer[transfer_id], unclaimed)
-        return actions
+        late = [action for prompt in self.prompts.late(now) for action in self._end(prompt, error)]
+        return late + self.transfers.on_tick(now)
 
     def yield_blocks(self, now: float) -> list[Action]:
         """Gives up the newest prompt that has waited too long for the blocks of its decode worker.
 
-        Called while sequences of this worker wait for blocks. Two workers that ship to each other would otherwise wait
-        for each other when both are full. The proxy dispatches the prompt again; what was computed stays cached.
+        Called while sequences of this worker wait for blocks, see `OutgoingTransfers.unanswered`.
         """
-        late = [p for p in self.prompts.unanswered() if not p.ended and now - p.computed_at >= YIELD_AFTER_S]
-        if not late:
+        transfer = self.transfers.unanswered(now)
+        if transfer is None:
             return []
-        prompt = max(late, key=lambda p: p.number)
+        prompt = transfer.prompt
         preempted = [
             SendToProxy(prompt.request.proxy_id, AttemptPreempted(attempt_id)) for attempt_id in sorted(prompt.open_ids)
         ]
@@ -224,7 +185,7 @@ class PrefillScheduler:
         No prompt begins for a decode worker that is full, i.e. that has not answered a computed prompt: its KV could
         not leave.
         """
-        full = {p.pair_id for p in self.prompts.unanswered()} - {None}
+        full = self.transfers.full_pairs()
         may_begin = (p for p in self.prompts.waiting.values() if p.pair_id not in full and p.may_compute)
         return [
             *self.prompts.computing.values(),
@@ -258,10 +219,8 @@ class PrefillScheduler:
         self.num_cached_tokens += prompt.num_cached_tokens
         prompt.started_at = now
         self.prompts.begin(prompt)
-        if prompt.pair_id is not None:
-            prompt.reserve_sent = True
-            self._leases.begin(now, prompt.pair_id, prompt.request.transfer_id)
-            actions.append(SendToPeer(prompt.pair_id, prompt.reserve()))
+        if prompt.transfer is not None:
+            actions += self.transfers.on_begun(now, prompt.transfer)
         return True
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
@@ -288,8 +247,9 @@ class PrefillScheduler:
             if prompt.is_computed:
                 prompt.computed_at = now
                 actions += self._on_first_tokens(now, prompt, output.tokens)
-            if not prompt.ended:
-                actions += self._ship(prompt) + self._settle(prompt)
+            if prompt.transfer is not None and not prompt.ended:
+                complete = prompt.complete_blocks(self.blocks.block_size)
+                actions += self.transfers.on_computed(now, prompt.transfer, [complete], prompt.position_offset)
         for prompt in step.encoding:
             actions += self._end_for_its_media(prompt)
         return actions
@@ -326,14 +286,21 @@ class PrefillScheduler:
         proxy_id = prompt.request.proxy_id
         actions: list[Action] = []
         is_pooled = prompt.request.pooling is not None
-        for message in prompt.embedding(now) if is_pooled else prompt.first_tokens(now, tokens):
+        messages = prompt.embedding(now) if is_pooled else prompt.first_tokens(now, tokens)
+        for message in messages:
             actions.append(SendToProxy(proxy_id, message))
             if message.finish_reason is not None:
                 self.num_finished += 1
                 self.prompts.end_attempt(proxy_id, message.attempt_id)
-        if prompt.open_ids and prompt.decodes_here:
-            actions += self._decode_here(prompt)
-        return actions if prompt.open_ids else actions + self._end(prompt)
+        if not prompt.open_ids:
+            return actions + self._end(prompt)
+        for message in messages if prompt.transfer is not None else ():
+            goes_on = message.finish_reason is None
+            assert prompt.transfer is not None
+            actions += self.transfers.on_first_token(
+                prompt.transfer, message.attempt_id, message.token.token_id, goes_on
+            )
+        return actions + self._decode_here(prompt) if prompt.decodes_here else actions
 
     def _decode_here(self, prompt: PrefillPrompt) -> list[Action]:
         """Passes the prompt's open sequences and its blocks to the decode role."""
@@ -341,20 +308,23 @@ class PrefillScheduler:
         for attempt_id in prompt.open_ids:
             del self.prompts.by_attempt[prompt.request.proxy_id, attempt_id]
         prompt.open_ids, prompt.block_table = set(), []
-        return self._decode.begin_computed(computed)
+        return self._decode.begin_computed(computed) + self._end(prompt)
 
-    # ---- shipping and release
+    # ---- holder of blocks for `transfers` (see `SendingHolder`)
 
-    def _ship(self, prompt: PrefillPrompt) -> list[Action]:
-        """Ships blocks that are complete and not shipped yet. The last shipment ends the transfer."""
-        if prompt.dst_block_ids is None or prompt.ended or prompt.pair_id is None:
-            return []
-        ship = prompt.next_ship(self.blocks.block_size)
-        actions: list[Action] = [ship] if ship is not None else []
-        if prompt.is_computed and not prompt.finish_sent:
-            prompt.finish_sent = True
-            actions.append(SendToPeer(prompt.pair_id, prompt.finish()))
-        return actions
+    def stop(self, transfer: OutgoingTransfer[PrefillPrompt], error: TandemError | None) -> list[Action]:
+        return self._end(transfer.prompt, error)
+
+    def release_sent(self, transfer: OutgoingTransfer[PrefillPrompt]) -> list[Action]:
+        prompt = transfer.prompt
+        prompt.transfer = None
+        if transfer.ended:
+            return self._settle(prompt)
+        self.num_finished += len(prompt.open_ids)
+        self.num_shipped += len(prompt.open_ids)
+        return self._end(prompt)
+
+    # ---- ends
 
     def _end_for_its_media(self, prompt: PrefillPrompt) -> list[Action]:
         """Settles a prompt that has ended, and ends one whose media have an error."""
@@ -366,35 +336,28 @@ class PrefillScheduler:
 
     def _end(self, prompt: PrefillPrompt, error: TandemError | None = None) -> list[Action]:
         """Ends the prompt at once and reports `error`, if any, to the proxy. Its blocks follow in `_settle`."""
-        failures = _failures(prompt, error) if error is not None and not prompt.ended else []
+        if prompt.ended:
+            return []
+        failures = _failures(prompt, error) if error is not None else []
         prompt.ended = True
-        self._leases.end(prompt.request.transfer_id)
         self._tiers.forget(prompt.request.transfer_id)
         self.prompts.waiting.pop(prompt.number, None)
         if not prompt.in_step:
             self.prompts.computing.pop(prompt.number, None)
-        return failures + self._settle(prompt)
+        ended = self.transfers.end(prompt.transfer) if prompt.transfer is not None else []
+        return failures + ended + self._settle(prompt)
 
     def _settle(self, prompt: PrefillPrompt) -> list[Action]:
-        """Releases the prompt's blocks and media and forgets it, unless a step or a transfer still uses them."""
-        all_shipped = prompt.finish_sent and prompt.num_shipped_blocks == len(prompt.block_table)
-        if prompt.in_step or prompt.num_ships_in_flight or not (prompt.ended or all_shipped):
+        """Releases the blocks and media of a prompt once it has ended and neither a step nor a transfer uses them."""
+        if not prompt.ended or prompt.in_step or prompt.transfer is not None:
             return []
         if self.prompts.by_transfer.get(prompt.request.transfer_id) is not prompt:
             return []  # settled before
         self.prompts.forget(prompt)
-        self._leases.end(prompt.request.transfer_id)
         if prompt.media is not None:
             prompt.media.release()
         self.blocks.release(prompt.block_table)
         prompt.block_table = []
-        if not prompt.ended:
-            prompt.ended = True
-            self.num_finished += len(prompt.open_ids)
-            self.num_shipped += len(prompt.open_ids)
-            return []
-        if prompt.reserve_sent and prompt.pair_id is not None:
-            return [SendToPeer(prompt.pair_id, CloseTransfer(prompt.request.transfer_id))]
         return []
 
 

@@ -1,8 +1,9 @@
-"""State of one prompt in the prefill role, shared by its sequences: progress of computing and shipping, and the
-attempts that wait for a first token."""
+"""State of one prompt in the prefill role, shared by its sequences: how far it is computed, and the attempts that wait
+for a first token."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -10,17 +11,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.decode_worker.actions import Ship
 from tandem.decode_worker.sequence import ComputedPrompt
 from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.lora.adapter import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
+from tandem.handover.outgoing import OutgoingTransfer
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.sampling import SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV
 from tandem.protocol.prefix_hash import BlockHasher
 
 
@@ -53,15 +53,11 @@ class PrefillPrompt:
     block_table: list[int] = field(default_factory=list)
     prompt_logprobs: list[bytes] = field(default_factory=list)  # packed
     pooled: NDArray[np.float32] | None = None  # so far
-    reserve_sent: bool = False
-    dst_block_ids: list[int] | None = None
-    num_decode_cached_blocks: int = 0
-    num_shipped_blocks: int = 0  # given to the sender, or cached by decode
-    num_ships_in_flight: int = 0
     first_token_ids: list[int] | None = None
     in_step: bool = False
     ended: bool = False
-    finish_sent: bool = False
+    transfer: OutgoingTransfer[PrefillPrompt] | None = None
+    """None if the prompt is not shipped, and once nothing reads its blocks."""
 
     @classmethod
     def of(
@@ -89,6 +85,11 @@ class PrefillPrompt:
         return cls(
             request, pair_id, decodes_here, number, now, token_ids, open_ids, samples, grammar, state, media, adapter
         )
+
+    @property
+    def late_at(self) -> float:
+        """When the prompt's deadline passes. From its last shipment on, decode watches over it."""
+        return math.inf if self.transfer is not None and self.transfer.finish_sent else self.deadline
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -211,35 +212,9 @@ class PrefillPrompt:
             )
         return messages
 
-    def next_ship(self, block_size: int) -> Ship | None:
-        """Returns a shipment of the blocks that are complete and not shipped yet, and counts it as in flight."""
-        assert self.pair_id is not None and self.dst_block_ids is not None
-        num_ready = len(self.block_table) if self.is_computed else self.num_computed_tokens // block_size
-        first, num_cached = self.num_shipped_blocks, self.num_decode_cached_blocks
-        if num_ready <= first:
-            return None
-        self.num_shipped_blocks = num_ready
-        self.num_ships_in_flight += 1
-        return Ship(
-            pair_id=self.pair_id,
-            transfer_id=self.request.transfer_id,
-            first_block=first,
-            src_block_ids=self.block_table[first:num_ready],
-            dst_block_ids=self.dst_block_ids[first - num_cached : num_ready - num_cached],
-        )
-
-    def reserve(self) -> ReserveKV:
-        """Returns the message that asks decode for blocks."""
-        assert self.pair_id is not None
-        request = self.request
-        return ReserveKV(self.pair_id, request.transfer_id, self.num_prompt_tokens, request.adapter_digest)
-
-    def finish(self) -> FinishTransfer:
-        """Returns the message that tells decode what a computed prompt's sequences begin with."""
-        assert self.first_token_ids is not None
-        return FinishTransfer(
-            self.request.transfer_id, self.num_prompt_tokens, self.first_token_ids, self.position_offset
-        )
+    def complete_blocks(self, block_size: int) -> list[int]:
+        """Returns the blocks whose content is complete."""
+        return self.block_table if self.is_computed else self.block_table[: self.num_computed_tokens // block_size]
 
     def computed(self) -> ComputedPrompt:
         """Returns what the decode role of this worker needs of a computed prompt."""

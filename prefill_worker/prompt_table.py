@@ -67,13 +67,6 @@ class PromptTable:
     def of_proxy(self, proxy_id: str) -> list[PrefillPrompt]:
         return [prompt for prompt in self.by_transfer.values() if prompt.request.proxy_id == proxy_id]
 
-    def of_pair(self, pair_id: str) -> list[PrefillPrompt]:
-        return [prompt for prompt in self.by_transfer.values() if prompt.pair_id == pair_id]
-
     def late(self, now: float) -> list[PrefillPrompt]:
         """Returns the prompts whose deadline has passed."""
-        return [p for p in self.by_transfer.values() if not (p.ended or p.finish_sent) and now >= p.deadline]
-
-    def unanswered(self) -> list[PrefillPrompt]:
-        """Returns the computed prompts for which decode has not reserved blocks."""
-        return [p for p in self.by_transfer.values() if p.is_computed and p.dst_block_ids is None]
+        return [prompt for prompt in self.by_transfer.values() if not prompt.ended and now >= prompt.late_at]

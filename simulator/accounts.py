@@ -48,12 +48,15 @@ def of_worker(worker: SimulatedWorker) -> Iterator[Wait]:
         if pair.peer.epoch != prompt.request.decode_epoch:
             yield "a prompt is shipped to another process than decodes it", f"{name}: {transfer_id}", 0
         num_ready = prompt.num_computed_tokens // blocks.block_size
-        if prompt.dst_block_ids is not None and prompt.num_shipped_blocks < num_ready:
+        transfer = prompt.transfer
+        if transfer is not None and transfer.is_reserved and transfer.groups[0].num_shipped < num_ready:
             yield "blocks that are computed are not shipped", f"{name}: {transfer_id}", 0
-    for transfer in decode._transfers.values():
-        claimed, source = decode.sequences.by_transfer.get(transfer.transfer_id), incoming._by_id.get(transfer.pair_id)
-        if claimed is not None and source is not None and claimed.prefill_epoch != source.prefill_epoch:
-            yield "a prompt gets blocks of another process than computes it", f"{name}: {transfer.transfer_id}", 0
+    for arriving in decode.transfers:
+        request, source = arriving.request, incoming._by_id.get(arriving.pair_id)
+        if request is None or source is None or arriving.is_given_up:
+            continue
+        if request.prefill_epoch != source.prefill_epoch:
+            yield "a prompt gets blocks of another process than computes it", f"{name}: {arriving.transfer_id}", 0
     tiers, is_serving = worker.pools.tiers, worker.presence._registration is not None
     for tier in scheduler.tiers._tiers.values() if is_serving else ():
         if not tiers.is_idle(tier.name) or tier.error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S
 from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S
+from tandem.handover.incoming import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.membership import PROXY_SILENCE_S
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
@@ -133,19 +133,21 @@ class Invariants:
         for sequence in decode.sequences.by_attempt.values():
             if now > sequence.prompt.arrived_at + sequence.prompt.request.deadline_s + 1:
                 yield "a request is held beyond its deadline", f"{name}: {sequence.attempt_id}", 0
-        for waiting in decode.sequences.by_transfer.values():
-            prefill_worker = self._by_epoch.get(waiting.prefill_epoch)
+        for transfer in decode.transfers:
+            waiting, request = transfer.prompt, transfer.request
+            if waiting is None or request is None or transfer.is_given_up:
+                continue
+            self._claimed.add((name, transfer.transfer_id))
+            prefill_worker = self._by_epoch.get(request.prefill_epoch)
             if prefill_worker is None or prefill_worker.has_left or worker.loop not in prefill_worker.watched_by:
                 continue
             exited_at = [loop.ended_at or math.inf for loop in prefill_worker.loops]
             if waiting.arrived_at < min(exited_at) and max(exited_at) < now - 1:
-                details = f"{name}: {waiting.request.transfer_id}"
+                details = f"{name}: {transfer.transfer_id}"
                 yield "a prompt waits for a prefill worker that has exited", details, CHECK_S
-        claimed = decode.sequences.by_transfer.keys()
-        self._claimed.update((name, transfer_id) for transfer_id in claimed)
-        for transfer in decode._transfers.values():
+        for transfer in decode.transfers:
             details = f"{name}: {transfer.transfer_id}"
-            if transfer.transfer_id not in claimed and not transfer.is_reserved:
+            if transfer.prompt is None:
                 yield "a transfer waits for its request", details, UNCLAIMED_TIMEOUT_S + 1
                 if (name, transfer.transfer_id) in self._claimed:
                     yield "a transfer waits for a request that has ended", details, 0
@@ -158,9 +160,11 @@ class Invariants:
                 yield "a prompt goes on after its pair was lost", f"{name}: {prompt.pair_id}", 0
                 continue
             peer = self._cluster.process(pair.peer.pid)
-            is_waiting = prompt.reserve_sent and prompt.dst_block_ids is None
-            is_closed = is_waiting and peer.worker._scheduler.decode._transfers.is_closed(transfer_id)
-            if prompt.reserve_sent and peer.loop.is_frozen:
+            leaving = prompt.transfer
+            has_begun = leaving is not None and leaving.reserve_sent
+            is_waiting = leaving is not None and leaving.reserve_sent and not leaving.is_reserved
+            is_closed = is_waiting and transfer_id in peer.worker._scheduler.decode.transfers._closed
+            if has_begun and peer.loop.is_frozen:
                 details = f"{name}: {transfer_id} since {peer.loop.stopped_at}"
                 yield "a lease does not expire", details, self._cluster.shape.lease_s + 1
             elif is_closed and self._is_calm(worker.loop, peer.loop):

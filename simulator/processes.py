@@ -296,7 +296,7 @@ class SimulatedWorker(SimulatedProcess):
         """Returns the attempts and transfers that hold a block."""
         prefill, decode = self.worker._scheduler.prefill, self.worker._scheduler.decode
         holders = [key[1] for key, each in decode.sequences.by_attempt.items() if block_id in each.block_table]
-        holders += [each.transfer_id for each in decode._transfers.values() if block_id in each.written_block_ids]
+        holders += [each.transfer_id for each in decode.transfers if block_id in each.open_block_ids]
         return holders + [key[1] for key, each in prefill.prompts.by_attempt.items() if block_id in each.block_table]
 
     def load(self) -> WorkerLoad:
@@ -306,8 +306,8 @@ class SimulatedWorker(SimulatedProcess):
     def _check_write(self, block_id: int) -> None:
         """Reports a block that no transfer expects, as it may belong to another request by now."""
         self._machine.note("%s: a path writes block %d", self.name, block_id)
-        transfers = self.worker._scheduler.decode._transfers.values()
-        if not self.loop.is_dead and not any(block_id in transfer.own_block_ids for transfer in transfers):
+        transfers = self.worker._scheduler.decode.transfers
+        if not self.loop.is_dead and not any(block_id in transfer.open_block_ids for transfer in transfers):
             details = f"{self.name}: block {block_id}, held by {self._holders(block_id)}"
             self._machine.report("a block is written that no transfer expects", details)
 

@@ -101,7 +101,7 @@ class ServiceRules:
         scheduler = worker.worker._scheduler
         prompts, running = scheduler.prefill.prompts, scheduler.decode.running.sequences
         for prompt in prompts.by_transfer.values():
-            if now > prompt.deadline + LATE_S and not (prompt.ended or prompt.finish_sent):
+            if now > prompt.late_at + LATE_S and not prompt.ended:
                 yield "a prompt is held beyond its deadline", f"{worker.name}: {prompt.request.transfer_id}", 0
         yield from self._of_queue(now, worker)
         for sequence in running if len(running) > 1 else ():
@@ -118,7 +118,11 @@ class ServiceRules:
         prompts = prefill.prompts
         first = min(prefill._candidates(), key=_turn, default=None)
         before, since = self._first.get(worker.name, (None, now))
-        shares_pair = first is not None and first.pair_id is not None and len(prompts.of_pair(first.pair_id)) > 1
+        shares_pair = (
+            first is not None
+            and first.pair_id is not None
+            and sum(each.pair_id == first.pair_id for each in prompts.by_transfer.values()) > 1
+        )
         limit_s = TIERS_S if self._cluster.shape.tiers else SOON_S
         if first is None or first.has_begun or shares_pair:
             self._first.pop(worker.name, None)

@@ -119,8 +119,8 @@ def _of_worker(cluster: SimulatedCluster, worker: SimulatedWorker, infos: dict[s
     )
     prefill, decode = scheduler.prefill, scheduler.decode
     left: dict[str, Iterable[object]] = {
-        "attempts": prefill.prompts.by_attempt, "leases": prefill._leases._leases,
-        "prompts that wait": decode.sequences.by_transfer, "transfers": decode._transfers._by_id,
+        "attempts": prefill.prompts.by_attempt, "leases": prefill.transfers._leases._leases,
+        "transfers out": prefill.transfers._by_id, "transfers in": decode.transfers._by_id,
         "reservations": decode.reservations._reserved, "waits for tiers": scheduler.tiers._waits,
     }  # fmt: skip
     yield f"{name} on what has ended", {what: list(each) for what, each in left.items() if each}, {}

@@ -17,7 +17,8 @@ import msgspec
 from vllm import envs as vllm_envs
 from vllm.config import VllmConfig
 
-from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy, Ship
+from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
+from tandem.handover.kv_traffic import KVOptions, KVTraffic, WorkerShell
 from tandem.kv_transfer.connector import KVConnector
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.prefill_worker.remote_media import RemoteMedia
@@ -57,7 +58,6 @@ from tandem.vllm_worker.scheduler.engine_orders import (
 from tandem.vllm_worker.scheduler.vllm_scheduler import VllmScheduler
 from tandem.vllm_worker.vllm_host import ENGINE, VllmHost, engine_arguments, kv_layout
 from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig, batch_problem
-from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.presence import EngineFailed, Presence, new_worker_info
 from tandem.worker.to_proxy import ProxyAnswers
 
@@ -120,16 +120,12 @@ class VllmWorker:
         info = new_worker_info(config, self._router.endpoint, os.getpid(), len(pids), host.host_id, self._metrics)
         self._answers = ProxyAnswers(self._router, info.epoch, self._metrics)
         self._traffic: KVTraffic[VllmAction] = KVTraffic(
-            config,
+            KVOptions(config.kv_checksums, config.exact, config.kv_lease_s),
             info,
             host,
-            scheduler.prefill,
-            scheduler.decode,
-            network,
-            self._metrics,
-            self._send_to_peer,
-            self._perform,
-            time.monotonic,
+            scheduler.outgoing,
+            scheduler.incoming,
+            WorkerShell(network, self._send_to_peer, self._perform, self._metrics, time.monotonic),
         )
         register = RegisterWorker(
             version=PROTOCOL_VERSION,
@@ -184,9 +180,9 @@ class VllmWorker:
         if reason := self._engine.check(now):
             end_process(f"{reason}: vLLM's engine hangs; the worker ends")
         self._traffic.on_tick(now)
-        num_expired = self._scheduler.prefill.num_expired_leases
+        num_expired = self._scheduler.outgoing.num_expired_leases
         self._perform(self._scheduler.on_tick(now))
-        if self._scheduler.prefill.num_expired_leases > num_expired:
+        if self._scheduler.outgoing.num_expired_leases > num_expired:
             log.warning("KV leases expired")
 
     def _report(self, num_role_changes: int) -> WorkerLoad:
@@ -204,7 +200,7 @@ class VllmWorker:
             num_blocks=figures.num_blocks,
             num_free_blocks=figures.num_free_blocks,
             num_cached_blocks=figures.num_cached_blocks,
-            num_quarantined_blocks=scheduler.decode.num_quarantined_blocks,
+            num_quarantined_blocks=scheduler.incoming.num_quarantined_blocks,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_preempted=figures.num_preempted,
@@ -223,7 +219,7 @@ class VllmWorker:
             itl_slo_s=times.itl_slo_s,
             num_role_changes=num_role_changes,
             num_received_tokens=scheduler.num_received_tokens,
-            num_received=scheduler.decode.num_received,
+            num_received=scheduler.num_received,
             num_shipped=scheduler.num_shipped,
             num_media_encoded=scheduler.num_media_encoded,
             num_media_fetched_bytes=self._media.num_fetched_bytes,

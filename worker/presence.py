@@ -12,6 +12,8 @@ from typing import Generic, Protocol
 
 import msgspec
 
+from tandem.handover.actions import A
+from tandem.handover.kv_traffic import KVTraffic
 from tandem.protocol.messages.membership import (
     PrefixUpdate,
     RegisterWorker,
@@ -27,8 +29,6 @@ from tandem.runtime.errors import InternalError
 from tandem.runtime.files.whole_file import write_whole
 from tandem.runtime.threads import show_thread_name
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.kv_interfaces import A
-from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.proxy_links import ProxyLinks
 from tandem.worker.worker_config import WorkerConfig
 

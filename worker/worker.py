@@ -14,11 +14,13 @@ from functools import partial
 
 import msgspec
 
-from tandem.decode_worker.actions import Action, Receive, SendToPeer, SendToProxy, Ship
+from tandem.decode_worker.actions import Action
 from tandem.engine.engine import ENGINE_NAME
 from tandem.engine.tiers.tier_actions import FindBlocks, LoadBlocks, StoreBlocks
 from tandem.engine.tiers.tier_state import TierState
 from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
+from tandem.handover.kv_traffic import KVOptions, KVTraffic, WorkerShell
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import RemoteMedia
@@ -41,7 +43,6 @@ from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.version import own_version
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost
-from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.load_report import load_report
 from tandem.worker.presence import Presence, new_worker_info
 from tandem.worker.step_loop import StepLoop
@@ -119,16 +120,12 @@ class Worker:
         info = new_worker_info(config, self._router.endpoint, pids[0], len(pids), host.host_id, self._metrics)
         self._answers = ProxyAnswers(self._router, info.epoch, self._metrics)
         self._traffic = KVTraffic(
-            config,
+            KVOptions(config.kv_checksums, config.exact, config.kv_lease_s),
             info,
             host,
-            scheduler.prefill,
-            scheduler.decode,
-            network,
-            self._metrics,
-            self._send_to_peer,
-            self._perform,
-            self._clock,
+            scheduler.prefill.transfers,
+            scheduler.decode.transfers,
+            WorkerShell(network, self._send_to_peer, self._perform, self._metrics, self._clock),
         )
         self._tiers = TierTraffic(host.pools.tiers, scheduler.tiers, self._perform)
         self._take_load = partial(load_report, scheduler, self._steps, self._traffic, self._tiers, self._media)
@@ -169,11 +166,11 @@ class Worker:
         self._traffic.on_tick(now)
         self._tiers.on_tick(now)
         self._host.grammars.end_idle()
-        prefill = self._scheduler.prefill
-        num_expired = prefill.num_expired_leases
+        transfers = self._scheduler.prefill.transfers
+        num_expired = transfers.num_expired_leases
         self._perform(self._scheduler.on_tick(now))
-        if prefill.num_expired_leases > num_expired:
-            log.warning("%d KV leases expired", prefill.num_expired_leases - num_expired)
+        if transfers.num_expired_leases > num_expired:
+            log.warning("%d KV leases expired", transfers.num_expired_leases - num_expired)
 
     def _report(self, num_role_changes: int) -> WorkerLoad:
         load = self._take_load(num_role_changes)

@@ -37,7 +37,7 @@ class WorkerScheduler:
     """Owns, through the block manager, all blocks of the worker's pool. Events of one role go to that role.
 
     model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: sequences
-    per step, and prompts that compute concurrently. lease_s: see `prefill_worker.transfer_leases`. itl_slo_s: see
+    per step, and prompts that compute concurrently. lease_s: see `handover.outgoing.Leases`. itl_slo_s: see
     `engine.steps.step_times`. block_bytes: of all ranks together. tiers: below the pool, fastest first.
     """
 

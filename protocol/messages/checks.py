@@ -35,6 +35,7 @@ MAX_POSITION_OFFSET = 2**24
 """Positions up to this are exact in float32. A larger offset would overflow a step's int32 positions."""
 MAX_TIERS = 16
 """Tiers of one worker's KV cache."""
+MAX_BLOCK_GROUPS = 64
 MAX_PAIRS = 4096
 """Pairs of one worker, i.e. workers of the other role."""
 MAX_CLOSED_PAIRS = 1000
@@ -112,8 +113,9 @@ def check_finish_transfer(message: FinishTransfer, vocab_size: int) -> None:
 
 def check_reserved(message: KVReserved) -> None:
     """Checks reserved block ids. The connector checks whether they exist in the peer's pool."""
-    _require(message.num_cached_blocks >= 0, "KVReserved", "num_cached_blocks", "negative")
-    ids = message.block_ids
+    _require(1 <= len(message.groups) <= MAX_BLOCK_GROUPS, "KVReserved", "groups", "too few or too many")
+    _require(all(group.num_cached_blocks >= 0 for group in message.groups), "KVReserved", "groups", "negative")
+    ids = [block_id for group in message.groups for block_id in group.block_ids]
     in_range = all(0 <= each < 2**31 for each in ids)
     _require(in_range and len(set(ids)) == len(ids), "KVReserved", "block_ids", "negative, or a duplicate")
 

@@ -16,7 +16,7 @@ from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.serving_figures import ServingFigures
 from tandem.runtime.files.lora_files import MAX_RANK
 
-PROTOCOL_VERSION = 32
+PROTOCOL_VERSION = 33
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0

@@ -118,15 +118,21 @@ class ReserveKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     adapter: str = ""
 
 
-class KVReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to prefill: write the prompt's blocks, in order, to `block_ids` of the decode worker's pool.
+class ReservedBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks of the decode worker's pool for one group of a prompt's blocks."""
 
-    num_cached_blocks: how many of the prompt's first blocks decode has; block_ids begins after them.
-    """
+    num_cached_blocks: int
+    """How many of the prompt's first blocks decode has."""
+    block_ids: list[int]
+    """For the blocks after those, in order."""
+
+
+class KVReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Decode to prefill: write the prompt's blocks here."""
 
     transfer_id: str
-    num_cached_blocks: int
-    block_ids: list[int]
+    groups: list[ReservedBlocks]
+    """One for each group of blocks that the model has: those of a group hold the same layers."""
 
 
 class KVRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -160,6 +166,8 @@ class ShipKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     first_block: int
     num_blocks: int
     checksums: list[int] = []
+    group: int = 0
+    """Number of the blocks' group; `first_block` counts within it."""
 
 
 class FinishTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.decode_worker.actions import SendToProxy
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover.actions import SendToProxy
 from tandem.protocol.messages.checks import MAX_POSITION_OFFSET, check_finish_transfer
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions

@@ -14,8 +14,8 @@ class Mutation(NamedTuple):
     new: str
 
 
-TRAFFIC, OUTGOING, INCOMING = "worker/kv_traffic.py", "worker/pairs/outgoing.py", "worker/pairs/incoming.py"
-OUTGOING_TABLE, INCOMING_TABLE = "worker/pairs/outgoing_table.py", "worker/pairs/incoming_table.py"
+TRAFFIC, OUTGOING, INCOMING = "handover/kv_traffic.py", "handover/pairs/outgoing.py", "handover/pairs/incoming.py"
+OUTGOING_TABLE, INCOMING_TABLE = "handover/pairs/outgoing_table.py", "handover/pairs/incoming_table.py"
 REGISTRATION, PRESENCE, WORKER = "worker/proxy_links.py", "worker/presence.py", "worker/worker.py"
 CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py", "proxy/dispatch/attempt.py"
 GENERATION = "proxy/dispatch/generation.py"

@@ -54,7 +54,7 @@ IN_ORDER = (
     ),
     Mutation(
         "pairs with workers of another role are dropped",
-        "worker/pairs/outgoing_table.py",
+        "handover/pairs/outgoing_table.py",
         "if epoch not in self._view]\n        actions",
         "if epoch not in self._view or self._view[epoch].role not in DECODE_ROLES]\n        actions",
     ),

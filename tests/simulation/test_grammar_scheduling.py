@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tandem.decode_worker.actions import SendToProxy
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
+from tandem.handover.actions import SendToProxy
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill, TokenBatch
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids

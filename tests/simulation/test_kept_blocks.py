@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.decode_worker.actions import Action, SendToPeer
+from tandem.decode_worker.actions import Action
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover.actions import SendToPeer
 from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
@@ -31,7 +32,7 @@ def prepare(name: str, prefill: str, salt: str = "") -> PrepareDecode:
 
 def begin(decode: DecodeScheduler, name: str, prefill: str, salt: str = "") -> KVReserved:
     decode.on_prepare(0.0, prepare(name, prefill, salt))
-    [answer] = to_prefill(decode.on_reserve(0.0, ReserveKV(f"pair-{prefill}", name, len(PROMPT))))
+    [answer] = to_prefill(decode.transfers.on_reserve(0.0, ReserveKV(f"pair-{prefill}", name, len(PROMPT))))
     assert isinstance(answer, KVReserved)
     return answer
 
@@ -41,8 +42,8 @@ def to_prefill(actions: list[Action]) -> list[object]:
 
 
 def arrive(decode: DecodeScheduler, name: str, number: int, first: int, count: int, prefill: str = "a") -> None:
-    decode.on_ship(ShipKV(f"pair-{prefill}", number, name, first, count))
-    decode.on_received(name, None)
+    decode.transfers.on_ship(ShipKV(f"pair-{prefill}", number, name, first, count))
+    decode.transfers.on_received(name, None)
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "frozen"])
@@ -51,16 +52,16 @@ def test_the_next_attempt_reuses_arrived_blocks(is_gone: bool) -> None:
     first = begin(decode, "t1", "a")
     arrive(decode, "t1", 0, 0, 2)
     arrive(decode, "t1", 1, 2, 1)
-    decode.on_ship(ShipKV("pair-a", 2, "t1", 3, 1))  # announced, still in flight
-    decode.on_pair_lost("pair-a", "exited", peer_stopped=is_gone)
+    decode.transfers.on_ship(ShipKV("pair-a", 2, "t1", 3, 1))  # announced, still in flight
+    decode.transfers.on_pair_lost("pair-a", "exited", peer_stopped=is_gone)
     decode.blocks.check()
     assert decode.num_kept_blocks == 3
     second = begin(decode, "t2", "b")
     assert second.num_cached_blocks == 3 and len(second.block_ids) == 3
     assert not set(second.block_ids) & set(first.block_ids), "these blocks still belong to the old transfer"
-    decode.on_received("t1", KVTransferFailed("the pair is closed"))
+    decode.transfers.on_received("t1", KVTransferFailed("the pair is closed"))
     arrive(decode, "t2", 0, 3, 3, "b")
-    decode.on_finish_transfer(FinishTransfer("t2", len(PROMPT), [7]))
+    decode.transfers.on_finish_transfer(FinishTransfer("t2", len(PROMPT), [7]))
     batch, _ = decode.schedule(0.0)
     [item] = batch.items
     assert item.block_table[:6] == first.block_ids[:3] + second.block_ids
@@ -74,13 +75,13 @@ def test_only_blocks_that_a_frozen_peer_may_write_stay_quarantined() -> None:
     decode = scheduler()
     first = begin(decode, "t1", "a")
     arrive(decode, "t1", 0, 0, 2)
-    decode.on_pair_lost("pair-a", "left the cluster", peer_stopped=False)
+    decode.transfers.on_pair_lost("pair-a", "left the cluster", peer_stopped=False)
     assert decode.blocks.num_quarantined == len(first.block_ids) - 2
     assert decode.blocks.num_free == NUM_BLOCKS - len(first.block_ids) + 2
     begin(decode, "t2", "b")
     decode.on_abort("p", "r-t2")
-    decode.on_close_transfer(CloseTransfer("t2").transfer_id)
-    decode.on_close_transfer("t1")  # the prefill worker has woken up
+    decode.transfers.on_close_transfer(CloseTransfer("t2").transfer_id)
+    decode.transfers.on_close_transfer("t1")  # the prefill worker has woken up
     decode.blocks.check()
     assert decode.blocks.num_quarantined == 0 and decode.blocks.num_free == NUM_BLOCKS
 
@@ -89,11 +90,11 @@ def test_blocks_after_a_corrupt_one_are_not_kept() -> None:
     decode = scheduler()
     begin(decode, "t1", "a")
     arrive(decode, "t1", 0, 0, 1)
-    decode.on_ship(ShipKV("pair-a", 1, "t1", 1, 1))
-    decode.on_ship(ShipKV("pair-a", 2, "t1", 2, 1))
-    [refusal] = to_prefill(decode.on_corrupt("t1", KVTransferFailed("other bytes")))
+    decode.transfers.on_ship(ShipKV("pair-a", 1, "t1", 1, 1))
+    decode.transfers.on_ship(ShipKV("pair-a", 2, "t1", 2, 1))
+    [refusal] = to_prefill(decode.transfers.on_corrupt("t1", KVTransferFailed("other bytes")))
     assert isinstance(refusal, KVRefused)
-    decode.on_received("t1", None)
+    decode.transfers.on_received("t1", None)
     assert decode.num_kept_blocks == 1
     assert begin(decode, "t2", "b").num_cached_blocks == 1
 
@@ -103,7 +104,7 @@ def test_a_partial_last_block_is_not_kept() -> None:
     decode = scheduler()
     begin(decode, "t1", "a")
     arrive(decode, "t1", 0, 0, 6)
-    decode.on_pair_lost("pair-a", "exited", peer_stopped=True)
+    decode.transfers.on_pair_lost("pair-a", "exited", peer_stopped=True)
     assert decode.num_kept_blocks == 5
     assert begin(decode, "t2", "b").num_cached_blocks == 5
 
@@ -112,7 +113,7 @@ def test_kept_blocks_are_not_shared_across_salts() -> None:
     decode = scheduler()
     begin(decode, "t1", "a", salt="x")
     arrive(decode, "t1", 0, 0, 3)
-    decode.on_pair_lost("pair-a", "exited", peer_stopped=True)
+    decode.transfers.on_pair_lost("pair-a", "exited", peer_stopped=True)
     assert begin(decode, "t2", "b", salt="y").num_cached_blocks == 0
 
 
@@ -126,6 +127,6 @@ def test_prompts_of_a_proxy_that_decode_has_lost_are_tried_again(has_reserved: b
     else:
         decode.on_prepare(0.0, prepare("t", "a"))
         assert not to_prefill(decode.on_proxy_lost("p"))
-        answers = to_prefill(decode.on_reserve(0.0, ReserveKV("pair-a", "t", len(PROMPT))))
+        answers = to_prefill(decode.transfers.on_reserve(0.0, ReserveKV("pair-a", "t", len(PROMPT))))
     [refusal] = answers
     assert isinstance(refusal, KVRefused) and isinstance(refusal.error.to_error(), KVTransferFailed)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover.actions import Receive, SendToPeer, SendToProxy
 from tandem.kv_transfer.checksums import combine, corrupt_blocks, rank_checksums
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions

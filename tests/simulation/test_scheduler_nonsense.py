@@ -9,14 +9,22 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tandem.decode_worker.actions import Receive, Ship
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover.actions import Receive, Ship
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, StartPrefill
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, RenewLeases, ReserveKV, ShipKV
+from tandem.protocol.messages.transfer import (
+    FinishTransfer,
+    KVRefused,
+    KVReserved,
+    RenewLeases,
+    ReservedBlocks,
+    ReserveKV,
+    ShipKV,
+)
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed
 from tandem.worker.worker_scheduler import WorkerScheduler
 
@@ -169,7 +177,7 @@ def test_too_few_first_tokens_fail_the_request_and_free_its_blocks() -> None:
     assert scheduler.blocks.num_free == NUM_BLOCKS
 
 
-@pytest.mark.parametrize("answer", [KVReserved("t0", 0, [1]), KVReserved("t0", 3, []), KVReserved("t0", 1, [1, 2])])
+@pytest.mark.parametrize("answer", [KVReserved("t0", [ReservedBlocks(0, [1])]), KVReserved("t0", [ReservedBlocks(3, [])]), KVReserved("t0", [ReservedBlocks(1, [1, 2])])])
 def test_reservations_that_do_not_fit_the_prompt_are_refused(answer: KVReserved) -> None:
     scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 50, 4, lease_s=10.0).prefill
     sent = prepare("t0", 1)

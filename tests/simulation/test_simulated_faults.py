@@ -277,7 +277,7 @@ def test_no_blocks_are_reserved_for_a_pair_that_is_not_open() -> None:
         decode = process.worker
         process.loop.call_soon(decode._traffic.on_message, ReserveKV("a pair of nobody", "t", 100), 50_000)
         site.pass_time(0.01)
-        assert len(decode._scheduler.decode._transfers) == 0
+        assert len(decode._scheduler.decode.transfers) == 0
         site.finish()
 
 
@@ -341,7 +341,7 @@ def test_expired_leases_leave_the_pairs_usable() -> None:
         for name in ("decode-0", "decode-1"):
             site.strike("freeze", name, 2.0)
         assert site.finish(20.0) == ["finished"] * 6
-        assert sum(site.scheduler(name).prefill.num_expired_leases for name in ("prefill-0", "prefill-1")) > 0
+        assert sum(site.scheduler(name).prefill.transfers.num_expired_leases for name in ("prefill-0", "prefill-1")) > 0
         assert (site.epochs(), site.pairs()) == (epochs, pairs)
 
 

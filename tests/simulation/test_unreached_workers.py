@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S
+from tandem.handover.incoming import UNCLAIMED_TIMEOUT_S
 from tests.simulation.simulated_site import FIXED, START_LIMIT_S, DrivenCluster, simulated_site
 
 PAIR = FIXED.with_config(prefill=1, decode=1)

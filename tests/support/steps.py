@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tandem.decode_worker.actions import Action, SendToProxy
+from tandem.decode_worker.actions import Action
 from tandem.engine.engine_thread import EngineThread
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
+from tandem.handover.actions import SendToProxy
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, FirstToken, StartPrefill, TokenBatch
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids

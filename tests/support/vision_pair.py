@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.decode_worker.actions import Action, Receive, SendToPeer, SendToProxy, Ship
+from tandem.decode_worker.actions import Action
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.engine_config import EngineConfig
@@ -15,6 +15,7 @@ from tandem.engine.kv_cache.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.prefill_worker.media import MediaIntake
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
@@ -133,18 +134,18 @@ class VisionPair:
                 case SendToProxy(message=message):
                     self._on_proxy(message)
                 case SendToPeer(message=ReserveKV() as message):
-                    self._on_decode(self.decode.on_reserve(self._now, message))
+                    self._on_decode(self.decode.transfers.on_reserve(self._now, message))
                 case SendToPeer(message=FinishTransfer() as message):
-                    self._on_decode(self.decode.on_finish_transfer(message))
+                    self._on_decode(self.decode.transfers.on_finish_transfer(message))
                 case SendToPeer(message=CloseTransfer() as message):
-                    self._on_decode(self.decode.on_close_transfer(message.transfer_id))
+                    self._on_decode(self.decode.transfers.on_close_transfer(message.transfer_id))
                 case Ship():
                     source, target = (pool.as_blocks() for pool in self.pools)
                     target[action.dst_block_ids] = source[action.src_block_ids]
                     num_blocks = len(action.src_block_ids)
                     shipped = ShipKV("pair", 0, action.transfer_id, action.first_block, num_blocks)
-                    self._on_decode(self.decode.on_ship(shipped))
-                    self._on_prefill(self.prefill.on_shipped(action.transfer_id, None))
+                    self._on_decode(self.decode.transfers.on_ship(shipped))
+                    self._on_prefill(self.prefill.transfers.on_shipped(action.transfer_id, None))
 
     def _on_decode(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -152,11 +153,11 @@ class VisionPair:
                 case SendToProxy(message=message):
                     self._on_proxy(message)
                 case SendToPeer(message=KVReserved() as message):
-                    self._on_prefill(self.prefill.on_reserved(message))
+                    self._on_prefill(self.prefill.transfers.on_reserved(message))
                 case SendToPeer(message=KVRefused() as message):
-                    self._on_prefill(self.prefill.on_refused(message.transfer_id, message.error))
+                    self._on_prefill(self.prefill.transfers.on_refused(message.transfer_id, message.error))
                 case Receive():
-                    self._on_decode(self.decode.on_received(action.transfer_id, None))
+                    self._on_decode(self.decode.transfers.on_received(action.transfer_id, None))
 
     def _on_proxy(self, message: object) -> None:
         match message:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.decode_worker.actions import Action
+from tandem.handover.actions import HandoverAction
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.runtime.errors import TandemError
@@ -56,7 +56,7 @@ class EndShipping(msgspec.Struct, frozen=True):
 
 
 EngineOrder = AddRequest | AbortRequests | KVArrived | EndReceiving | EndShipping
-VllmAction = Action | EngineOrder
+VllmAction = HandoverAction | EngineOrder
 
 
 class AllocatedBlocks(NamedTuple):

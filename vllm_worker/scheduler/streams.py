@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.decode_worker.actions import Action, SendToProxy
+from tandem.handover.actions import HandoverAction, SendToProxy
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
     DecodeBegan,
@@ -68,7 +68,7 @@ class Stream:
     def deadline(self) -> float:
         return self.arrived_at + self.message.deadline_s
 
-    def fail(self, error: TandemError) -> Action:
+    def fail(self, error: TandemError) -> HandoverAction:
         return SendToProxy(self.message.proxy_id, AttemptFailed(self.attempt_id, ErrorInfo.of(error)))
 
     @property
@@ -160,7 +160,7 @@ class StepBatches:
     """Collects a step's tokens: the first ones, and then one TokenBatch for each proxy."""
 
     def __init__(self) -> None:
-        self._firsts: list[Action] = []
+        self._firsts: list[HandoverAction] = []
         self._batches: dict[str, TokenBatch] = {}
 
     def add_first(self, stream: Stream, message: FirstToken) -> None:
@@ -178,5 +178,5 @@ class StepBatches:
             batch.began.append(DecodeBegan(stream.attempt_id, wait_s, step_s, stream.num_kv_bytes))
         return reason is not None
 
-    def actions(self) -> list[Action]:
+    def actions(self) -> list[HandoverAction]:
         return self._firsts + [SendToProxy(proxy_id, batch) for proxy_id, batch in self._batches.items()]

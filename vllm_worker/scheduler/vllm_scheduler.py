@@ -1,17 +1,23 @@
 """What a vLLM worker does with its requests in both roles: events in, actions and orders for the engine out. Pure.
 
 vLLM's scheduler decides what computes when, and which blocks hold it. Here is what Tandem adds: which messages go to
-the proxy, when a prompt's KV is shipped or awaited, and what ends when.
+the proxy, what the hand-over needs (`handover`), and what ends when.
+
+One request of the engine moves KV for all sequences of a prompt. One that ships goes on when its own sequence has
+ended; its blocks are kept until nothing reads them. One that receives gets its blocks from vLLM, which is the
+reservation; vLLM keeps them until it is told that nothing more will be written.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
-from tandem.decode_worker.actions import SendToProxy
-from tandem.decode_worker.transfer import IncomingTransfer
 from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.engine.steps.step_times import StepTimes
+from tandem.handover.actions import SendToProxy
+from tandem.handover.incoming import ArrivingBlocks, IncomingTransfer, IncomingTransfers
+from tandem.handover.outgoing import OutgoingTransfer, OutgoingTransfers
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import AttemptPreempted, PrepareDecode, PromptMessage, StartPrefill
 from tandem.protocol.messages.membership import PrefixUpdate
@@ -20,14 +26,15 @@ from tandem.runtime.errors import DeadlineExceeded, InternalError, Overloaded, T
 from tandem.vllm_worker.scheduler.engine_orders import (
     AbortRequests,
     AddRequest,
+    AllocatedBlocks,
+    EndReceiving,
+    EndShipping,
     EngineFigures,
     EngineOutput,
     KVArrived,
     StepReport,
     VllmAction,
 )
-from tandem.vllm_worker.scheduler.incoming_transfers import ArrivingPrompt, IncomingTransfers
-from tandem.vllm_worker.scheduler.outgoing_transfers import OutgoingTransfers
 from tandem.vllm_worker.scheduler.request_media import RequestMedia
 from tandem.vllm_worker.scheduler.streams import StepBatches, Stream, Streams, with_named_logprobs
 
@@ -35,8 +42,16 @@ _unpack = lru_cache(maxsize=1)(unpack_token_ids)
 """The sequences of a prompt share its numbers: 32 bytes for each token."""
 
 
+@dataclass(eq=False)
+class ArrivingPrompt:
+    """A prompt whose KV has not arrived. engine_id: request that gets the KV, once it is added."""
+
+    request: PrepareDecode
+    engine_id: str = ""
+
+
 class VllmScheduler:
-    """num_blocks: of the whole cache. block_size: tokens of a block. lease_s: see `prefill_worker.transfer_leases`."""
+    """num_blocks: of the whole cache. block_size: tokens of a block. lease_s: see `handover.outgoing.Leases`."""
 
     def __init__(self, num_blocks: int, block_size: int, block_bytes: int, lease_s: float, itl_slo_s: float) -> None:
         self._num_blocks = num_blocks
@@ -44,13 +59,15 @@ class VllmScheduler:
         self._block_bytes = block_bytes
         self._num_added = 0
         self._streams = Streams()
-        self.prefill = OutgoingTransfers(lease_s, self._num_blocks_for, self._fail_prompt, self._on_shipped_all)
-        self.decode = IncomingTransfers(self._add_receiver, self._begin, self._fail_prompt, self._open_attempts)
+        self.outgoing: OutgoingTransfers[str, VllmAction] = OutgoingTransfers(lease_s, self)
+        self.incoming: IncomingTransfers[ArrivingPrompt, VllmAction] = IncomingTransfers(self)
+        self._leaving: dict[str, OutgoingTransfer[str]] = {}  # by the engine's request
+        self._arriving: dict[str, IncomingTransfer[ArrivingPrompt]] = {}  # by the engine's request
         self.prefixes = PrefixLog()
         self.step_times = StepTimes(itl_slo_s)
         self.figures = EngineFigures(num_blocks=num_blocks, num_free_blocks=num_blocks)
         self.step_time_s = 0.0
-        self.num_finished = self.num_shipped = 0
+        self.num_finished = self.num_shipped = self.num_received = 0
         self.num_prompt_tokens = self.num_cached_tokens = self.num_received_tokens = self.num_media_encoded = 0
 
     # ---- figures (see worker.presence.WorkerRequests)
@@ -65,7 +82,7 @@ class VllmScheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._streams and not self.prefill and not self.decode
+        return not self._streams and not self.outgoing and not self.incoming
 
     @property
     def num_decoding(self) -> int:
@@ -104,18 +121,20 @@ class VllmScheduler:
             stream = self._new_stream(now, message, number, media, first_is_due=True, goes_on=decodes_here)
             ships = pair_id is not None and number == 0
             if ships:
-                self.prefill.add(message, pair_id or "", stream.engine_id)
+                num_blocks = self._num_blocks_for(len(message.token_ids) // BYTES_PER_TOKEN)
+                transfer = self.outgoing.add(message, pair_id or "", stream.engine_id, [num_blocks])
+                self._leaving[stream.engine_id] = transfer
             limit = message.stop.max_tokens if decodes_here else message.num_generated + 1
             actions.append(self._order(stream, limit, ships=ships))
         return actions
 
     def on_prepare(self, now: float, message: PrepareDecode, media: RequestMedia | None = None) -> list[VllmAction]:
-        error = self._why_refused(message) or self.decode.why_refused(message)
+        error = self._why_refused(message) or self.incoming.why_refused(message)
         if error is not None:
             return self._refuse(message, error)
         for number, _ in enumerate(message.attempt_ids):
             self._new_stream(now, message, number, media, first_is_due=False, goes_on=True)
-        return self.decode.on_prepare(message)
+        return self.incoming.on_prepare(message, ArrivingPrompt(message))
 
     def on_abort(self, proxy_id: str, attempt_id: str) -> list[VllmAction]:
         stream = self._streams.get(proxy_id, attempt_id)
@@ -127,9 +146,8 @@ class VllmScheduler:
     def on_tick(self, now: float) -> list[VllmAction]:
         error = DeadlineExceeded("the request's deadline has passed")
         late = [action for stream in self._streams.late(now) for action in self._end(stream, error)]
-        actions = late + self.prefill.on_tick(now) + self.decode.on_tick(now)
-        # Two full workers that ship to each other would wait for each other. The newest prompt yields its blocks.
-        yielding = self.prefill.unanswered(now) if self.decode.is_blocked else None
+        actions = late + self.outgoing.on_tick(now) + self.incoming.on_tick(now)
+        yielding = self.outgoing.unanswered(now) if self.incoming.is_blocked else None
         return actions + self._preempt(yielding) if yielding is not None else actions
 
     # ---- events from the engine
@@ -150,16 +168,20 @@ class VllmScheduler:
                 self.prefixes.evict(block_hash)
         actions: list[VllmAction] = []
         for engine_id in report.lost:
-            actions += self._preempt(engine_id)
+            if (leaving := self._leaving.get(engine_id)) is not None:
+                actions += self._preempt(leaving)
         for engine_id in report.begun:
             stream = self._streams.of_engine(engine_id)
             if stream is not None and stream.started_at is None:
                 stream.started_at = now - report.step_s
-            actions += self.prefill.on_begun(now, engine_id)
+            if (leaving := self._leaving.get(engine_id)) is not None:
+                actions += self.outgoing.on_begun(now, leaving)
         for allocated in report.allocated:
-            actions += self.decode.on_allocated(allocated)
+            actions += self._on_allocated(allocated)
         for computed in report.computed:
-            actions += self.prefill.on_computed(now, computed)
+            if (leaving := self._leaving.get(computed.engine_id)) is not None:
+                [blocks] = leaving.groups
+                actions += self.outgoing.on_computed(now, leaving, [computed.block_ids[: blocks.num_blocks]])
         batches = StepBatches()
         ended: list[VllmAction] = []
         for output in report.outputs:
@@ -169,14 +191,22 @@ class VllmScheduler:
                 ended += self._on_tokens(now, report.step_s, output, batches)
         return [*actions, *batches.actions(), *ended]
 
+    def _on_allocated(self, allocated: AllocatedBlocks) -> list[VllmAction]:
+        transfer = self._arriving.get(allocated.engine_id)
+        if transfer is None or not transfer.is_waiting or transfer.request is None:
+            return []  # given up meanwhile: the engine has the orders that end the request
+        attempt_ids = self._open_attempts(transfer.request)
+        self.num_received += len(attempt_ids)
+        blocks = ArrivingBlocks(allocated.cached_block_ids, allocated.block_ids)
+        return self.incoming.on_allocated(transfer, [blocks], attempt_ids)
+
     def _on_error(self, engine_id: str, error: TandemError) -> list[VllmAction]:
         """Ends a sequence, or all sequences of the prompt if its request moves KV for them."""
-        stream = self._streams.of_engine(engine_id)
-        message: PromptMessage | None = stream.message if stream is not None else None
-        message = message or self.prefill.message_of(engine_id) or self.decode.message_of(engine_id)
-        if message is None:
-            return []
-        actions = self.prefill.on_engine_error(engine_id, error) + self.decode.on_engine_error(engine_id, error)
+        actions: list[VllmAction] = []
+        if (leaving := self._leaving.get(engine_id)) is not None:
+            actions += self.outgoing.end(leaving, error)
+        if (arriving := self._arriving.get(engine_id)) is not None:
+            actions += self.incoming.fail(arriving, error)
         stream = self._streams.of_engine(engine_id)
         return actions + self._end(stream, error) if stream is not None else actions
 
@@ -194,10 +224,12 @@ class VllmScheduler:
                 self.num_prompt_tokens += len(stream.message.token_ids) // BYTES_PER_TOKEN
                 self.num_cached_tokens += output.num_cached_tokens
                 has_finished = first.finish_reason is not None
-                is_last = has_finished or not (stream.goes_on or self.prefill.ships(stream.message))
-                actions += self.prefill.on_first_token(
-                    stream.message, stream.attempt_id, token.token_id, goes_on=not has_finished
-                )
+                leaving = self._running_transfer(stream.message)
+                is_last = has_finished or not (stream.goes_on or leaving is not None)
+                if leaving is not None:
+                    actions += self.outgoing.on_first_token(
+                        leaving, stream.attempt_id, token.token_id, goes_on=not has_finished
+                    )
             else:
                 is_last = batches.add(now, step_s, stream, token, reason)
             if is_last:
@@ -207,30 +239,91 @@ class VllmScheduler:
                 break
         return actions
 
-    def _on_shipped_all(self, message: StartPrefill) -> None:
-        """Forgets the sequences that decode continues."""
-        for stream in self._streams.of_message(message):
-            self._streams.remove(stream)
-            self.num_finished += 1
-            self.num_shipped += 1
-
-    def _preempt(self, engine_id: str) -> list[VllmAction]:
+    def _preempt(self, transfer: OutgoingTransfer[str]) -> list[VllmAction]:
         """Lets the proxy dispatch a prompt again that loses its blocks before they are shipped."""
-        message = self.prefill.message_of(engine_id)
-        if message is None:
+        if transfer.ended:
             return []
-        actions = self.prefill.end(message.transfer_id)
-        for stream in self._streams.of_message(message):
-            actions.append(SendToProxy(message.proxy_id, AttemptPreempted(stream.attempt_id)))
-            actions += self._end(stream)
-        return actions
+        request = transfer.request
+        preempted = [
+            SendToProxy(request.proxy_id, AttemptPreempted(attempt_id)) for attempt_id in self._open_attempts(request)
+        ]
+        return [*preempted, *self.outgoing.end(transfer)]
+
+    # ---- holder of blocks for `outgoing` (see `SendingHolder`)
+
+    def stop(self, transfer: OutgoingTransfer[str], error: TandemError | None) -> list[VllmAction]:
+        """Ends the engine's request, which ships for all sequences of the prompt."""
+        return [AbortRequests([transfer.prompt]), *self._fail_prompt(transfer.request, error)]
+
+    def release_sent(self, transfer: OutgoingTransfer[str]) -> list[VllmAction]:
+        del self._leaving[transfer.prompt]
+        if not transfer.ended:  # decode continues the sequences
+            for stream in self._streams.of_message(transfer.request):
+                self._streams.remove(stream)
+                self.num_finished += 1
+                self.num_shipped += 1
+        return [EndShipping(transfer.prompt)]
+
+    # ---- holder of blocks for `incoming` (see `ReceivingHolder`)
+
+    def allocate(self, transfer: IncomingTransfer[ArrivingPrompt]) -> list[VllmAction]:
+        """Adds the engine's request that gets the KV: that of the first sequence that has not ended."""
+        prompt = transfer.prompt
+        assert prompt is not None
+        stream = self._streams.of_message(prompt.request)[0]
+        prompt.engine_id = stream.engine_id
+        self._arriving[stream.engine_id] = transfer
+        return [self._order(stream, prompt.request.stop.max_tokens, receives=True)]
+
+    def resume(self, transfer: IncomingTransfer[ArrivingPrompt]) -> list[VllmAction]:
+        """Lets the request that got the KV decode, and adds the others, which find the prompt in the prefix cache."""
+        prompt = transfer.prompt
+        assert prompt is not None and transfer.first_token_ids is not None
+        del self._arriving[prompt.engine_id]
+        request = prompt.request
+        first_tokens = dict(zip(request.attempt_ids, transfer.first_token_ids, strict=True))
+        num_bytes = transfer.num_arrived_blocks * self._block_bytes
+        num_tokens, num_cached = len(request.token_ids) // BYTES_PER_TOKEN, len(transfer.blocks.cached_block_ids)
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached * self._block_size
+        self.num_received_tokens += num_tokens - num_cached * self._block_size
+        receiver_token = first_tokens[request.attempt_ids[0]]
+        others: list[VllmAction] = []
+        receiver_goes_on = False
+        for stream in self._streams.of_message(request):
+            token_id = first_tokens[stream.attempt_id]
+            stream.num_generated += 1
+            stream.num_kv_bytes, stream.joined_at = num_bytes, stream.arrived_at
+            if request.stop.check(token_id, stream.num_generated) is not None:
+                self._streams.remove(stream)  # the proxy knows
+            elif stream.engine_id == prompt.engine_id:
+                receiver_goes_on, receiver_token = True, token_id
+                stream.owns_request = True
+            else:
+                others.append(self._order(stream, request.stop.max_tokens, [token_id]))
+        arrived: list[VllmAction] = [KVArrived(prompt.engine_id, receiver_token), *others]
+        return arrived if receiver_goes_on else [*arrived, AbortRequests([prompt.engine_id])]
+
+    def give_up(self, transfer: IncomingTransfer[ArrivingPrompt], error: TandemError | None) -> list[VllmAction]:
+        """Ends the engine's request. vLLM keeps its blocks until EndReceiving."""
+        prompt = transfer.prompt
+        assert prompt is not None
+        failed = self._fail_prompt(prompt.request, error)
+        return [*failed, AbortRequests([prompt.engine_id])] if prompt.engine_id else failed
+
+    def release_received(self, transfer: IncomingTransfer[ArrivingPrompt]) -> list[VllmAction]:
+        prompt = transfer.prompt
+        assert prompt is not None
+        if self._arriving.pop(prompt.engine_id, None) is None:
+            return []  # ReserveKV had not come
+        return [EndReceiving(prompt.engine_id)]  # also if no allocation is known: its report may be on the way
 
     # ---- beginnings
 
     def _why_refused(self, message: PromptMessage) -> TandemError | None:
         if self._streams.holds(message):
             return InternalError("an attempt exists already")
-        if isinstance(message, StartPrefill) and message.transfer_id in self.prefill:
+        if isinstance(message, StartPrefill) and message.transfer_id in self.outgoing:
             return InternalError(f"transfer {message.transfer_id} exists already")
         if len(self._streams) >= MAX_HELD_SEQUENCES:
             return Overloaded("this worker has too many sequences")
@@ -295,41 +388,13 @@ class VllmScheduler:
             stream.media,
         )
 
-    def _add_receiver(self, prompt: ArrivingPrompt) -> list[VllmAction]:
-        """Adds the request that gets a prompt's KV: that of the first sequence that has not ended."""
-        stream = self._streams.of_message(prompt.message)[0]
-        prompt.engine_id = stream.engine_id
-        return [self._order(stream, prompt.message.stop.max_tokens, receives=True)]
-
-    def _begin(self, prompt: ArrivingPrompt, transfer: IncomingTransfer) -> list[VllmAction]:
-        """Starts the sequences of a prompt whose KV has arrived."""
-        message = prompt.message
-        assert transfer.first_token_ids is not None
-        first_tokens = dict(zip(message.attempt_ids, transfer.first_token_ids, strict=True))
-        num_bytes = transfer.num_arrived_blocks * self._block_bytes
-        num_tokens, num_cached = len(message.token_ids) // BYTES_PER_TOKEN, len(transfer.cached_block_ids)
-        self.num_prompt_tokens += num_tokens
-        self.num_cached_tokens += num_cached * self._block_size
-        self.num_received_tokens += num_tokens - num_cached * self._block_size
-        receiver_token = first_tokens[message.attempt_ids[0]]
-        others: list[VllmAction] = []
-        receiver_goes_on = False
-        for stream in self._streams.of_message(message):
-            token_id = first_tokens[stream.attempt_id]
-            stream.num_generated += 1
-            stream.num_kv_bytes, stream.joined_at = num_bytes, stream.arrived_at
-            if message.stop.check(token_id, stream.num_generated) is not None:
-                self._streams.remove(stream)  # the proxy knows
-            elif stream.engine_id == prompt.engine_id:
-                receiver_goes_on, receiver_token = True, token_id
-                stream.owns_request = True
-            else:
-                others.append(self._order(stream, message.stop.max_tokens, [token_id]))
-        arrived: list[VllmAction] = [KVArrived(prompt.engine_id, receiver_token), *others]
-        return arrived if receiver_goes_on else [*arrived, AbortRequests([prompt.engine_id])]
-
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+    def _running_transfer(self, message: PromptMessage) -> OutgoingTransfer[str] | None:
+        """Returns the transfer that ships a prompt, unless it has ended."""
+        transfer = self.outgoing.running(message.transfer_id)
+        return transfer if transfer is not None and transfer.request is message else None
 
     def _open_attempts(self, message: PromptMessage) -> list[str]:
         return [stream.attempt_id for stream in self._streams.of_message(message)]
@@ -341,9 +406,11 @@ class VllmScheduler:
         self._streams.remove(stream)
         actions: list[VllmAction] = [stream.fail(error)] if error is not None else []
         message = stream.message
-        if isinstance(message, PrepareDecode) and self.decode.waits_for(message):
-            return actions + self.decode.on_attempt_ended(message)
-        actions += self.prefill.on_attempt_ended(message, stream.attempt_id)
+        arriving = self.incoming.get(message.transfer_id)
+        if arriving is not None and arriving.request is message and not arriving.is_given_up:
+            return actions if self._open_attempts(message) else actions + self.incoming.fail(arriving, error)
+        if (leaving := self._running_transfer(message)) is not None:
+            actions += self.outgoing.on_attempt_ended(leaving, stream.attempt_id)
         if stream.owns_request:
             actions.append(AbortRequests([stream.engine_id]))
         return actions

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tandem.decode_worker.actions import Action, SendToProxy
+from tandem.decode_worker.actions import Action
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover.actions import SendToProxy
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import DecodeBegan, NewToken, PrepareDecode, TokenBatch, ToProxy
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions

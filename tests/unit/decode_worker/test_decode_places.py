@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
+from tandem.decode_worker.actions import Action
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
-from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover.actions import SendToPeer, SendToProxy
+from tandem.handover.incoming import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.dispatch import PrepareDecode, TokenBatch
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids

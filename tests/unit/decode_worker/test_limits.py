@@ -11,14 +11,14 @@ from tandem.decode_worker import decode_scheduler
 from tandem.decode_worker import transfer as decode_transfer
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover.pairs import incoming_table
+from tandem.handover.pairs.incoming_table import AcceptPair, SendToSender
 from tandem.prefill_worker import prefill_scheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
-from tandem.worker.pairs import incoming_table
-from tandem.worker.pairs.incoming_table import AcceptPair, SendToSender
 from tandem.worker.worker_scheduler import WorkerScheduler
 from tests.simulation.test_scheduler_nonsense import prepare
-from tests.unit.worker.test_incoming_pairs import FIRST, open_first
+from tests.unit.handover.test_incoming_pairs import FIRST, open_first
 
 
 def messages(actions: list[Any], kind: type[Any]) -> list[Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.decode_worker.sequence import DecodePrompt
-from tandem.decode_worker.sequence_table import SequenceTable
+from tandem.decode_worker.sequence import DecodePrompt, SequenceTable
 from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids

@@ -26,7 +26,7 @@ from tandem.protocol.messages.membership import (
 from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.protocol.messages.transfer import FinishTransfer, KVLayout, KVReserved, OpenPair
+from tandem.protocol.messages.transfer import FinishTransfer, KVLayout, KVReserved, OpenPair, ReservedBlocks
 from tandem.runtime.errors import InvalidMessage
 
 VOCAB_SIZE, MAX_MODEL_LEN = 300, 256
@@ -174,6 +174,6 @@ def test_invalid_first_tokens_are_refused(first_tokens: list[int]) -> None:
 
 @pytest.mark.parametrize(("num_cached", "block_ids"), [(-1, [1]), (0, [-1]), (0, [3, 3]), (0, [2**40])])
 def test_invalid_reservations_are_refused(num_cached: int, block_ids: list[int]) -> None:
-    check_reserved(KVReserved("t", 0, [0, 1]))
+    check_reserved(KVReserved("t", [ReservedBlocks(0, [0, 1])]))
     with pytest.raises(InvalidMessage):
-        check_reserved(KVReserved("t", num_cached, block_ids))
+        check_reserved(KVReserved("t", [ReservedBlocks(num_cached, block_ids)]))

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
+from tandem.decode_worker.actions import Action
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.lora.adapter import Adapter, AdapterWeights
+from tandem.handover.actions import SendToPeer, SendToProxy
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.checks import check_request
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill
@@ -86,9 +87,9 @@ def test_decode_refuses_kv_of_another_adapter(reserve_first: bool) -> None:
     prepare = PrepareDecode(**fields, stop=StopConditions(5), adapter=REFS[0], prefill_worker_id="w", prefill_epoch="e")
     reserve = ReserveKV("pair", "x", len(TOKENS), "b" * 64)
     if reserve_first:
-        actions = decode.on_reserve(0.0, reserve) + decode.on_prepare(0.0, prepare)
+        actions = decode.transfers.on_reserve(0.0, reserve) + decode.on_prepare(0.0, prepare)
     else:
-        actions = decode.on_prepare(0.0, prepare) + decode.on_reserve(0.0, reserve)
+        actions = decode.on_prepare(0.0, prepare) + decode.transfers.on_reserve(0.0, reserve)
     sent = messages(actions)
     [failed] = [message for message in sent if isinstance(message, AttemptFailed)]
     assert "another LoRA adapter" in failed.error.message

@@ -157,8 +157,8 @@ def test_the_first_kernel_of_a_worker_imports_nothing(found: dict[str, Any]) -> 
 
 
 SHARED = [
-    "tandem.worker.presence", "tandem.worker.proxy_links", "tandem.worker.kv_traffic", "tandem.worker.pairs.incoming",
-    "tandem.worker.pairs.outgoing", "tandem.worker.to_proxy", "tandem.worker.worker_config",
+    "tandem.worker.presence", "tandem.worker.proxy_links", "tandem.handover.kv_traffic", "tandem.handover.pairs.incoming",
+    "tandem.handover.pairs.outgoing", "tandem.worker.to_proxy", "tandem.worker.worker_config",
     "tandem.telemetry.worker_metrics", "tandem.runtime.processes.process",
 ]  # fmt: skip
 """What workers of all engines share."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tandem.decode_worker.actions import Receive, Ship
-from tandem.worker.kv_traffic import KVTraffic
+from tandem.handover.actions import Receive, Ship
+from tandem.handover.kv_traffic import KVTraffic
 
 SHIP, RECEIVE = Ship("pair", "transfer", 0, [1], [2]), Receive("pair", "transfer", [2], [3])
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.decode_worker.actions import SendToProxy
 from tandem.engine.batch import Batch
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover.actions import SendToProxy
 from tandem.protocol.messages.dispatch import AttemptPreempted, PrepareDecode, StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.decode_worker.actions import Action, SendToPeer, SendToProxy
+from tandem.decode_worker.actions import Action
 from tandem.engine.batch import BatchItem, ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover.actions import SendToPeer, SendToProxy
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
     AttemptPreempted,
@@ -82,7 +83,7 @@ def test_each_sequence_counts_where_it_ends() -> None:
     def figures() -> tuple[int, ...]:
         return (
             prefill.num_finished, prefill.num_shipped, prefill.num_prompt_tokens, prefill.num_cached_tokens,
-            prefill.num_expired_leases, decode.num_finished, decode.num_preempted, decode.num_kept_blocks,
+            prefill.transfers.num_expired_leases, decode.num_finished, decode.num_preempted, decode.num_kept_blocks,
         )  # fmt: skip
 
     assert figures() == (0,) * 8
@@ -152,7 +153,7 @@ def test_a_prompt_waits_for_a_place_behind_transfers() -> None:
         prefill_worker_id="x", prefill_epoch="x", cache_salt="c",
     )  # fmt: skip
     actions = scheduler.decode.on_prepare(1.0, prepare)
-    actions += scheduler.decode.on_reserve(1.0, ReserveKV("pair", "c", len(TOKENS)))
+    actions += scheduler.decode.transfers.on_reserve(1.0, ReserveKV("pair", "c", len(TOKENS)))
     start(scheduler, "d")
     assert not actions, "two sequences run already"
     assert step(scheduler)[0] == 2
@@ -212,7 +213,7 @@ def test_a_transfer_is_served_when_the_prefill_role_releases_blocks() -> None:
         prefill_worker_id="x", prefill_epoch="x", cache_salt="c",
     )  # fmt: skip
     actions = scheduler.decode.on_prepare(1.0, prepare)
-    actions += scheduler.decode.on_reserve(1.0, ReserveKV("pair", "c", 20))
+    actions += scheduler.decode.transfers.on_reserve(1.0, ReserveKV("pair", "c", 20))
     assert not actions and scheduler.decode.reservations.is_blocked
     scheduler.on_step(1.5, [TOKEN] * len(batch.items))  # "a" ends with its first token
     _, actions = scheduler.schedule(2.0)
@@ -233,7 +234,7 @@ def test_the_prefill_role_yields_when_both_workers_are_full() -> None:
         prefill_worker_id="x", prefill_epoch="x", cache_salt="c",
     )  # fmt: skip
     scheduler.decode.on_prepare(1.0, prepare)
-    scheduler.decode.on_reserve(1.0, ReserveKV("pair-in", "c", 20))
+    scheduler.decode.transfers.on_reserve(1.0, ReserveKV("pair-in", "c", 20))
     assert scheduler.on_tick(1.5) == []
     names = [type(action.message).__name__ for action in scheduler.on_tick(2.5) if hasattr(action, "message")]
     assert names == ["AttemptPreempted", "CloseTransfer"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.handover.pairs.reported_pairs import ReportedPairs
 from tandem.protocol.messages.checks import MAX_PAIRS
 from tandem.protocol.messages.membership import PairChanges, PairStatus, PairTraffic
 from tandem.proxy.cluster.known_pairs import KnownPairs
-from tandem.worker.pairs.reported_pairs import ReportedPairs
 
 EPOCHS = ("a", "b", "c")
 PAIRS = st.sampled_from(EPOCHS).flatmap(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.decode_worker.actions import SendToPeer, SendToProxy
+from tandem.handover.actions import SendToPeer, SendToProxy
 from tandem.protocol.messages.dispatch import AttemptFailed, TokenBatch
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
 from tandem.runtime.errors import InternalError

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy, Ship
+from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.protocol.messages.dispatch import (
     AbortAllAttempts,
     AbortAttempt,
@@ -207,8 +207,8 @@ class PairModel:
     def tick(self, seconds: float, renew: bool) -> None:
         self.now += seconds
         if renew and not self.pair_closed:
-            wanted = self.decode.scheduler.decode.wanted_transfers(self.pair_id)
-            self.prefill.scheduler.prefill.on_renewed(self.now, RenewLeases(self.pair_id, wanted))
+            wanted = self.decode.scheduler.incoming.wanted_ids(self.pair_id)
+            self.prefill.scheduler.outgoing.on_renewed(self.now, RenewLeases(self.pair_id, wanted))
         for worker in (self.prefill, self.decode):
             self.perform(worker, worker.scheduler.on_tick(self.now))
 
@@ -242,22 +242,22 @@ class PairModel:
                 if self.pair_broken:
                     error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
                     return [SendToPeer(message.pair_id, KVRefused(message.transfer_id, error))]
-                return scheduler.decode.on_reserve(self.now, message)
+                return scheduler.incoming.on_reserve(self.now, message)
             case ShipKV():
-                return scheduler.decode.on_ship(message)
+                return scheduler.incoming.on_ship(message)
             case FinishTransfer():
-                return scheduler.decode.on_finish_transfer(message)
+                return scheduler.incoming.on_finish_transfer(message)
             case CloseTransfer():
-                return scheduler.decode.on_close_transfer(message.transfer_id)
+                return scheduler.incoming.on_close_transfer(message.transfer_id)
             case ClosePair() if scheduler is self.prefill.scheduler:
                 self.close_pair()
                 return []
             case ClosePair():
                 return self._end_pair()
             case KVReserved():
-                return scheduler.prefill.on_reserved(message)
+                return scheduler.outgoing.on_reserved(message)
             case KVRefused():
-                return scheduler.prefill.on_refused(message.transfer_id, message.error)
+                return scheduler.outgoing.on_refused(message.transfer_id, message.error)
         raise AssertionError(message)
 
     # ---- the data path
@@ -279,7 +279,7 @@ class PairModel:
             message = ShipKV(ship.pair_id, self.num_ship_messages, ship.transfer_id, ship.first_block, num_blocks)
             self.queues["p-d"].append(message)
         error = KVTransferFailed("the data path broke") if fails else None
-        self.perform(self.prefill, self.prefill.scheduler.prefill.on_shipped(ship.transfer_id, error))
+        self.perform(self.prefill, self.prefill.scheduler.outgoing.on_shipped(ship.transfer_id, error))
         if fails:
             self.close_pair()
 
@@ -287,14 +287,14 @@ class PairModel:
         receive = self.receives.pop(number)
         decode = self.decode.scheduler.decode
         if is_corrupt:
-            actions = decode.on_corrupt(receive.transfer_id, KVTransferFailed("blocks differ"))
+            actions = incoming.on_corrupt(receive.transfer_id, KVTransferFailed("blocks differ"))
         else:
-            actions = decode.on_received(receive.transfer_id, None)
+            actions = incoming.on_received(receive.transfer_id, None)
         self.perform(self.decode, actions)
 
     def _end_pair(self) -> list[VllmAction]:
         """The decode worker knows that the prefill worker has stopped. The next pair opens."""
-        actions = self.decode.scheduler.decode.on_pair_lost(self.pair_id, "it broke", True)
+        actions = self.decode.scheduler.incoming.on_pair_lost(self.pair_id, "it broke", True)
         self.pair_closed = self.pair_broken = False
         self.num_pairs += 1
         return actions
@@ -307,7 +307,7 @@ class PairModel:
         self.queues["d-p"].clear()
         if loses_messages:
             self.queues["p-d"].clear()
-        self.perform(self.prefill, self.prefill.scheduler.prefill.on_pair_lost(self.pair_id, "it broke"))
+        self.perform(self.prefill, self.prefill.scheduler.outgoing.on_pair_lost(self.pair_id, "it broke"))
         while self.ships:
             self.finish_ship(0, fails=False)
         self.queues["p-d"].append(ClosePair(self.pair_id, "it broke"))
@@ -316,7 +316,7 @@ class PairModel:
         """The decode worker gives the pair up, while the prefill worker may still write."""
         if not self.pair_broken:
             self.pair_broken = True
-            actions = self.decode.scheduler.decode.on_pair_lost(self.pair_id, "it broke", False)
+            actions = self.decode.scheduler.incoming.on_pair_lost(self.pair_id, "it broke", False)
             self.perform(self.decode, actions)
             if not self.pair_closed:
                 self.queues["d-p"].append(ClosePair(self.pair_id, "it broke"))
@@ -328,12 +328,12 @@ class PairModel:
             self.queues[name].clear()
         self.ships.clear()
         self.prefill = ModelWorker("p")
-        self.perform(self.decode, self._end_pair() + self.decode.scheduler.decode.on_prefill_lost("p1"))
+        self.perform(self.decode, self._end_pair() + self.decode.scheduler.incoming.on_prefill_lost("p1"))
 
     def lose_sight(self) -> None:
         """The prefill worker is no longer in the decode worker's view; it may go on to write."""
         decode = self.decode.scheduler.decode
-        self.perform(self.decode, decode.on_prefill_lost("p1") + decode.on_pair_lost(self.pair_id, "it left", False))
+        self.perform(self.decode, incoming.on_prefill_lost("p1") + incoming.on_pair_lost(self.pair_id, "it left", False))
 
     # ---- the end
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tandem.decode_worker.actions import Receive
-from tandem.decode_worker.transfer import UNCLAIMED_TIMEOUT_S
+from tandem.handover.actions import Receive
+from tandem.handover.incoming import UNCLAIMED_TIMEOUT_S
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.dispatch import DecodeReserved, PrepareDecode
-from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
+from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, ReservedBlocks, ReserveKV, ShipKV
 from tandem.runtime.errors import KVTransferFailed, WorkerLost
 from tandem.vllm_worker.scheduler.engine_orders import (
     AbortRequests,
@@ -45,7 +45,7 @@ def added(*attempts: str, **fields: Any) -> tuple[VllmScheduler, AddRequest]:
     """Returns a worker that has asked the engine for blocks, and its order."""
     worker = scheduler()
     assert worker.on_prepare(0.0, prompt(*attempts, **fields)) == []
-    [order] = orders(worker.decode.on_reserve(0.0, RESERVE))
+    [order] = orders(worker.incoming.on_reserve(0.0, RESERVE))
     return worker, order
 
 
@@ -57,7 +57,7 @@ def reserved(*attempts: str, **fields: Any) -> tuple[VllmScheduler, AddRequest]:
 
 
 def ship(worker: VllmScheduler, number: int = 0, first: int = 0, num_blocks: int = 3) -> None:
-    [receive] = worker.decode.on_ship(ShipKV("pair", number, "t", first, num_blocks))
+    [receive] = worker.incoming.on_ship(ShipKV("pair", number, "t", first, num_blocks))
     assert receive == Receive("pair", "t", [1, 2, 3][first : first + num_blocks])
 
 
@@ -69,19 +69,19 @@ def refused(actions: list[VllmAction]) -> bool:
 def test_a_prompt_from_its_reservation_to_its_end(reserve_first: bool) -> None:
     worker = scheduler()
     if reserve_first:
-        assert worker.decode.on_reserve(0.0, RESERVE) == []
+        assert worker.incoming.on_reserve(0.0, RESERVE) == []
         [order] = orders(worker.on_prepare(0.0, prompt("a", max_tokens=3)))
     else:
         assert worker.on_prepare(0.0, prompt("a", max_tokens=3)) == []
-        [order] = orders(worker.decode.on_reserve(0.0, RESERVE))
+        [order] = orders(worker.incoming.on_reserve(0.0, RESERVE))
     assert order.receives and order.max_tokens == 3
     assert worker.waiting_tokens() == [], "prefill computes it"
     actions = worker.on_report(1.0, report(allocated=AllocatedBlocks(order.engine_id, [8], [2, 3])))
-    assert to_peer(actions) == [KVReserved("t", 1, [2, 3])] and to_proxy(actions) == [DecodeReserved("a")]
-    worker.decode.on_ship(ShipKV("pair", 0, "t", 1, 1))
-    worker.decode.on_ship(ShipKV("pair", 1, "t", 2, 1))
-    assert worker.decode.on_received("t", None) == [] and worker.decode.on_finish_transfer(FINISH) == []
-    assert worker.decode.on_received("t", None) == [KVArrived(order.engine_id, 70)]
+    assert to_peer(actions) == [KVReserved("t", [ReservedBlocks(1, [2, 3])])] and to_proxy(actions) == [DecodeReserved("a")]
+    worker.incoming.on_ship(ShipKV("pair", 0, "t", 1, 1))
+    worker.incoming.on_ship(ShipKV("pair", 1, "t", 2, 1))
+    assert worker.incoming.on_received("t", None) == [] and worker.incoming.on_finish_transfer(FINISH) == []
+    assert worker.incoming.on_received("t", None) == [KVArrived(order.engine_id, 70)]
     assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 71)))) == [("a", 71, None)]
     assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 72)))) == [("a", 72, "length")]
     assert worker.is_idle and (worker.decode.num_received, worker.num_cached_tokens) == (1, 4)
@@ -91,8 +91,8 @@ def test_a_prompt_from_its_reservation_to_its_end(reserve_first: bool) -> None:
 def test_the_kv_bytes_of_a_prompt_are_told() -> None:
     worker, order = reserved("a")
     ship(worker)
-    worker.decode.on_finish_transfer(FINISH)
-    worker.decode.on_received("t", None)
+    worker.incoming.on_finish_transfer(FINISH)
+    worker.incoming.on_received("t", None)
     [batch] = to_proxy(worker.on_report(2.0, report(output(order.engine_id, 71))))
     assert [each.num_kv_bytes for each in batch.began] == [3000]
 
@@ -100,8 +100,8 @@ def test_the_kv_bytes_of_a_prompt_are_told() -> None:
 def test_the_other_sequences_begin_when_the_kv_is_here() -> None:
     worker, order = reserved("a", "b", "c", stop_token_ids=frozenset({71}), num_generated=2)
     ship(worker)
-    worker.decode.on_finish_transfer(FinishTransfer("t", 10, [70, 71, 72]))
-    arrived, other = worker.decode.on_received("t", None)
+    worker.incoming.on_finish_transfer(FinishTransfer("t", 10, [70, 71, 72]))
+    arrived, other = worker.incoming.on_received("t", None)
     assert arrived == KVArrived(order.engine_id, 70)
     [added_later] = orders([other])
     assert (added_later.number, added_later.token_ids[-1], added_later.num_generated) == (2, 72, 3)
@@ -116,8 +116,8 @@ def test_the_sequence_that_receives_ends_before_the_kv_is_here(how: str) -> None
     if how == "aborted":
         assert worker.on_abort("proxy", "a") == [], "the other one needs the KV"
     ship(worker)
-    worker.decode.on_finish_transfer(FinishTransfer("t", 10, [70, 71]))
-    arrived, other, abort = worker.decode.on_received("t", None)
+    worker.incoming.on_finish_transfer(FinishTransfer("t", 10, [70, 71]))
+    arrived, other, abort = worker.incoming.on_received("t", None)
     assert arrived == KVArrived(order.engine_id, 70) and abort == AbortRequests([order.engine_id])
     assert orders([other])[0].number == 1 and worker.num_decoding == 1
 
@@ -126,7 +126,7 @@ def test_the_first_sequence_ends_before_the_reservation() -> None:
     worker = scheduler()
     worker.on_prepare(0.0, prompt("a", "b"))
     assert worker.on_abort("proxy", "a") == []
-    [order] = orders(worker.decode.on_reserve(0.0, RESERVE))
+    [order] = orders(worker.incoming.on_reserve(0.0, RESERVE))
     assert order.number == 1
 
 
@@ -134,7 +134,7 @@ def test_an_abort_before_the_reservation() -> None:
     worker = scheduler()
     worker.on_prepare(0.0, prompt("a"))
     assert worker.on_abort("proxy", "a") == [] and worker.is_idle
-    assert refused(worker.decode.on_reserve(0.0, RESERVE)) and worker.is_idle
+    assert refused(worker.incoming.on_reserve(0.0, RESERVE)) and worker.is_idle
 
 
 def test_an_abort_before_the_engine_has_allocated() -> None:
@@ -154,50 +154,50 @@ def test_blocks_are_kept_until_the_peer_has_stopped(stopped_by: str) -> None:
     assert worker.decode.num_quarantined_blocks == 0, "they belong to a request"
     actions = worker.on_abort("proxy", "a")
     assert refused(actions) and AbortRequests([order.engine_id]) in actions
-    assert worker.decode.wanted_transfers("pair") == [], "its lease ends"
-    assert worker.decode.on_received("t", None) == [] and not worker.is_idle
+    assert worker.incoming.wanted_ids("pair") == [], "its lease ends"
+    assert worker.incoming.on_received("t", None) == [] and not worker.is_idle
     assert worker.decode.num_quarantined_blocks == 3
     match stopped_by:
         case "close":
-            actions = worker.decode.on_close_transfer("t")
+            actions = worker.incoming.on_close_transfer("t")
         case "pair":
-            assert refused(worker.decode.on_pair_lost("pair", "it left", False)), "it may write"
-            actions = worker.decode.on_pair_lost("pair", "it exited", True)
+            assert refused(worker.incoming.on_pair_lost("pair", "it left", False)), "it may write"
+            actions = worker.incoming.on_pair_lost("pair", "it exited", True)
         case _:
             ship(worker, 1, 2, 1)
-            actions = worker.decode.on_received("t", None)
+            actions = worker.incoming.on_received("t", None)
     assert actions == [EndReceiving(order.engine_id)] and worker.is_idle
     assert worker.decode.num_quarantined_blocks == 0
-    assert worker.decode.on_close_transfer("t") == []
+    assert worker.incoming.on_close_transfer("t") == []
 
 
 def test_blocks_are_kept_while_they_are_received() -> None:
     worker, order = reserved("a")
     ship(worker)
-    assert failures(worker.decode.on_close_transfer("t")) == {}, "prefill tells the proxy why"
+    assert failures(worker.incoming.on_close_transfer("t")) == {}, "prefill tells the proxy why"
     assert not worker.is_idle and worker.num_decoding == 0
-    assert worker.decode.on_received("t", None) == [EndReceiving(order.engine_id)] and worker.is_idle
+    assert worker.incoming.on_received("t", None) == [EndReceiving(order.engine_id)] and worker.is_idle
 
 
 def test_close_transfer_after_all_has_arrived() -> None:
     worker, order = reserved("a")
     ship(worker)
-    worker.decode.on_received("t", None)
-    worker.decode.on_finish_transfer(FINISH)
-    assert worker.decode.on_close_transfer("t") == [], "the sequence runs"
+    worker.incoming.on_received("t", None)
+    worker.incoming.on_finish_transfer(FINISH)
+    assert worker.incoming.on_close_transfer("t") == [], "the sequence runs"
     assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 71)))) == [("a", 71, None)]
 
 
 def test_finish_transfer_before_the_engine_has_allocated() -> None:
     worker, order = added("a")
-    assert worker.decode.on_finish_transfer(FINISH) == []
+    assert worker.incoming.on_finish_transfer(FINISH) == []
     actions = worker.on_report(1.0, report(allocated=AllocatedBlocks(order.engine_id, [], [1, 2, 3])))
-    assert to_peer(actions) == [KVReserved("t", 0, [1, 2, 3])]
+    assert to_peer(actions) == [KVReserved("t", [ReservedBlocks(0, [1, 2, 3])])]
 
 
 def test_a_second_reservation_changes_nothing() -> None:
     worker, _ = reserved("a")
-    assert worker.decode.on_reserve(2.0, RESERVE) == []
+    assert worker.incoming.on_reserve(2.0, RESERVE) == []
     ship(worker)
 
 
@@ -206,14 +206,14 @@ def test_a_second_request_for_a_transfer() -> None:
     assert "exists already" in failures(worker.on_prepare(0.0, prompt("b")))["b"]
     worker.on_abort("proxy", "a")
     assert "may still write" in failures(worker.on_prepare(0.0, prompt("b")))["b"]
-    worker.decode.on_close_transfer("t")
+    worker.incoming.on_close_transfer("t")
     assert "given up" in failures(worker.on_prepare(0.0, prompt("b")))["b"]
 
 
 def test_a_reservation_that_no_request_claims() -> None:
     worker = scheduler()
-    worker.decode.on_reserve(5.0, RESERVE)
-    assert worker.decode.wanted_transfers("pair") == ["t"]
+    worker.incoming.on_reserve(5.0, RESERVE)
+    assert worker.incoming.wanted_ids("pair") == ["t"]
     assert worker.on_tick(5.0) == []
     assert refused(worker.on_tick(5.0 + UNCLAIMED_TIMEOUT_S)) and worker.is_idle
     assert "given up" in failures(worker.on_prepare(40.0, prompt("a")))["a"]
@@ -229,7 +229,7 @@ def test_the_deadline_passes() -> None:
 @pytest.mark.parametrize("peer_stopped", [False, True])
 def test_a_lost_pair(peer_stopped: bool) -> None:
     worker, order = reserved("a", "b")
-    actions = worker.decode.on_pair_lost("pair", "it broke", peer_stopped)
+    actions = worker.incoming.on_pair_lost("pair", "it broke", peer_stopped)
     assert set(failures(actions)) == {"a", "b"} and refused(actions) != peer_stopped
     assert (EndReceiving(order.engine_id) in actions) == peer_stopped == worker.is_idle
 
@@ -237,8 +237,8 @@ def test_a_lost_pair(peer_stopped: bool) -> None:
 def test_a_lost_prefill_worker_before_its_reservation() -> None:
     worker = scheduler()
     worker.on_prepare(0.0, prompt("a"))
-    assert worker.decode.on_prefill_lost("another") == []
-    [message] = to_proxy(worker.decode.on_prefill_lost("p1"))
+    assert worker.incoming.on_prefill_lost("another") == []
+    [message] = to_proxy(worker.incoming.on_prefill_lost("p1"))
     assert isinstance(message.error.to_error(), WorkerLost) and worker.is_idle
 
 
@@ -247,7 +247,7 @@ def test_blocks_that_do_not_arrive(is_corrupt: bool) -> None:
     worker, order = reserved("a")
     ship(worker, num_blocks=1)
     error = KVTransferFailed("no")
-    actions = worker.decode.on_corrupt("t", error) if is_corrupt else worker.decode.on_received("t", error)
+    actions = worker.incoming.on_corrupt("t", error) if is_corrupt else worker.incoming.on_received("t", error)
     assert failures(actions) == {"a": "no"} and refused(actions) == is_corrupt
     assert (EndReceiving(order.engine_id) in actions) != is_corrupt, "over a broken path nothing is written"
 
@@ -256,16 +256,16 @@ def test_blocks_that_do_not_arrive(is_corrupt: bool) -> None:
 def test_blocks_out_of_order(first: int) -> None:
     worker, _ = reserved("a")
     with pytest.raises(KVTransferFailed, match="out of order"):
-        worker.decode.on_ship(ShipKV("pair", 0, "t", first, 1))
+        worker.incoming.on_ship(ShipKV("pair", 0, "t", first, 1))
     with pytest.raises(KVTransferFailed, match="not open"):
-        worker.decode.on_ship(ShipKV("pair", 0, "another", 0, 1))
+        worker.incoming.on_ship(ShipKV("pair", 0, "another", 0, 1))
 
 
 def test_a_wrong_number_of_first_tokens() -> None:
     worker, order = reserved("a")
     ship(worker)
-    worker.decode.on_received("t", None)
-    actions = worker.decode.on_finish_transfer(FinishTransfer("t", 10, [70, 71]))
+    worker.incoming.on_received("t", None)
+    actions = worker.incoming.on_finish_transfer(FinishTransfer("t", 10, [70, 71]))
     assert "2 first tokens for 1" in failures(actions)["a"] and worker.is_idle
     ends = [each for each in actions if isinstance(each, AbortRequests | EndReceiving)]
     assert ends == [AbortRequests([order.engine_id]), EndReceiving(order.engine_id)]
@@ -276,11 +276,11 @@ def test_another_adapter(reserve_first: bool) -> None:
     worker = scheduler()
     adapted = prompt("a", adapter=AdapterRef("digest", "/loras/poet"))
     if reserve_first:
-        worker.decode.on_reserve(0.0, RESERVE)
+        worker.incoming.on_reserve(0.0, RESERVE)
         assert "another LoRA adapter" in failures(worker.on_prepare(0.0, adapted))["a"]
     else:
         worker.on_prepare(0.0, adapted)
-        actions = worker.decode.on_reserve(0.0, RESERVE)
+        actions = worker.incoming.on_reserve(0.0, RESERVE)
         assert "another LoRA adapter" in failures(actions)["a"] and refused(actions) and worker.is_idle
 
 

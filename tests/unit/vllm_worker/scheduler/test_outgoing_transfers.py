@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from tandem.decode_worker.actions import Ship
+from tandem.handover.actions import Ship
 from tandem.protocol.messages.dispatch import AttemptPreempted
-from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
+from tandem.protocol.messages.transfer import (
+    CloseTransfer,
+    FinishTransfer,
+    KVReserved,
+    RenewLeases,
+    ReservedBlocks,
+    ReserveKV,
+)
 from tandem.runtime.errors import DeadlineExceeded, ErrorInfo, KVTransferFailed
 from tandem.vllm_worker.scheduler.engine_orders import (
     AbortRequests,
@@ -44,39 +51,39 @@ def finished(worker: VllmScheduler, order: AddRequest, token_id: int = 70) -> li
 def test_chunks_are_shipped_while_the_next_computes() -> None:
     worker, [order] = begun("a")
     assert order.ships and order.max_tokens == 1
-    assert worker.prefill.on_reserved(KVReserved("t", 0, [1, 2, 3])) == []
+    assert worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(0, [1, 2, 3])])) == []
     chunk = worker.on_report(0.5, report(computed=ComputedBlocks(order.engine_id, [5, 6])))
     assert chunk == [Ship(PAIR, "t", 0, [5, 6], [1, 2])]
     ship, first, finish = finished(worker, order)
     assert ship == Ship(PAIR, "t", 2, [7], [3])
     assert to_proxy([first])[0].finish_reason is None, "decode goes on, whatever limit the engine was given"
     assert to_peer([finish]) == [FinishTransfer("t", 10, [70])]
-    assert worker.prefill.on_shipped("t", None) == []
+    assert worker.outgoing.on_shipped("t", None) == []
     assert not worker.is_idle and (worker.num_waiting, worker.num_decoding) == (0, 0)
-    assert worker.prefill.on_shipped("t", None) == [EndShipping(order.engine_id)]
+    assert worker.outgoing.on_shipped("t", None) == [EndShipping(order.engine_id)]
     assert worker.is_idle and (worker.num_finished, worker.num_shipped) == (1, 1)
 
 
 def test_decode_answers_late_and_has_the_first_blocks() -> None:
     worker, [order] = begun("a")
     assert to_peer(finished(worker, order)) == [], "not before decode has answered"
-    ship, finish = worker.prefill.on_reserved(KVReserved("t", 2, [3]))
+    ship, finish = worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(2, [3])]))
     assert ship == Ship(PAIR, "t", 2, [7], [3]) and to_peer([finish]) == [FinishTransfer("t", 10, [70])]
-    assert worker.prefill.on_reserved(KVReserved("t", 2, [9])) == [], "an answer counts once"
+    assert worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(2, [9])])) == [], "an answer counts once"
 
 
 def test_decode_has_all_blocks() -> None:
     worker, [order] = begun("a")
     finished(worker, order)
-    actions = worker.prefill.on_reserved(KVReserved("t", 3, []))
+    actions = worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(3, [])]))
     assert to_peer(actions) == [FinishTransfer("t", 10, [70])] and actions[-1] == EndShipping(order.engine_id)
     assert worker.is_idle
 
 
-@pytest.mark.parametrize("answer", [KVReserved("t", 4, []), KVReserved("t", 1, [1]), KVReserved("t", 0, [1] * 4)])
+@pytest.mark.parametrize("answer", [KVReserved("t", [ReservedBlocks(4, [])]), KVReserved("t", [ReservedBlocks(1, [1])]), KVReserved("t", 0, [1] * 4)])
 def test_a_wrong_number_of_blocks(answer: KVReserved) -> None:
     worker, [order] = begun("a")
-    actions = worker.prefill.on_reserved(answer)
+    actions = worker.outgoing.on_reserved(answer)
     assert "for a prompt of 3" in failures(actions)["a"]
     assert to_peer(actions) == [CLOSE] and worker.is_idle
     assert EndShipping(order.engine_id) in actions and AbortRequests([order.engine_id]) in actions
@@ -85,17 +92,17 @@ def test_a_wrong_number_of_blocks(answer: KVReserved) -> None:
 def test_sequences_share_one_transfer() -> None:
     worker, [a, b] = begun("a", "b")
     assert (a.ships, b.ships) == (True, False)
-    worker.prefill.on_reserved(KVReserved("t", 0, [1, 2, 3]))
+    worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(0, [1, 2, 3])]))
     assert not to_peer(finished(worker, a, 70)), "the token of another sequence is missing"
     assert to_peer(finished(worker, b, 71)) == [FinishTransfer("t", 10, [70, 71])]
-    worker.prefill.on_shipped("t", None)
+    worker.outgoing.on_shipped("t", None)
     assert worker.is_idle and worker.num_shipped == 2
 
 
 def test_the_request_that_ships_goes_on_without_its_own_sequence() -> None:
     worker, [a, b] = begun("a", "b")
     assert worker.on_abort("proxy", "a") == []
-    worker.prefill.on_reserved(KVReserved("t", 0, [1, 2, 3]))
+    worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(0, [1, 2, 3])]))
     assert [type(each) for each in finished(worker, a)] == [Ship]
     assert to_peer(finished(worker, b, 71)) == [FinishTransfer("t", 10, [0, 71])]
 
@@ -117,21 +124,21 @@ def test_an_abort_after_the_first_token() -> None:
 
 def test_first_tokens_that_stop() -> None:
     worker, [a, b] = begun("a", "b", stop_token_ids=frozenset({70}))
-    worker.prefill.on_reserved(KVReserved("t", 0, [1, 2, 3]))
+    worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(0, [1, 2, 3])]))
     assert to_proxy(finished(worker, a, 70))[0].finish_reason == "stop"
     actions = finished(worker, b, 70)
     assert to_peer(actions) == [], "a shipment is in flight"
-    assert to_peer(worker.prefill.on_shipped("t", None)) == [CLOSE], "decode has nothing to do"
+    assert to_peer(worker.outgoing.on_shipped("t", None)) == [CLOSE], "decode has nothing to do"
     assert worker.is_idle and worker.num_shipped == 0
 
 
 def test_blocks_are_kept_while_they_are_read() -> None:
     worker, [order] = begun("a")
-    worker.prefill.on_reserved(KVReserved("t", 0, [1, 2, 3]))
+    worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(0, [1, 2, 3])]))
     worker.on_report(0.5, report(computed=ComputedBlocks(order.engine_id, [5, 6])))
     assert worker.on_abort("proxy", "a") == [AbortRequests([order.engine_id])]
     assert not worker.is_idle
-    actions = worker.prefill.on_shipped("t", None)
+    actions = worker.outgoing.on_shipped("t", None)
     assert actions[0] == EndShipping(order.engine_id) and to_peer(actions) == [CLOSE] and worker.is_idle
 
 
@@ -141,26 +148,26 @@ def test_the_proxy_is_told_when_a_transfer_fails(end: str, has_token: bool) -> N
     """Also after the first token: decode only gets CloseTransfer, and does not answer it."""
     worker, [order] = begun("a")
     if end == "ship":
-        worker.prefill.on_reserved(KVReserved("t", 0, [1, 2, 3]))
+        worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(0, [1, 2, 3])]))
         worker.on_report(0.5, report(computed=ComputedBlocks(order.engine_id, [5, 6])))
     if has_token:
         finished(worker, order)
         if end == "ship":
-            worker.prefill.on_shipped("t", None)
+            worker.outgoing.on_shipped("t", None)
     match end:
         case "refused":
-            actions = worker.prefill.on_refused("t", ErrorInfo.of(KVTransferFailed("no")))
+            actions = worker.outgoing.on_refused("t", ErrorInfo.of(KVTransferFailed("no")))
         case "pair":
-            actions = worker.prefill.on_pair_lost(PAIR, "it broke")
+            actions = worker.outgoing.on_pair_lost(PAIR, "it broke")
         case "lease":
             worker.on_tick(1.0)
             assert worker.on_tick(4.0) == []
-            worker.prefill.on_renewed(4.0, RenewLeases(PAIR, ["t"]))
+            worker.outgoing.on_renewed(4.0, RenewLeases(PAIR, ["t"]))
             assert worker.on_tick(8.0) == worker.on_tick(12.0) == []
             actions = worker.on_tick(14.0)
-            assert worker.prefill.num_expired_leases == 1
+            assert worker.outgoing.num_expired_leases == 1
         case _:
-            actions = worker.prefill.on_shipped("t", KVTransferFailed("no"))
+            actions = worker.outgoing.on_shipped("t", KVTransferFailed("no"))
     assert list(failures(actions)) == ["a"]
     assert to_peer(actions) == [CLOSE] and worker.is_idle
 
@@ -194,7 +201,7 @@ def test_an_error_of_the_request_that_ships_ends_all_sequences() -> None:
 
 def test_an_error_of_another_request_ends_its_sequence() -> None:
     worker, [a, b] = begun("a", "b")
-    worker.prefill.on_reserved(KVReserved("t", 0, [1, 2, 3]))
+    worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(0, [1, 2, 3])]))
     assert failures(worker.on_report(1.0, report(output(b.engine_id, error="it broke")))) == {"b": "it broke"}
     assert to_peer(finished(worker, a)) == [FinishTransfer("t", 10, [70, 0])]
 
@@ -202,8 +209,8 @@ def test_an_error_of_another_request_ends_its_sequence() -> None:
 def test_a_pair_is_lost_before_the_prompt_begins() -> None:
     worker = scheduler()
     [order] = orders(worker.on_start(0.0, start(["a"]), PAIR, False))
-    assert worker.prefill.on_pair_lost("another", "it broke") == []
-    actions = worker.prefill.on_pair_lost(PAIR, "it broke")
+    assert worker.outgoing.on_pair_lost("another", "it broke") == []
+    actions = worker.outgoing.on_pair_lost(PAIR, "it broke")
     assert "it broke" in failures(actions)["a"] and to_peer(actions) == [], "decode knows nothing of it"
     assert worker.on_report(0.0, report(begun=[order.engine_id])) == [] and worker.is_idle
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.decode_worker.actions import Receive, SendToPeer, SendToProxy, Ship
+from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.prefill_worker.prefill_scheduler import YIELD_AFTER_S
 from tandem.protocol.messages.dispatch import AttemptPreempted, FirstToken, TokenBatch
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
@@ -66,9 +66,9 @@ class FullWorkers:
                 case Ship():
                     ship = ShipKV(action.pair_id, 1, action.transfer_id, action.first_block, len(action.src_block_ids))
                     self._perform(other, self._receive(other, ship))
-                    self._perform(name, worker.scheduler.prefill.on_shipped(action.transfer_id, None))
+                    self._perform(name, worker.scheduler.outgoing.on_shipped(action.transfer_id, None))
                 case Receive():
-                    self._perform(name, worker.scheduler.decode.on_received(action.transfer_id, None))
+                    self._perform(name, worker.scheduler.incoming.on_received(action.transfer_id, None))
                 case _:
                     assert isinstance(action, EngineOrder)
                     worker.engine.orders.append(action)
@@ -77,17 +77,17 @@ class FullWorkers:
         scheduler = self.workers[name].scheduler
         match message:
             case ReserveKV():
-                return scheduler.decode.on_reserve(self.now, message)
+                return scheduler.incoming.on_reserve(self.now, message)
             case ShipKV():
-                return scheduler.decode.on_ship(message)
+                return scheduler.incoming.on_ship(message)
             case FinishTransfer():
-                return scheduler.decode.on_finish_transfer(message)
+                return scheduler.incoming.on_finish_transfer(message)
             case CloseTransfer():
-                return scheduler.decode.on_close_transfer(message.transfer_id)
+                return scheduler.incoming.on_close_transfer(message.transfer_id)
             case KVReserved():
-                return scheduler.prefill.on_reserved(message)
+                return scheduler.outgoing.on_reserved(message)
             case KVRefused():
-                return scheduler.prefill.on_refused(message.transfer_id, message.error)
+                return scheduler.outgoing.on_refused(message.transfer_id, message.error)
         raise AssertionError(message)
 
 

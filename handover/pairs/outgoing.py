@@ -1,4 +1,4 @@
-"""Executes the actions of `worker.pairs.outgoing_table`: control connections to decode workers, senders of data paths.
+"""Executes the actions of `handover.pairs.outgoing_table`: control connections, and senders of data paths.
 
 Lives on the loop. Callbacks of senders come on other threads and are posted to it.
 """
@@ -12,15 +12,8 @@ from functools import partial
 
 import msgspec
 
-from tandem.kv_transfer.connector import KVSender
-from tandem.protocol.codec import Codec
-from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
-from tandem.protocol.messaging import MessageDealer, Network
-from tandem.runtime.errors import KVTransferFailed, first_line
-from tandem.runtime.threads import post
-from tandem.worker.kv_interfaces import KVPools
-from tandem.worker.pairs.outgoing_table import (
+from tandem.handover.kv_host import KVPools
+from tandem.handover.pairs.outgoing_table import (
     Connect,
     Disconnect,
     OutgoingPairAction,
@@ -30,6 +23,13 @@ from tandem.worker.pairs.outgoing_table import (
     StartSender,
     StopSender,
 )
+from tandem.kv_transfer.connector import KVSender
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
+from tandem.protocol.messaging import MessageDealer, Network
+from tandem.runtime.errors import KVTransferFailed, first_line
+from tandem.runtime.threads import post
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ class OutgoingPairs:
                 sender = self._senders.get(pair_id)
                 self._on_message(message)
                 if isinstance(message, KVReserved) and sender is not None:
-                    sender.prepare(message.block_ids)
+                    for group in message.groups:
+                        sender.prepare(group.block_ids)
             case _:
                 self._perform(self._table.on_message(self._loop.time(), message))
         pair = self._table.get(pair_id)

@@ -113,7 +113,7 @@ class OutgoingPairTable:
     """All pairs that one worker has opened.
 
     pids: processes of all its ranks. host_id: see `runtime.host.host_id`. connectors: in order of preference. lease_s:
-    see `prefill_worker.transfer_leases`; sent to decode in the handshake.
+    see `handover.outgoing.Leases`; sent to decode in the handshake.
     """
 
     worker: WorkerInfo
@@ -312,13 +312,13 @@ class OutgoingPairTable:
         return [SendCloseToReceiver(ClosePair(pair_id, pair.reason)), *self._forget_if_closed(pair)]
 
     def announcement(
-        self, pair_id: str, transfer_id: str, first_block: int, num_blocks: int, checksums: list[int]
+        self, pair_id: str, transfer_id: str, first_block: int, num_blocks: int, checksums: list[int], group: int = 0
     ) -> ShipKV:
         """Returns the message for a shipment, with the pair's next number. Call it in the order of the sender's
         queue."""
         pair = self._by_id[pair_id]
         pair.num_announced += 1
-        return ShipKV(pair_id, pair.num_announced - 1, transfer_id, first_block, num_blocks, checksums)
+        return ShipKV(pair_id, pair.num_announced - 1, transfer_id, first_block, num_blocks, checksums, group)
 
     def on_shipped(self, pair_id: str, num_bytes: int, seconds: float) -> OutgoingPair | None:
         """Counts shipped blocks. Returns the pair, unless it is forgotten already."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tandem.decode_worker.actions import Receive, Ship
+from tandem.handover.actions import Receive, Ship
+from tandem.handover.kv_traffic import KVTraffic
 from tandem.protocol.messages.transfer import ShipKV
 from tandem.runtime.errors import KVTransferFailed
-from tandem.worker.kv_traffic import KVTraffic
 
 BROKEN = KVTransferFailed("the path broke")
 

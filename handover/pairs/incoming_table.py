@@ -5,7 +5,7 @@ A pair's life:  open -> gone, or open -> broken -> gone
 A pair goes when its peer sends ClosePair, when the peer's processes exit, or when its data path breaks. If the peer
 writes into this worker's pool directly, a broken path or a peer that left the cluster proves nothing: a frozen process
 may wake up and write. Such a pair is only broken, and goes with ClosePair or the peer's exit
-(`decode_worker.transfer`).
+(`handover.incoming`).
 """
 
 from __future__ import annotations

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.decode_worker.actions import SendToPeer, SendToProxy, Ship
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover.actions import SendToPeer, SendToProxy, Ship
+from tandem.handover.outgoing import Leases
 from tandem.prefill_worker.prefill_scheduler import YIELD_AFTER_S, PrefillScheduler
-from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, StartPrefill
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReserveKV
+from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReservedBlocks, ReserveKV
 from tandem.worker.worker_scheduler import WorkerScheduler
 
 TERM_S = 8.0
@@ -110,7 +110,7 @@ def test_expiry_fails_only_that_transfer_and_frees_its_blocks(scheduler: Prefill
     assert failed(actions) == ["r-forgotten"]
     assert [a.message for a in actions if isinstance(a, SendToPeer)] == [CloseTransfer("forgotten")]
     assert scheduler.blocks.num_free == 5
-    (ship,) = (a for a in scheduler.on_reserved(KVReserved("kept", 0, [0, 1, 2])) if isinstance(a, Ship))
+    (ship,) = (a for a in scheduler.on_reserved(KVReserved("kept", [ReservedBlocks(0, [0, 1, 2])])) if isinstance(a, Ship))
     assert scheduler.on_shipped(ship.transfer_id, None) == []
     assert scheduler.blocks.num_free == 8
     assert [scheduler.on_tick(float(now)) for now in range(12, 40)] == [[]] * 28, "the lease ends with its request"
@@ -118,7 +118,7 @@ def test_expiry_fails_only_that_transfer_and_frees_its_blocks(scheduler: Prefill
 
 def test_blocks_are_freed_only_after_a_running_copy(scheduler: PrefillScheduler) -> None:
     start(scheduler, "t")
-    scheduler.on_reserved(KVReserved("t", 0, [0, 1, 2]))
+    scheduler.on_reserved(KVReserved("t", [ReservedBlocks(0, [0, 1, 2])]))
     scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
     actions = [action for now in range(12) for action in scheduler.on_tick(float(now))]
     assert failed(actions) == ["r-t"] and len(actions) == 1, "no message to decode while the copy may still write"
@@ -130,7 +130,7 @@ def test_blocks_are_freed_only_after_a_running_copy(scheduler: PrefillScheduler)
 def test_the_lease_of_a_request_that_has_ended_does_not_expire(scheduler: PrefillScheduler) -> None:
     """Its blocks are kept for a copy that takes long, but no decode worker has failed to renew."""
     start(scheduler, "t")
-    scheduler.on_reserved(KVReserved("t", 0, [0, 1, 2]))
+    scheduler.on_reserved(KVReserved("t", [ReservedBlocks(0, [0, 1, 2])]))
     scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
     assert scheduler.on_abort("proxy", "r-t") == []
     assert [scheduler.on_tick(float(now)) for now in range(20)] == [[]] * 20

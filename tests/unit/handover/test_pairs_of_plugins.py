@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.handover.pairs import outgoing_table
+from tandem.handover.pairs.incoming import IncomingPairs
+from tandem.handover.pairs.incoming_table import IncomingPairTable
+from tandem.handover.pairs.outgoing import OutgoingPairs
+from tandem.handover.pairs.outgoing_table import OutgoingPair, OutgoingPairTable
 from tandem.kv_transfer.connector import DataNetwork, KVConnector
 from tandem.kv_transfer.ranks import contained_path
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.codec import MessageTooLarge
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.transfer import ClosePair, KVLayout, KVReserved, OpenPair, PairAccepted
+from tandem.protocol.messages.transfer import ClosePair, KVLayout, KVReserved, OpenPair, PairAccepted, ReservedBlocks
 from tandem.runtime.errors import KVTransferFailed
-from tandem.worker.pairs import outgoing_table
-from tandem.worker.pairs.incoming import IncomingPairs
-from tandem.worker.pairs.incoming_table import IncomingPairTable
-from tandem.worker.pairs.outgoing import OutgoingPairs
-from tandem.worker.pairs.outgoing_table import OutgoingPair, OutgoingPairTable
 from tests.support.raising_connector import Faults, RaisingConnector
 from tests.support.waiting import until
 
@@ -216,7 +216,7 @@ def test_a_transfer_that_raises_closes_the_pair_and_it_is_opened_again(
         if method == "receive":
             workers.incoming.receive(pair.pair_id, [1], results.append)
         else:
-            workers.outgoing._receive(pair.pair_id, KVReserved("transfer", 0, [1]))
+            workers.outgoing._receive(pair.pair_id, KVReserved("transfer", [ReservedBlocks(0, [1])]))
             sender = workers.outgoing.sender(pair.pair_id)
             assert sender is not None
             sender.send([0], [1], results.append)

@@ -1,4 +1,4 @@
-"""Executes the actions of `worker.pairs.incoming_table`: receivers of data paths, and watches for the exits of peers.
+"""Executes the actions of `handover.pairs.incoming_table`: receivers of data paths, and watches for the exits of peers.
 
 Lives on the loop. Callbacks of receivers come on other threads and are posted to it.
 """
@@ -10,15 +10,8 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tandem.kv_transfer.connector import KVReceiver, OnDone
-from tandem.protocol.codec import MessageTooLarge
-from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.transfer import ClosePair, OpenPair, PairAccepted, PairRefused
-from tandem.runtime.errors import KVTransferFailed, first_line
-from tandem.runtime.processes.exits import WatchExit
-from tandem.runtime.threads import post
-from tandem.worker.kv_interfaces import KVPools
-from tandem.worker.pairs.incoming_table import (
+from tandem.handover.kv_host import KVPools
+from tandem.handover.pairs.incoming_table import (
     AcceptPair,
     IncomingPairAction,
     IncomingPairLost,
@@ -27,6 +20,13 @@ from tandem.worker.pairs.incoming_table import (
     SendToSender,
     StopReceiver,
 )
+from tandem.kv_transfer.connector import KVReceiver, OnDone
+from tandem.protocol.codec import MessageTooLarge
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.transfer import ClosePair, OpenPair, PairAccepted, PairRefused
+from tandem.runtime.errors import KVTransferFailed, first_line
+from tandem.runtime.processes.exits import WatchExit
+from tandem.runtime.threads import post
 
 log = logging.getLogger(__name__)
 

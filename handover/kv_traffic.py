@@ -1,4 +1,4 @@
-"""KV caches that travel to and from this worker: executes what the schedulers ask for and reports the results to them.
+"""KV caches that travel to and from this worker: executes the actions of both directions and reports the results.
 
 Everything here runs on the worker's loop. Data paths have threads of their own and call back through the loop.
 """
@@ -8,11 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Generic
+from typing import Any, Generic, NamedTuple
 
 import msgspec
 
-from tandem.decode_worker.actions import Receive, SendToPeer, Ship
+from tandem.handover.actions import A, Actions, Receive, SendToPeer, Ship
+from tandem.handover.incoming import IncomingTransfers
+from tandem.handover.kv_host import KVHost
+from tandem.handover.outgoing import OutgoingTransfers
+from tandem.handover.pairs.incoming import IncomingPairs
+from tandem.handover.pairs.incoming_table import IncomingPairTable
+from tandem.handover.pairs.outgoing import OutgoingPairs
+from tandem.handover.pairs.outgoing_table import OutgoingPairTable
+from tandem.handover.pairs.reported_pairs import ReportedPairs
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.protocol.messages.checks import check_finish_transfer, check_open_pair, check_reserved
 from tandem.protocol.messages.dispatch import StartPrefill
@@ -33,46 +41,53 @@ from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from tandem.runtime.threads import post
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.kv_interfaces import A, DecodeTransfers, KVHost, PrefillTransfers
-from tandem.worker.pairs.incoming import IncomingPairs
-from tandem.worker.pairs.incoming_table import IncomingPairTable
-from tandem.worker.pairs.outgoing import OutgoingPairs
-from tandem.worker.pairs.outgoing_table import OutgoingPairTable
-from tandem.worker.pairs.reported_pairs import ReportedPairs
-from tandem.worker.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
 
-class KVTraffic(Generic[A]):
-    """All pairs of one worker, in both directions.
+class KVOptions(NamedTuple):
+    """See the fields of these names in WorkerConfig."""
 
-    prefill, decode: decide about transfers to and from other workers. send: sends a message on the ROUTER to the peer
-    that opened a pair, by pair id. perform: executes the actions of `prefill` and `decode`.
+    checksums: bool
+    exact: bool
+    lease_s: float
+
+
+class WorkerShell(NamedTuple, Generic[A]):
+    """What the hand-over uses of the worker's process.
+
+    send: sends a message on the ROUTER to the peer that opened a pair, by pair id. perform: executes actions. clock:
+    may be called on any thread.
     """
+
+    network: Network
+    send: Callable[[str, msgspec.Struct], None]
+    perform: Callable[[Actions[A]], None]
+    metrics: WorkerMetrics
+    clock: Callable[[], float]
+
+
+class KVTraffic(Generic[A]):
+    """All pairs of one worker, in both directions. outgoing, incoming: decide about transfers through them."""
 
     def __init__(
         self,
-        config: WorkerConfig,
+        options: KVOptions,
         info: WorkerInfo,
         host: KVHost,
-        prefill: PrefillTransfers[A],
-        decode: DecodeTransfers[A],
-        network: Network,
-        metrics: WorkerMetrics,
-        send: Callable[[str, msgspec.Struct], None],
-        perform: Callable[[list[A]], None],
-        clock: Callable[[], float],
+        outgoing: OutgoingTransfers[Any, A],
+        incoming: IncomingTransfers[Any, A],
+        shell: WorkerShell[A],
     ) -> None:
-        self._worker_id = config.worker_id
+        self._worker_id = info.worker_id
         self._epoch = info.epoch
         self._host = host
-        self._prefill = prefill
-        self._decode = decode
-        self._metrics = metrics
-        self._send_back = send
-        self._perform = perform
-        self._clock = clock
+        self._sending = outgoing
+        self._receiving = incoming
+        self._metrics = shell.metrics
+        self._send_back = shell.send
+        self._perform = shell.perform
+        self._clock = shell.clock
         self._loop = asyncio.get_running_loop()
         self.num_bytes = self.num_compared_blocks = self.num_corrupt_blocks = 0
         self._pair_changes = ReportedPairs()
@@ -83,35 +98,35 @@ class KVTraffic(Generic[A]):
             host_id=host.host_id,
             device=host.device,
             connectors=list(host.connectors),
-            checksums=config.kv_checksums,
-            exact=config.exact,
-            lease_s=config.kv_lease_s,
+            checksums=options.checksums,
+            exact=options.exact,
+            lease_s=options.lease_s,
         )
         self._incoming_table = IncomingPairTable(
             layout=host.pools.layout,
             host_id=host.host_id,
             device=host.device,
             connectors=host.connectors,
-            checksums=config.kv_checksums,
-            exact=config.exact,
+            checksums=options.checksums,
+            exact=options.exact,
         )
         self._outgoing = OutgoingPairs(
-            network=network,
+            network=shell.network,
             table=self._outgoing_table,
             pools=host.pools,
             on_message=self._on_answer,
-            on_pair_lost=lambda pair_id, reason: perform(prefill.on_pair_lost(pair_id, reason)),
+            on_pair_lost=lambda pair_id, reason: self._perform(outgoing.on_pair_lost(pair_id, reason)),
         )
         self._incoming = IncomingPairs(
             epoch=info.epoch,
             table=self._incoming_table,
             pools=host.pools,
             watch_exit=host.watch_exit,
-            send=send,
-            on_pair_lost=lambda pair_id, reason, peer_stopped: perform(
-                decode.on_pair_lost(pair_id, reason, peer_stopped)
+            send=shell.send,
+            on_pair_lost=lambda pair_id, reason, peer_stopped: self._perform(
+                incoming.on_pair_lost(pair_id, reason, peer_stopped)
             ),
-            on_prefill_lost=lambda epoch: perform(decode.on_prefill_lost(epoch)),
+            on_prefill_lost=lambda epoch: self._perform(incoming.on_prefill_lost(epoch)),
         )
 
     def close(self) -> None:
@@ -131,7 +146,7 @@ class KVTraffic(Generic[A]):
     def on_tick(self, now: float) -> None:
         self._outgoing.on_tick(now)
         for pair_id in self._incoming_table.due_for_renewal(now):
-            if wanted := self._decode.wanted_transfers(pair_id):
+            if wanted := self._receiving.wanted_ids(pair_id):
                 self._send_back(pair_id, RenewLeases(pair_id, wanted))
 
     def status(self) -> list[PairStatus]:
@@ -182,22 +197,22 @@ class KVTraffic(Generic[A]):
                 self._on_ship(message)
             case FinishTransfer():
                 check_finish_transfer(message, vocab_size)
-                self._perform(self._decode.on_finish_transfer(message))
+                self._perform(self._receiving.on_finish_transfer(message))
             case CloseTransfer():
-                self._perform(self._decode.on_close_transfer(message.transfer_id))
+                self._perform(self._receiving.on_close_transfer(message.transfer_id))
             case ClosePair():
                 self._incoming.on_close(message.pair_id, message.reason)
 
     def _reserve(self, message: ReserveKV) -> None:
         if self._incoming_table.is_open(message.pair_id):
-            self._perform(self._decode.on_reserve(self._loop.time(), message))
+            self._perform(self._receiving.on_reserve(self._loop.time(), message))
         else:  # nothing would report that its peer has stopped
             error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
             self._send_back(message.pair_id, KVRefused(message.transfer_id, error))
 
     def _on_ship(self, message: ShipKV) -> None:
         try:
-            actions = self._decode.on_ship(message) if self._incoming_table.is_next(message) else []
+            actions = self._receiving.on_ship(message) if self._incoming_table.is_next(message) else []
         except KVTransferFailed as error:
             self._incoming.fail(message.pair_id, error.message)
         else:
@@ -208,11 +223,11 @@ class KVTraffic(Generic[A]):
         match message:
             case KVReserved():
                 check_reserved(message)
-                self._perform(self._prefill.on_reserved(message))
+                self._perform(self._sending.on_reserved(message))
             case KVRefused():
-                self._perform(self._prefill.on_refused(message.transfer_id, message.error))
+                self._perform(self._sending.on_refused(message.transfer_id, message.error))
             case RenewLeases():
-                self._prefill.on_renewed(self._loop.time(), message)
+                self._sending.on_renewed(self._loop.time(), message)
 
     # ---- actions
 
@@ -240,7 +255,7 @@ class KVTraffic(Generic[A]):
             self._loop.call_soon(self._on_shipped, action, None, error)
             return
         announcement = self._outgoing_table.announcement(
-            action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids), checksums
+            action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids), checksums, action.group
         )
         pair = self._outgoing_table.get(action.pair_id)
         assert pair is not None  # it has a sender
@@ -267,7 +282,7 @@ class KVTraffic(Generic[A]):
                 self._metrics.on_shipped(labels, num_bytes, seconds)
             if announcement is not None:
                 self._outgoing.send(action.pair_id, announcement)
-        self._perform(self._prefill.on_shipped(action.transfer_id, error))
+        self._perform(self._sending.on_shipped(action.transfer_id, error))
         if error is not None:
             self._outgoing.fail(action.pair_id, error.message)
 
@@ -290,7 +305,7 @@ class KVTraffic(Generic[A]):
 
     def _on_compared(self, action: Receive, arrived: list[int] | KVTransferFailed) -> None:
         if isinstance(arrived, KVTransferFailed):
-            self._perform(self._decode.on_corrupt(action.transfer_id, arrived))  # cannot be verified
+            self._perform(self._receiving.on_corrupt(action.transfer_id, arrived))  # cannot be verified
             return
         corrupt = corrupt_blocks(action.block_ids, action.checksums, arrived)
         self.num_compared_blocks += len(action.block_ids)
@@ -303,9 +318,9 @@ class KVTraffic(Generic[A]):
             f"what was sent, the first in block {corrupt[0]}"
         )
         log.error("transfer %s: %s", action.transfer_id, error)
-        self._perform(self._decode.on_corrupt(action.transfer_id, error))
+        self._perform(self._receiving.on_corrupt(action.transfer_id, error))
 
     def _end_receive(self, action: Receive, error: KVTransferFailed | None) -> None:
-        self._perform(self._decode.on_received(action.transfer_id, error))
+        self._perform(self._receiving.on_received(action.transfer_id, error))
         if error is not None:
             self._incoming.fail(action.pair_id, error.message)
