@@ -221,6 +221,7 @@ class PrefillScheduler:
         self.prompts.begin(prompt)
         if prompt.transfer is not None:
             actions += self.transfers.on_begun(now, prompt.transfer)
+            actions += self.transfers.on_computed(now, prompt.transfer, [cached])
         return True
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:

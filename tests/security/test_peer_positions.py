@@ -43,10 +43,12 @@ def test_an_offset_for_a_prompt_without_media_fails_that_prompt_only() -> None:
             9.0, prefill_worker_id="prefill-0", prefill_epoch="e", cache_salt=transfer_id,
         )  # fmt: skip
         scheduler.on_prepare(0.0, prepare)
-        scheduler.on_reserve(0.0, ReserveKV("pair", transfer_id, len(TOKENS)))
-        scheduler.on_ship(ShipKV("pair", number, transfer_id, 0, scheduler.blocks.num_blocks_for(len(TOKENS))))
-        scheduler.on_received(transfer_id, None)
-        actions += scheduler.on_finish_transfer(FinishTransfer(transfer_id, len(TOKENS), [7], offset))
+        scheduler.transfers.on_reserve(0.0, ReserveKV("pair", transfer_id, len(TOKENS)))
+        scheduler.transfers.on_ship(
+            ShipKV("pair", number, transfer_id, 0, scheduler.blocks.num_blocks_for(len(TOKENS)))
+        )
+        scheduler.transfers.on_received(transfer_id, None)
+        actions += scheduler.transfers.on_finish_transfer(FinishTransfer(transfer_id, len(TOKENS), [7], offset))
     messages = [action.message for action in actions if isinstance(action, SendToProxy)]
     [failed] = [message for message in messages if isinstance(message, AttemptFailed)]
     assert (failed.attempt_id, failed.error.code) == ("r1", "kv_transfer_failed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.simulation.mutation import ATTEMPT, DECODE, TABLE, Mutation
+from tests.simulation.mutation import ATTEMPT, TABLE, TRANSFER, Mutation
 
 SEQUENCE = "proxy/dispatch/sequence.py"
 
@@ -39,8 +39,8 @@ BLAME = (
     ),
     Mutation(
         "damaged blocks count as arrived",
-        DECODE,
-        "transfer.on_received(is_whole=False)",
-        "transfer.on_received(is_whole=True)",
+        TRANSFER,
+        "transfer.on_received(is_whole=False)\n",
+        "transfer.on_received(is_whole=True)\n",
     ),
 )

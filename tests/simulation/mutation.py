@@ -21,13 +21,13 @@ CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py
 GENERATION = "proxy/dispatch/generation.py"
 DECODE, TRANSFER, PREFILL = (
     "decode_worker/decode_scheduler.py",
-    "decode_worker/transfer.py",
+    "handover/incoming.py",
     "prefill_worker/prefill_scheduler.py",
 )
 TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt_table.py"
 KNOWN_PAIRS = "proxy/cluster/known_pairs.py"
 INDEX, LOAD = "proxy/cluster/prefix_index.py", "proxy/cluster/worker_load.py"
-SEQUENCES = "decode_worker/sequence_table.py"
+SEQUENCES, SHIPMENT = "decode_worker/sequence.py", "handover/outgoing.py"
 LAUNCHER, ROLES, SUPERVISOR = (
     "deploy/launch/launcher.py",
     "deploy/launch/worker_roles.py",

@@ -21,7 +21,7 @@ SHELL = (
     Mutation(
         "the end of a shipment is not reported",
         TRAFFIC,
-        "self._perform(self._prefill.on_shipped(action.transfer_id, error))",
+        "self._perform(self._sending.on_shipped(action.transfer_id, error))",
         "pass",
     ),
     Mutation("leases are not renewed", TRAFFIC, "self._incoming_table.due_for_renewal(now)", "()"),
@@ -34,7 +34,7 @@ SHELL = (
     Mutation(
         "the end of a receive is not reported",
         TRAFFIC,
-        "self._perform(self._decode.on_received(action.transfer_id, error))",
+        "self._perform(self._receiving.on_received(action.transfer_id, error))",
         "pass",
     ),
     Mutation(

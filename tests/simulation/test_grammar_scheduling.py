@@ -88,11 +88,11 @@ def begin(scheduler: DecodeScheduler, request: PrepareDecode, of: Grammar | None
     """All of its KV has arrived."""
     scheduler.on_prepare(0.0, request, of)
     number, transfer_id = request.transfer_id[1:], request.transfer_id
-    scheduler.on_reserve(0.0, ReserveKV("pair", transfer_id, len(TOKENS)))
+    scheduler.transfers.on_reserve(0.0, ReserveKV("pair", transfer_id, len(TOKENS)))
     num_blocks = scheduler.blocks.num_blocks_for(len(TOKENS))
-    scheduler.on_ship(ShipKV("pair", int(number), transfer_id, 0, num_blocks))
-    scheduler.on_received(transfer_id, None)
-    scheduler.on_finish_transfer(FinishTransfer(transfer_id, len(TOKENS), [7] * len(request.attempt_ids)))
+    scheduler.transfers.on_ship(ShipKV("pair", int(number), transfer_id, 0, num_blocks))
+    scheduler.transfers.on_received(transfer_id, None)
+    scheduler.transfers.on_finish_transfer(FinishTransfer(transfer_id, len(TOKENS), [7] * len(request.attempt_ids)))
 
 
 def test_decode_schedules_a_sequence_once_its_grammar_is_compiled(decode: DecodeScheduler) -> None:

@@ -11,7 +11,15 @@ from tandem.handover.actions import SendToPeer
 from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
+from tandem.protocol.messages.transfer import (
+    CloseTransfer,
+    FinishTransfer,
+    KVRefused,
+    KVReserved,
+    ReservedBlocks,
+    ReserveKV,
+    ShipKV,
+)
 from tandem.runtime.errors import KVTransferFailed
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 20
@@ -30,11 +38,12 @@ def prepare(name: str, prefill: str, salt: str = "") -> PrepareDecode:
     )  # fmt: skip
 
 
-def begin(decode: DecodeScheduler, name: str, prefill: str, salt: str = "") -> KVReserved:
+def begin(decode: DecodeScheduler, name: str, prefill: str, salt: str = "") -> ReservedBlocks:
     decode.on_prepare(0.0, prepare(name, prefill, salt))
     [answer] = to_prefill(decode.transfers.on_reserve(0.0, ReserveKV(f"pair-{prefill}", name, len(PROMPT))))
     assert isinstance(answer, KVReserved)
-    return answer
+    [blocks] = answer.groups
+    return blocks
 
 
 def to_prefill(actions: list[Action]) -> list[object]:

@@ -72,21 +72,21 @@ def reserved(scheduler: DecodeScheduler) -> None:
         StopConditions(10, frozenset()), 60.0, prefill_worker_id="prefill-0", prefill_epoch="e",
     )  # fmt: skip
     scheduler.on_prepare(0.0, request)
-    scheduler.on_reserve(0.0, ReserveKV("pair", "t", 14))
+    scheduler.transfers.on_reserve(0.0, ReserveKV("pair", "t", 14))
 
 
 def test_a_corrupt_block_fails_its_transfer_and_is_freed() -> None:
     scheduler = DecodeScheduler(BlockManager(8, 4), "model", max_num_seqs=2)
     reserved(scheduler)
-    (receive,) = scheduler.on_ship(ShipKV("pair", 0, "t", 0, 2, [17, 18]))
+    (receive,) = scheduler.transfers.on_ship(ShipKV("pair", 0, "t", 0, 2, [17, 18]))
     assert isinstance(receive, Receive) and receive.checksums == [17, 18]
-    actions = scheduler.on_corrupt("t", KVTransferFailed("other bytes"))
+    actions = scheduler.transfers.on_corrupt("t", KVTransferFailed("other bytes"))
     failed, refused = actions
     assert isinstance(failed, SendToProxy) and isinstance(failed.message, AttemptFailed)
     assert failed.message.error.code == "kv_transfer_failed"
     assert isinstance(refused, SendToPeer) and isinstance(refused.message, KVRefused)
     assert scheduler.blocks.num_quarantined == 4, "the peer has not confirmed yet that it stopped writing"
-    scheduler.on_close_transfer("t")
+    scheduler.transfers.on_close_transfer("t")
     assert scheduler.blocks.num_free == 8 and scheduler.blocks.num_cached == 0
 
 
@@ -94,4 +94,4 @@ def test_the_number_of_checksums_must_match_the_blocks() -> None:
     scheduler = DecodeScheduler(BlockManager(8, 4), "model", max_num_seqs=2)
     reserved(scheduler)
     with pytest.raises(KVTransferFailed, match="1 checksums arrived for 2 blocks"):
-        scheduler.on_ship(ShipKV("pair", 0, "t", 0, 2, [17]))
+        scheduler.transfers.on_ship(ShipKV("pair", 0, "t", 0, 2, [17]))

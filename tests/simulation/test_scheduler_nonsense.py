@@ -17,6 +17,7 @@ from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, Star
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import (
+    CloseTransfer,
     FinishTransfer,
     KVRefused,
     KVReserved,
@@ -74,18 +75,18 @@ def test_decode(events: list[Any]) -> None:
         actions: list[Any] = []
         match event:
             case ReserveKV():
-                actions = scheduler.on_reserve(0.0, event)
+                actions = scheduler.transfers.on_reserve(0.0, event)
             case ShipKV():
                 with contextlib.suppress(KVTransferFailed):  # the pair is closed for it
-                    actions = scheduler.on_ship(event)
+                    actions = scheduler.transfers.on_ship(event)
             case FinishTransfer():
-                actions = scheduler.on_finish_transfer(event)
+                actions = scheduler.transfers.on_finish_transfer(event)
             case ("prepare", transfer_id, count):
                 actions = scheduler.on_prepare(0.0, prepare(transfer_id, count))
             case ("abort", transfer_id, number):
                 actions = scheduler.on_abort("proxy", f"{transfer_id}/{number}")
             case ("close", transfer_id, _):
-                actions = scheduler.on_close_transfer(transfer_id)
+                actions = scheduler.transfers.on_close_transfer(transfer_id)
             case _:
                 batch, actions = scheduler.schedule(0.0)
                 outputs = [ItemOutput([SampledToken(1) for _ in item.samples]) for item in batch.items]
@@ -93,16 +94,17 @@ def test_decode(events: list[Any]) -> None:
         for action in actions:
             if isinstance(action, Receive):
                 assert 0 < len(action.block_ids) <= NUM_BLOCKS
-                scheduler.on_received(action.transfer_id, None)
+                scheduler.transfers.on_received(action.transfer_id, None)
         scheduler.blocks.check()
     for pair_id in ("pair-0", "pair-1"):
-        scheduler.on_pair_lost(pair_id, "the test ends", True)
+        scheduler.transfers.on_pair_lost(pair_id, "the test ends", True)
     scheduler.on_proxy_lost("proxy")
-    assert scheduler.blocks.num_free == NUM_BLOCKS and not scheduler.sequences.by_attempt and not scheduler._transfers
+    assert scheduler.blocks.num_free == NUM_BLOCKS and not scheduler.sequences.by_attempt and not scheduler.transfers
 
 
+RESERVED = st.builds(ReservedBlocks, st.integers(0, 4), st.lists(st.integers(0, 20), max_size=4, unique=True))
 TO_PREFILL = st.one_of(
-    st.builds(KVReserved, TRANSFERS, st.integers(0, 4), st.lists(st.integers(0, 20), max_size=4, unique=True)),
+    st.builds(KVReserved, TRANSFERS, st.lists(RESERVED, min_size=1, max_size=2)),
     st.builds(KVRefused, TRANSFERS, st.builds(ErrorInfo, st.sampled_from(["overloaded", "?"]), st.just("x"))),
     st.builds(RenewLeases, PAIRS, st.lists(TRANSFERS, max_size=3)),
     st.tuples(st.just("start"), TRANSFERS, st.integers(1, 3)),
@@ -118,11 +120,11 @@ def test_prefill(events: list[Any]) -> None:
         actions: list[Any] = []
         match event:
             case KVReserved():
-                actions = scheduler.on_reserved(event)
+                actions = scheduler.transfers.on_reserved(event)
             case KVRefused():
-                actions = scheduler.on_refused(event.transfer_id, event.error)
+                actions = scheduler.transfers.on_refused(event.transfer_id, event.error)
             case RenewLeases():
-                scheduler.on_renewed(0.0, event)
+                scheduler.transfers.on_renewed(0.0, event)
             case ("start", transfer_id, count):
                 sent = prepare(transfer_id, count)
                 start = StartPrefill(
@@ -140,9 +142,9 @@ def test_prefill(events: list[Any]) -> None:
         for action in actions:
             if isinstance(action, Ship):
                 assert len(action.src_block_ids) == len(action.dst_block_ids)
-                scheduler.on_shipped(action.transfer_id, None)
+                scheduler.transfers.on_shipped(action.transfer_id, None)
         scheduler.blocks.check()
-    scheduler.on_pair_lost("pair-0", "the test ends")
+    scheduler.transfers.on_pair_lost("pair-0", "the test ends")
     assert scheduler.blocks.num_free == NUM_BLOCKS and scheduler.prompts.is_idle and not scheduler.prompts.by_attempt
 
 
@@ -153,7 +155,7 @@ def reserved() -> DecodeScheduler:
     """Two sequences on a prompt of seven tokens (two blocks) that wait for its KV."""
     scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 4)
     scheduler.on_prepare(0.0, prepare("t0", 2))
-    actions = scheduler.on_reserve(0.0, ReserveKV("pair-0", "t0", 7))
+    actions = scheduler.transfers.on_reserve(0.0, ReserveKV("pair-0", "t0", 7))
     assert any(isinstance(getattr(action, "message", None), KVReserved) for action in actions)
     return scheduler
 
@@ -162,23 +164,31 @@ def reserved() -> DecodeScheduler:
 def test_invalid_shipments_are_refused(pair_id: str, num_blocks: int) -> None:
     scheduler = reserved()
     with pytest.raises(KVTransferFailed):
-        scheduler.on_ship(ShipKV(pair_id, 0, "t0", 0, num_blocks))
-    assert scheduler.on_ship(ShipKV("pair-0", 0, "t0", 0, 2)), "the transfer is as it was"
+        scheduler.transfers.on_ship(ShipKV(pair_id, 0, "t0", 0, num_blocks))
+    assert scheduler.transfers.on_ship(ShipKV("pair-0", 0, "t0", 0, 2)), "the transfer is as it was"
 
 
 def test_too_few_first_tokens_fail_the_request_and_free_its_blocks() -> None:
     scheduler = reserved()
-    (receive,) = scheduler.on_ship(ShipKV("pair-0", 0, "t0", 0, 2))
+    (receive,) = scheduler.transfers.on_ship(ShipKV("pair-0", 0, "t0", 0, 2))
     assert isinstance(receive, Receive)
-    scheduler.on_finish_transfer(FinishTransfer("t0", 7, [1]))
-    actions = scheduler.on_received("t0", None)
+    scheduler.transfers.on_finish_transfer(FinishTransfer("t0", 7, [1]))
+    actions = scheduler.transfers.on_received("t0", None)
     failed = [each.message for each in actions if isinstance(getattr(each, "message", None), AttemptFailed)]
     assert {message.attempt_id for message in failed} == {"t0/0", "t0/1"}
     assert scheduler.blocks.num_free == NUM_BLOCKS
 
 
-@pytest.mark.parametrize("answer", [KVReserved("t0", [ReservedBlocks(0, [1])]), KVReserved("t0", [ReservedBlocks(3, [])]), KVReserved("t0", [ReservedBlocks(1, [1, 2])])])
-def test_reservations_that_do_not_fit_the_prompt_are_refused(answer: KVReserved) -> None:
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [ReservedBlocks(0, [1])],
+        [ReservedBlocks(3, [])],
+        [ReservedBlocks(1, [1, 2])],
+        [ReservedBlocks(0, [1, 2]), ReservedBlocks(0, [3, 4])],
+    ],
+)
+def test_reservations_that_do_not_fit_the_prompt_are_refused(groups: list[ReservedBlocks]) -> None:
     scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 50, 4, lease_s=10.0).prefill
     sent = prepare("t0", 1)
     start = StartPrefill(
@@ -195,7 +205,8 @@ def test_reservations_that_do_not_fit_the_prompt_are_refused(answer: KVReserved)
     )
     scheduler.on_start(0.0, start, "pair-0")
     batch, _ = scheduler.schedule(0.0)
-    actions = scheduler.on_reserved(answer)
-    assert [type(each.message) for each in actions if hasattr(each, "message")] == [AttemptFailed]
+    actions = scheduler.transfers.on_reserved(KVReserved("t0", groups))
+    messages = {type(each.message) for each in actions if hasattr(each, "message")}
+    assert messages == {AttemptFailed, CloseTransfer}
     scheduler.on_step(0.0, [ItemOutput([SampledToken(1)]) for _ in batch.items])
     assert scheduler.blocks.num_free == NUM_BLOCKS

@@ -25,11 +25,11 @@ def join(scheduler: DecodeScheduler, number: int) -> None:
         9.0, prefill_worker_id="prefill-0", prefill_epoch="e", cache_salt=transfer_id,
     )  # fmt: skip
     scheduler.on_prepare(0.0, message)
-    scheduler.on_reserve(0.0, ReserveKV("pair", transfer_id, len(TOKENS)))
+    scheduler.transfers.on_reserve(0.0, ReserveKV("pair", transfer_id, len(TOKENS)))
     num_blocks = scheduler.blocks.num_blocks_for(len(TOKENS))
-    scheduler.on_ship(ShipKV("pair", number, transfer_id, 0, num_blocks))
-    scheduler.on_received(transfer_id, None)
-    scheduler.on_finish_transfer(FinishTransfer(transfer_id, len(TOKENS), [7]))
+    scheduler.transfers.on_ship(ShipKV("pair", number, transfer_id, 0, num_blocks))
+    scheduler.transfers.on_received(transfer_id, None)
+    scheduler.transfers.on_finish_transfer(FinishTransfer(transfer_id, len(TOKENS), [7]))
 
 
 def batches(actions: list[Action]) -> list[TokenBatch]:

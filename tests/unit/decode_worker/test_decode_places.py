@@ -35,7 +35,7 @@ def ask(scheduler: DecodeScheduler, name: str, num_sequences: int = 1) -> list[s
         prefill_worker_id="prefill-0", prefill_epoch="e", cache_salt=name,
     )  # fmt: skip
     actions = scheduler.on_prepare(0.0, message)
-    actions += scheduler.on_reserve(0.0, ReserveKV("pair", name, len(TOKENS)))
+    actions += scheduler.transfers.on_reserve(0.0, ReserveKV("pair", name, len(TOKENS)))
     return reserved(actions)
 
 
@@ -45,9 +45,9 @@ def reserved(actions: list[Action]) -> list[str]:
 
 
 def begin(scheduler: DecodeScheduler, name: str, number: int, num_sequences: int = 1) -> None:
-    scheduler.on_ship(ShipKV("pair", number, name, 0, 1))
-    scheduler.on_received(name, None)
-    scheduler.on_finish_transfer(FinishTransfer(name, len(TOKENS), [7] * num_sequences))
+    scheduler.transfers.on_ship(ShipKV("pair", number, name, 0, 1))
+    scheduler.transfers.on_received(name, None)
+    scheduler.transfers.on_finish_transfer(FinishTransfer(name, len(TOKENS), [7] * num_sequences))
 
 
 def new_scheduler() -> DecodeScheduler:
@@ -76,9 +76,9 @@ def test_an_aborted_transfer_frees_its_place() -> None:
     assert reserved(scheduler.on_abort("p", "a1")) == ["b"], (
         "its place is free although its blocks may still be written"
     )
-    scheduler.on_close_transfer(CloseTransfer("a").transfer_id)
+    scheduler.transfers.on_close_transfer(CloseTransfer("a").transfer_id)
     scheduler.on_abort("p", "b0")
-    scheduler.on_close_transfer("b")
+    scheduler.transfers.on_close_transfer("b")
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
@@ -122,14 +122,14 @@ def test_a_transfer_that_arrives_after_the_end_of_its_request_is_refused() -> No
     )  # fmt: skip
     scheduler.on_prepare(0.0, message)
     scheduler.on_abort("p", "a0")
-    [refused] = messages(scheduler.on_reserve(0.0, ReserveKV("pair", "a", len(TOKENS))), KVRefused)
+    [refused] = messages(scheduler.transfers.on_reserve(0.0, ReserveKV("pair", "a", len(TOKENS))), KVRefused)
     assert refused.transfer_id == "a"
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
 def test_a_transfer_whose_request_does_not_arrive_is_given_up() -> None:
     scheduler = new_scheduler()
-    assert not messages(scheduler.on_reserve(0.0, ReserveKV("pair", "a", len(TOKENS))), KVReserved)
+    assert not messages(scheduler.transfers.on_reserve(0.0, ReserveKV("pair", "a", len(TOKENS))), KVReserved)
     assert scheduler.on_tick(UNCLAIMED_TIMEOUT_S - 0.1) == []
     [refused] = messages(scheduler.on_tick(UNCLAIMED_TIMEOUT_S), KVRefused)
     assert refused.transfer_id == "a" and "did not arrive" in refused.error.message

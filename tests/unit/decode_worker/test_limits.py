@@ -8,9 +8,9 @@ import msgspec
 from pytest import MonkeyPatch
 
 from tandem.decode_worker import decode_scheduler
-from tandem.decode_worker import transfer as decode_transfer
 from tandem.decode_worker.decode_scheduler import DecodeScheduler
 from tandem.engine.kv_cache.block_manager import BlockManager
+from tandem.handover import incoming
 from tandem.handover.pairs import incoming_table
 from tandem.handover.pairs.incoming_table import AcceptPair, SendToSender
 from tandem.prefill_worker import prefill_scheduler
@@ -60,23 +60,23 @@ def test_sequences_on_a_prefill_worker_are_limited(monkeypatch: MonkeyPatch) -> 
 
 
 def test_transfers_to_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_scheduler, "MAX_HELD_SEQUENCES", 2)
+    monkeypatch.setattr(incoming, "MAX_HELD_SEQUENCES", 2)
     scheduler = DecodeScheduler(BlockManager(12, 4), "m", 4)
     for number in range(2):
-        scheduler.on_reserve(0.0, ReserveKV("pair-0", f"t{number}", 7))
-    [refused] = messages(scheduler.on_reserve(0.0, ReserveKV("pair-0", "t2", 7)), KVRefused)
+        scheduler.transfers.on_reserve(0.0, ReserveKV("pair-0", f"t{number}", 7))
+    [refused] = messages(scheduler.transfers.on_reserve(0.0, ReserveKV("pair-0", "t2", 7)), KVRefused)
     assert refused.error.code == "overloaded" and "too many transfers" in refused.error.message
-    scheduler.on_close_transfer("t0")
-    assert not messages(scheduler.on_reserve(0.0, ReserveKV("pair-0", "t3", 7)), KVRefused)
+    scheduler.transfers.on_close_transfer("t0")
+    assert not messages(scheduler.transfers.on_reserve(0.0, ReserveKV("pair-0", "t3", 7)), KVRefused)
 
 
 def test_remembered_transfers_are_limited(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_transfer, "_NUM_REMEMBERED_TRANSFERS", 3)
+    monkeypatch.setattr(incoming, "_NUM_REMEMBERED_TRANSFERS", 3)
     scheduler = DecodeScheduler(BlockManager(12, 4), "m", 4)
     for number in range(10):
-        scheduler.on_reserve(0.0, ReserveKV("pair-0", f"t{number}", 7))
-        scheduler.on_close_transfer(f"t{number}")
-    assert list(scheduler._transfers._closed) == ["t7", "t8", "t9"]
+        scheduler.transfers.on_reserve(0.0, ReserveKV("pair-0", f"t{number}", 7))
+        scheduler.transfers.on_close_transfer(f"t{number}")
+    assert list(scheduler.transfers._closed) == ["t7", "t8", "t9"]
 
 
 def test_pairs_of_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:

@@ -8,23 +8,18 @@ from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 
 
-def prompt(
-    transfer_id: str, proxy_id: str = "p", arrived_at: float = 0.0, deadline_s: float = 9.0, prefill_epoch: str = "x"
-) -> DecodePrompt:
+def prompt(transfer_id: str, proxy_id: str = "p", arrived_at: float = 0.0, deadline_s: float = 9.0) -> DecodePrompt:
     request = PrepareDecode(
         proxy_id, [f"{transfer_id}0", f"{transfer_id}1"], transfer_id, pack_token_ids([1, 2]), SamplingParams(), [5, 6],
-        StopConditions(3), deadline_s, prefill_worker_id="prefill-0", prefill_epoch=prefill_epoch,
+        StopConditions(3), deadline_s, prefill_worker_id="prefill-0", prefill_epoch="x",
     )  # fmt: skip
-    made = DecodePrompt.of(request, 0, arrived_at, 8, "m")
-    made.prefill_epoch = prefill_epoch
-    return made
+    return DecodePrompt.of(request, 0, arrived_at, 8, "m")
 
 
 def table_of(*prompts: DecodePrompt) -> SequenceTable:
     table = SequenceTable()
     for each in prompts:
         table.add(each)
-        table.by_transfer[each.request.transfer_id] = each
     return table
 
 
@@ -41,20 +36,11 @@ def test_a_sequence_is_late_from_its_own_deadline_on() -> None:
     assert late == {14.9: set(), 15.0: {"a0", "a1"}, 21.9: {"a0", "a1"}, 22.0: {"a0", "a1", "b0", "b1"}}
 
 
-def test_prompts_wait_for_one_process() -> None:
-    first, second = prompt("a", prefill_epoch="x1"), prompt("b", prefill_epoch="x2")
-    table = table_of(first, second)
-    assert table.waiting_for("x2") == [second] and not table.waiting_for("prefill-0")
-
-
-def test_a_transfer_or_an_attempt_that_is_known_is_held() -> None:
+def test_an_attempt_that_is_known_is_held() -> None:
     table = table_of(prompt("a"))
     same_attempts = prompt("a", "p")
-    del table.by_transfer["a"]
     assert table.holds(same_attempts) and not table.holds(prompt("a", "another proxy"))
     for sequence in list(table.by_attempt.values()):
         table.remove(sequence)
         assert sequence.ended and sequence.attempt_id not in sequence.prompt.sequences
     assert not table.holds(same_attempts)
-    table.by_transfer["a"] = same_attempts
-    assert table.holds(prompt("a", "another proxy"))

@@ -6,20 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.decode_worker.transfer import IncomingTransfer, Transfers
+from tandem.handover.incoming import ArrivingBlocks, IncomingTransfer
 from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import ShipKV
 from tandem.runtime.errors import KVTransferFailed
 
-CACHED, WRITTEN, SPARE = [1, 2], [10, 11, 12, 13, 14], [20]
+CACHED, WRITTEN = [1, 2], [10, 11, 12, 13, 14]
 
 
-def reserved() -> IncomingTransfer:
-    transfer = IncomingTransfer("t", "pair", 0.0)
-    transfer.reserve(CACHED, WRITTEN, SPARE)
-    return transfer
+def reserved(num_sequences: int = 1) -> IncomingTransfer[str]:
+    blocks = ArrivingBlocks(list(CACHED), list(WRITTEN))
+    return IncomingTransfer("t", request(num_sequences), "prompt", "pair", groups=[blocks])
 
 
 def ship(first_block: int, num_blocks: int, checksums: list[int] | None = None, pair_id: str = "pair") -> ShipKV:
@@ -38,7 +37,7 @@ def test_blocks_are_announced_behind_the_cached_ones_in_order() -> None:
     transfer = reserved()
     assert transfer.announce(ship(2, 1)) == [10]
     assert transfer.announce(ship(3, 3, checksums=[7, 8, 9])) == [11, 12, 13]
-    assert list(transfer.receives) == [1, 3] and transfer.num_received_blocks == 4
+    assert list(transfer.receives) == [(0, 1), (0, 3)] and transfer.blocks.num_announced == 4
     assert transfer.announce(ship(6, 1)) == [14]
 
 
@@ -87,9 +86,10 @@ def test_arrived_blocks_are_kept_up_to_the_first_gap(
     assert transfer.is_complete == (has_first_tokens and num_arrived == len(WRITTEN))
     num_full_blocks = max(num_full_blocks, len(CACHED))
     kept = WRITTEN[: min(num_arrived, num_full_blocks - len(CACHED))]
-    assert transfer.own_block_ids == WRITTEN
-    assert transfer.keep_arrived(num_full_blocks) == kept
-    assert kept + transfer.own_block_ids == WRITTEN
+    assert transfer.open_block_ids == WRITTEN
+    transfer.is_given_up = True
+    assert transfer.keep(num_full_blocks - len(CACHED)) == kept
+    assert kept + transfer.open_block_ids == WRITTEN
 
 
 def test_a_peer_that_has_stopped_writes_nothing_but_what_is_on_its_way() -> None:
@@ -101,25 +101,16 @@ def test_a_peer_that_has_stopped_writes_nothing_but_what_is_on_its_way() -> None
     assert transfer.may_still_be_written
     transfer.on_received(is_whole=False)
     assert not transfer.may_still_be_written
-    assert not IncomingTransfer("t", "pair", 0.0).may_still_be_written, "it does not know where"
+    assert not IncomingTransfer("t", pair_id="pair").may_still_be_written, "it does not know where"
 
 
 def test_the_end_of_a_transfer_must_fit_its_request() -> None:
-    transfer = reserved()
+    transfer = reserved(2)
     transfer.first_token_ids = [5, 6]
-    assert transfer.why_unusable(request(2)) is None
-    for number in (1, 3):
-        assert f"2 first tokens for {number} sequences" in str(transfer.why_unusable(request(number)))
+    assert transfer.why_unusable() is None
     transfer.position_offset = 4
-    assert "position offset for a prompt without media" in str(transfer.why_unusable(request(2)))
-
-
-def test_closed_transfers_are_remembered() -> None:
-    transfers = Transfers()
-    for name, pair_id in (("a", "x"), ("b", "y"), ("c", "x")):
-        transfers.add(IncomingTransfer(name, pair_id, 0.0))
-    assert [each.transfer_id for each in transfers.of_pair("x")] == ["a", "c"]
-    transfers.close("a")
-    transfers.close("never seen")
-    assert len(transfers) == 2 and transfers.get("a") is None and transfers["b"].pair_id == "y"
-    assert [transfers.is_closed(name) for name in ("a", "b", "never seen", "other")] == [True, False, True, False]
+    assert "position offset for a prompt without media" in str(transfer.why_unusable())
+    for number in (1, 3):
+        other = reserved(number)
+        other.first_token_ids = [5, 6]
+        assert f"2 first tokens for {number} sequences" in str(other.why_unusable())

@@ -38,11 +38,11 @@ class Traffic:
             num_corrupt_blocks=0,
             _perform=lambda actions: None,
             _metrics=SimpleNamespace(on_shipped=lambda *shipped: self.calls.append(("metrics", *shipped))),
-            _decode=SimpleNamespace(
+            _receiving=SimpleNamespace(
                 on_received=lambda name, error: self.calls.append(("received", name, error)),
                 on_corrupt=lambda name, error: self.calls.append(("corrupt", name, error.message)),
             ),
-            _prefill=SimpleNamespace(on_shipped=lambda name, error: self.calls.append(("shipped", name, error))),
+            _sending=SimpleNamespace(on_shipped=lambda name, error: self.calls.append(("shipped", name, error))),
             _incoming=SimpleNamespace(
                 receive=lambda pair_id, block_ids, done: self.jobs.append(done),
                 fail=lambda *failed: self.calls.append(("pair fails", *failed)),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tandem.engine.batch import ItemOutput
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.handover.actions import SendToPeer, SendToProxy, Ship
-from tandem.handover.outgoing import Leases
-from tandem.prefill_worker.prefill_scheduler import YIELD_AFTER_S, PrefillScheduler
+from tandem.handover.outgoing import YIELD_AFTER_S, Leases
+from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, StartPrefill
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
@@ -106,40 +106,44 @@ def test_expiry_fails_only_that_transfer_and_frees_its_blocks(scheduler: Prefill
     actions = []
     for now in range(12):
         actions += scheduler.on_tick(float(now))
-        scheduler.on_renewed(float(now), RenewLeases("pair-0", ["kept"]))
+        scheduler.transfers.on_renewed(float(now), RenewLeases("pair-0", ["kept"]))
     assert failed(actions) == ["r-forgotten"]
     assert [a.message for a in actions if isinstance(a, SendToPeer)] == [CloseTransfer("forgotten")]
     assert scheduler.blocks.num_free == 5
-    (ship,) = (a for a in scheduler.on_reserved(KVReserved("kept", [ReservedBlocks(0, [0, 1, 2])])) if isinstance(a, Ship))
-    assert scheduler.on_shipped(ship.transfer_id, None) == []
+    (ship,) = (
+        a
+        for a in scheduler.transfers.on_reserved(KVReserved("kept", [ReservedBlocks(0, [0, 1, 2])]))
+        if isinstance(a, Ship)
+    )
+    assert scheduler.transfers.on_shipped(ship.transfer_id, None) == []
     assert scheduler.blocks.num_free == 8
     assert [scheduler.on_tick(float(now)) for now in range(12, 40)] == [[]] * 28, "the lease ends with its request"
 
 
 def test_blocks_are_freed_only_after_a_running_copy(scheduler: PrefillScheduler) -> None:
     start(scheduler, "t")
-    scheduler.on_reserved(KVReserved("t", [ReservedBlocks(0, [0, 1, 2])]))
+    scheduler.transfers.on_reserved(KVReserved("t", [ReservedBlocks(0, [0, 1, 2])]))
     scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
     actions = [action for now in range(12) for action in scheduler.on_tick(float(now))]
     assert failed(actions) == ["r-t"] and len(actions) == 1, "no message to decode while the copy may still write"
     assert scheduler.blocks.num_free == 5
-    assert scheduler.on_shipped("t", None) == [SendToPeer("pair-0", CloseTransfer("t"))]
+    assert scheduler.transfers.on_shipped("t", None) == [SendToPeer("pair-0", CloseTransfer("t"))]
     assert scheduler.blocks.num_free == 8
 
 
 def test_the_lease_of_a_request_that_has_ended_does_not_expire(scheduler: PrefillScheduler) -> None:
     """Its blocks are kept for a copy that takes long, but no decode worker has failed to renew."""
     start(scheduler, "t")
-    scheduler.on_reserved(KVReserved("t", [ReservedBlocks(0, [0, 1, 2])]))
+    scheduler.transfers.on_reserved(KVReserved("t", [ReservedBlocks(0, [0, 1, 2])]))
     scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
     assert scheduler.on_abort("proxy", "r-t") == []
     assert [scheduler.on_tick(float(now)) for now in range(20)] == [[]] * 20
-    assert scheduler.num_expired_leases == 0 and scheduler.blocks.num_free == 5
+    assert scheduler.transfers.num_expired_leases == 0 and scheduler.blocks.num_free == 5
 
 
 def test_blocks_are_freed_only_after_the_step_that_writes_them(scheduler: PrefillScheduler) -> None:
     start(scheduler, "t")
-    assert scheduler.on_abort("proxy", "r-t") == []
+    assert scheduler.on_abort("proxy", "r-t") == [SendToPeer("pair-0", CloseTransfer("t"))], "it ships nothing more"
     assert scheduler.blocks.num_free == 5, "the step may still write"
     scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
     assert scheduler.blocks.num_free == 8

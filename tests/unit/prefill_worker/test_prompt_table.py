@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.handover.outgoing import OutgoingTransfer
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.prompt_table import PromptTable
 from tandem.protocol.messages.dispatch import StartPrefill
@@ -36,12 +37,9 @@ def names(prompts: list[PrefillPrompt]) -> list[str]:
     return [each.request.transfer_id for each in prompts]
 
 
-def test_prompts_are_found_by_proxy_and_pair() -> None:
-    table = table_of(
-        prompt(0, "a", "p1", "x"), prompt(1, "b", "p2", "y"), prompt(2, "c", "p1", "y"), prompt(3, "d", "p3")
-    )
-    assert names(table.of_proxy("p1")) == ["a", "c"] and names(table.of_pair("y")) == ["b", "c"]
-    assert not table.of_proxy("p") and not table.of_pair("z")
+def test_prompts_are_found_by_proxy() -> None:
+    table = table_of(prompt(0, "a", "p1"), prompt(1, "b", "p2"), prompt(2, "c", "p1"), prompt(3, "d", "p3"))
+    assert names(table.of_proxy("p1")) == ["a", "c"] and not table.of_proxy("p")
 
 
 def test_a_prompt_runs_from_its_first_step_until_it_is_forgotten() -> None:
@@ -89,14 +87,6 @@ def test_a_transfer_or_an_attempt_that_is_known_is_held() -> None:
 def test_a_prompt_is_late_unless_it_has_ended_or_needs_nothing_more() -> None:
     table = table_of(*(prompt(number, name, arrived_at=number) for number, name in enumerate("abcd")))
     table.by_transfer["b"].ended = True
-    table.by_transfer["c"].finish_sent = True
+    finished = table.by_transfer["c"]
+    finished.transfer = OutgoingTransfer(finished.request, "pair", finished, [], finish_sent=True)
     assert names(table.late(8.9)) == [] and names(table.late(9.0)) == ["a"] and names(table.late(12.0)) == ["a", "d"]
-
-
-def test_a_computed_prompt_is_unanswered_until_decode_has_reserved() -> None:
-    table = table_of(prompt(0, "a"), prompt(1, "b"), prompt(2, "c"))
-    for name in "ab":
-        table.by_transfer[name].num_computed_tokens = 4
-    table.by_transfer["b"].dst_block_ids = []
-    table.by_transfer["c"].num_computed_tokens = 3
-    assert names(table.unanswered()) == ["a"]

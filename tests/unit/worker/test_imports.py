@@ -157,8 +157,9 @@ def test_the_first_kernel_of_a_worker_imports_nothing(found: dict[str, Any]) -> 
 
 
 SHARED = [
-    "tandem.worker.presence", "tandem.worker.proxy_links", "tandem.handover.kv_traffic", "tandem.handover.pairs.incoming",
-    "tandem.handover.pairs.outgoing", "tandem.worker.to_proxy", "tandem.worker.worker_config",
+    "tandem.worker.presence", "tandem.worker.proxy_links", "tandem.handover.kv_traffic",
+    "tandem.handover.pairs.incoming", "tandem.handover.pairs.outgoing", "tandem.worker.to_proxy",
+    "tandem.worker.worker_config",
     "tandem.telemetry.worker_metrics", "tandem.runtime.processes.process",
 ]  # fmt: skip
 """What workers of all engines share."""
@@ -168,9 +169,7 @@ def test_what_workers_share_loads_no_engine() -> None:
     code = f"import sys, {', '.join(SHARED)}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not {"torch", "transformers", "numba"} & set(loaded)
-    parts = ("tandem.engine.", "tandem.prefill_worker.", "tandem.decode_worker.")
-    actions = {"tandem.engine.tiers", "tandem.engine.tiers.tier_actions", "tandem.decode_worker.actions"}
-    assert {name for name in loaded if name.startswith(parts)} == actions
+    assert not [name for name in loaded if name.startswith(("tandem.engine", "tandem.prefill_", "tandem.decode_"))]
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,13 @@ def arrived(message: PrepareDecode, first_tokens: list[int], aborted: str = "") 
     """Lets the KV of a prompt arrive at a decode worker, and returns its next step."""
     scheduler = WorkerScheduler(BlockManager(64, 8), "m", 64, 4, lease_s=10.0).decode
     scheduler.on_prepare(0.0, message)
-    actions: list[Any] = scheduler.on_reserve(0.0, ReserveKV("pair", "t", len(PROMPT) + len(GENERATED)))
+    actions: list[Any] = scheduler.transfers.on_reserve(0.0, ReserveKV("pair", "t", len(PROMPT) + len(GENERATED)))
     [reserved] = [each.message for each in actions if isinstance(each.message, KVReserved)]
     if aborted:
         scheduler.on_abort("p", aborted)
-    scheduler.on_ship(ShipKV("pair", 0, "t", 0, len(reserved.block_ids)))
-    scheduler.on_received("t", None)
-    scheduler.on_finish_transfer(FinishTransfer("t", len(PROMPT) + len(GENERATED), first_tokens))
+    scheduler.transfers.on_ship(ShipKV("pair", 0, "t", 0, len(reserved.groups[0].block_ids)))
+    scheduler.transfers.on_received("t", None)
+    scheduler.transfers.on_finish_transfer(FinishTransfer("t", len(PROMPT) + len(GENERATED), first_tokens))
     return scheduler.schedule(1.0)[0]
 
 

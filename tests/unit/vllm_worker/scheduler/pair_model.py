@@ -285,7 +285,7 @@ class PairModel:
 
     def finish_receive(self, number: int, is_corrupt: bool) -> None:
         receive = self.receives.pop(number)
-        decode = self.decode.scheduler.decode
+        incoming = self.decode.scheduler.incoming
         if is_corrupt:
             actions = incoming.on_corrupt(receive.transfer_id, KVTransferFailed("blocks differ"))
         else:
@@ -332,8 +332,9 @@ class PairModel:
 
     def lose_sight(self) -> None:
         """The prefill worker is no longer in the decode worker's view; it may go on to write."""
-        decode = self.decode.scheduler.decode
-        self.perform(self.decode, incoming.on_prefill_lost("p1") + incoming.on_pair_lost(self.pair_id, "it left", False))
+        incoming = self.decode.scheduler.incoming
+        lost = incoming.on_prefill_lost("p1")
+        self.perform(self.decode, lost + incoming.on_pair_lost(self.pair_id, "it left", False))
 
     # ---- the end
 

@@ -77,14 +77,15 @@ def test_a_prompt_from_its_reservation_to_its_end(reserve_first: bool) -> None:
     assert order.receives and order.max_tokens == 3
     assert worker.waiting_tokens() == [], "prefill computes it"
     actions = worker.on_report(1.0, report(allocated=AllocatedBlocks(order.engine_id, [8], [2, 3])))
-    assert to_peer(actions) == [KVReserved("t", [ReservedBlocks(1, [2, 3])])] and to_proxy(actions) == [DecodeReserved("a")]
+    assert to_peer(actions) == [KVReserved("t", [ReservedBlocks(1, [2, 3])])]
+    assert to_proxy(actions) == [DecodeReserved("a")]
     worker.incoming.on_ship(ShipKV("pair", 0, "t", 1, 1))
     worker.incoming.on_ship(ShipKV("pair", 1, "t", 2, 1))
     assert worker.incoming.on_received("t", None) == [] and worker.incoming.on_finish_transfer(FINISH) == []
     assert worker.incoming.on_received("t", None) == [KVArrived(order.engine_id, 70)]
     assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 71)))) == [("a", 71, None)]
     assert new_tokens(worker.on_report(2.0, report(output(order.engine_id, 72)))) == [("a", 72, "length")]
-    assert worker.is_idle and (worker.decode.num_received, worker.num_cached_tokens) == (1, 4)
+    assert worker.is_idle and (worker.num_received, worker.num_cached_tokens) == (1, 4)
     assert worker.num_received_tokens == worker.num_prompt_tokens - 4, "another worker computed them"
 
 
@@ -151,23 +152,23 @@ def test_an_abort_before_the_engine_has_allocated() -> None:
 def test_blocks_are_kept_until_the_peer_has_stopped(stopped_by: str) -> None:
     worker, order = reserved("a")
     ship(worker, num_blocks=2)
-    assert worker.decode.num_quarantined_blocks == 0, "they belong to a request"
+    assert worker.incoming.num_quarantined_blocks == 0, "they belong to a request"
     actions = worker.on_abort("proxy", "a")
     assert refused(actions) and AbortRequests([order.engine_id]) in actions
     assert worker.incoming.wanted_ids("pair") == [], "its lease ends"
     assert worker.incoming.on_received("t", None) == [] and not worker.is_idle
-    assert worker.decode.num_quarantined_blocks == 3
+    assert worker.incoming.num_quarantined_blocks == 3
     match stopped_by:
         case "close":
             actions = worker.incoming.on_close_transfer("t")
         case "pair":
-            assert refused(worker.incoming.on_pair_lost("pair", "it left", False)), "it may write"
+            assert worker.incoming.on_pair_lost("pair", "it left", False) == [], "it may write"
             actions = worker.incoming.on_pair_lost("pair", "it exited", True)
         case _:
             ship(worker, 1, 2, 1)
             actions = worker.incoming.on_received("t", None)
     assert actions == [EndReceiving(order.engine_id)] and worker.is_idle
-    assert worker.decode.num_quarantined_blocks == 0
+    assert worker.incoming.num_quarantined_blocks == 0
     assert worker.incoming.on_close_transfer("t") == []
 
 

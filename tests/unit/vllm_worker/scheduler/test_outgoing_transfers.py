@@ -80,7 +80,14 @@ def test_decode_has_all_blocks() -> None:
     assert worker.is_idle
 
 
-@pytest.mark.parametrize("answer", [KVReserved("t", [ReservedBlocks(4, [])]), KVReserved("t", [ReservedBlocks(1, [1])]), KVReserved("t", 0, [1] * 4)])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        KVReserved("t", [ReservedBlocks(4, [])]),
+        KVReserved("t", [ReservedBlocks(1, [1])]),
+        KVReserved("t", [ReservedBlocks(0, [1] * 4)]),
+    ],
+)
 def test_a_wrong_number_of_blocks(answer: KVReserved) -> None:
     worker, [order] = begun("a")
     actions = worker.outgoing.on_reserved(answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
-from tandem.prefill_worker.prefill_scheduler import YIELD_AFTER_S
+from tandem.handover.outgoing import YIELD_AFTER_S
 from tandem.protocol.messages.dispatch import AttemptPreempted, FirstToken, TokenBatch
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 from tandem.vllm_worker.scheduler.engine_orders import EngineOrder, VllmAction
