@@ -28,6 +28,7 @@ PACKAGES = (
     "proxy/admission",
     "prefill_worker",
     "decode_worker",
+    "handover",
     "worker",
     "deploy/launch",
 )

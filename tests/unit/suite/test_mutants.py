@@ -14,7 +14,7 @@ from tests.simulation.mutation import Mutation
     ("file", "package"),
     [
         ("proxy/dispatch/attempt.py", "tandem.proxy.dispatch"),
-        ("handover/pairs/outgoing.py", "tandem.worker"),
+        ("handover/pairs/outgoing.py", "tandem.handover"),
         ("deploy/launch/launcher.py", "tandem.deploy.launch"),
     ],
 )
