@@ -347,7 +347,7 @@ class SimulatedCluster(Machine):
             return f"has {len(traffic._incoming._receivers)} receivers for {num_incoming} pairs"
         if worker.network.num_dealers != self.shape.config.proxies + num_pairs:
             return f"has {worker.network.num_dealers} connections for {num_pairs} pairs"
-        blocks = scheduler.blocks
+        blocks = worker.blocks
         if blocks.num_quarantined or blocks.num_free != blocks.num_blocks:
             num_held = blocks.num_blocks - blocks.num_free
             return f"holds {num_held} blocks, {blocks.num_quarantined} of them in quarantine"

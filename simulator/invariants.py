@@ -77,13 +77,13 @@ class Invariants:
         )  # nothing is decoded behind a first token that ends
         if delta.finish_reason is None or info is None or (worker := self._cluster.process(info.pid)).loop.is_dead:
             return
-        blocks = worker.worker._scheduler.blocks
+        blocks = worker.blocks
         stored = sequence.prompt.token_ids + pack_token_ids(sequence.generated[:-1])
         prompt = sequence.prompt
         hasher = BlockHasher(self._cluster.shape.block_size, "simulated", prompt.cache_salt, (), prompt.adapter)
         hashes = hasher.prompt_hashes(stored)
         assert isinstance(blocks, NotedBlocks)
-        if not blocks.has_evicted and len(blocks.match(hashes)) < len(hashes):
+        if not worker.runs_vllm and not blocks.has_evicted and len(blocks.match(hashes)) < len(hashes):
             self._report("a finished sequence is not cached", f"{worker.name}: {attempt.attempt_id}")
 
     def _check(self) -> None:
@@ -102,7 +102,7 @@ class Invariants:
         for worker in self._cluster.workers.values():
             if worker.epoch is not None:
                 self._by_epoch[worker.epoch] = worker
-            if worker.loop.stopped_at is None and worker.presence is not None:
+            if worker.loop.stopped_at is None and worker.presence is not None and not worker.runs_vllm:
                 yield from self._of_worker(worker)
                 yield from accounts.of_worker(worker)
         for proxy in self._cluster.proxies.values():
@@ -163,7 +163,7 @@ class Invariants:
             leaving = prompt.transfer
             has_begun = leaving is not None and leaving.reserve_sent
             is_waiting = leaving is not None and leaving.reserve_sent and not leaving.is_reserved
-            is_closed = is_waiting and transfer_id in peer.worker._scheduler.decode.transfers._closed
+            is_closed = is_waiting and transfer_id in peer.incoming._closed
             if has_begun and peer.loop.is_frozen:
                 details = f"{name}: {transfer_id} since {peer.loop.stopped_at}"
                 yield "a lease does not expire", details, self._cluster.shape.lease_s + 1

@@ -17,9 +17,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tandem.deploy.processes.supervisor import EXIT_LOST
+from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.loaded_model import LoadedModel
+from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
+from tandem.protocol.messaging import Network
 from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.admission.queue_delay import QueueDelayController
@@ -49,8 +52,11 @@ from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.step_faults import StepFaults
 from tandem.simulator.tiers import RankTiers, SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
+from tandem.simulator.vllm_engine import SimulatedVllm
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog
+from tandem.vllm_worker.scheduler.engine_orders import AddRequest, EngineFacts, StepReport
+from tandem.vllm_worker.vllm_worker import LoadedVllm, OnFailed, VllmWorker
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.worker import Worker
@@ -217,6 +223,9 @@ class SimulatedProcess:
 class SimulatedWorker(SimulatedProcess):
     """One worker: the process that talks, and those of its other ranks."""
 
+    runs_vllm = False
+    """Whether another engine lies behind the hand-over, so that only rules for all engines hold."""
+
     def __init__(self, machine: Machine, config: TandemWorkerConfig, host: int, on_end: Callable[[int], None]) -> None:
         self._config = msgspec.structs.replace(
             config, metrics_host="", kv_lease_s=machine.shape.lease_s, kv_checksums=machine.shape.checksums
@@ -232,7 +241,8 @@ class SimulatedWorker(SimulatedProcess):
         self.worker = Worker(self._config, self._load, lambda config: self.network, self.loop.time)
         return self.worker
 
-    async def _load(self, config: TandemWorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
+    def _open_pools(self) -> tuple[KVLayout, list[Pool], NotedBlocks, dict[str, Any]]:
+        """Returns the layout, the pools of all heads, who owns their blocks, and the connectors."""
         machine, shape = self._machine, self._machine.shape
         num_ranks, num_heads = len(self.pids), shape.num_heads
         layout = KVLayout("simulated", "float32", 1, num_heads // num_ranks, 16, shape.block_size, num_ranks)
@@ -243,11 +253,15 @@ class SimulatedWorker(SimulatedProcess):
         )
         own = [pool_of(head) for head in range(num_heads)]
         blocks = NotedBlocks(self.name, shape, machine.note, own, self._on_corrupt)
+        connectors = {name: each for name, each in CONNECTORS.items() if shape.config.kv_connector in ("auto", name)}
+        return layout, own, blocks, connectors
+
+    async def _load(self, config: TandemWorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
+        machine, shape = self._machine, self._machine.shape
+        layout, own, blocks, found = self._open_pools()
+        connectors: Any = found
         cpu: Any = SimpleNamespace(type="cpu")
         loaded = LoadedModel(None, shape.max_model_len, VOCAB_SIZE, cpu, cpu, layout)
-        connectors: Any = {
-            name: each for name, each in CONNECTORS.items() if shape.config.kv_connector in ("auto", name)
-        }
         grammars, adapters = attachments(self.loop, machine.timeline.rng, on_prepared)
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
@@ -281,6 +295,20 @@ class SimulatedWorker(SimulatedProcess):
         return SimulatedTiers([of_rank(rank) for rank in range(num_ranks)])
 
     @property
+    def blocks(self) -> BlockManager:
+        return self.worker._scheduler.blocks
+
+    @property
+    def incoming(self) -> Any:
+        """The transfers to this worker."""
+        return self.worker._scheduler.decode.transfers
+
+    @property
+    def outgoing(self) -> Any:
+        """The transfers from this worker."""
+        return self.worker._scheduler.prefill.transfers
+
+    @property
     def presence(self) -> Any:
         """The worker's `Presence`, once it has loaded."""
         return getattr(getattr(self, "worker", None), "_presence", None)
@@ -306,10 +334,76 @@ class SimulatedWorker(SimulatedProcess):
     def _check_write(self, block_id: int) -> None:
         """Reports a block that no transfer expects, as it may belong to another request by now."""
         self._machine.note("%s: a path writes block %d", self.name, block_id)
-        transfers = self.worker._scheduler.decode.transfers
+        transfers = self.incoming
         if not self.loop.is_dead and not any(block_id in transfer.open_block_ids for transfer in transfers):
             details = f"{self.name}: block {block_id}, held by {self._holders(block_id)}"
             self._machine.report("a block is written that no transfer expects", details)
+
+
+class SimulatedVllmWorker(SimulatedWorker):
+    """A worker with vLLM's engine: the real shell and policy over `simulator.vllm_engine`."""
+
+    runs_vllm = True
+
+    def _make(self) -> Any:
+        worker: Any = VllmWorker(self._config, self._load_vllm, lambda config: self.network, self.loop.time)
+        self.worker = worker
+        return worker
+
+    async def _load_vllm(self, on_report: Callable[[StepReport], None], on_failed: OnFailed) -> LoadedVllm:
+        machine, shape, config = self._machine, self._machine.shape, self._config.engine
+        layout, own, blocks, connectors = self._open_pools()
+        grammars, adapters = attachments(self.loop, machine.timeline.rng, lambda: self.vllm.wake())
+        self.engine = SimulatedEngine(self.loop, own, shape.step_times, False, self._on_corrupt, machine.note)
+        self.vllm = SimulatedVllm(
+            blocks, self.engine, on_report, grammars, adapters, config.max_num_batched_tokens, config.max_num_seqs
+        )
+        self.pools = SimulatedPools(self.loops, self.pids, layout, own, machine.wires, self._tiers(own))
+        host: Any = SimpleNamespace(
+            pools=self.pools, pids=self.pids, block_bytes=1024, connectors=connectors, device="cpu",
+            host_id=f"host {self.host}", watch_exit=lambda pid, on_exit: machine.watch_exit(self.loop, pid, on_exit),
+        )  # fmt: skip
+        facts = EngineFacts(shape.max_model_len, VOCAB_SIZE, shape.num_blocks, "", 0)
+        media = SimulatedMediaOrders
+        return LoadedVllm("simulated vllm", self.pids[0], self.vllm, host, facts, media, {})
+
+    @property
+    def blocks(self) -> BlockManager:
+        return self.vllm.blocks
+
+    @property
+    def incoming(self) -> Any:
+        return self.worker._scheduler.incoming
+
+    @property
+    def outgoing(self) -> Any:
+        return self.worker._scheduler.outgoing
+
+    def load(self) -> WorkerLoad:
+        return cast(Any, self.worker)._load(0)
+
+    def _holders(self, block_id: int) -> list[str]:
+        requests = self.vllm.requests.values()
+        holders = [each.engine_id for each in requests if block_id in each.block_table]
+        return holders + [each.transfer_id for each in self.incoming if block_id in each.open_block_ids]
+
+
+class SimulatedMediaOrders:
+    """Prompts have no media, so orders go on at once."""
+
+    num_fetched_bytes = 0
+
+    def __init__(self, network: Network, add: Callable[[AddRequest], None]) -> None:
+        self.add = add
+
+    def open(self, message: PromptMessage) -> None:
+        return None
+
+    def forget(self, engine_ids: list[str]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @functools.cache

@@ -257,7 +257,7 @@ class _Run:
     def _check_undisturbed(self) -> None:
         """Without faults no lease expires, and no attempt is lost, unless the planner stops workers."""
         for name, worker in self._cluster.workers.items():
-            if num := worker.worker._scheduler.prefill.transfers.num_expired_leases:
+            if num := worker.outgoing.num_expired_leases:
                 self.report("leases expired without a fault", f"{name}: {num}")
         for proxy in self._cluster.proxies.values() if not self._scenario.cluster.config.autoscale else ():
             if num := int(proxy.metrics.migrated._value.get()):

@@ -39,6 +39,8 @@ FAULT_KINDS: tuple[FaultKind, ...] = LOSSES + DELAYS + COMMANDS
 MODEL = "simulated"
 MAX_SEQUENCES = 12
 """Of one request: prompts times sequences."""
+VLLM_SHARE = 0.2
+"""Share of the clusters whose workers have vLLM's engine."""
 NO_TIMEOUT_S = 600.0
 """Longer than any run."""
 START_S, LOAD_S = 2.0, 15.0
@@ -129,6 +131,8 @@ class ClusterShape:
     """Share of the steps that fail, with all requests in them."""
     no_memory_share: float = 0.0
     """Share of the larger steps that do not fit into the device's memory."""
+    runs_vllm: bool = False
+    """Whether workers have vLLM's policy and a simulated core of it instead of Tandem's schedulers."""
     hang_share: float = 0.0
     """Share of the workers told to leave that hang for good instead."""
 
@@ -238,7 +242,14 @@ def draw(seed: int) -> Scenario:
     if rng.random() < 0.04 and is_small and has_launcher and not cluster.config.autoscale:  # such a run takes long
         faults += (Fault(rng.uniform(START_S, end), "hang", rng.randrange(16), 0, MAX_WORKER_SILENCE_S + 45),)
     cluster, faults = _later_draws(random.Random(f"later {seed}"), cluster, requests, faults)
+    if random.Random(f"vllm {seed}").random() < VLLM_SHARE:
+        cluster = _with_vllm(cluster)
     return Scenario(seed, cluster, requests, tuple(sorted(faults, key=lambda each: each.at)))
+
+
+def _with_vllm(cluster: ClusterShape) -> ClusterShape:
+    """Returns the cluster with vLLM's engine, which has no tiers and no second step at once. Its steps do not fail."""
+    return replace(cluster, runs_vllm=True, tiers=(), overlaps=False, step_failure_share=0.0, no_memory_share=0.0)
 
 
 def _later_draws(

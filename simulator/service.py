@@ -52,7 +52,7 @@ class ServiceRules:
             if worker.loop.is_frozen and not self._cluster.orderly.is_leaving(worker):
                 yield "a worker that hangs is not replaced", worker.name, MAX_WORKER_SILENCE_S + DETECT_S
             elif worker.presence is not None and not is_slow and self._has_run(worker, now):
-                yield from self._of_worker(now, worker)
+                yield from self._of_worker(now, worker) if not worker.runs_vllm else ()
             else:
                 self._first.pop(worker.name, None)
         for proxy in self._cluster.proxies.values():

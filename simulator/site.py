@@ -20,7 +20,7 @@ from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.runtime.processes.process import EXIT_FAILED, EXIT_RETIRED
 from tandem.simulator.orderly import PlannerRules
-from tandem.simulator.processes import Machine, SimulatedProcess, SimulatedProxy, SimulatedWorker
+from tandem.simulator.processes import Machine, SimulatedProcess, SimulatedProxy, SimulatedVllmWorker, SimulatedWorker
 
 FOLDER = Path("/simulated")
 LOST_S = 1.0, 5.0
@@ -113,7 +113,8 @@ class SimulatedSite(Site):
             place = Place(endpoint_of(f"{host}/{name}"), proxy_endpoints=proxies)
             machine.orderly.on_start(name, self._roles[name])
             config = self._configs.worker(self._roles[name], name, place)
-            worker = machine.workers[name] = SimulatedWorker(machine, config, host, on_end)
+            new_worker = SimulatedVllmWorker if machine.shape.runs_vllm else SimulatedWorker
+            worker = machine.workers[name] = new_worker(machine, config, host, on_end)
             return worker
 
         self._roles[name] = role

@@ -12,7 +12,7 @@ from typing import Any
 from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES
 from tandem.protocol.prefix_hash import pack_short_hashes, unpack_short_hashes
 from tandem.simulator.cluster import SimulatedCluster
-from tandem.simulator.processes import SimulatedProxy, SimulatedWorker
+from tandem.simulator.processes import SimulatedProxy, SimulatedVllmWorker, SimulatedWorker
 
 View = tuple[str, object, object]
 """What is known, in words; as it is known; and the truth."""
@@ -61,11 +61,12 @@ def _of_proxy(cluster: SimulatedCluster, proxy: SimulatedProxy, infos: dict[str,
     yield f"{name}'s gauge of workers that do not answer", proxy.metrics.unanswered._value.get(), 0
     pools, tiers = dict[int, Iterable[bytes]](), dict[int, Iterable[bytes]]()
     for record in table._by_epoch.values():
-        worker = cluster.workers[record.worker.worker_id].worker
-        scheduler, pairs = worker._scheduler, list(worker._traffic._outgoing_table.pairs())
-        blocks, times, about = scheduler.blocks, scheduler.step_times, f"{name} on {record.worker.worker_id}"
+        process = cluster.workers[record.worker.worker_id]
+        scheduler, pairs = process.worker._scheduler, list(process.worker._traffic._outgoing_table.pairs())
+        blocks, times, about = process.blocks, scheduler.step_times, f"{name} on {record.worker.worker_id}"
         pools[record.bit] = blocks._by_hash
-        tiers[record.bit] = [block_hash for tier in scheduler.tiers._tiers.values() for block_hash in tier.hashes]
+        below = [] if process.runs_vllm else scheduler.tiers._tiers.values()
+        tiers[record.bit] = [block_hash for tier in below for block_hash in tier.hashes]
         load, use = record.load, record.use
         yield f"{about}'s drain", record.draining, False
         held: object = (0, 0, 0, [], blocks.num_blocks, len(blocks._by_hash))
@@ -117,12 +118,18 @@ def _of_worker(cluster: SimulatedCluster, worker: SimulatedWorker, infos: dict[s
         traffic._outgoing._senders.keys(),
         traffic._outgoing_table._by_id.keys(),
     )
-    prefill, decode = scheduler.prefill, scheduler.decode
     left: dict[str, Iterable[object]] = {
-        "attempts": prefill.prompts.by_attempt, "leases": prefill.transfers._leases._leases,
-        "transfers out": prefill.transfers._by_id, "transfers in": decode.transfers._by_id,
-        "reservations": decode.reservations._reserved, "waits for tiers": scheduler.tiers._waits,
+        "leases": worker.outgoing._leases._leases,
+        "transfers out": worker.outgoing._by_id, "transfers in": worker.incoming._by_id,
     }  # fmt: skip
+    if isinstance(worker, SimulatedVllmWorker):
+        policy = worker.worker._scheduler
+        left |= {"streams": policy._streams._by_key, "requests": worker.vllm.requests}
+        left |= {"requests that ship": policy._leaving, "requests that receive": policy._arriving}
+    else:
+        prefill, decode = scheduler.prefill, scheduler.decode
+        left |= {"attempts": prefill.prompts.by_attempt, "waits for tiers": scheduler.tiers._waits}
+        left["reservations"] = decode.reservations._reserved
     yield f"{name} on what has ended", {what: list(each) for what, each in left.items() if each}, {}
 
 

@@ -12,7 +12,7 @@ from tandem.worker.preload import serve
 
 MODULES = (
     "tandem.vllm_worker.__main__",
-    "tandem.vllm_worker.vllm_worker",
+    "tandem.vllm_worker.vllm_host",
     "vllm.v1.worker.cpu_worker",  # and with it what runs models
 )
 

@@ -1,9 +1,13 @@
-"""vLLM's settings, and its engine as `worker.kv_traffic` sees it."""
+"""Loads vLLM's engine: its settings, the layout of its KV, and what the worker's shell needs of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +18,31 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
 from tandem.kv_transfer.connector import KVConnector
+from tandem.kv_transfer.handshake import offered_connectors
 from tandem.kv_transfer.ranks.fan_out import FanOutPools
+from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.protocol.messages.transfer import KVLayout
+from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.host import host_id
 from tandem.runtime.processes.exits import WatchExit, watch_exit
-from tandem.vllm_worker.engine.loras import MAX_LOADED_ADAPTERS, MAX_STEP_ADAPTERS
-from tandem.vllm_worker.extensions.kv_ranks import RankFacts
+from tandem.vllm_worker.engine.loras import MAX_LOADED_ADAPTERS, MAX_STEP_ADAPTERS, lora_modules, max_lora_rank
+from tandem.vllm_worker.engine.vllm_engine import VllmEngine
+from tandem.vllm_worker.engine.vllm_media import VllmMedia
+from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankFacts, RankKV, open_ranks
 from tandem.vllm_worker.extensions.worker_extension import EXTENSION
-from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig, batch_problem
+from tandem.vllm_worker.scheduler.engine_orders import AddRequest, StepReport
+from tandem.vllm_worker.vllm_worker import LoadedVllm, OnFailed
+from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig, VllmWorkerConfig, batch_problem
+
+log = logging.getLogger(__name__)
 
 ENGINE = f"vllm {VLLM_VERSION}"
 _DEFAULT_CPU_CACHE_BYTES = 1 << 30
 _CPU_BLOCK_SIZE = 32
 """vLLM's attention on the CPU takes multiples of 32."""
+_CONNECTORS = ("ipc", "nixl", "tcp")
+"""Those that move strided blocks between processes without a group."""
 
 
 def engine_arguments(config: VllmEngineConfig, max_lora_rank: int) -> EngineArgs:
@@ -110,7 +125,7 @@ def kv_layout(config: VllmEngineConfig, vllm_config: VllmConfig, rank: RankFacts
 
 @dataclass(frozen=True)
 class VllmHost:
-    """Implements `worker.kv_interfaces.KVHost`."""
+    """Implements `handover.kv_host.KVHost`."""
 
     pools: FanOutPools
     pids: list[int]
@@ -119,3 +134,33 @@ class VllmHost:
     device: str
     host_id: str = field(default_factory=host_id)
     watch_exit: WatchExit = watch_exit
+
+
+async def load_vllm(
+    config: VllmWorkerConfig, on_report: Callable[[StepReport], None], on_failed: OnFailed
+) -> LoadedVllm:
+    """Loads the model. Raises ConfigError for settings that cannot be kept, and what `VllmEngine.start` raises."""
+    problem = batch_problem(config.engine.device, bool(vllm_envs.VLLM_BATCH_INVARIANT))
+    if config.exact and problem:
+        raise ConfigError(f"--exact: answers would not be exact: {problem}; leave out --exact")
+    keys = config.network.keys_of("worker")
+    offered = offered_connectors(config.kv_connector, config.engine.device, keys is not None)
+    connectors = {name: each for name, each in offered.items() if name in _CONNECTORS}
+    modules = lora_modules(config.engine) if config.adapters else {}
+    max_rank = max_lora_rank(config.adapters, modules)
+
+    def open_kv(vllm_config: VllmConfig, ask: AskRanks) -> RankKV:
+        return open_ranks(ask, partial(kv_layout, config.engine, vllm_config), config.host, keys)
+
+    engine = VllmEngine(engine_arguments(config.engine, max_rank), open_kv, on_report, on_failed)
+    await asyncio.wrap_future(engine.start())
+    if config.adapters and config.engine.device == "cpu":
+        log.warning("on CPUs, vLLM 0.32 computes wrong tokens in steps with and without an adapter (docs/vllm.md)")
+    pids, block_bytes, pools = engine.kv
+
+    def open_media(network: Network, add: Callable[[AddRequest], None]) -> VllmMedia:
+        remote = RemoteMedia(network, config.max_fetched_media_bytes)
+        return VllmMedia(engine.vllm_config, engine.facts.max_item_tokens, remote, add)
+
+    host = VllmHost(pools, pids, block_bytes, connectors, config.engine.device)
+    return LoadedVllm(ENGINE, os.getpid(), engine, host, engine.facts, open_media, modules, max_rank)

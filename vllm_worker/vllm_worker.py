@@ -1,27 +1,25 @@
-"""The shell of a vLLM worker: sockets, KV traffic and the engine's thread around the pure scheduler.
+"""The shell of a vLLM worker: sockets, KV traffic and an engine around the pure scheduler.
 
-Everything runs on one uvloop thread except the engine (a thread) and transfers (a thread per pair). All that is not
-about vLLM is shared with Tandem's own worker.
+Everything runs on the worker's loop except the engine (a thread) and transfers (a thread per pair). All that is not
+about vLLM is shared with Tandem's own worker. vLLM itself comes in with `LoadVllm` only, so that a simulated engine may
+take its place.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import msgspec
-from vllm import envs as vllm_envs
-from vllm.config import VllmConfig
 
 from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
+from tandem.handover.kv_host import KVHost
 from tandem.handover.kv_traffic import KVOptions, KVTraffic, WorkerShell
-from tandem.kv_transfer.connector import KVConnector
-from tandem.kv_transfer.handshake import offered_connectors
-from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.dispatch import (
     AbortAllAttempts,
@@ -34,46 +32,113 @@ from tandem.protocol.messages.dispatch import (
 )
 from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, WorkerLoad
 from tandem.protocol.messages.transfer import ToDecodePeer
+from tandem.protocol.messaging import Network
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.protocol.sockets import new_context
-from tandem.runtime.errors import ConfigError, InternalError
+from tandem.runtime.errors import InternalError
 from tandem.runtime.files.lora_files import MAX_RANK
 from tandem.runtime.processes.lifetime import end_process
 from tandem.runtime.threads import post
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.vllm_worker.engine.loras import lora_modules, max_lora_rank
-from tandem.vllm_worker.engine.vllm_engine import VllmEngine
-from tandem.vllm_worker.engine.vllm_media import VllmMedia
-from tandem.vllm_worker.engine.vllm_sampling import check_supported
-from tandem.vllm_worker.extensions.kv_ranks import AskRanks, RankKV, open_ranks
+from tandem.vllm_worker.engine.sampling_limits import check_supported
 from tandem.vllm_worker.scheduler.engine_orders import (
     AbortRequests,
     AddRequest,
     EndReceiving,
     EndShipping,
+    EngineFacts,
     KVArrived,
     StepReport,
     VllmAction,
 )
+from tandem.vllm_worker.scheduler.request_media import RequestMedia
 from tandem.vllm_worker.scheduler.vllm_scheduler import VllmScheduler
-from tandem.vllm_worker.vllm_host import ENGINE, VllmHost, engine_arguments, kv_layout
-from tandem.vllm_worker.vllm_worker_config import VllmWorkerConfig, batch_problem
 from tandem.worker.presence import EngineFailed, Presence, new_worker_info
 from tandem.worker.to_proxy import ProxyAnswers
+from tandem.worker.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 1.5
 """Time that a running step gets when the worker ends."""
-_CONNECTORS = ("ipc", "nixl", "tcp")
-"""Those that move strided blocks between processes without a group."""
+
+
+class EngineHandle(Protocol):
+    """An engine that carries out orders between steps, in order. See `vllm_worker.engine.vllm_engine`."""
+
+    def add(self, order: AddRequest, hashes: list[bytes]) -> None: ...
+
+    def abort(self, engine_ids: list[str]) -> None: ...
+
+    def on_received(self, engine_id: str, first_token_id: int) -> None: ...
+
+    def end_receiving(self, engine_id: str) -> None: ...
+
+    def end_shipping(self, engine_id: str) -> None: ...
+
+    def clear_cache(self) -> None: ...
+
+    def check(self, now: float) -> str:
+        """Returns why the running step counts as stuck, or an empty string."""
+
+    def stop(self, timeout_s: float) -> None: ...
+
+
+class MediaOrders(Protocol):
+    """Opens the media of prompts, and holds orders until these have arrived. See `vllm_worker.engine.vllm_media`."""
+
+    @property
+    def num_fetched_bytes(self) -> int: ...
+
+    def open(self, message: PromptMessage) -> RequestMedia | None: ...
+
+    def add(self, order: AddRequest) -> None: ...
+
+    def forget(self, engine_ids: list[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoadedVllm:
+    """An engine that can take requests, and what the shell has to know of it. name: with its version."""
+
+    name: str
+    pid: int
+    """Process of the worker; its ranks may have others."""
+    engine: EngineHandle
+    host: KVHost
+    facts: EngineFacts
+    open_media: Callable[[Network, Callable[[AddRequest], None]], MediaOrders]
+    """The function that it gets gives an order to the engine."""
+    lora_modules: Mapping[str, tuple[int, int]]
+    """See RegisterWorker."""
+    max_lora_rank: int = 0
+
+
+OnFailed = Callable[[BaseException, list[str]], None]
+"""Called once, with the error that has ended the engine, and the engine ids of the requests in the step that failed."""
+LoadVllm = Callable[[Callable[[StepReport], None], OnFailed], Awaitable[LoadedVllm]]
+"""Loads the engine. Its callbacks may be called on any thread."""
 
 
 class VllmWorker:
-    """A worker. `run` serves until `stop` is called. It ends with an error when vLLM's engine fails."""
+    """A worker. `run` serves until `stop` is called. It ends with an error when vLLM's engine fails.
 
-    def __init__(self, config: VllmWorkerConfig) -> None:
+    clock: measures durations of transfers.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        load: LoadVllm,
+        new_network: Callable[[WorkerConfig], Network] = lambda config: new_context("worker", config.network),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
+        self._load_engine = load
+        self._new_network = new_network
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._presence: Presence[VllmAction] | None = None
@@ -90,34 +155,23 @@ class VllmWorker:
 
     async def run(self) -> None:
         config = self._config
-        problem = batch_problem(config.engine.device, bool(vllm_envs.VLLM_BATCH_INVARIANT))
-        if config.exact and problem:
-            raise ConfigError(f"--exact: answers would not be exact: {problem}; leave out --exact")
-        connectors = self._offered()
-        modules = lora_modules(config.engine) if config.adapters else {}
-        max_rank = max_lora_rank(config.adapters, modules)
-        engine = self._engine = VllmEngine(
-            engine_arguments(config.engine, max_rank),
-            self._open_kv,
-            partial(post, self._loop, self._on_report),
-            partial(post, self._loop, self._on_failed),
+        loaded = await self._load_engine(
+            partial(post, self._loop, self._on_report), partial(post, self._loop, self._on_failed)
         )
-        await asyncio.wrap_future(engine.start())
-        pids, block_bytes, pools = engine.kv
-        host = self._host = VllmHost(pools, pids, block_bytes, connectors, config.engine.device)
-        for pid in pids:
-            if pid != os.getpid():
+        engine, host = self._engine, self._host = loaded.engine, loaded.host
+        for pid in host.pids:
+            if pid != loaded.pid:
                 host.watch_exit(pid, partial(self._on_failed, InternalError(f"its rank {pid} has ended"), []))
-        layout, facts = pools.layout, engine.facts
+        layout, facts = host.pools.layout, loaded.facts
         self._vocab_size, self._max_model_len = facts.vocab_size, facts.max_model_len
         scheduler = self._scheduler = VllmScheduler(
-            facts.num_blocks, layout.block_size, block_bytes, config.kv_lease_s, config.itl_slo_ms / 1000
+            facts.num_blocks, layout.block_size, host.block_bytes, config.kv_lease_s, config.itl_slo_ms / 1000
         )
-        network = new_context("worker", config.network)
+        network = self._new_network(config)
         network.refusals.on_refused = self._metrics.on_refused
         codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
         self._router = network.router(config.endpoint, codec, self._on_message)
-        info = new_worker_info(config, self._router.endpoint, os.getpid(), len(pids), host.host_id, self._metrics)
+        info = new_worker_info(config, self._router.endpoint, loaded.pid, len(host.pids), host.host_id, self._metrics)
         self._answers = ProxyAnswers(self._router, info.epoch, self._metrics)
         self._traffic: KVTraffic[VllmAction] = KVTraffic(
             KVOptions(config.kv_checksums, config.exact, config.kv_lease_s),
@@ -125,7 +179,7 @@ class VllmWorker:
             host,
             scheduler.outgoing,
             scheduler.incoming,
-            WorkerShell(network, self._send_to_peer, self._perform, self._metrics, time.monotonic),
+            WorkerShell(network, self._send_to_peer, self._perform, self._metrics, self._clock),
         )
         register = RegisterWorker(
             version=PROTOCOL_VERSION,
@@ -134,25 +188,20 @@ class VllmWorker:
             vocab_size=facts.vocab_size,
             model_id=layout.model_id,
             block_size=layout.block_size,
-            lora_modules=modules,
-            max_lora_rank=max_rank or MAX_RANK,
+            lora_modules=dict(loaded.lora_modules),
+            max_lora_rank=loaded.max_lora_rank or MAX_RANK,
             quantization=facts.quantization,
-            engine=ENGINE,
+            engine=loaded.name,
             numerics=layout.numerics,
             exact=config.exact,
         )
-        remote = RemoteMedia(network, config.max_fetched_media_bytes)
-        self._media = VllmMedia(engine.vllm_config, facts.max_item_tokens, remote, self._add)
+        self._media = loaded.open_media(network, self._add)
         self._presence = Presence(
             config, register, scheduler, self._traffic, self._perform, self._report, engine.clear_cache
         )
         try:
-            log.info("ready: %s, %d KV blocks of %d tokens", ENGINE, facts.num_blocks, layout.block_size)
+            log.info("ready: %s, %d KV blocks of %d tokens", loaded.name, facts.num_blocks, layout.block_size)
             log.info("answers are %s", layout.numerics.described())
-            if config.adapters and config.engine.device == "cpu":
-                log.warning(
-                    "on CPUs, vLLM 0.32 computes wrong tokens in steps with and without an adapter (docs/vllm.md)"
-                )
             await self._presence.serve(network, self._stopping, self._on_tick)
         finally:
             self._metrics.close()
@@ -161,18 +210,6 @@ class VllmWorker:
             self._router.close()
             network.destroy()
             engine.stop(STOP_TIMEOUT_S)
-
-    def _offered(self) -> dict[str, KVConnector]:
-        """Returns the connectors that this worker offers. Raises ConfigError for one that is not installed."""
-        config = self._config
-        has_keys = config.network.keys_of("worker") is not None
-        offered = offered_connectors(config.kv_connector, config.engine.device, has_keys)
-        return {name: each for name, each in offered.items() if name in _CONNECTORS}
-
-    def _open_kv(self, vllm_config: VllmConfig, ask: AskRanks) -> RankKV:
-        config = self._config
-        make_layout = partial(kv_layout, config.engine, vllm_config)
-        return open_ranks(ask, make_layout, config.host, config.network.keys_of("worker"))
 
     def _on_tick(self, now: float) -> None:
         if self._failure is not None:

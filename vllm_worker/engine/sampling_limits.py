@@ -1,4 +1,4 @@
-"""Limits on a request's lists of tokens on workers with vLLM's engine. Pure.
+"""What workers with vLLM's engine refuse, among it long lists of tokens. Pure.
 
 vLLM handles these lists in Python for each sequence, and its second model runner, which GPUs use, has tables of fixed
 sizes: a longer list would end the engine in a step.
@@ -6,7 +6,7 @@ sizes: a longer list would end the engine in a step.
 
 from __future__ import annotations
 
-from tandem.protocol.messages.dispatch import PromptMessage
+from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.runtime.errors import InvalidRequest
 
@@ -21,6 +21,18 @@ MAX_BAD_WORD_TOKENS = 1024
 """Tokens of all bad words together."""
 MAX_ENTRIES = 16_384
 """Entries of all lists, times the sequences of the request."""
+
+
+def check_supported(message: PromptMessage) -> None:
+    """Raises InvalidRequest for what a vLLM worker cannot do, with the way out."""
+    if isinstance(message, StartPrefill) and message.pooling is not None:
+        raise InvalidRequest("this worker runs vLLM, which makes no embeddings here; use a worker of Tandem's engine")
+    if message.sampling.thinking is not None and message.sampling.thinking.max_tokens is not None:
+        raise InvalidRequest(
+            "this worker runs vLLM, which does not limit thinking here; leave out the thinking budget, or switch "
+            "thinking off"
+        )
+    check_lists(message)
 
 
 def banned_tokens(sampling: SamplingParams) -> list[int]:

@@ -12,25 +12,13 @@ from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.runtime.errors import InvalidRequest
-from tandem.vllm_worker.engine.sampling_limits import banned_tokens, check_lists
+from tandem.vllm_worker.engine.sampling_limits import banned_tokens
 from tandem.vllm_worker.extensions.resumed_sequences import OUTPUT
 
 GRAMMAR_OPTIONS = "tandem_grammar"
 """Name in vLLM's extra arguments of what `GrammarState` needs to know besides the grammar: thinking and is_optional."""
 _MIN_TEMPERATURE = 1e-2
 """vLLM raises lower temperatures to this, with a warning for each."""
-
-
-def check_supported(message: PromptMessage) -> None:
-    """Raises InvalidRequest for what a vLLM worker cannot do, with the way out."""
-    if isinstance(message, StartPrefill) and message.pooling is not None:
-        raise InvalidRequest("this worker runs vLLM, which makes no embeddings here; use a worker of Tandem's engine")
-    if message.sampling.thinking is not None and message.sampling.thinking.max_tokens is not None:
-        raise InvalidRequest(
-            "this worker runs vLLM, which does not limit thinking here; leave out the thinking budget, or switch "
-            "thinking off"
-        )
-    check_lists(message)
 
 
 def wants_prompt_logprobs(message: PromptMessage, number: int, num_generated: int) -> bool:

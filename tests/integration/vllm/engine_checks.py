@@ -25,7 +25,7 @@ from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions, Thinking
 from tandem.runtime.errors import InvalidRequest
 from tandem.vllm_worker.engine import held_requests, step_shares
-from tandem.vllm_worker.engine.vllm_sampling import check_supported
+from tandem.vllm_worker.engine.sampling_limits import check_supported
 from tandem.vllm_worker.extensions import prompt_logits
 from tandem.vllm_worker.vllm_host import kv_layout
 
