@@ -171,6 +171,19 @@ class OutgoingTransfers(Generic[P, A]):
                 return transfer
         return None
 
+    def without_tokens(self, now: float) -> OutgoingTransfer[P] | None:
+        """Returns the newest transfer whose blocks have been complete for YIELD_AFTER_S without all first tokens.
+
+        Its blocks are kept meanwhile. Where each sequence of a prompt is computed by itself, one may wait behind another
+        prompt, which waits for these blocks.
+        """
+        for transfer in reversed(self._by_id.values()):
+            computed_at = transfer.computed_at
+            is_waiting = computed_at is not None and not transfer.has_first_tokens and not transfer.ended
+            if is_waiting and computed_at is not None and now - computed_at >= YIELD_AFTER_S:
+                return transfer
+        return None
+
     # ---- from the holder
 
     def add(self, request: StartPrefill, pair_id: str, prompt: P, num_blocks: list[int]) -> OutgoingTransfer[P]:

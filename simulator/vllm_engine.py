@@ -338,6 +338,7 @@ class SimulatedVllm:
         last = max(self._of("running"), key=lambda each: each.turn)
         self._num_preempted += 1
         last.status, last.num_computed, last.num_reported = "waiting", 0, 0
+        last.prompt_logprobs = []  # they are computed again
         self._release(last)
         if last.ships:
             self._lost.append(last.engine_id)

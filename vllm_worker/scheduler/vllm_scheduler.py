@@ -148,6 +148,8 @@ class VllmScheduler:
         late = [action for stream in self._streams.late(now) for action in self._end(stream, error)]
         actions = late + self.outgoing.on_tick(now) + self.incoming.on_tick(now)
         yielding = self.outgoing.unanswered(now) if self.incoming.is_blocked else None
+        if yielding is None and not self.figures.num_running:
+            yielding = self.outgoing.without_tokens(now)
         return actions + self._preempt(yielding) if yielding is not None else actions
 
     # ---- events from the engine
