@@ -174,8 +174,8 @@ class OutgoingTransfers(Generic[P, A]):
     def without_tokens(self, now: float) -> OutgoingTransfer[P] | None:
         """Returns the newest transfer whose blocks have been complete for YIELD_AFTER_S without all first tokens.
 
-        Its blocks are kept meanwhile. Where each sequence of a prompt is computed by itself, one may wait behind another
-        prompt, which waits for these blocks.
+        Its blocks are kept meanwhile. Where each sequence of a prompt is computed by itself, one may wait behind
+        another prompt, which waits for these blocks.
         """
         for transfer in reversed(self._by_id.values()):
             computed_at = transfer.computed_at

@@ -31,10 +31,13 @@ from tests.simulation.policy_mutations import PURE, TRANSFERS, VIEWS
 from tests.simulation.sampling_mutations import SAMPLING
 from tests.simulation.service_mutations import IN_ORDER, PLANS, RANKS, SERVICE
 from tests.simulation.shell_mutations import LAUNCH, SHELL
+from tests.simulation.vllm_mutations import VLLM
 
 ROOT = Path(__file__).parents[2]
 SEEDS_AT_ONCE = 10
-MUTATIONS = SHELL + PURE + TRANSFERS + VIEWS + LAUNCH + SAMPLING + IN_ORDER + SERVICE + BLAME + BATCHES + PLANS + RANKS
+MUTATIONS = (
+    SHELL + PURE + TRANSFERS + VIEWS + LAUNCH + SAMPLING + IN_ORDER + SERVICE + BLAME + BATCHES + PLANS + RANKS + VLLM
+)
 
 
 def mutated(mutation: Mutation) -> str:

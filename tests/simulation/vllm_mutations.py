@@ -1,0 +1,64 @@
+"""Faults in the policy of workers with vLLM's engine, which some seeds run in place of Tandem's schedulers."""
+
+from __future__ import annotations
+
+from tests.simulation.mutation import Mutation
+
+POLICY = "vllm_worker/scheduler/vllm_scheduler.py"
+
+VLLM = (
+    Mutation(
+        "vLLM never gets the blocks of a shipped prompt back",
+        POLICY,
+        "        return [EndShipping(transfer.prompt)]\n",
+        "        return []\n",
+    ),
+    Mutation(
+        "vLLM never gets the blocks of a prompt that was given up back",
+        POLICY,
+        "        return [EndReceiving(prompt.engine_id)]  #",
+        "        return []  #",
+    ),
+    Mutation(
+        "vLLM goes on waiting for the KV of a prompt that was given up",
+        POLICY,
+        "return [*failed, AbortRequests([prompt.engine_id])] if prompt.engine_id else failed",
+        "return failed",
+    ),
+    Mutation(
+        "a prompt that vLLM has preempted is shipped from blocks that are no longer its own",
+        POLICY,
+        "                actions += self._preempt(leaving)\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "with vLLM, sequences go on from the first token of another one",
+        POLICY,
+        "            token_id = first_tokens[stream.attempt_id]\n            stream.num_generated += 1\n",
+        "            token_id = transfer.first_token_ids[0]\n            stream.num_generated += 1\n",
+    ),
+    Mutation(
+        "with vLLM, sequences whose first token ends them go on",
+        POLICY,
+        "            if request.stop.check(token_id, stream.num_generated) is not None:\n",
+        "            if False:\n",
+    ),
+    Mutation(
+        "with vLLM, a prompt keeps its blocks while its sequences wait behind one that needs them",
+        POLICY,
+        "            yielding = self.outgoing.without_tokens(now)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "with vLLM, sequences that another worker continues are never forgotten",
+        POLICY,
+        "        if not transfer.ended:  # decode continues the sequences\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "with vLLM, the request of a sequence that has ended goes on",
+        POLICY,
+        "        if stream.owns_request:\n",
+        "        if False:\n",
+    ),
+)
