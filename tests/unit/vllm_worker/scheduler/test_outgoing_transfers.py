@@ -230,3 +230,17 @@ def test_a_transfer_begins_once() -> None:
 def test_tokens_of_earlier_attempts_are_part_of_the_prompt() -> None:
     _, [order] = begun("a", num_generated=3)
     assert (order.num_generated, order.max_tokens) == (3, 4)
+
+
+def test_a_prompt_whose_other_sequences_find_no_blocks_yields() -> None:
+    """They may wait behind a prompt of a sooner priority, which waits for the blocks that this one keeps."""
+    worker, [a, _] = begun("a", "b")
+    finished(worker, a)
+    worker.outgoing.on_reserved(KVReserved("t", [ReservedBlocks(0, [1, 2, 3])]))
+    worker.on_report(1.5, report(num_running=1))
+    assert worker.on_tick(2.5) == [], "the engine computes something"
+    worker.on_report(2.5, report())
+    actions = worker.on_tick(2.6)
+    assert to_proxy(actions) == [AttemptPreempted("a"), AttemptPreempted("b")]
+    assert AbortRequests([a.engine_id]) in actions
+    assert EndShipping(a.engine_id) in worker.outgoing.on_shipped("t", None) and worker.is_idle
