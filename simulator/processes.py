@@ -373,14 +373,15 @@ class SimulatedVllmWorker(SimulatedWorker):
 
     @property
     def incoming(self) -> Any:
-        return self.worker._scheduler.incoming
+        return cast(Any, self.worker)._scheduler.incoming
 
     @property
     def outgoing(self) -> Any:
-        return self.worker._scheduler.outgoing
+        return cast(Any, self.worker)._scheduler.outgoing
 
     def load(self) -> WorkerLoad:
-        return cast(Any, self.worker)._load(0)
+        load: WorkerLoad = cast(Any, self.worker)._load(0)
+        return load
 
     def _holders(self, block_id: int) -> list[str]:
         requests = self.vllm.requests.values()

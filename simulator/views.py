@@ -123,7 +123,7 @@ def _of_worker(cluster: SimulatedCluster, worker: SimulatedWorker, infos: dict[s
         "transfers out": worker.outgoing._by_id, "transfers in": worker.incoming._by_id,
     }  # fmt: skip
     if isinstance(worker, SimulatedVllmWorker):
-        policy = worker.worker._scheduler
+        policy: Any = worker.worker._scheduler
         left |= {"streams": policy._streams._by_key, "requests": worker.vllm.requests}
         left |= {"requests that ship": policy._leaving, "requests that receive": policy._arriving}
     else:

@@ -145,7 +145,7 @@ class SimulatedVllm:
         self._order(lambda: self._add(order, hashes))
 
     def abort(self, engine_ids: list[str]) -> None:
-        self._order(lambda: [self._end(each) for each in map(self.requests.get, engine_ids) if each is not None])
+        self._order(lambda: self._abort(engine_ids))
 
     def on_received(self, engine_id: str, first_token_id: int) -> None:
         self._order(lambda: self._receive(engine_id, first_token_id))
@@ -169,8 +169,8 @@ class SimulatedVllm:
         """A grammar or an adapter is ready."""
         self._order(lambda: None)
 
-    def _order(self, carry_out: Callable[[], object]) -> None:
-        self._orders.append(lambda: (carry_out(), None)[1])
+    def _order(self, carry_out: Callable[[], None]) -> None:
+        self._orders.append(carry_out)
         if self._step is None:
             self._begin_step()
 
@@ -191,6 +191,11 @@ class SimulatedVllm:
         if isinstance(message, StartPrefill) and not order.number and not order.num_generated:
             request.num_prompt_logprobs = message.num_prompt_logprobs
         self.requests[order.engine_id] = request
+
+    def _abort(self, engine_ids: list[str]) -> None:
+        for engine_id in engine_ids:
+            if (request := self.requests.get(engine_id)) is not None:
+                self._end(request)
 
     def _receive(self, engine_id: str, first_token_id: int) -> None:
         request = self.requests.get(engine_id)

@@ -20,7 +20,6 @@ from tandem.engine.loading.model_identity import dummy_identity, folder_identity
 from tandem.kv_transfer.connector import KVConnector
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.kv_transfer.ranks.fan_out import FanOutPools
-from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError
@@ -34,6 +33,7 @@ from tandem.vllm_worker.extensions.worker_extension import EXTENSION
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest, StepReport
 from tandem.vllm_worker.vllm_worker import LoadedVllm, OnFailed
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION, VllmEngineConfig, VllmWorkerConfig, batch_problem
+from tandem.worker.remote_media import RemoteMedia
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import msgspec
 from tandem.decode_worker.actions import Action
 from tandem.handover.kv_traffic import KVTraffic
 from tandem.kv_transfer.tiers.tier import TierAnswer
-from tandem.prefill_worker.media import MediaIntake
 from tandem.protocol.messages.membership import TierFigures, WorkerLoad
+from tandem.worker.media_intake import MediaIntake
 from tandem.worker.step_loop import StepLoop
 from tandem.worker.tier_traffic import TierTraffic
 from tandem.worker.worker_scheduler import WorkerScheduler

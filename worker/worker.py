@@ -22,9 +22,6 @@ from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.handover.kv_traffic import KVOptions, KVTraffic, WorkerShell
 from tandem.media_cache.media_client import MediaCacheClient
-from tandem.prefill_worker.media import MediaIntake
-from tandem.prefill_worker.remote_media import RemoteMedia
-from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import (
@@ -44,7 +41,10 @@ from tandem.runtime.version import own_version
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost
 from tandem.worker.load_report import load_report
+from tandem.worker.media_intake import MediaIntake
 from tandem.worker.presence import Presence, new_worker_info
+from tandem.worker.remote_media import RemoteMedia
+from tandem.worker.shared_embeddings import SharedEmbeddings
 from tandem.worker.step_loop import StepLoop
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.tier_traffic import TierTraffic

@@ -25,11 +25,11 @@ from tandem.kv_transfer.handshake import agree
 from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.media_cache.server import MediaCacheServer
-from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import InternalError, KVLayoutMismatch
+from tandem.worker.shared_embeddings import SharedEmbeddings
 from tests.support.named_connectors import named
 
 WEIGHTS = "model.safetensors"

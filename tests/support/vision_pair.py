@@ -16,7 +16,6 @@ from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.handover.actions import Receive, SendToPeer, SendToProxy, Ship
-from tandem.prefill_worker.media import MediaIntake
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
     AttemptPreempted,
@@ -29,6 +28,7 @@ from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
+from tandem.worker.media_intake import MediaIntake
 from tandem.worker.worker_scheduler import WorkerScheduler
 from tests.support.vision_models import Generated
 

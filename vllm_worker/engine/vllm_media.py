@@ -20,7 +20,6 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
 
 from tandem.engine.vision.media_tensors import check_grid, numbered, open_tensors
-from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.media import MediaItem, check_media
@@ -28,6 +27,7 @@ from tandem.runtime.errors import InternalError, InvalidRequest, TandemError, cl
 from tandem.runtime.tasks import start_job
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest
 from tandem.vllm_worker.scheduler.request_media import RequestMedia
+from tandem.worker.remote_media import RemoteMedia
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types whose media vLLM's workers take. Their grids tell how many placeholders an item must have."""

@@ -19,7 +19,6 @@ from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.media_tensors import open_tensors
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia, placed
 from tandem.handover.actions import SendToProxy
-from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.prefill_scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, StartPrefill
 from tandem.protocol.messages.media import MediaItem, MediaTensor
@@ -27,6 +26,7 @@ from tandem.protocol.messages.media_cache import HEADER_BYTES
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, WorkerLost
+from tandem.worker.media_intake import MediaIntake
 from tandem.worker.worker_scheduler import WorkerScheduler
 
 BUDGET = 32

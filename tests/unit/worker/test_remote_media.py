@@ -24,8 +24,6 @@ from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.media_cache.media_segment import offsets_of, write_segment
 from tandem.media_cache.server import MediaCacheServer
-from tandem.prefill_worker.media import MediaIntake
-from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
@@ -35,6 +33,8 @@ from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ClientShareExceeded, ConfigError, InvalidRequest, Overloaded, WorkerLost
+from tandem.worker.media_intake import MediaIntake
+from tandem.worker.remote_media import RemoteMedia
 from tests.support.ports import free_port
 
 GRID = torch.tensor([[1, 4, 4]])

@@ -1,7 +1,7 @@
 """Processed images and videos of other hosts: their tensors, fetched from those hosts' media caches over tcp.
 
 The caches keep an item while the proxy holds its lease, that is until the prompt is computed. The memory is kept here
-while prompts use it; the embeddings computed from it are cached separately (`prefill_worker.media`).
+while prompts use it; the embeddings computed from it are cached separately (`worker.media_intake`).
 """
 
 from __future__ import annotations

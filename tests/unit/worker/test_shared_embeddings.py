@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tandem.engine.vision.embedding_cache import EmbeddingCache
-from tandem.prefill_worker.media import MediaIntake
-from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
+from tandem.worker.media_intake import MediaIntake
+from tandem.worker.shared_embeddings import SharedEmbeddings
 
 
 class OnDevice:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.media_tensors import numbered, open_tensors
 from tandem.engine.vision.prompt_media import PromptMedia
-from tandem.prefill_worker.remote_media import RemoteMedia
-from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
 from tandem.protocol.messages.client_salt import client_of
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem, check_media
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
 from tandem.runtime.tasks import start_job
+from tandem.worker.remote_media import RemoteMedia
+from tandem.worker.shared_embeddings import SharedEmbeddings
 
 if TYPE_CHECKING:
     import torch
