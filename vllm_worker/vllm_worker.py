@@ -111,7 +111,7 @@ class VllmWorker:
         layout, facts = pools.layout, engine.facts
         self._vocab_size, self._max_model_len = facts.vocab_size, facts.max_model_len
         scheduler = self._scheduler = VllmScheduler(
-            facts.num_blocks, layout.block_size, block_bytes, config.kv_lease_s, config.itl_slo_ms / 1000
+            facts.num_blocks, layout.block_size, block_bytes, config.kv_lease_s, config.itl_slo_s
         )
         network = new_context("worker", config.network)
         network.refusals.on_refused = self._metrics.on_refused
