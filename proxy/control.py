@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from pathlib import Path
 
 from tandem.protocol.codec import Codec
@@ -51,6 +52,9 @@ _ANNOUNCEMENT_S_PER_WORKER = 0.0001
 """Least time between two announcements of changes, for each worker that gets them, as their cost grows with the number
 of workers: changes within this time are announced together."""
 
+UNUSED_S = 15.0
+"""Time for which workers must lack others that compute alike before the log says so: those may be starting."""
+
 
 class Control:
     def __init__(
@@ -66,6 +70,8 @@ class Control:
         self._table = state.worker_table
         self._connections = connections
         self._num_changes_seen = self._num_list_changes_seen = 0
+        self._unused: list[str] = []  # kinds of workers
+        self._num_unused_seen, self._log_unused_at = 0, math.inf
         self._version = 1  # see ClusterView
         self._announced = {worker.epoch: worker for worker in self._table.workers()}
         self._announced_at = 0.0
@@ -184,6 +190,19 @@ class Control:
             self._connections.close(worker, is_gone=True)
             self._connect(worker)
         self._notify_changes()
+        self._warn_of_unused()
+
+    def _warn_of_unused(self) -> None:
+        """Logs once which workers get no work because they compute differently, as `tandem status` says."""
+        if self._num_unused_seen != self._table.num_list_changes:
+            self._num_unused_seen = self._table.num_list_changes
+            if (unused := self._table.unused_kinds()) != self._unused:
+                self._unused = unused
+                self._log_unused_at = self._loop.time() + UNUSED_S if unused else math.inf
+        if self._loop.time() >= self._log_unused_at:
+            self._log_unused_at = math.inf
+            for each in self._unused:
+                log.warning("%s", each)
 
     def _notify_changes(self) -> None:
         if self._num_list_changes_seen != self._table.num_list_changes:

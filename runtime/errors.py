@@ -62,6 +62,8 @@ class Overloaded(TandemError):
 
     code = "overloaded"
     retry_after_s: int = 1
+    is_lasting: bool = False
+    """Whether a retry would be refused as well, although nothing else runs, as far as is known."""
 
 
 class ClientShareExceeded(Overloaded):

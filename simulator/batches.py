@@ -268,6 +268,8 @@ class CheckedSlots(FairSlots):
         self._num_given = 0
         self._given_at: dict[str, int] = {}  # the number of its last slot, by client
         self._waits_since: dict[str, int] = {}
+        # (client, both of its numbers before, its number since) of slots whose callers do not run yet
+        self._given: dict[asyncio.Future[None], tuple[str, tuple[int, int], int]] = {}
 
     async def acquire(self, client: str) -> None:
         if not self._waits(client):
@@ -275,14 +277,27 @@ class CheckedSlots(FairSlots):
         await super().acquire(client)
 
     def _waits(self, client: str) -> bool:
-        return any(not turn.done() for turn in self._waiting.get(client, ()))
+        return client in self._waiting and any(not turn.done() for turn in self._waiting[client].turns)
 
     def _give(self, client: str, turn: asyncio.Future[None]) -> None:
         if turn is not self._alone:  # which is in no order with the others
             self._check_turn(client)
+            before = self._given_at.get(client, -1), self._waits_since[client]
             self._num_given += 1
+            self._given = {each: given for each, given in self._given.items() if each in self._granted}
+            self._given[turn] = client, before, self._num_given
             self._given_at[client] = self._waits_since[client] = self._num_given
         super()._give(client, turn)
+
+    def _take_back(self, turn: asyncio.Future[None]) -> None:
+        super()._take_back(turn)
+        client, before, number = self._given.pop(turn)
+        for each, (other, later_before, later) in self._given.items():
+            if other == client and later_before[0] == number:
+                self._given[each] = client, before, later
+                return
+        if self._given_at[client] == number:
+            self._given_at[client], self._waits_since[client] = before
 
     def _check_turn(self, client: str) -> None:
         for other in self._waiting:

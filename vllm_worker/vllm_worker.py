@@ -165,7 +165,7 @@ class VllmWorker:
         layout, facts = host.pools.layout, loaded.facts
         self._vocab_size, self._max_model_len = facts.vocab_size, facts.max_model_len
         scheduler = self._scheduler = VllmScheduler(
-            facts.num_blocks, layout.block_size, host.block_bytes, config.kv_lease_s, config.itl_slo_ms / 1000
+            facts.num_blocks, layout.block_size, host.block_bytes, config.kv_lease_s, config.itl_slo_s
         )
         network = self._new_network(config)
         network.refusals.on_refused = self._metrics.on_refused

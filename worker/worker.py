@@ -93,7 +93,7 @@ class Worker:
             config.engine.max_num_batched_tokens,
             config.engine.max_num_seqs,
             config.kv_lease_s,
-            config.itl_slo_ms / 1000,
+            config.itl_slo_s,
             host.block_bytes,
             [TierState(name, knows_all=name != "store") for name in host.pools.tiers.names],
         )

@@ -48,3 +48,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapters: list[AdapterRef] = []
     """LoRA adapters that the worker must be able to load; requests may name others."""
     logs: LogSettings = LogSettings()
+
+    @property
+    def itl_slo_s(self) -> float:
+        return self.itl_slo_ms / 1000

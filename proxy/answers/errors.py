@@ -38,6 +38,8 @@ log = logging.getLogger("proxy")
 
 RETRY_STATUSES = (429, 503)
 RETRY_AFTER_S = "1"
+NO_RETRY = {"x-should-retry": "false"}
+"""Header of a refusal that another attempt would meet again. OpenAI's and Anthropic's clients obey it."""
 _JSON = "application/json"
 
 
@@ -173,7 +175,9 @@ def tandem_error_response(request: Request, error: Exception) -> Response:
     status = status_of(error)
     headers = id_header(request)
     headers |= next((_HEADERS[kind] for kind in type(error).__mro__ if kind in _HEADERS), {})
-    if status in RETRY_STATUSES:
+    if isinstance(error, Overloaded) and error.is_lasting:
+        headers |= NO_RETRY
+    elif status in RETRY_STATUSES:
         headers["retry-after"] = str(error.retry_after_s) if isinstance(error, Overloaded) else RETRY_AFTER_S
     return Response(_body_of(request, error), status, headers, _JSON)
 

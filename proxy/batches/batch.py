@@ -87,7 +87,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class LineResult(msgspec.Struct, frozen=True):
-    """error: set for requests that were not run."""
+    """error: set for requests that were not run, and, beside the last answer, for those that were not in time."""
 
     id: str
     custom_id: str

@@ -36,10 +36,11 @@ MAX_DEATHS = 3
 ALONE_S = 60.0
 """How long a line that may kill the proxy runs alone. A longer one goes on beside others."""
 _WATCH_INTERVAL_S = 1.0
-_RETRY_STATUSES = (429, 503)
+_RETRY_STATUSES = (429, 503, 504)
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
 """Wait before a refused line is tried again. It begins with the answer's Retry-After and doubles each time."""
-_MAX_TIMEOUTS = 3
+MAX_TIMEOUTS = 3
+"""Answers after which a line fails that say that it took too long, or would take too long even if nothing else ran."""
 
 
 class BatchRun:
@@ -110,7 +111,7 @@ class BatchRun:
         """
         num_refusals = num_timeouts = 0
         while True:
-            ran = await self._try(take, slot, is_last=num_timeouts == _MAX_TIMEOUTS - 1)
+            ran = await self._try(take, slot, may_be_late=num_timeouts < MAX_TIMEOUTS - 1)
             if ran is None:
                 return False
             line, answer = ran
@@ -118,7 +119,7 @@ class BatchRun:
                 return True
             wait_s = min(MAX_RETRY_S, max(MIN_RETRY_S, answer.retry_after_s) * 2 ** min(num_refusals, 8))
             num_refusals += 1
-            num_timeouts += answer.status == 504
+            num_timeouts += answer.is_late
             take = partial(_same, line)
             await asyncio.sleep(max(0.0, min(wait_s, self._held.batch.expires_at - time.time())))
 
@@ -126,9 +127,10 @@ class BatchRun:
         self,
         take: Callable[[], IndexedLine | None],
         slot: Callable[[str], AbstractAsyncContextManager[None]],
-        is_last: bool,
+        may_be_late: bool,
     ) -> tuple[IndexedLine, LineResult | _Refused] | None:
-        """Runs one line once. is_last: a timeout is its result. Returns None as `_work` returns False."""
+        """Runs one line once. may_be_late: whether it is tried again if it is too late. Returns None as `_work` returns
+        False."""
         async with slot(self._client):  # before the line is read, so that few lines are in memory
             async with self._turn:
                 try:
@@ -140,8 +142,8 @@ class BatchRun:
                 return None
             line, body = taken
             answer = await self._ask(line, body)
-            if isinstance(answer, _Refused) and answer.status == 504 and is_last:
-                answer = answer.result
+            if isinstance(answer, _Refused) and answer.is_late and not may_be_late:
+                answer = _timed_out(answer.result)
             async with self._turn:
                 await self._on_thread(partial(self._end_line, line, answer))
             return line, answer
@@ -194,10 +196,11 @@ class BatchRun:
             return _not_run(line, error.code, f"{error.for_client}; send the request again.")
         response = LineResponse(status, headers.get("x-request-id", ""), msgspec.Raw(content))
         result = LineResult(new_id("batch_req_"), line.custom_id, response)
-        if status not in (*_RETRY_STATUSES, 504):
+        if status not in _RETRY_STATUSES:
             return result
         given = headers.get("retry-after", "")
-        return _Refused(status, float(given) if given.isdecimal() else 0.0, result)
+        is_late = status == 504 or headers.get("x-should-retry") == "false"
+        return _Refused(is_late, float(given) if given.isdecimal() else 0.0, result)
 
     async def _watch(self) -> None:
         """Saves the counts, and returns once the batch is to be cancelled."""
@@ -215,11 +218,14 @@ class BatchRun:
 
 
 class _Refused(msgspec.Struct, frozen=True):
-    """An answer after which the line is tried again."""
+    """An answer after which the line is tried again.
 
-    status: int
+    is_late: the line took too long, or the server says that it always will. result: of a line that is not tried again.
+    """
+
+    is_late: bool
     retry_after_s: float
-    result: LineResult  # if it is not
+    result: LineResult
 
 
 async def finish_on_thread(threads: Threads, work: Callable[[], T]) -> T:
@@ -240,6 +246,12 @@ def _same(line: IndexedLine) -> IndexedLine:
 
 def _not_run(line: IndexedLine, code: str, message: str) -> LineResult:
     return LineResult(new_id("batch_req_"), line.custom_id, None, Failure(code, message))
+
+
+def _timed_out(result: LineResult) -> LineResult:
+    """Returns the result of a line that is not tried again: OpenAI's code beside the last answer."""
+    message = f"The request was not answered in time, {MAX_TIMEOUTS} times. Its last answer has the reason."
+    return msgspec.structs.replace(result, error=Failure("request_timeout", message))
 
 
 def _expired(line: IndexedLine) -> LineResult:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES
 from tandem.proxy.cluster.worker_record import WorkerRecord
 
 _MAX_SHOWN = 3
 """Reasons that are listed, and workers that are named for each."""
 
 
-def exactness_of(records: Sequence[WorkerRecord]) -> tuple[bool, str]:
-    """Returns whether answers are exact, and why or why not, for people; an empty text without workers."""
+def exactness_of(records: Sequence[WorkerRecord], decode_may_prefill: bool) -> tuple[bool, str]:
+    """Returns whether answers are exact, and why or why not, for people; an empty text without workers.
+
+    decode_may_prefill: see `WorkerTable`.
+    """
     if not records:
         return False, ""
+    is_exact, text = _exactness(records)
+    unused = unused_kinds(records, decode_may_prefill)
+    return is_exact, f"{text}; {_listed(unused)}" if unused else text
+
+
+def _exactness(records: Sequence[WorkerRecord]) -> tuple[bool, str]:
     by_problem: dict[str, list[str]] = {}
     by_digest: dict[str, list[WorkerRecord]] = {}
     for record in records:
@@ -34,6 +44,35 @@ def exactness_of(records: Sequence[WorkerRecord]) -> tuple[bool, str]:
         False,
         f"no: workers compute differently: {_listed(differences)}; --exact keeps an answer on workers of one kind",
     )
+
+
+def unused_kinds(records: Sequence[WorkerRecord], decode_may_prefill: bool) -> list[str]:
+    """Returns which workers get no work, or little, because those of the other role compute differently.
+
+    Exact workers pair with their own kind only, so a kind without one of the roles serves no whole request.
+    """
+    exact = {record.numerics.digest for record in records if record.exact}
+    kinds: dict[str, list[WorkerRecord]] = {}  # all workers that are not exact pair with each other
+    for record in records:
+        if not record.draining:
+            kinds.setdefault(record.numerics.digest if record.numerics.digest in exact else "", []).append(record)
+    if len(kinds) < 2:  # what is missing is then missing in the whole cluster
+        return []
+    serves_all = decode_may_prefill and not any(record.role in PREFILL_ROLES for record in records)
+    found = []
+    for kind in kinds.values():
+        roles, names = {record.role for record in kind}, _named([record.worker.worker_id for record in kind])
+        if not roles & PREFILL_ROLES and not serves_all:
+            work = "only prompts that decode workers compute themselves" if decode_may_prefill else "no work"
+            found.append(f"{names} {_gets(kind)} {work}: no prefill worker computes alike, which --exact requires")
+        elif not roles & DECODE_ROLES:
+            work = "only prompts whose answer is one token"
+            found.append(f"{names} {_gets(kind)} {work}: no decode worker computes alike, which --exact requires")
+    return found
+
+
+def _gets(kind: Sequence[WorkerRecord]) -> str:
+    return "gets" if len(kind) == 1 else "get"
 
 
 def _difference(first: WorkerRecord, second: WorkerRecord) -> str:

@@ -53,16 +53,42 @@ _MIN_CORRECTION, _MAX_CORRECTION = 0.5, 4.0
 
 
 class SLOUnreachable(Overloaded):
-    """The first token is predicted later than the SLO or the deadline allows. retry_after_s: the predicted excess."""
+    """The first token is predicted later than the SLO or the deadline allows. retry_after_s: the predicted excess.
+
+    alone_s: prediction for the same prompt if the workers had nothing else to compute; 0 if it is not known.
+    """
 
     code = "ttft_slo_unreachable"
 
-    def __init__(self, predicted_s: float, max_ttft_s: float) -> None:
+    def __init__(self, predicted_s: float, max_ttft_s: float, alone_s: float = 0.0) -> None:
         super().__init__(
             f"The first token is predicted after {predicted_s:.2f} s, but only {max(0.0, max_ttft_s):.2f} s are left. "
             "Try again later."
         )
+        self.alone_s = alone_s
         self.retry_after_s = min(60, max(1, math.ceil(predicted_s - max_ttft_s)))
+
+    def within(self, limit_s: float, read_s: float) -> SLOUnreachable:
+        """Returns the error for a request that may take limit_s from its arrival to its first token.
+
+        read_s: what reading it takes by itself, as far as is known.
+        """
+        alone_s = read_s + self.alone_s
+        return NeverInTime(alone_s, limit_s) if alone_s > limit_s else self
+
+
+class NeverInTime(SLOUnreachable):
+    """The first token would come too late even if nothing else ran."""
+
+    is_lasting = True
+
+    def __init__(self, alone_s: float, limit_s: float) -> None:
+        super().__init__(alone_s, limit_s, alone_s)
+        self.message = (
+            f"The first token takes {alone_s:.2f} s although nothing else waits, but it must come within {limit_s:.2f} "
+            "s. Send a shorter prompt or smaller media, or allow more time."
+        )
+        self.args = (self.message,)
 
 
 class NoWorkerReady(Overloaded):
@@ -173,7 +199,8 @@ class Router:
         prefill, predicted_s = self._pick_prefill(prompt, held)
         decode = self._pick_decode(prefill, prompt, held) if prompt.needs_decode else None
         if max_ttft_s is not None and predicted_s * self._correction > max_ttft_s:
-            raise SLOUnreachable(predicted_s * self._correction, max_ttft_s)
+            alone_s = self._alone_s(prompt, held) * self._correction
+            raise SLOUnreachable(predicted_s * self._correction, max_ttft_s, alone_s)
         num_uncached = held.num_uncached(prefill)
         num_blocks, itl_s = 0, 0.0
         if decode is not None:
@@ -217,14 +244,9 @@ class Router:
 
     def _pick_prefill(self, prompt: PromptShape, held: HeldPrefixes) -> tuple[WorkerRecord, float]:
         """Returns the worker with the soonest predicted first token, and that prediction. Raises NoWorkerReady."""
-        table = self._table
-        of_role = table.paired_prefill_workers if prompt.needs_decode else table.prefill_workers
-        others = table.decode_only_workers if self._threshold else []
-        if prompt.exclude:
-            of_role = [record for record in of_role if _may_take(record, prompt)]
-            others = [record for record in others if _may_take(record, prompt)]
+        of_role, others = self._candidates(prompt)
         if not of_role and not others:
-            raise NoWorkerReady(table.why_not_ready() or _why_none_may_take(prompt))
+            raise NoWorkerReady(self._table.why_not_ready() or _why_none_may_take(prompt))
         candidates = _without(of_role, prompt.avoid)
         predicted = self._predict(candidates, prompt, held)
         prefill, soonest_s = None, math.inf
@@ -248,6 +270,21 @@ class Router:
             return deflected, next(predicted_s for record, predicted_s in allowed if record is deflected)
         assert prefill is not None  # others are allowed when there is none
         return prefill, soonest_s
+
+    def _candidates(self, prompt: PromptShape) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
+        """Returns the workers that may compute the prompt: those of a prefill role, and decode workers."""
+        table = self._table
+        of_role = table.paired_prefill_workers if prompt.needs_decode else table.prefill_workers
+        others = table.decode_only_workers if self._threshold else []
+        if prompt.exclude:
+            of_role = [record for record in of_role if _may_take(record, prompt)]
+            others = [record for record in others if _may_take(record, prompt)]
+        return of_role, others
+
+    def _alone_s(self, prompt: PromptShape, held: HeldPrefixes) -> float:
+        """Returns the seconds to the first token on the fastest worker if it had nothing else to compute."""
+        of_role, others = self._candidates(prompt)
+        return _MIN_TTFT_S + min(record.use.alone_s(held.num_uncached(record)) for record in (*of_role, *others))
 
     def _may_deflect_any(self, prefill: WorkerRecord, held: HeldPrefixes) -> bool:
         """Whether a worker of role decode could compute the prompt. It spares most decisions a look at each of them."""

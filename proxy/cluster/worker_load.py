@@ -121,6 +121,10 @@ class WorkerUse:
             share = max(_LEAST_SPEED_SHARE, 1 - self.itl_s(0) / self.itl_slo_s)
         return (self.prompts.ahead_of(priority) + num_tokens) / (share * self.tokens_per_s)
 
+    def alone_s(self, num_tokens: int) -> float:
+        """Returns the seconds that the worker would need for a prompt's tokens if it had nothing else to compute."""
+        return num_tokens / self.tokens_per_s
+
     def itl_s(self, num_more: int) -> float:
         """Returns the seconds between tokens with num_more sequences more, without prompts; 0 if unknown."""
         return self._fixed_step_s + self._step_s_per_sequence * (self.num_sequences + num_more)

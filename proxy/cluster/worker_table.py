@@ -30,7 +30,7 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.messages.numerics import Numerics
-from tandem.proxy.cluster.exactness import exactness_of
+from tandem.proxy.cluster.exactness import exactness_of, unused_kinds
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_load import TypicalSpeed, WorkerUse
 from tandem.proxy.cluster.worker_record import (
@@ -389,7 +389,14 @@ class WorkerTable:
 
     def exactness(self) -> tuple[bool, str]:
         """Returns whether answers are exact, and what `tandem status` says of it."""
-        return exactness_of(sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id))
+        return exactness_of(self._by_name(), self._decode_may_prefill)
+
+    def unused_kinds(self) -> list[str]:
+        """Returns which workers get no work, or little, because those of the other role compute differently."""
+        return unused_kinds(self._by_name(), self._decode_may_prefill)
+
+    def _by_name(self) -> list[WorkerRecord]:
+        return sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
 
     def epochs_of_other_numerics(self, digest: str) -> frozenset[str]:
         """Returns the workers on which an exact answer that began with these numerics may not continue."""
@@ -427,7 +434,7 @@ class WorkerTable:
         """Rebuilds the router's lists. Changes are rare, so the work is done here and not for each request."""
         self.num_changes += 1
         self.num_unanswered = sum(not record.answers for record in self._by_epoch.values())
-        records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
+        records = self._by_name()
         available = [record for record in records if record.takes_work]
         self.decode_workers = [record for record in available if record.role in DECODE_ROLES]
         self.decode_only_workers = [record for record in self.decode_workers if record.role == "decode"]

@@ -21,7 +21,7 @@ from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.admission.api_key import ApiKey
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.router import NoWorkerReady
+from tandem.proxy.cluster.router import NoWorkerReady, SLOUnreachable
 from tandem.proxy.dispatch.beam_generation import BeamGeneration
 from tandem.proxy.dispatch.generation_services import GenerationServices
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
@@ -113,11 +113,14 @@ class Generation:
                         num_open -= 1
                         outcome = delta.finish_reason if not num_open else outcome
                     yield delta
-        except TandemError as error:
+        except TandemError as given:
+            error = self._lasting(given) if isinstance(given, SLOUnreachable) else given
             outcome = error.code
             if (reason := rejection_reason(error)) is not None:
                 is_refused = self.record.num_completion_tokens == 0 and not isinstance(error, NoWorkerReady)
                 services.metrics.rejected.labels(reason).inc()
+            if error is not given:
+                raise error from given
             raise
         except Exception:
             outcome = "internal_error"
@@ -253,8 +256,21 @@ class Generation:
         """Returns the seconds from now until the last token and until the first one."""
         waited_s = self._services.dispatcher.clock() - self.record.arrived_at
         deadline_s = max(0.001, self._timeout_s - waited_s)
+        return deadline_s, min(deadline_s, self._first_token_limit_s - waited_s)
+
+    @property
+    def _first_token_limit_s(self) -> float:
+        """Seconds from arrival to the first token."""
         slo_s = self._services.ttft_slo_s
-        return deadline_s, deadline_s if slo_s is None else min(deadline_s, slo_s - waited_s)
+        return self._timeout_s if slo_s is None else min(self._timeout_s, slo_s)
+
+    def _lasting(self, error: SLOUnreachable) -> SLOUnreachable:
+        """Returns the error for a request that would be refused as well if nothing else ran."""
+        services = self._services
+        read_s = services.dispatcher.clock() - self.record.arrived_at
+        if services.dispatcher.num_running:  # others may have delayed its reading
+            read_s = 0.0
+        return error.within(self._first_token_limit_s, read_s)
 
     def _slices(self, delta: TokenDelta) -> Iterator[tuple[list[SampledToken], FinishReason | None]]:
         """Yields the tokens in slices that are quick to encode. Many come at once when a client reads slowly."""

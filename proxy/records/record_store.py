@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from tandem.proxy.admission.byte_budget import ByteBudget
 from tandem.proxy.records.record import MAX_FILE_BYTES, MAX_RECORD_BYTES
@@ -132,24 +133,28 @@ class RecordStore:
             log.warning("%d records were dropped since the last such line; the last one: %s", self._num_dropped, reason)
             self._logged_at, self._num_dropped = now, 0
 
-    async def find(self, owner: str, request_id: str) -> Path:
-        """Returns the file of a record. Waits for one that this proxy is writing. Raises RecordNotFound."""
+    async def open(self, owner: str, request_id: str) -> BinaryIO:
+        """Opens a record for reading. Waits for one that this proxy is writing. Raises RecordNotFound."""
         path = self._path(owner, request_id)
         if (task := self._pending.get(path)) is not None:
             await asyncio.wait({task}, timeout=WRITE_WAIT_S)
-        if not await self.readers.run(lambda: self._is_kept(path)):
+        if (file := await self.readers.run(lambda: self._open_kept(path))) is None:
             raise RecordNotFound(
                 f"There is no record of a request {request_id[:100]!r} of yours: it did not ask for one with "
                 "X-Tandem-Record: 1, has not ended, was recorded too long ago, or its record was too large or was "
                 "removed to make room for others.",
                 "request_id",
             )
-        return path
+        return file
 
-    def _is_kept(self, path: Path) -> bool:
+    def _open_kept(self, path: Path) -> BinaryIO | None:
+        """Returns None for a record that is not there, or too old; other requests may remove it at any moment."""
         with suppress(FileNotFoundError):
-            return not self._files.is_too_old(path.stat())
-        return False
+            file = path.open("rb")
+            if not self._files.is_too_old(os.fstat(file.fileno())):
+                return file
+            file.close()
+        return None
 
     def _path(self, owner: str, request_id: str) -> Path:
         is_safe = _SAFE_ID.fullmatch(request_id) is not None

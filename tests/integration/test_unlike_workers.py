@@ -90,6 +90,7 @@ def test_with_the_flag_an_answer_waits_for_its_own_kind_of_worker(tmp_path: Path
             shown = shown_status(cluster)
             assert "exact: yes, on 2 kinds of workers, each of which continues its own answers only: " in shown
             assert "with --exact, workers must compute alike, but their" in shown
+            assert "decode-9 gets " in cluster.status().exactness, "it has no prefill worker of its kind"
             decode = cluster.worker("decode-0").worker
             body = {
                 "model": MODEL, "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True,

@@ -55,6 +55,8 @@ UNCOUNTED = 8
 """Descriptors of a proxy that are neither connections, nor files of requests, nor there at rest."""
 MEDIA_FILES = 3
 """Files of a request with one picture: what the body brought, the pixels, and the bytes to make them again."""
+DOWNLOAD_FILES = 2
+"""Descriptors of a download."""
 DOWNLOAD_BYTES = 24 << 20
 ATTACK_S = 30.0
 """For which a case runs at most."""
@@ -177,7 +179,11 @@ def judge(result: Result, bounds: Bounds, undisturbed: Undisturbed) -> list[str]
     ]
     num_files = sum(
         case.at_once
-        * (MEDIA_FILES * (case.media != "none") + (case.size > MAX_UNSPOOLED_BYTES or case.route == "download"))
+        * (
+            MEDIA_FILES * (case.media != "none")
+            + DOWNLOAD_FILES * (case.route == "download")
+            + (case.size > MAX_UNSPOOLED_BYTES)
+        )
         for case in result.cases
     )
     for kind, number in costs.num_descriptors.items():

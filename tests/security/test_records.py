@@ -22,6 +22,7 @@ from tandem.proxy.records.recording import Recording
 from tandem.proxy.text.prompt import Prompt
 from tests.support.proxy_cluster import PREFILL, Cluster, play, turn, whole
 from tests.unit.proxy.records.test_record import described, recording, route
+from tests.unit.proxy.records.test_record_store import path_of
 from tests.unit.proxy.records.test_recording import recorded
 
 LARGEST: dict[str, dict[str, Any]] = {
@@ -70,7 +71,7 @@ def test_the_largest_record_is_whole_and_the_next_larger_one_is_none(tmp_path: P
     async def test() -> None:
         store = RecordStore(tmp_path, on_outcome=outcomes.append)
         store.put(answers(most), "length")
-        file = await store.find("alice", "r-1")
+        file = await path_of(store, "alice", "r-1")
         assert file.stat().st_size <= MAX_FILE_BYTES
         assert len(decode_record(file.read_bytes()).sequences[0].token_ids) == most
         store.put(answers(most + 10_000), "length")

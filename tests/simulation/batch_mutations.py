@@ -30,22 +30,20 @@ BATCHES = (
     Mutation(
         "a line that is refused is not tried again",
         RUN,
-        "if status not in (*_RETRY_STATUSES, 504):",
+        "if status not in _RETRY_STATUSES:",
         "if status != 504:",
     ),
     Mutation(
         "a client that was served keeps its place",
         SLOTS,
-        "            turns = self._waiting.pop(client)\n            turn = turns.popleft()\n            if turns:\n"
-        "                self._waiting[client] = turns\n",
-        "            turns = self._waiting[client]\n            turn = turns.popleft()\n            if not turns:\n"
-        "                del self._waiting[client]\n",
+        "                waiting.place = grant.after\n",
+        "                pass\n",
     ),
     Mutation(
         "the client that holds most is next",
         SLOTS,
-        "client = min(candidates, key=self._held.__getitem__)",
-        "client = max(candidates, key=self._held.__getitem__)",
+        "client = min(candidates, key=lambda each: (self._held[each], self._waiting[each].place))",
+        "client = max(candidates, key=lambda each: (self._held[each], self._waiting[each].place))",
     ),
     Mutation(
         "a client may hold all slots",

@@ -45,11 +45,10 @@ def test_a_client_that_is_passed_is_reported() -> None:
 
     class Unfair(CheckedSlots):
         def _grant(self) -> None:
-            """Gives a free slot to the client that was served last."""
-            waiting = {client: turns for client, turns in self._waiting.items() if turns}
-            if not self._held and waiting:
-                client = min(waiting)
-                self._give(client, waiting[client].popleft())
+            """Gives a free slot to the first client by name, whoever was served last."""
+            for place, client in enumerate(sorted(self._waiting)):
+                self._waiting[client].place = place
+            super()._grant()
 
     asyncio.run(_slots_of(served, rules, CheckedSlots(lambda rule, details: rules.append(rule), 1, 1)))
     assert not rules and sorted(served) == [*"aaabb"]

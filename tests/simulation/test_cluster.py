@@ -39,7 +39,7 @@ def check_seeds(first: int, last: int) -> None:
         assert run(draw(seed)).violations == [], f"seed {seed}; see `tandem simulate --seed {seed}`"
 
 
-@pytest.mark.parametrize("first", [1, 11, pytest.param(21, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("first", [1, *(pytest.param(each, marks=pytest.mark.extended) for each in (11, 21))])
 def test_seeds_break_no_rule(first: int) -> None:
     check_seeds(first, first + 9)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Annotated, BinaryIO, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -142,9 +142,10 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         return json_answer(request, await run(request, lambda store: store.files.get(file_id)))
 
     async def content(request: Request) -> Response:
-        file_id = request.path_params["file_id"]
-        path = await run(request, lambda store: store.files.path(file_id))
-        return Download(path, state.descriptors, client_of(request), id_header(request))
+        def open_file() -> Awaitable[BinaryIO]:
+            return run(request, lambda store: store.files.open(request.path_params["file_id"]))
+
+        return Download(open_file, state.descriptors, client_of(request), id_header(request))
 
     async def delete(request: Request) -> Response:
         file_id = request.path_params["file_id"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import BinaryIO
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,9 +27,12 @@ def record_routes(state: AppState) -> list[ApiRoute]:
         if (store := state.records) is None:
             raise RecordNotFound("This server keeps no records.", "request_id")
         client = client_of(request)
-        with slots.hold(client):
-            file = await store.find(owner_of(request), request.path_params["request_id"])
-        return Download(file, state.descriptors, client, id_header(request), MEDIA_TYPE)
+
+        async def open_file() -> BinaryIO:
+            with slots.hold(client):
+                return await store.open(owner_of(request), request.path_params["request_id"])
+
+        return Download(open_file, state.descriptors, client, id_header(request), MEDIA_TYPE)
 
     return [
         ApiRoute("GET", f"{PATH}/{{request_id:path}}", show, "The record of a request that asked for one, as JSON "

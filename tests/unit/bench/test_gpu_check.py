@@ -133,7 +133,7 @@ START_S = 8.0
 """Of a process that compiles."""
 
 
-@pytest.mark.parametrize("num_cores", [8, 16])
+@pytest.mark.parametrize("num_cores", [8, pytest.param(16, marks=pytest.mark.extended)])
 def test_all_variants_of_the_kernels_compile_within_the_part_s_limit(
     num_cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,7 @@ def test_a_step_uploads_once_and_reads_once(
     }
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), pytest.param((8, 9), marks=pytest.mark.extended), (12, 0)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_small_steps_of_experts_do_not_wait_where_grouped_products_do(
     family: str, capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

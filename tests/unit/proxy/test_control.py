@@ -33,10 +33,11 @@ from tandem.protocol.messages.membership import (
     WorkerOrdered,
     WorkerStatus,
 )
+from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.refusals import Refusals
 from tandem.proxy.cluster.router import PromptShape
 from tandem.proxy.cluster.worker_table import PONG_TIMEOUT_S
-from tandem.proxy.control import Control
+from tandem.proxy.control import UNUSED_S, Control
 from tandem.proxy.proxy_config import ProxyConfig
 from tests.support.clocked_loop import ClockedLoop
 from tests.support.proxy_cluster import DECODE, PREFILL, Cluster
@@ -85,10 +86,10 @@ class FakeConnections:
 
 
 class Proxy:
-    """The control socket of a proxy that knows one prefill and one decode worker."""
+    """The control socket of a proxy that knows one prefill and one decode worker, or those of `cluster`."""
 
-    def __init__(self) -> None:
-        self.cluster = cluster = Cluster()
+    def __init__(self, cluster: Cluster | None = None) -> None:
+        self.cluster = cluster = cluster or Cluster()
         self.refused: list[str] = []
         state: Any = SimpleNamespace(
             worker_table=cluster.worker_table,
@@ -418,3 +419,41 @@ def test_a_report_has_as_much_as_is_asked_for() -> None:
         proxy.control.close()
 
     asyncio.run(run())
+
+
+def test_the_log_says_once_which_workers_get_no_work_because_they_compute_differently(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = ClockedLoop()
+
+    async def run() -> None:
+        cluster = Cluster(workers=())
+        cluster.join(PREFILL, DECODE, numerics=Numerics(device="new"))
+        proxy = Proxy(cluster)
+        old = msgspec.structs.replace(register("decode-9"), numerics=Numerics(device="old"), exact=True)
+
+        def pass_time(seconds: float) -> list[str]:
+            for _ in range(int(seconds / 0.25)):
+                loop.now += 0.25
+                for worker in cluster.worker_table.workers():
+                    proxy.receive(WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad()))
+                proxy.control._check()
+            return [each.getMessage() for each in caplog.records if "which --exact requires" in each.getMessage()]
+
+        proxy.receive(old)
+        assert not pass_time(UNUSED_S - 1.0), "others of its kind may be starting"
+        [line] = pass_time(3 * UNUSED_S)
+        assert line.startswith("decode-9 gets no work: no prefill worker computes alike")
+        other = msgspec.structs.replace(register("worker-9"), numerics=Numerics(device="old"), exact=True)
+        proxy.receive(msgspec.structs.replace(other, worker=msgspec.structs.replace(other.worker, role="any")))
+        assert len(pass_time(2 * UNUSED_S)) == 1
+        report = proxy.receive(GetStatus("workers"), b"launcher")
+        assert isinstance(report, StatusReport) and "no work" not in report.exactness
+        proxy.receive(WorkerLeft("worker-9", "worker-9/1"))
+        assert len(pass_time(2 * UNUSED_S)) == 2
+        proxy.control.close()
+
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()

@@ -79,7 +79,7 @@ def test_a_worker_registers_when_its_host_memory_is_open(monkeypatch: pytest.Mon
     monkeypatch.setattr(worker, "Presence", MagicMock(return_value=MagicMock(serve=serve)))
 
     async def run() -> None:
-        config = MagicMock(itl_slo_ms=0, embedding_cache_bytes=0)
+        config = MagicMock(itl_slo_s=0.04, embedding_cache_bytes=0)
         running = asyncio.create_task(Worker(config, load, MagicMock()).run())
         asked = asyncio.create_task(tiers.is_asked.wait())
         await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -90,3 +90,4 @@ def test_a_worker_registers_when_its_host_memory_is_open(monkeypatch: pytest.Mon
 
     asyncio.run(run())
     assert events == ["host memory is open", "registers"]
+    assert 0.04 in worker.WorkerScheduler.call_args.args  # type: ignore[attr-defined]

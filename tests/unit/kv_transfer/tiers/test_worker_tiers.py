@@ -65,3 +65,55 @@ def test_a_job_has_done_what_all_ranks_have_done(job: str, data: st.DataObject) 
     assert answer.num_blocks == min(done)
     assert answer.error == next((error for _, error in answers if error is not None), None)
     assert (answer.num_bytes, answer.max_bytes) == (7, 9), "rank 0's figures"
+
+
+@given(st.data())
+def test_answers_come_in_the_order_of_the_questions(data: st.DataObject) -> None:
+    """Each answer has what has changed since the last one, so a later one that comes first would be undone."""
+    num_ranks = data.draw(st.integers(1, 3))
+    ranks = [RankOfManyJobs() for _ in range(num_ranks)]
+    tiers = WorkerTiers({"disk": cast(TierThread, ranks[0])}, cast(list[RemoteRank], ranks[1:]))
+    answered: list[int] = []
+    questions = data.draw(st.lists(st.sampled_from(["store", "load", "find", "refresh", "clear"]), max_size=6))
+    for number, job in enumerate(questions):
+        jobs = {"store": ([0], [b""]), "load": ([0], [b""]), "find": ([b""],)}.get(job, ())
+        getattr(tiers, job)("disk", *jobs, lambda answer, number=number: answered.append(number))
+    while waiting := [rank for rank in ranks if rank.waiting]:
+        rank = data.draw(st.sampled_from(waiting))
+        # A follower that is gone answers on another thread than before, so in any order.
+        done = rank.waiting.pop(0 if rank is ranks[0] else data.draw(st.integers(0, len(rank.waiting) - 1)))
+        done(TierAnswer() if rank is ranks[0] else [0, None])
+        assert answered == sorted(answered)
+    assert answered == list(range(len(questions)))
+
+
+class RankOfManyJobs:
+    """Rank 0's tier and a follower in one: keeps the callbacks of all its jobs."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[Any], None]] = []
+        self.store = self.load = self.find = self.refresh = self.clear = lambda *args: self.waiting.append(args[-1])
+
+    def order(self, name: str, *args: Any, on_done: Callable[[Any], None]) -> None:
+        self.waiting.append(on_done)
+
+
+def test_a_callback_may_ask_again_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    rank = RankOfManyJobs()
+    answered: list[str] = []
+    tiers = WorkerTiers({"disk": cast(TierThread, rank)})
+
+    def ask_again(answer: TierAnswer) -> None:
+        answered.append("refreshed")
+        tiers.find("disk", [b""], lambda answer: answered.append("found"))
+        rank.waiting.pop()(TierAnswer())
+        raise ValueError("broken")
+
+    tiers.refresh("disk", ask_again)
+    tiers.clear("disk", lambda answer: answered.append("cleared"))
+    refreshed, cleared = rank.waiting
+    rank.waiting.clear()
+    cleared(TierAnswer())
+    assert not answered
+    refreshed(TierAnswer())
+    assert answered == ["refreshed", "cleared", "found"] and "could not be handled" in caplog.text

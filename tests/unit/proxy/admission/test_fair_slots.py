@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from contextlib import AbstractAsyncContextManager
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,6 +122,77 @@ def test_cancelled_holders_leave_no_slot_taken() -> None:
         await clients.end("suspect", cancel=True)
         await clients.ask("carol")
         assert clients.began == ["alice", "suspect", "carol"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_cancelled", [1, 2, 5])
+def test_a_cancelled_turn_leaves_its_client_where_it_was_in_the_round(num_cancelled: int) -> None:
+    async def main() -> None:
+        clients = Clients(FairSlots(1, 1))
+        await clients.ask("first")
+        for _ in range(num_cancelled + 1):
+            await clients.ask("alice")
+        await clients.ask("bob")
+        for _ in range(num_cancelled):
+            await clients.end("alice", cancel=True)
+        await clients.end("first")
+        assert clients.began == ["first", "alice"]
+        await clients.end("alice")
+        assert clients.began[2:] == ["bob"]
+        await clients.end("bob")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_cancelled", [1, 2, 5])
+def test_a_slot_that_nobody_used_leaves_its_client_where_it_was_in_the_round(num_cancelled: int) -> None:
+    """Its caller was cancelled after the slot was granted, and before it ran."""
+
+    async def main() -> None:
+        slots = FairSlots(1, 1)
+        began: list[str] = []
+
+        async def hold(client: str) -> None:
+            async with slots.slot(client):
+                began.append(client)
+
+        await slots.acquire("first")
+        tasks = [asyncio.create_task(hold(client)) for client in ["alice"] * num_cancelled + ["bob", "alice"]]
+        await asyncio.sleep(0)
+        slots.release("first")
+        for task in tasks[:num_cancelled]:  # the slot is granted to each of them, one after the other
+            task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert began == ["alice", "bob"]
+
+    asyncio.run(main())
+
+
+def test_one_alone_that_was_cancelled_before_it_ran_makes_the_next_wait_for_nobody() -> None:
+    async def main() -> None:
+        slots = FairSlots(2, 1)
+        began: list[str] = []
+
+        async def hold(client: str, alone: bool) -> None:
+            async with slots.slot_alone(client, 60.0) if alone else slots.slot(client):
+                began.append(client)
+                await asyncio.Event().wait()
+
+        await slots.acquire("first")
+        asked = [("suspect", True), ("next suspect", True), ("alice", False)]
+        tasks = [asyncio.create_task(hold(client, alone)) for client, alone in asked]
+        await asyncio.sleep(0)
+        slots.release("first")  # grants a slot to the first of them
+        tasks[0].cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert began == ["next suspect"]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not slots.has_share("suspect")
 
     asyncio.run(main())
 

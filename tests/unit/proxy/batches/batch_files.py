@@ -59,6 +59,7 @@ class App:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.release_at = 0
+        self.is_lasting: Callable[[str, int], bool] = lambda prompt, attempt: False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = json.loads((await receive())["body"])
@@ -74,6 +75,8 @@ class App:
             self.num_running -= 1
         status = self._answers(body["prompt"], self.asked[body["prompt"]])
         headers = [(b"x-request-id", b"r"), (b"retry-after", b"0")]
+        if self.is_lasting(body["prompt"], self.asked[body["prompt"]]):
+            headers.append((b"x-should-retry", b"false"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b'{"echo":', "more_body": True})
         await send({"type": "http.response.body", "body": json.dumps(body["prompt"]).encode() + b"}"})

@@ -210,6 +210,23 @@ def test_a_line_that_times_out_has_that_result_in_the_end(tmp_path: Path, monkey
     store = BatchStore(next(tmp_path.iterdir()))
     [failed] = results(store, batch.error_file_id)
     assert failed["response"]["status_code"] == 504 and app.asked["a"] == 4
+    assert failed["error"]["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize("num_refused", [0, 5])
+def test_a_line_that_never_is_in_time_is_not_tried_until_its_batch_expires(
+    num_refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refusals for what else runs do not count; those for the line itself do, as time-outs do."""
+    monkeypatch.setattr(batch_run, "MIN_RETRY_S", 0.001)
+    app = App(lambda prompt, attempt: 200 if prompt == "b" else 504 if attempt == 1 else 503)
+    app.is_lasting = lambda prompt, attempt: attempt > 1 + num_refused
+    batch = run_until_ended(tmp_path, app, make_batch(tmp_path, line("a"), line("b")))
+    store = BatchStore(next(tmp_path.iterdir()))
+    [failed] = results(store, batch.error_file_id)
+    assert (failed["response"]["status_code"], failed["error"]["code"]) == (503, "request_timeout")
+    assert app.asked["a"] == num_refused + batch_run.MAX_TIMEOUTS
+    assert batch.status == "completed" and batch.request_counts.completed == 1
 
 
 def test_one_failing_disk_access_does_not_end_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import sys
@@ -74,8 +75,17 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     return run
 
 
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGHUP", "SIGSEGV", "SIGABRT", "SIGBUS"])
-@pytest.mark.parametrize("at", [0, 2])
+QUICK = {("SIGKILL", 0), ("SIGTERM", 2), ("SIGSEGV", 2)}
+"""Signals, and lines at which they end the process, that `make test` tries."""
+
+
+@pytest.mark.parametrize(
+    ("number", "at"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.extended)
+        for each in itertools.product(["SIGKILL", "SIGTERM", "SIGHUP", "SIGSEGV", "SIGABRT", "SIGBUS"], [0, 2])
+    ],
+)
 def test_one_signal_fails_no_batch(number: str, at: int, check: Check) -> None:
     """The kernel kills a process when memory is short for which another one is to blame."""
     batch, num_left = check([(number, at)])

@@ -18,8 +18,8 @@ OLDER = msgspec.structs.replace(NEWER, instruction_set="avx2")
 INEXACT = msgspec.structs.replace(NEWER, problem="expert products depend on the batch")
 
 
-def table_of(*workers: tuple[str, Numerics, bool]) -> WorkerTable:
-    table = WorkerTable(2.5)
+def table_of(*workers: tuple[str, Numerics, bool], decode_may_prefill: bool = False) -> WorkerTable:
+    table = WorkerTable(2.5, decode_may_prefill)
     for name, numerics, exact in workers:
         message = RegisterWorker(PROTOCOL_VERSION, worker(name), 100, 100, "m", 4, numerics=numerics, exact=exact)
         table.on_register(0, message)
@@ -48,6 +48,50 @@ def test_unequal_workers_are_named_with_the_field_and_both_values() -> None:
     assert is_exact and text.startswith("yes, on 2 kinds of workers, each of which continues its own answers only: ")
     is_exact, text = table_of(("prefill-0", NEWER, True), ("decode-1", OLDER, False)).exactness()
     assert not is_exact
+
+
+OURS = (("prefill-0", NEWER, True), ("decode-0", NEWER, True))
+
+
+@pytest.mark.parametrize(
+    ("joined", "expected"),
+    [
+        (["decode-9"], "decode-9 gets no work: no prefill worker computes alike, which --exact requires"),
+        (["decode-8", "decode-9"], "decode-8, decode-9 get no work: no prefill worker computes alike, which --exact"),
+        (["prefill-9"], "prefill-9 gets only prompts whose answer is one token: no decode worker computes alike"),
+        (["prefill-9", "decode-9"], ""),
+        (["worker-9"], ""),
+        (["worker-9", "decode-9"], ""),
+    ],
+)
+def test_workers_without_work_among_workers_of_another_kind_are_named(joined: list[str], expected: str) -> None:
+    table = table_of(*OURS, *((name, OLDER, True) for name in joined))
+    is_exact, text = table.exactness()
+    assert is_exact and (expected in text if expected else "get" not in text)
+    assert [expected in each for each in table.unused_kinds()] == ([True] if expected else [])
+
+
+def test_decode_workers_that_compute_short_prompts_have_a_little_work() -> None:
+    table = table_of(*OURS, ("decode-9", OLDER, True), decode_may_prefill=True)
+    assert "decode-9 gets only prompts that decode workers compute themselves" in table.exactness()[1]
+    decodes = (("decode-0", NEWER, True), ("decode-9", OLDER, True))
+    assert not table_of(*decodes, decode_may_prefill=True).unused_kinds(), "without prefill workers they compute all"
+
+
+def test_workers_lack_work_only_where_one_of_a_pair_is_exact() -> None:
+    assert not table_of(("prefill-0", NEWER, False), ("decode-9", OLDER, False)).unused_kinds()
+    mixed = table_of(*OURS, ("decode-9", OLDER, False))
+    assert "decode-9 gets no work" in mixed.exactness()[1]
+    assert not table_of(("prefill-0", NEWER, True)).unused_kinds(), "then the cluster is not ready, which is said"
+    table = table_of(*OURS, ("decode-9", OLDER, True))
+    table.on_drain_ordered(0, "decode-9")
+    assert not table.unused_kinds()
+
+
+def test_workers_without_work_are_named_beside_any_number_of_kinds() -> None:
+    kinds = [msgspec.structs.replace(NEWER, num_threads=number) for number in range(300)]
+    _, text = table_of(*((f"decode-{number}", kind, True) for number, kind in enumerate(kinds))).exactness()
+    assert "gets no work" in text and text.endswith("; and 297 more") and len(text) < 1000
 
 
 def test_what_is_said_is_bounded() -> None:

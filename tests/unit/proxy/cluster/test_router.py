@@ -179,6 +179,32 @@ def test_requests_predicted_to_be_late_are_refused_at_once() -> None:
     assert prefill_of(world.router.pick(PromptShape(100), max_ttft_s=4.0))
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_waiting", "is_lasting"), [(3000, 0, True), (3000, 9000, True), (900, 9000, False)]
+)
+def test_a_refusal_knows_whether_a_prompt_would_be_late_if_nothing_else_ran(
+    num_tokens: int, num_waiting: int, is_lasting: bool
+) -> None:
+    world = RouterMachine(2, 1)
+    for prefill in world.prefills:
+        world.report(prefill, waiting_tokens=[(0, num_waiting)] if num_waiting else [])
+    with pytest.raises(SLOUnreachable) as refused:
+        world.router.pick(PromptShape(num_tokens), max_ttft_s=0.5)
+    assert refused.value.alone_s == pytest.approx(num_tokens / 1000, abs=0.01)
+    error = refused.value.within(1.0, 0.0)
+    assert error.is_lasting is is_lasting and ("shorter prompt" in str(error)) is is_lasting
+    assert refused.value.within(1.0, 0.2).is_lasting, "reading takes a part of the time"
+
+
+def test_the_fastest_worker_decides_whether_a_prompt_is_late_by_itself() -> None:
+    world = RouterMachine(2, 1)
+    for prefill, speed, waiting in zip(world.prefills, (4000.0, 1000.0), (90_000, 4000), strict=True):
+        world.report(prefill, speed, waiting_tokens=[(0, waiting)])
+    with pytest.raises(SLOUnreachable) as refused:
+        world.router.pick(PromptShape(2000), max_ttft_s=1.0)
+    assert refused.value.alone_s == pytest.approx(0.5, abs=0.01)
+
+
 def test_predictions_learn_from_measured_first_tokens() -> None:
     world = RouterMachine(1, 1)
     for _ in range(60):

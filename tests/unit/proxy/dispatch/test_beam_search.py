@@ -21,7 +21,9 @@ from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.dispatch.beam_search import Beam, BeamSearch, check_search_size
+from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.runtime.errors import DeadlineExceeded, InvalidRequest, TandemError, WorkerLost
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import EOS, PREFILL, Cluster, play, whole
@@ -272,17 +274,25 @@ def test_many_beams_are_started_between_turns_of_the_loop() -> None:
     play(test)
 
 
-def test_the_loop_runs_while_the_candidates_of_the_widest_search_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_runs_while_the_tokens_of_the_widest_search_are_taken_and_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The 32,768 candidates of a step were compared in one turn of the loop, which took seconds."""
     width, turns = 128, 0
     added_in_turn: Counter[int] = Counter()
-    add = BeamSearch.add
+    taken_in_turn: Counter[int] = Counter()
+    add, take = BeamSearch.add, Dispatcher.take
+
+    def take_counted(dispatcher: Dispatcher, sequence: DispatchedSequence) -> TokenDelta | None:
+        taken_in_turn[turns] += 1
+        return take(dispatcher, sequence)
 
     def counted(search: BeamSearch, given: TokenLogprobs) -> None:
         added_in_turn[turns] += 1
         add(search, given)
 
     monkeypatch.setattr(BeamSearch, "add", counted)
+    monkeypatch.setattr(Dispatcher, "take", take_counted)
 
     async def count_turns() -> None:
         nonlocal turns
@@ -302,3 +312,4 @@ def test_the_loop_runs_while_the_candidates_of_the_widest_search_are_compared(mo
 
     play(test)
     assert added_in_turn.total() == 1 + width and max(added_in_turn.values()) <= 16
+    assert taken_in_turn.total() >= 1 + width and max(taken_in_turn.values()) <= 16

@@ -352,14 +352,22 @@ def test_a_first_token_predicted_after_the_deadline_is_refused() -> None:
     async def test(cluster: Cluster) -> None:
         pairs = PairChanges(0, [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")])
 
-        def report(num_waiting_tokens: int) -> None:
-            load = WorkerLoad(prompt_tokens_per_s=1000.0, waiting_tokens=[(0, num_waiting_tokens)])
+        def report(num_waiting_tokens: int, speed: float = 1000.0) -> None:
+            load = WorkerLoad(prompt_tokens_per_s=speed, waiting_tokens=[(0, num_waiting_tokens)])
             cluster.worker_table.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, load, pairs))
 
         report(100_000)  # 100 s; the server's deadline is 60 s
-        with pytest.raises(SLOUnreachable, match=r"predicted after 100\.\d+ s, but only (60\.00|59\.\d+) s are left"):
+        with pytest.raises(
+            SLOUnreachable, match=r"predicted after 100\.\d+ s, but only (60\.00|59\.\d+) s are left"
+        ) as late:
             await whole(generation(cluster)[1])
-        assert cluster.pool.sent == []
+        assert cluster.pool.sent == [] and not late.value.is_lasting
+        report(100_000, speed=0.001)  # late even if nothing else waited, so another attempt is of no use
+        with pytest.raises(
+            SLOUnreachable, match=r"although nothing else waits, but it must come within 60\.00 s"
+        ) as late:
+            await whole(generation(cluster)[1])
+        assert late.value.is_lasting
         report(50_000)
         task = asyncio.create_task(generation(cluster)[1].whole())
         [attempt_id] = await prefills(cluster, 1)

@@ -1,4 +1,4 @@
-"""A request that is cancelled, or whose client leaves, at any moment leaves no lease and no running record."""
+"""A request that is cancelled or refused, or whose client leaves, at any moment, leaves no lease and no record."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 from starlette.requests import Request
+from starlette.responses import Response
 
+from tandem.proxy.admission.admission import Admission, QueueFull
+from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.errors import ClientDisconnected
 from tandem.proxy.answers.streaming_response import unless_disconnected
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES, RequestBodies
+from tandem.proxy.http.routes import generation_routes
 from tandem.proxy.http.routes.generation_routes import _generate
 from tandem.proxy.proxy_config import ProxyConfig
+from tandem.runtime.errors import InvalidRequest
 from tests.support.proxy_cluster import Cluster, play
 
 CONFIG = ProxyConfig("proxy-0", "", "m", "m")
@@ -47,9 +52,10 @@ class Media:
         return msgspec.structs.replace(request, media_lease=self.leases[-1])
 
 
-async def end_at(cluster: Cluster, moment: int, num_bytes: int, by_client: bool) -> bool:
-    """Ends a request after so many turns of the loop. Returns whether it had begun to generate."""
-    media = Media(cluster)
+def begin(
+    cluster: Cluster, media: Media, num_bytes: int, gone: asyncio.Event, headers: dict[bytes, bytes] | None = None
+) -> asyncio.Task[Response]:
+    """Sends a request with images. gone: whether its client has left."""
     limits = cluster.worker_table.limits()
 
     async def limits_now() -> Any:
@@ -66,7 +72,6 @@ async def end_at(cluster: Cluster, moment: int, num_bytes: int, by_client: bool)
     )
     body = b'{"image_url": 0}'.ljust(num_bytes)
     given: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
-    gone = asyncio.Event()
 
     async def receive() -> Any:
         if given:
@@ -74,8 +79,17 @@ async def end_at(cluster: Cluster, moment: int, num_bytes: int, by_client: bool)
         await gone.wait()
         return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": {}, "client": ("127.0.0.1", 0)}
-    task = asyncio.create_task(_generate(state, CONFIG, "chat", Request(scope, receive)))
+    scope = {
+        "type": "http", "method": "POST", "path": "/", "headers": list((headers or {}).items()), "state": {},
+        "client": ("127.0.0.1", 0),
+    }  # fmt: skip
+    return asyncio.create_task(_generate(state, CONFIG, "chat", Request(scope, receive)))
+
+
+async def end_at(cluster: Cluster, moment: int, num_bytes: int, by_client: bool) -> bool:
+    """Ends a request after so many turns of the loop. Returns whether it had begun to generate."""
+    media, gone = Media(cluster), asyncio.Event()
+    task = begin(cluster, media, num_bytes, gone)
     for _ in range(moment):
         await asyncio.sleep(0)
     num_started = len(cluster.pool.sent)
@@ -101,6 +115,48 @@ def test_a_request_with_images_leaves_no_lease(num_bytes: int, by_client: bool) 
 
         play(test)
     assert not has_begun[0] and has_begun[-1]
+
+
+@pytest.mark.parametrize("by", ["the queue", "its vocabulary", "the answer"])
+def test_a_refused_request_with_images_leaves_no_lease(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused when its images are in the cache already."""
+    error = {"the queue": QueueFull("full", 1), "its vocabulary": InvalidRequest("no"), "the answer": QueueFull("", 1)}
+    place = {
+        "the queue": (Admission, "admit"),
+        "its vocabulary": (GenerationRequest, "check_vocabulary"),
+        "the answer": (HeldAnswer, "reserve"),
+    }
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error[by]
+
+    monkeypatch.setattr(*place[by], refuse)
+
+    async def test(cluster: Cluster) -> None:
+        media = Media(cluster)
+        with pytest.raises(type(error[by])):
+            await begin(cluster, media, 100, asyncio.Event())
+        assert [lease.is_released for lease in media.leases] == [True]
+        assert all(record.ended_at is not None for record in cluster.services.requests._records.values())
+        assert not cluster.pool.sent
+
+    play(test)
+
+
+def test_a_request_that_cannot_be_recorded_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: GenerationRequest) -> None:
+        raise InvalidRequest("a request with images is not recorded")
+
+    monkeypatch.setattr(generation_routes, "wants_record", lambda *_: True)
+    monkeypatch.setattr(generation_routes, "check_recorded", refuse)
+
+    async def test(cluster: Cluster) -> None:
+        media = Media(cluster)
+        with pytest.raises(InvalidRequest):
+            await begin(cluster, media, 100, asyncio.Event())
+        assert [lease.is_released for lease in media.leases] == [True]
+
+    play(test)
 
 
 def test_work_that_is_done_when_it_is_cancelled_ends_by_itself() -> None:

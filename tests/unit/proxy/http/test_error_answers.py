@@ -1,4 +1,4 @@
-"""Errors are answered on the event loop: many at once start no threads."""
+"""Answers of errors: on the event loop, since many at once start no threads, and whether a retry is of use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.cluster.router import NeverInTime, SLOUnreachable
 from tandem.proxy.http.starlette_app import ApiRoute, starlette_app
 from tandem.runtime.errors import InvalidRequest
 from tests.support.http_listener import LAST_GET, play, served
@@ -29,5 +30,24 @@ def test_errors_start_no_threads() -> None:
                 answer = await server.exchange(LAST_GET.replace(b"/ ", path.encode() + b" ", 1))
                 assert answer.startswith(b"HTTP/1.1 " + status)
             assert set(threading.enumerate()) == before
+
+    play(test)
+
+
+def test_a_refusal_that_would_come_again_asks_for_no_retry() -> None:
+    async def late(request: Request) -> Response:
+        raise SLOUnreachable(3.0, 1.0, 0.5).within(2.0, 0.0)
+
+    async def never(request: Request) -> Response:
+        raise NeverInTime(3.0, 1.0)
+
+    app = starlette_app([ApiRoute("GET", "/late", late), ApiRoute("GET", "/never", never)], None, AnswerBudget())
+
+    async def test() -> None:
+        async with served(app) as server:
+            answer = await server.exchange(LAST_GET.replace(b"/ ", b"/late ", 1))
+            assert b" 503 " in answer and b"retry-after: 2" in answer and b"x-should-retry" not in answer
+            answer = await server.exchange(LAST_GET.replace(b"/ ", b"/never ", 1))
+            assert b" 503 " in answer and b"retry-after" not in answer and b"x-should-retry: false" in answer
 
     play(test)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
@@ -108,11 +108,11 @@ def test_calls_that_wait_for_records_are_limited(tmp_path: Path, monkeypatch: py
     may_end = asyncio.Event()
 
     async def test(store: RecordStore, call: Call) -> None:
-        async def find(*_: object) -> Path:
+        async def open_file(*_: object) -> BinaryIO:
             await may_end.wait()
             raise RecordNotFound("it was not there")
 
-        monkeypatch.setattr(store, "find", find)
+        monkeypatch.setattr(store, "open", open_file)
         waiting = [asyncio.ensure_future(call("r-1")) for _ in range(2)]
         await asyncio.sleep(0.05)
         assert (await call("r-1")).status_code == 429

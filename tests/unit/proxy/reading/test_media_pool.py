@@ -320,10 +320,18 @@ def test_a_late_request_is_refused_and_its_job_cancelled(tmp_path: Path) -> None
         pool = Pool(cache, 0.001)
         reading = pool.begin()
         job = await pool.job()
-        with pytest.raises(SLOUnreachable):
+        with pytest.raises(SLOUnreachable) as late:
             await reading
+        assert late.value.is_lasting, "nothing else was read"
         assert pool.process.messages.get_nowait() == CancelMediaJob(job.lease_id)
         assert pool.num_waiting == 1, "the lease is held until the process has answered"
+        reading = pool.begin()
+        beside = await pool.job()
+        with pytest.raises(SLOUnreachable) as late:
+            await reading
+        assert not late.value.is_lasting, "it was read beside another one"
+        pool.answer(beside, InvalidRequest("cancelled"))
+        cache.released.clear()
         pool.answer(job, InvalidRequest("cancelled"))
         assert not pool.num_waiting and cache.released == [job.lease_id]
 

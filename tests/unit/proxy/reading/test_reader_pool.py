@@ -231,7 +231,7 @@ def test_large_jobs_and_answers() -> None:
     run_with(pool, run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.extended)])
 def test_without_the_fork_server_running_processes_go_on_and_another_server_is_started(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,12 @@ def made(owner: str = "alice", request_id: str = "r-1", num_tokens: int = 3) -> 
     return record
 
 
+async def path_of(store: RecordStore, owner: str, request_id: str) -> Path:
+    """Returns the file of a record. Raises RecordNotFound."""
+    with await store.open(owner, request_id) as file:
+        return Path(file.name)
+
+
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -42,11 +48,11 @@ def test_only_its_client_reads_a_record(tmp_path: Path) -> None:
     async def test() -> None:
         store = RecordStore(tmp_path / "records")
         store.put(made(), "stop")
-        file = await store.find("alice", "r-1")
+        file = await path_of(store, "alice", "r-1")
         assert decode_record(file.read_bytes()).head.request_id == "r-1"
         for owner, request_id in (("bob", "r-1"), ("", "r-1"), ("alice", "r-2")):
             with pytest.raises(RecordNotFound):
-                await store.find(owner, request_id)
+                await path_of(store, owner, request_id)
         for path in (tmp_path / "records", file.parent, file):
             assert path.stat().st_mode & 0o777 == (0o600 if path == file else 0o700)
         await store.close()
@@ -62,13 +68,13 @@ def test_ids_that_look_like_paths_stay_in_the_folder(tmp_path: Path) -> None:
         for request_id in ids:
             store.put(made(request_id=request_id), "stop")
         for request_id in ids:
-            found = await store.find("alice", request_id)
+            found = await path_of(store, "alice", request_id)
             assert decode_record(found.read_bytes()).head.request_id == request_id
             assert (tmp_path / "records") in found.resolve().parents
         assert len(list((tmp_path / "records").glob("*/*.jsonl"))) == len(ids)
         for unknown in ("a\0b", "x" * 5000, "ü"):
             with pytest.raises(RecordNotFound):
-                await store.find("alice", unknown)
+                await path_of(store, "alice", unknown)
         await store.close()
 
     run(test)
@@ -79,7 +85,7 @@ def test_a_later_record_of_an_equal_id_takes_the_place_of_the_earlier_one(tmp_pa
         store = RecordStore(tmp_path)
         store.put(made(num_tokens=1), "stop")
         store.put(made(num_tokens=2), "stop")
-        content = (await store.find("alice", "r-1")).read_bytes()
+        content = (await path_of(store, "alice", "r-1")).read_bytes()
         assert len(decode_record(content).sequences[0].token_ids) == 2
         await store.close()
 
@@ -109,7 +115,7 @@ def test_records_wait_for_a_slow_disk_up_to_a_limit_and_requests_do_not(
                 await asyncio.sleep(0)
         assert outcomes == ["slow_disk"] * 45 and len(caplog.records) == 1, "logged once in a while"
         disk.set()
-        assert (await store.find("alice", "r-4")).exists()
+        assert (await path_of(store, "alice", "r-4")).exists()
         await store.close()
         assert outcomes.count("written") == 5 and not store._pending and not store._pending_bytes.num_bytes
 
@@ -150,7 +156,7 @@ def test_a_disk_that_fails_costs_the_record_only(
         store = RecordStore(tmp_path, on_outcome=outcomes.append)
         store.put(made(), "stop")
         with pytest.raises(RecordNotFound):
-            await store.find("alice", "r-1")
+            await path_of(store, "alice", "r-1")
         await store.close()
 
     with caplog.at_level(logging.WARNING):
@@ -195,17 +201,17 @@ def test_the_folder_keeps_the_newest_records(tmp_path: Path, monkeypatch: pytest
         store = RecordStore(tmp_path, FileLimits(1 << 20, 4, 3600.0))
         for number in range(8):
             store.put(made(request_id=f"r-{number}"), "stop")
-            file = await store.find("alice", f"r-{number}")
+            file = await path_of(store, "alice", f"r-{number}")
             size = file.stat().st_size
             os.utime(file, (2e9 + number, 2e9 + number))
         assert sorted(file.stem for file in tmp_path.rglob("*.jsonl")) == ["r-4", "r-5", "r-6", "r-7"]
         store._files.limits = FileLimits(3 * size, 100, 3600.0)
         store.put(made(request_id="r-8"), "stop")
-        assert (await store.find("alice", "r-8")).exists()
+        assert (await path_of(store, "alice", "r-8")).exists()
         assert sum(file.stat().st_size for file in tmp_path.rglob("*.jsonl")) <= 3 * size + made().num_bytes
-        os.utime(await store.find("alice", "r-8"), (1, 1))
+        os.utime(await path_of(store, "alice", "r-8"), (1, 1))
         with pytest.raises(RecordNotFound):
-            await store.find("alice", "r-8")
+            await path_of(store, "alice", "r-8")
         await store.close()
 
     run(test)
@@ -217,11 +223,11 @@ def test_a_client_with_many_records_leaves_others_theirs(tmp_path: Path, monkeyp
     async def test() -> None:
         store = RecordStore(tmp_path, FileLimits(1 << 20, 8, 3600.0))
         store.put(made("bob"), "stop")
-        assert (await store.find("bob", "r-1")).exists()
+        assert (await path_of(store, "bob", "r-1")).exists()
         for number in range(20):
             store.put(made("alice", f"r-{number}"), "stop")
-            os.utime(await store.find("alice", f"r-{number}"), (2e9 + number, 2e9 + number))
-        assert (await store.find("bob", "r-1")).exists()
+            os.utime(await path_of(store, "alice", f"r-{number}"), (2e9 + number, 2e9 + number))
+        assert (await path_of(store, "bob", "r-1")).exists()
         await store.close()
 
     run(test)
