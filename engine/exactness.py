@@ -14,6 +14,7 @@ from torch import nn
 from tandem.engine.cuda.exactness import setting_problem as cuda_setting_problem
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loaded_model import LoadedModel
+from tandem.engine.loading.sharding import local_tensor
 from tandem.engine.quantization.linears import Int8WeightLinear, QuantizedLinear
 from tandem.engine.row_products import differing_count, linear
 
@@ -86,7 +87,8 @@ def _products(model: Any) -> Iterator[_Found]:
         else:
             experts = [each for each in module.parameters(recurse=False) if each.ndim == 3]
             for weight in experts:
-                key, found = _plain(name, weight[0].t() if getattr(module, "is_transposed", False) else weight[0])
+                first = local_tensor(weight)[0]
+                key, found = _plain(name, first.t() if getattr(module, "is_transposed", False) else first)
                 if key not in seen:
                     seen.add(key)
                     yield found

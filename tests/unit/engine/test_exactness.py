@@ -97,7 +97,7 @@ class Exact:
             found.clear()
             tokens, start = list(prompt), 0
             while len(found) < num_tokens:
-                output = self.run([BatchItem(tokens, start, range(BLOCKS_EACH), [GREEDY], adapter=adapter)])[0]
+                output = self.run([BatchItem(tokens, start, list(range(BLOCKS_EACH)), [GREEDY], adapter=adapter)])[0]
                 found.append(bits(output))
                 start, tokens = start + len(tokens), [found[-1][0]]
         return found[:num_tokens]
@@ -125,7 +125,7 @@ class Answer:
         self.answer: list[Bits] = []
         self._chunks = chunks
         self._start = 0
-        self._blocks = range(first_block, first_block + BLOCKS_EACH)
+        self._blocks = list(range(first_block, first_block + BLOCKS_EACH))
 
     def item(self) -> BatchItem:
         tokens = [*self.prompt, *(token for token, *_ in self.answer)][self._start :]
@@ -220,7 +220,7 @@ def embeddings(engine: Exact, inputs: list[list[int]], chunks: list[list[int]], 
     while open_ := [each for each in waiting if not each.prompt.is_computed]:
         cuts = [chunks[waiting.index(each)] for each in open_]
         items = [each.item(cut.pop(0) if cut else None) for each, cut in zip(open_, cuts, strict=True)]
-        beside = BatchItem([5, 6], 0, range(BLOCKS_EACH), [GREEDY])
+        beside = BatchItem([5, 6], 0, list(range(BLOCKS_EACH)), [GREEDY])
         for each, output in zip(open_, engine.run([beside, *items])[1:], strict=True):
             if output.pooled is not None:
                 each.prompt.add_pooled(output.pooled)

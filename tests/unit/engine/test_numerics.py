@@ -38,7 +38,7 @@ _SHARED = (
 )  # fmt: skip
 """Patterns of files that compute on all devices."""
 HASHES = {
-    CPU_KERNELS: "44bd5314edcd5dbe",
+    CPU_KERNELS: "4b668b6052ba5f34",
     CUDA_KERNELS: "cc16f85397d608c4",
 }
 """Of the code that computes on each kind of device, by the name of its arithmetic."""
