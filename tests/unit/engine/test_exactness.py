@@ -85,6 +85,7 @@ class Exact:
     ) -> None:
         self.lora_modules = loaded.lora_modules
         layout = loaded.layout
+        self.numerics = layout.numerics
         size = NUM_BLOCKS * layout.num_layers * 2 * layout.num_kv_heads * BLOCK_SIZE * layout.head_dim * 4
         self.pool = KVPool(loaded, EngineConfig("m", kv_cache_bytes=size))
         self._runner = make_runner(loaded, self.pool)

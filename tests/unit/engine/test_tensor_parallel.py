@@ -149,10 +149,14 @@ def test_bits_of_two_ranks_depend_neither_on_the_batch_nor_on_chunks(name: str, 
     config = exact_config(tmp_path, dtype)
     with two_ranks(config) as (group, lost):
         loaded = group.load()
-        ours, one_rank = loaded.layout.numerics, load_model(config).layout.numerics
+        engine, whole = Exact(loaded, group.make_runner), Exact(load_model(config))
+        ours, one_rank = loaded.layout.numerics, whole.numerics
         assert ours.problem == "" and one_rank.first_difference(ours) == ("num_ranks", "1", "2")
         assert ours.digest != one_rank.digest
-        engine = Exact(loaded, group.make_runner)
+        if dtype == "float32":  # in bfloat16 one and two ranks round differently
+            prompt = list(range(3, 40))
+            assert [token for token, *_ in engine.alone(prompt, 5)] == [token for token, *_ in whole.alone(prompt, 5)]
+        whole.pool.close()
 
         @settings(max_examples=4, deadline=None)
         @given(st.integers(0, 99), prompts())
