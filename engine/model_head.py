@@ -79,7 +79,7 @@ def exact_sums(rows: torch.Tensor) -> torch.Tensor:
     which a device adds.
     """
     total = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
-    for some in rows.split(_ROWS_PER_SLICE):  # so that the float64 values need little memory
+    for some in torch.split(rows, _ROWS_PER_SLICE):  # so that the float64 values need little memory
         values = some.double()
         coarse = (values * _COARSE).round() / _COARSE
         fine = ((values - coarse) * _FINE).round() / _FINE

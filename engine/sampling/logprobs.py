@@ -43,7 +43,7 @@ def likeliest(logprobs: torch.Tensor, num_top: int) -> torch.Tensor:
         return logprobs.new_empty((len(logprobs), 0), dtype=torch.long)
     token_ids = torch.arange(logprobs.shape[-1], device=logprobs.device)
     found = []
-    for rows in logprobs.split(_ROWS_PER_SORT):
+    for rows in torch.split(logprobs, _ROWS_PER_SORT):
         # The bits of a float without its sign are in the order of its magnitude, so the least key is the likeliest.
         keys = rows.view(torch.int32).long().bitwise_and_(_MAGNITUDE).bitwise_left_shift_(32).bitwise_or_(token_ids)
         found.append(keys.topk(num_top, largest=False).values.bitwise_and_(_LOW_WORD))

@@ -257,7 +257,7 @@ def test_sums_of_states_are_exact_in_any_order(seed: int, dtype: torch.dtype, ma
     order = torch.randperm(len(rows), generator=generator)
     cuts = [int(cut) for cut in torch.randint(0, 700, (3,), generator=generator).sort().values]
     parts = [exact_sums(part) for part in torch.tensor_split(rows[order], cuts)]
-    assert torch.equal(sum(parts), whole)
+    assert torch.equal(torch.stack(parts).sum(0), whole)
     expected = torch.tensor([math.fsum(column) for column in rows.double().t().tolist()], dtype=torch.float64)
     torch.testing.assert_close(whole.sum(0), expected, rtol=1e-12, atol=700 * 2.0**-41)
 

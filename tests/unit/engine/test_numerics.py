@@ -38,8 +38,8 @@ _SHARED = (
 )  # fmt: skip
 """Patterns of files that compute on all devices."""
 HASHES = {
-    CPU_KERNELS: "4b668b6052ba5f34",
-    CUDA_KERNELS: "cc16f85397d608c4",
+    CPU_KERNELS: "fa9933e8c52796a5",
+    CUDA_KERNELS: "49baf59f617141fc",
 }
 """Of the code that computes on each kind of device, by the name of its arithmetic."""
 

@@ -140,7 +140,7 @@ EXACT_MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 """So many inputs that those of each rank are summed in another order for a lone row."""
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.extended)])
 @pytest.mark.parametrize("name", EXACT_MODELS)
 def test_bits_of_two_ranks_depend_neither_on_the_batch_nor_on_chunks(name: str, dtype: str, tmp_path: Path) -> None:
     model_class, config_class, extra = EXACT_MODELS[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -201,7 +201,7 @@ def rows_strategy(draw: st.DrawFn) -> Row:
     return wanted, draw(st.integers(0, 100_000)), draw(st.one_of(st.none(), st.integers(0, 3)))
 
 
-def grammar_mask(seeds: list[int | None], vocab_size: int) -> StepMask | None:
+def grammar_mask(seeds: Sequence[int | None], vocab_size: int) -> StepMask | None:
     """Returns the step's mask. Rows with equal seeds share one, as sequences of one prompt do."""
     rows = [row for row, seed in enumerate(seeds) if seed is not None]
     if not rows:
