@@ -49,7 +49,7 @@ def test_the_model_is_small() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("temperature", [GREEDY, WARM])
+@pytest.mark.parametrize("temperature", [GREEDY, pytest.param(WARM, marks=pytest.mark.extended)])
 def test_answers_are_correct_and_equal_when_computed_alone(
     demo: Cluster, alone: LoneEngine, temperature: float
 ) -> None:
