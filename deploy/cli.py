@@ -211,6 +211,8 @@ def _parser(show_all: bool = False) -> CommandParser:
     help_text = "adapter that the record names; may be repeated"
     replay.add_argument("--lora", action="append", default=[], metavar="NAME=FOLDER", help=help_text)
     replay.add_argument("--url", default="", metavar="URL", help="HTTP endpoint of a cluster that computes instead")
+    help_text = "another record of the same request; both are compared, and nothing is computed"
+    replay.add_argument("--against", default="", metavar="FILE", help=help_text)
     _add_call_flags(replay)
     add_engine_commands(add("engine", None, "install an engine other than the built-in one"))
     caches = _add_cache_commands(add("cache", None, "show, empty or fill the caches of a running cluster"))
@@ -398,10 +400,13 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from tandem.deploy.commands.replay import read_record, replay_alone
+    from tandem.deploy.commands.replay import check_computable, read_record, replay_against, replay_alone
     from tandem.deploy.commands.replay_cluster import replay_on_cluster
 
     record = read_record(arguments.record)
+    if arguments.against:
+        return replay_against(record, read_record(arguments.against))
+    check_computable(record)
     if arguments.url:
         return replay_on_cluster(record, arguments.model, arguments.url, arguments.api_key, arguments.timeout_s)
     return replay_alone(record, arguments.model, arguments.device, arguments.lora)

@@ -48,7 +48,7 @@ class BatchItem(msgspec.Struct, frozen=True):
     adapter: Adapter | None = None
     """Loaded LoRA adapter; never leaves the process."""
     pooling: Pooling | None = None
-    """Hidden states to return: the last one, or their sum for a mean; None returns none."""
+    """Hidden states to return: the last one, or their sums for a mean; None returns none."""
     follows: int | None = None
     """Number of the sample of the step before whose token is the item's only one; `token_ids` then holds a 0."""
 
@@ -80,4 +80,4 @@ class ItemOutput(msgspec.Struct, frozen=True):
     is_late: bool = False
     """Whether the grammar's mask was not computed in time: the tokens are meaningless, and are sampled again later."""
     pooled: bytes | None = None
-    """float32 values, packed."""
+    """float64 values, packed: the last hidden state, or `engine.model_head.exact_sums` for a mean."""

@@ -18,6 +18,9 @@ from tandem.protocol.messages.sampling import Pooling, TokenLogprobs
 
 _ROWS_PER_SLICE = 256
 """Rows of logits in memory at a time: about 160 MB for a vocabulary of 150,000."""
+_COARSE, _FINE = 2.0**10, 2.0**40
+"""Hidden states are added up in multiples of 1 / _COARSE and, for what is left, of 1 / _FINE. Float64 holds such sums
+of 16 million tokens exactly, if their states are below 2**19."""
 
 
 class _Replay(torch.nn.Module):
@@ -52,9 +55,9 @@ class ModelHead:
         return logprobs
 
     def pooled(self, first_row: int, num_rows: int, pooling: Pooling) -> bytes:
-        """Returns the last of the rows, or the sum of all for a mean, as packed float32 values [hidden_size]."""
+        """Returns the last of the rows, or what `exact_sums` returns for a mean, as packed float64 values."""
         rows = self._hidden[0, first_row : first_row + num_rows]
-        values = rows[-1].float() if pooling == "last" else rows.float().sum(0)
+        values = rows[-1].double() if pooling == "last" else exact_sums(rows)
         return values.cpu().numpy().tobytes()
 
     @contextmanager
@@ -67,3 +70,18 @@ class ModelHead:
             yield
         finally:
             setattr(self._model, prefix, decoder)
+
+
+def exact_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Returns float64 [2, size], whose two rows add up to the sum of `rows` [num_rows, size].
+
+    Neither of them is rounded, so a prompt's mean does not depend on how it was cut into chunks, nor on the order in
+    which a device adds.
+    """
+    total = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
+    for some in torch.split(rows, _ROWS_PER_SLICE):  # so that the float64 values need little memory
+        values = some.double()
+        coarse = (values * _COARSE).round() / _COARSE
+        fine = ((values - coarse) * _FINE).round() / _FINE
+        total += torch.stack((coarse.sum(0), fine.sum(0)))
+    return total

@@ -57,11 +57,9 @@ class _BegunSampling(NamedTuple):
 
 
 class ModelRunner:
-    """Owns the model, on the engine thread. limits: for CUDA graphs. exact: see `EngineConfig`."""
+    """Owns the model, on the engine thread. limits: for CUDA graphs."""
 
-    def __init__(
-        self, loaded: LoadedModel, pool: KVPool, limits: GraphLimits | None = None, exact: bool = False
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, pool: KVPool, limits: GraphLimits | None = None) -> None:
         self._model = loaded.model
         self._media_input = MediaInput(loaded.vision, loaded.model) if loaded.vision is not None else None
         self._pool = pool
@@ -71,7 +69,7 @@ class ModelRunner:
         self._uses_triton = uses_triton(pool, self._model.config.get_text_config(decoder=True))
         limits = limits or GraphLimits()
         self._loaded = loaded
-        self._row_counts = limits.row_counts if exact and loaded.device.type == "cuda" else None
+        self._row_counts = limits.row_counts if loaded.is_exact and loaded.device.type == "cuda" else None
         if self._uses_triton:
             operators = CUDALayerOperators(self._row_counts)
             fuse_layers(self._model, operators)

@@ -8,7 +8,7 @@ with the number of threads (docs/adr/0042-exact-arithmetic.md).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,26 @@ def _has_products(dtype: torch.dtype) -> bool:
 def computes_rows_alike(dtype: torch.dtype, is_exact: bool) -> bool:
     """Whether products on CPU use kernels whose rows have the same bits in any batch."""
     return dtype == torch.bfloat16 or (is_exact and dtype == torch.float32)
+
+
+@torch.inference_mode()
+def differing_count(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    num_inputs: int,
+    counts: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Tries a product with random rows. Returns a number of rows among which a row has other bits than among the
+    largest number; 0 if there is none. counts: numbers of rows, ascending."""
+    largest = counts[-1]
+    rows = torch.randn(largest, num_inputs, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    whole = product(rows)
+    for count in counts[:-1]:
+        for some in (slice(0, count), slice(largest - count, largest)):
+            if not torch.equal(product(rows[some].clone()), whole[some]):
+                return count
+    return 0
 
 
 class RowProducts(TorchFunctionMode):

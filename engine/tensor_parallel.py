@@ -144,11 +144,11 @@ class TensorParallelGroup:
     def make_runner(self, loaded: LoadedModel, pool: KVPool, decodes: bool = True) -> ModelRunner:
         """decodes: see `GraphLimits`. Raises ConfigError if answers must be exact, but would not be on this GPU."""
         self._serves = True
-        limits, exact = GraphLimits.of(self._engine, decodes), self._engine.exact
+        limits = GraphLimits.of(self._engine, decodes)
         if self._steps:
-            runner: ModelRunner = LeadingRunner(loaded, pool, limits, exact, self._steps)
+            runner: ModelRunner = LeadingRunner(loaded, pool, limits, self._steps)
         else:
-            runner = ModelRunner(loaded, pool, limits, exact)
+            runner = ModelRunner(loaded, pool, limits)
         if problem := runner.gpu_problem:
             raise ConfigError(f"--exact: answers would not be exact: {problem}; leave out --exact")
         return runner
@@ -171,14 +171,9 @@ class LeadingRunner(ModelRunner):
     """Rank 0's runner: sends each batch to the followers before it launches it."""
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        pool: KVPool,
-        limits: GraphLimits,
-        exact: bool,
-        followers: list[RankChannel[Batch]],
+        self, loaded: LoadedModel, pool: KVPool, limits: GraphLimits, followers: list[RankChannel[Batch]]
     ) -> None:
-        super().__init__(loaded, pool, limits, exact)
+        super().__init__(loaded, pool, limits)
         self._followers = followers
 
     def launch(self, batch: Batch, before: LaunchedStep | None = None) -> LaunchedStep:

@@ -52,7 +52,7 @@ class PrefillPrompt:
     num_published_blocks: int = 0
     block_table: list[int] = field(default_factory=list)
     prompt_logprobs: list[bytes] = field(default_factory=list)  # packed
-    pooled: NDArray[np.float32] | None = None  # so far
+    pooled: NDArray[np.float64] | None = None  # so far
     first_token_ids: list[int] | None = None
     in_step: bool = False
     ended: bool = False
@@ -167,7 +167,7 @@ class PrefillPrompt:
 
     def add_pooled(self, packed: bytes) -> None:
         """Adds what a step has returned of the hidden states."""
-        values = np.frombuffer(packed, np.float32)
+        values = np.frombuffer(packed, np.float64)
         self.pooled = values if self.pooled is None else self.pooled + values
 
     def embedding(self, now: float) -> list[FirstToken]:
@@ -176,7 +176,9 @@ class PrefillPrompt:
         [attempt_id] = self.request.attempt_ids
         if attempt_id not in self.open_ids:
             return []
-        values = self.pooled / self.num_prompt_tokens if self.request.pooling == "mean" else self.pooled
+        values = self.pooled
+        if self.request.pooling == "mean":
+            values = values.reshape(2, -1).sum(0) / self.num_prompt_tokens
         return [
             FirstToken(
                 attempt_id,

@@ -63,7 +63,7 @@ def serve(config: FollowerConfig) -> None:
     pool = KVPool(loaded, engine)
     rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), DataNetwork(config.host))
     TransferServer(Connection(config.transfers_fd), rank_pool).start()
-    runner = ModelRunner(loaded, pool, GraphLimits.of(config.engine), config.engine.exact)
+    runner = ModelRunner(loaded, pool, GraphLimits.of(config.engine))
     freeze_loaded_objects()
     follow(Connection(config.steps_fd), runner)
 

@@ -45,7 +45,7 @@ class LoneEngine:
         torch.set_num_threads(config.num_threads)
         self.loaded, self._config = fit_kv_cache(load_model(config), config)
         self._pool = KVPool(self.loaded, self._config)
-        self._runner = ModelRunner(self.loaded, self._pool, GraphLimits.of(self._config), self._config.exact)
+        self._runner = ModelRunner(self.loaded, self._pool, GraphLimits.of(self._config))
         self._prepared = threading.Event()
         self._grammars: Grammars | None = None
         self._adapters = Adapters(self.loaded.lora_modules, self.loaded.dtype, self.loaded.device, self._prepared.set)

@@ -129,7 +129,7 @@ def new_runner(
     )
     with plain if is_plain else nullcontext():
         limits = GraphLimits(max_num_seqs=256, max_num_batched_tokens=2048)
-        runner = ModelRunner(loaded, pool, limits, exact)
+        runner = ModelRunner(loaded, pool, limits)
     runner.warm_up()
     return runner
 

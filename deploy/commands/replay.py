@@ -1,7 +1,8 @@
 """`tandem replay`: computes a recorded answer again and compares it, bit for bit (docs/replay.md).
 
 Alone, each sequence is computed by itself in this process. With a URL, a cluster computes it and records it again, so
-that both sides of the comparison are records.
+that both sides of the comparison are records. Two records of one request can also be compared without computing, which
+is all that can be done for images and video: a record has their digests only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tandem.proxy.records.record import (
     DamagedRecord,
     NumericsFields,
     Record,
+    RecordedMedia,
     RecordedSequence,
     RecordedWorker,
     as_float32,
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 EQUAL, DIFFERS = 0, 1
 """Exit statuses. What cannot be replayed raises ConfigError, whose status is 2."""
 MAX_THREADS = 256
+_MAX_NAMED_MEDIA, _DIGEST_CHARACTERS = 4, 16
+"""Media that an error names, and how much of their digests."""
 
 
 class Token(NamedTuple):
@@ -85,13 +89,27 @@ def read_record(file: str) -> Record:
         record = decode_record(content)
     except DamagedRecord as error:
         raise ConfigError(f"{where} is not a whole record: {error.message}") from error
-    if any(prompt.media for prompt in record.head.prompts):
-        raise ConfigError(
-            f"{where} has images or video, of which a record has only the digests; they cannot be computed again"
-        )
     if not any(sequence.token_ids for sequence in record.sequences):
         raise ConfigError(f"{where} has no tokens of an answer to compare ({record.head.outcome or 'no outcome'})")
     return record
+
+
+def check_computable(record: Record) -> None:
+    """Raises ConfigError for an answer that does not follow from the record alone: one about images or video."""
+    media = [_named(item) for prompt in record.head.prompts for item in prompt.media]
+    if not media:
+        return
+    more = f" and {len(media) - _MAX_NAMED_MEDIA} more" if len(media) > _MAX_NAMED_MEDIA else ""
+    seed = next((f" and the seed {each.seed}" for each in record.sequences), "")
+    raise ConfigError(
+        f"the answer is about {', '.join(media[:_MAX_NAMED_MEDIA])}{more}, and a record has no images or video, only "
+        f"these digests; send the request again with the header X-Tandem-Record: 1{seed}, and compare its record by "
+        "--against FILE"
+    )
+
+
+def _named(item: RecordedMedia) -> str:
+    return f"the {item.kind} {item.digest[:_DIGEST_CHARACTERS]}"
 
 
 def replay_alone(record: Record, model: str, device: str, adapters: Sequence[str]) -> int:
@@ -191,31 +209,65 @@ def _adapter(record: Record, adapters: Sequence[str]) -> AdapterRef | None:
     return AdapterRef(wanted.digest, str(folder))
 
 
+def replay_against(record: Record, other: Record) -> int:
+    """Compares two records of one request. Prints the outcome and returns the exit status.
+
+    Raises ConfigError if they are of different requests.
+    """
+    one, two = _asked(record), _asked(other)
+    for field, value in one.items():
+        if value != two[field]:
+            raise ConfigError(
+                f"the records are of different requests: {field} was {str(value)[:100]}, and is {str(two[field])[:100]}"
+            )
+    return report(record, {number: recorded(other, number) for number in range(len(other.sequences))}, "twice")
+
+
+def _asked(record: Record) -> dict[str, object]:
+    """Returns what the answer follows from, by names for errors."""
+    head = record.head
+    media = [
+        ", ".join(f"{each.kind} {each.digest} at {each.spans}" for each in prompt.media) for prompt in head.prompts
+    ]
+    return {
+        "the model": head.model_id,
+        "the adapter": head.adapter.digest if head.adapter is not None else "none",
+        "the media": "; ".join(media) or "none",
+        "the prompt": [prompt.token_ids for prompt in head.prompts],
+        "the limits": [prompt.stop for prompt in head.prompts],
+        "the sampling": head.sampling,
+        "the seed": [sequence.seed for sequence in record.sequences],
+    }
+
+
 # ---- the comparison
 
 
-def first_difference(
-    number: int, sequence: RecordedSequence, record: Record, computed: Iterable[Computed]
-) -> Difference | None:
-    """Returns the first token of the sequence that differs, or None if all are equal. Takes no tokens after it."""
-    workers = _workers(record, sequence)
-    recorded = map(Token, sequence.token_ids, sequence.logprobs)
+def recorded(record: Record, number: int) -> Iterator[Computed]:
+    """Yields the tokens of a recorded sequence, and who computed them."""
+    sequence = record.sequences[number]
+    tokens = map(Token, sequence.token_ids, sequence.logprobs)
+    yield from map(Computed, tokens, _workers(record, sequence))
+
+
+def first_difference(number: int, record: Record, computed: Iterable[Computed]) -> Difference | None:
+    """Returns the first token of sequence `number` that differs, or None if all are equal. Takes no tokens after it."""
     last = RecordedWorker("nobody")
-    for place, (one, by, other) in enumerate(zip_longest(recorded, workers, computed)):
+    for place, (one, other) in enumerate(zip_longest(recorded(record, number), computed)):
         if one is None:
             break  # more was computed than recorded
         if other is None:
-            return Difference(number, place, one, None, by, last)
+            return Difference(number, place, one.token, None, one.by, last)
         last = other.by
-        if not _are_equal(one, other.token):
-            return Difference(number, place, one, other.token, by, last)
+        if not _are_equal(one.token, other.token):
+            return Difference(number, place, one.token, other.token, one.by, last)
     return None
 
 
 def _workers(record: Record, sequence: RecordedSequence) -> Iterator[RecordedWorker]:
-    """Yields who computed each token."""
+    """Yields who computed each token. A sequence that ended before its first one has none."""
     ends = [start for start, _ in sequence.computed_by[1:]] + [len(sequence.token_ids)]
-    for (start, number), end in zip(sequence.computed_by, ends, strict=True):
+    for (start, number), end in zip(sequence.computed_by, ends, strict=False):
         for _ in range(start, end):
             yield record.head.workers[number]
 
@@ -238,8 +290,8 @@ def report(record: Record, computed: Mapping[int, Iterable[Computed]], how: str)
     """Compares all sequences. Prints the outcome and returns the exit status. computed: by number of the sequence."""
     found = [
         difference
-        for number, each in enumerate(record.sequences)
-        if (difference := first_difference(number, each, record, computed[number])) is not None
+        for number in range(len(record.sequences))
+        if (difference := first_difference(number, record, computed[number])) is not None
     ]
     for difference in found:
         print("\n".join(lines_of(difference)), flush=True)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import ssl
-from collections.abc import Iterator
 from typing import Any
 
 import httpcore
 import msgspec
 
-from tandem.deploy.commands.replay import Computed, Token, report
+from tandem.deploy.commands.replay import recorded, report
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.records.record import (
     MAX_FILE_BYTES,
@@ -39,18 +38,8 @@ def replay_on_cluster(record: Record, model: str, url: str, api_key: str, timeou
     Raises ConfigError for what cannot be replayed, and if the cluster does not answer.
     """
     computed = asyncio.run(_compute_all(record, model, url.rstrip("/"), api_key, timeout_s))
-    return report(record, dict(enumerate(map(_tokens, computed))), f"by the cluster at {url}")
-
-
-def _tokens(record: Record) -> Iterator[Computed]:
-    [sequence] = record.sequences
-    workers = dict(sequence.computed_by)
-    by = record.head.workers[0] if record.head.workers else None
-    for place, token in enumerate(map(Token, sequence.token_ids, sequence.logprobs)):
-        if place in workers:
-            by = record.head.workers[workers[place]]
-        assert by is not None
-        yield Computed(token, by)
+    tokens = {number: recorded(each, 0) for number, each in enumerate(computed)}
+    return report(record, tokens, f"by the cluster at {url}")
 
 
 async def _compute_all(record: Record, model: str, url: str, api_key: str, timeout_s: float) -> list[Record]:

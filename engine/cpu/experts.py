@@ -13,6 +13,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tandem.engine.cpu.packed_linear import is_packable, packed_weight
+from tandem.engine.loading.sharding import local_tensor
 from tandem.engine.row_products import RowProducts, onednn_linear
 
 _NAME = "tandem_packed"
@@ -53,8 +54,8 @@ def pack_experts(model: Any, is_exact: bool) -> None:
     for module in found:
         names = (_GATED if module.has_gate else "up_proj", "down_proj")
         for name in names:
-            bias = getattr(module, f"{name}_bias") if module.has_bias else None
-            packed = PackedExperts(getattr(module, name), bias, module.is_transposed)
+            bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
+            packed = PackedExperts(local_tensor(getattr(module, name)), bias, module.is_transposed)
             delattr(module, name)
             setattr(module, name, packed)
 

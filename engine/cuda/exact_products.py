@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from tandem.engine.layers.linear import CombiningLinear
-
-_SEED = 7
+from tandem.engine.row_products import differing_count
 
 
 class ExactLinear(CombiningLinear):
@@ -59,7 +58,6 @@ def use_exact_products() -> None:
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
-@torch.inference_mode()
 def product_problem(linears: Iterable[Any], row_counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:
     """Returns which product's rows have other bits among more rows, or an empty string if there is none.
 
@@ -70,18 +68,12 @@ def product_problem(linears: Iterable[Any], row_counts: Sequence[int], dtype: to
     for linear in linears:
         bias = getattr(linear, "bias", None) is not None
         tried.setdefault((type(linear).__name__, linear.out_features, linear.in_features, bias), linear)
-    generator = torch.Generator().manual_seed(_SEED)
     name = str(dtype).removeprefix("torch.")
     for (_, num_outputs, num_inputs, _), linear in tried.items():
         counts = getattr(linear, "row_counts", row_counts)
-        largest = counts[-1]
-        inputs = torch.randn((largest, num_inputs), generator=generator).to(device, dtype)
-        whole = linear(inputs)
-        for count in counts:
-            for rows in (slice(0, count), slice(largest - count, largest)):
-                if not torch.equal(linear(inputs[rows].clone()), whole[rows]):
-                    return (
-                        f"the product with a weight of {num_outputs} x {num_inputs} in {name} gives other bits for "
-                        f"{count} rows than for {largest}"
-                    )
+        if count := differing_count(linear, num_inputs, counts, dtype, device):
+            return (
+                f"the product with a weight of {num_outputs} x {num_inputs} in {name} gives other bits for {count} "
+                f"rows than for {counts[-1]}"
+            )
     return ""

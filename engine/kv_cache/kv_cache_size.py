@@ -175,7 +175,7 @@ def _profile(loaded: LoadedModel, config: EngineConfig, memory: CudaMemory) -> M
     """Captures the graphs and runs the largest step behind another one, over a small pool that is released again."""
     num_bytes = _PROFILE_BLOCKS * block_bytes(loaded)
     pool = KVPool(loaded, msgspec.structs.replace(config, kv_cache_bytes=num_bytes))
-    runner = ModelRunner(loaded, pool, GraphLimits.of(config), config.exact)
+    runner = ModelRunner(loaded, pool, GraphLimits.of(config))
     memory.reset()  # not counted: what it takes to fuse the layers
     runner.warm_up()
     largest = largest_step(config, loaded.max_model_len, loaded.layout.block_size)

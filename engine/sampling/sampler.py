@@ -256,21 +256,29 @@ def _sample_plain(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.
     numbers are drawn.
     """
     num_rows, size = logits.shape
-    segment_size = race_segment_size(size)
-    num_segments = -(-size // segment_size)
-    weights = torch.zeros(num_rows, num_segments * segment_size, device=logits.device)  # padded with zero weights
-    own = weights[:, :size].copy_(logits)
-    own -= own.amax(-1, keepdim=True)
-    if temperatures is not None:
-        own /= temperatures
-    own.exp_()
-    segments = weights.view(num_rows, num_segments, segment_size)
+    segments = race_weights(logits, temperatures)
+    num_segments, segment_size = segments.shape[1:]
     numbers = torch.arange(max(num_segments, segment_size), device=logits.device)
     segment = first_to_arrive(row_sums(segments), keys, segment_ids(numbers[:num_segments]))
     in_segment = segments[torch.arange(num_rows, device=logits.device), segment[:, 0]].double()
     token_ids = segment * segment_size + numbers[:segment_size]
     place = first_to_arrive(in_segment, keys, token_ids)
     return token_ids.gather(-1, place)[:, 0].clamp_(max=size - 1)
+
+
+def race_weights(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
+    """Returns weights in proportion to the tokens' probabilities, float32 [num_rows, num_segments, segment_size]. Those
+    after the last token are zero."""
+    num_rows, size = logits.shape
+    segment_size = race_segment_size(size)
+    num_segments = -(-size // segment_size)
+    weights = torch.zeros(num_rows, num_segments * segment_size, device=logits.device)
+    own = weights[:, :size].copy_(logits)
+    own -= own.amax(-1, keepdim=True)
+    if temperatures is not None:
+        own /= temperatures
+    own.exp_()
+    return weights.view(num_rows, num_segments, segment_size)
 
 
 def race_segment_size(vocab_size: int) -> int:

@@ -1,4 +1,7 @@
-"""Clients of `tests.faults.chaos`: send requests of all sizes, sometimes disconnect early, and check every response."""
+"""Clients of `tests.faults.chaos`: send requests of all sizes, sometimes disconnect early, and check every response.
+
+Tokens and log-probabilities must be those of `tests.support.exact_engine`, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from tests.faults.reference_model import ReferenceModel
+from tandem.deploy.commands.replay import Token
+from tandem.protocol.messages.sampling import SamplingParams
+from tandem.worker.lone_engine import LoneEngine
+from tests.support.exact_engine import tokens_alone
 from tests.support.sse import event_of
 
 NUM_QUESTIONS = 24
@@ -19,32 +25,31 @@ CANCEL_SHARE = 0.1
 """Share of the clients that disconnect before their response is complete."""
 REFUSALS = (429, 503)
 MAX_DIFFERENCES = 20
-MIN_MARGIN = 1e-4
-"""Least margin of a token's choice; rounding in another batch changes a probability by about 1e-6 of itself."""
+Choices = dict[int, list[Token]]
+"""Tokens by choice."""
 
 
 class ChaosQuestion(NamedTuple):
-    """Body of a request and the expected token ids by choice."""
+    """Body of a request and the expected answer."""
 
     body: dict[str, Any]
-    expected: dict[int, list[int]]
+    expected: Choices
 
 
-def make_questions(rng: random.Random, model: ReferenceModel) -> list[ChaosQuestion]:
-    """Makes greedy and seeded requests of all sizes, some with two choices, whose tokens do not depend on rounding."""
+def make_questions(rng: random.Random, engine: LoneEngine) -> list[ChaosQuestion]:
+    """Makes greedy and seeded requests of all sizes, some with two choices."""
     questions: list[ChaosQuestion] = []
-    while len(questions) < NUM_QUESTIONS:
+    for _ in range(NUM_QUESTIONS):
         prompt = [rng.randrange(4, 2000) for _ in range(rng.choice([4, 60, 300, 900]))]
         num_tokens, n, temperature = rng.choice([1, 20, 100, 300]), rng.choice([1, 1, 1, 2]), rng.choice([0, 0.9])
         seed = rng.randrange(1 << 32)
-        answers = [model.answer(prompt, num_tokens, temperature, seed + choice) for choice in range(n)]
-        if min(answer.margin for answer in answers) < MIN_MARGIN:
-            continue
+        samplings = [SamplingParams(temperature=temperature, seed=seed + choice) for choice in range(n)]
+        expected = {choice: tokens_alone(engine, prompt, each, num_tokens) for choice, each in enumerate(samplings)}
         body = {
             "prompt": prompt, "max_tokens": num_tokens, "n": n, "seed": seed, "temperature": temperature,
-            "ignore_eos": True, "return_token_ids": True, "stream": True,
+            "logprobs": 0, "ignore_eos": True, "return_token_ids": True, "stream": True,
         }  # fmt: skip
-        questions.append(ChaosQuestion(body, dict(enumerate(answer.tokens for answer in answers))))
+        questions.append(ChaosQuestion(body, expected))
     return questions
 
 
@@ -60,7 +65,8 @@ class Failed(Exception):
 class Tally:
     """Number of requests by outcome.
 
-    `right` and `wrong`: tokens equal to, or different from, those of transformers. `cancelled`: by their client.
+    `right` and `wrong`: tokens and log-probabilities equal to, or different from, those of a sequence that is computed
+    alone. `cancelled`: by their client.
     `cut`: connections lost when a proxy was killed. `refused`: by code. `failed`: everything else, by message.
     `longest_pause_s`: of any stream. `differences`: details of the first wrong responses.
     """
@@ -95,7 +101,7 @@ class Clients:
             self._proxy_kills.append(time.monotonic())
 
     async def check_each(self) -> None:
-        """Sends each question alone and without faults. Raises Failed where tokens differ from transformers'."""
+        """Sends each question by itself and without faults. Raises Failed where its answer differs."""
         for number, question in enumerate(self._questions):
             if (tokens := await self._send(question.body)) != question.expected:
                 raise Failed(f"question {number} without faults: {_difference(tokens, question.expected)}")
@@ -174,9 +180,9 @@ class Clients:
             if not is_right and len(tally.differences) < MAX_DIFFERENCES:
                 tally.differences.append({"question": number, **_difference(tokens, question.expected)})
 
-    async def _send(self, body: dict[str, Any]) -> dict[int, list[int]]:
-        """Returns token ids by choice. Raises Refused, Failed or aiohttp.ClientError."""
-        tokens: dict[int, list[int]] = defaultdict(list)
+    async def _send(self, body: dict[str, Any]) -> Choices:
+        """Returns the answer. Raises Refused, Failed or aiohttp.ClientError."""
+        tokens: Choices = defaultdict(list)
         num_finished: Counter[int] = Counter()
         async with self._session.post(self._url, json=body) as response:
             if response.status != 200:
@@ -193,14 +199,15 @@ class Clients:
                 if "error" in event:
                     raise Failed(f"stream: {event['error']['code']}")
                 for choice in event["choices"]:
-                    tokens[choice["index"]] += choice.get("token_ids") or []
+                    if token_ids := choice.get("token_ids"):
+                        tokens[choice["index"]] += map(Token, token_ids, choice["logprobs"]["token_logprobs"])
                     num_finished[choice["index"]] += choice["finish_reason"] is not None
         if set(num_finished.values()) != {1}:
             raise Failed(f"a stream had {sorted(num_finished.values())} finish reasons per choice")
         return dict(tokens)
 
 
-def _difference(tokens: dict[int, list[int]], expected: dict[int, list[int]]) -> dict[str, Any]:
+def _difference(tokens: Choices, expected: Choices) -> dict[str, Any]:
     """Describes the first differing choice: its index, both lengths, and the first position that differs."""
     for index in sorted(tokens.keys() | expected.keys()):
         got, wanted = tokens.get(index, []), expected.get(index, [])

@@ -1,9 +1,10 @@
-"""Asks a cluster the 500 questions of the demo model's exam and compares the answers with transformers.
+"""Asks a cluster the 500 questions of the demo model's exam, and computes each answer again alone.
 
     python -m tests.integration.exam [--quick] [--during chaos] [--json FILE]
 
-Three runs: greedy in float32 (answers must equal those of transformers), greedy in bfloat16, and temperature 0.7 with
-the question's number as seed. With --during chaos: greedy in float32 while workers are killed, frozen and drained.
+Two runs in bfloat16: greedy, and temperature 0.7 with the question's number as seed. Every token and log-probability
+must be that of a process that computes each answer by itself, bit for bit. With --during chaos: greedy, while workers
+are killed, frozen and drained.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import NamedTuple
 
 import httpx
 from rich.console import Console
@@ -24,15 +25,28 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.support.report import Aim, Report, finish, new_parser
+from tandem.deploy.commands.replay import lines_of
 from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.proxy.records.record import Record, decode_record
+from tandem.worker.lone_engine import LoneEngine
 from tests.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
 from tests.support.cluster import Cluster
+from tests.support.exact_engine import differences, exact_engine
 from tools.demo_model.exam import SEED, Question, exam, rows, score
 
 NUM_AT_ONCE, NUM_IN_CHAOS = 16, 6
 MIN_FAULTS = 10
 TIMEOUT_S = 120.0
 GREEDY, WARM = 0.0, 0.7
+EXACT = ("--dtype", "bfloat16", "--threads-per-worker", "1")
+"""Options of a cluster whose answers `tests.support.exact_engine` computes again."""
+
+
+class Answered(NamedTuple):
+    """An answer's text, or an error."""
+
+    text: str
+    record: Record | None = None
 
 
 def main() -> None:
@@ -46,41 +60,32 @@ def main() -> None:
         runs = {"greedy": ask_all(options.url, questions, GREEDY), "warm": ask_all(options.url, questions, WARM)}
         print_scores(questions, runs)
         return
-    model = ("--model", str(options.model), "--kv-cache-gib", "0.25")
+    model = ("--model", str(options.model), "--kv-cache-gib", "0.25", *EXACT)
     if options.during:
         during_chaos(questions, model, options.model, options.json)
         return
-    runs = {"transformers float32": list(by_transformers(options.model, questions))}
-    with Cluster(*model, "--dtype", "float32") as cluster:
-        runs["greedy float32"] = ask_all(cluster.url, questions, GREEDY)
-    with Cluster(*model, "--dtype", "bfloat16") as cluster:
-        runs["greedy bfloat16"] = ask_all(cluster.url, questions, GREEDY)
-        runs["temperature 0.7"] = ask_all(cluster.url, questions, WARM)
+    with Cluster(*model) as cluster:
+        runs = {
+            name: ask_all(cluster.url, questions, temperature)
+            for name, temperature in (("greedy", GREEDY), ("temperature 0.7", WARM))
+        }
     print_scores(questions, runs)
     percent = {name: 100 * share_right(questions, answers) for name, answers in runs.items()}
-    differing = sum(a != b for a, b in zip(runs["transformers float32"], runs["greedy float32"], strict=True))
     aims = [
-        Aim.of("greedy through the cluster, % right", percent["greedy bfloat16"], 90.0, "higher"),
+        Aim.of("greedy through the cluster, % right", percent["greedy"], 90.0, "higher"),
         Aim.of("temperature 0.7, % right", percent["temperature 0.7"], 90.0, "higher"),
-        Aim.of("float32 answers that differ from transformers", differing, 0, "lower"),
-        Aim.of(
-            "percentage points between bfloat16 and float32",
-            abs(percent["greedy bfloat16"] - percent["greedy float32"]),
-            1.0,
-            "lower",
-        ),
+        Aim.of("answers that differ when computed alone", num_different(options.model, runs.values()), 0, "lower"),
     ]
-    figures = {name: score(questions, answers) for name, answers in runs.items()}
+    figures = {name: score(questions, texts(answers)) for name, answers in runs.items()}
     finish(Report.of("exam", {"right": figures}, aims), options.json)
     sys.exit(0 if all(aim.met for aim in aims) else 1)
 
 
 def during_chaos(questions: list[Question], options: tuple[str, ...], folder: Path, json_file: Path | None) -> None:
     """Repeats the exam until MIN_FAULTS faults have been injected."""
-    right = list(by_transformers(folder, questions))
     console = Console(stderr=True)
-    answers: list[list[str]] = []
-    with Cluster(*options, *CLUSTER_OPTIONS, "--dtype", "float32", "--threads-per-worker", "1") as cluster:
+    answers: list[list[Answered]] = []
+    with Cluster(*options, *CLUSTER_OPTIONS) as cluster:
         ended = threading.Event()
         injector = FaultInjector(cluster.port, 1, WORKERS, Random(SEED), console.print)
         with ThreadPoolExecutor(1) as pool:
@@ -91,11 +96,10 @@ def during_chaos(questions: list[Question], options: tuple[str, ...], folder: Pa
             finally:
                 ended.set()
             injecting.result()
-    print_scores(questions, {"transformers": right, "first round": answers[0], "last round": answers[-1]})
-    differing = sum(a != b for given in answers for a, b in zip(right, given, strict=True))
+    print_scores(questions, {"first round": answers[0], "last round": answers[-1]})
     lowest = min(100 * share_right(questions, given) for given in answers)
     aims = [
-        Aim.of("answers that differ from transformers", differing, 0, "lower"),
+        Aim.of("answers that differ when computed alone", num_different(folder, answers), 0, "lower"),
         Aim.of("% right in the worst round", lowest, 90.0, "higher"),
     ]
     figures = {"answers": sum(map(len, answers)), "faults": injector.injected}
@@ -103,45 +107,52 @@ def during_chaos(questions: list[Question], options: tuple[str, ...], folder: Pa
     sys.exit(0 if all(aim.met for aim in aims) else 1)
 
 
-def ask_all(url: str, questions: list[Question], temperature: float, num_at_once: int = NUM_AT_ONCE) -> list[str]:
+def ask_all(url: str, questions: list[Question], temperature: float, num_at_once: int = NUM_AT_ONCE) -> list[Answered]:
     """Returns the answers in order, with `num_at_once` requests in flight. An error counts as a wrong answer."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client, ThreadPoolExecutor(num_at_once) as pool:
         answers = pool.map(partial(ask, client, temperature), range(len(questions)), questions)
         return list(track(answers, f"temperature {temperature}", total=len(questions), console=Console(stderr=True)))
 
 
-def ask(client: httpx.Client, temperature: float, seed: int, question: Question) -> str:
+def ask(client: httpx.Client, temperature: float, seed: int, question: Question) -> Answered:
     body = {"messages": question.messages, "temperature": temperature, "seed": seed}
-    response = client.post("/v1/chat/completions", json=body)
+    response = client.post("/v1/chat/completions", json=body, headers={"x-tandem-record": "1"})
     if response.status_code != 200:
-        return f"HTTP {response.status_code}: {response.text}"
+        return Answered(f"HTTP {response.status_code}: {response.text}")
+    record = client.get(response.headers["x-tandem-record"]).raise_for_status()
     content: str = response.json()["choices"][0]["message"]["content"]
-    return content
+    return Answered(content, decode_record(record.content))
 
 
-def by_transformers(folder: Path, questions: list[Question]) -> Iterator[str]:
-    """Yields the greedy float32 answers of transformers, one question at a time."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for question in track(questions, "transformers", console=Console(stderr=True)):
-        ids = tokenizer.apply_chat_template(
-            question.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-        with torch.inference_mode():
-            out = model.generate(ids, max_length=model.config.max_position_embeddings, do_sample=False)
-        yield tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+def num_different(folder: Path, runs: Iterable[Sequence[Answered]]) -> int:
+    """Returns how many answers are not equal, bit for bit, to what one process computes alone."""
+    answers = [answer for run in runs for answer in run]
+    engine = exact_engine(folder)
+    try:
+        return sum(is_different(engine, answer) for answer in track(answers, "alone", console=Console(stderr=True)))
+    finally:
+        engine.close()
 
 
-def share_right(questions: list[Question], answers: list[str]) -> float:
-    return sum(a == q.answer for q, a in zip(questions, answers, strict=True)) / len(questions)
+def is_different(engine: LoneEngine, answer: Answered) -> bool:
+    """Prints where they differ. An answer without a record, which is an error, is different."""
+    found = differences(engine, answer.record) if answer.record is not None else []
+    for difference in found:
+        print("\n".join(lines_of(difference)), file=sys.stderr)
+    return answer.record is None or bool(found)
 
 
-def print_scores(questions: list[Question], runs: dict[str, list[str]]) -> None:
+def texts(answers: Sequence[Answered]) -> list[str]:
+    return [answer.text for answer in answers]
+
+
+def share_right(questions: list[Question], answers: Sequence[Answered]) -> float:
+    return sum(a.text == q.answer for q, a in zip(questions, answers, strict=True)) / len(questions)
+
+
+def print_scores(questions: list[Question], runs: dict[str, list[Answered]]) -> None:
     table = Table("subject", *runs)
-    by_run = [list(rows(score(questions, answers))) for answers in runs.values()]
+    by_run = [list(rows(score(questions, texts(answers)))) for answers in runs.values()]
     for columns in zip(*by_run, strict=True):
         table.add_row(columns[0][0], *(f"{right} ({percent} %)" for _, right, percent in columns))
     Console().print(table)

@@ -1,4 +1,4 @@
-"""The built-in model answers part of its exam over each connector exactly as transformers does.
+"""The built-in model answers part of its exam over each connector as one process does alone, bit for bit, in bfloat16.
 
 A KV cache that arrives late, out of order or incomplete would change a sum or make the model forget a list.
 """
@@ -11,20 +11,22 @@ import httpx
 import pytest
 
 from tandem.deploy.demo_model import DEMO_MODEL
-from tests.integration.exam import GREEDY, ask_all, by_transformers, share_right
+from tandem.worker.lone_engine import LoneEngine
+from tests.integration.exam import EXACT, GREEDY, WARM, ask_all, is_different, share_right
 from tests.support.cluster import MODEL, Cluster
+from tests.support.exact_engine import exact_engine
 from tools.demo_model.exam import exam
 
 QUESTIONS = exam()[::8]
 OPTIONS = {
     "ipc": ("--kv-connector", "ipc", "--max-num-batched-tokens", "100"),
-    "tcp": ("--kv-connector", "tcp", "--prefill", "2", "--decode", "2", "--block-size", "32"),
+    "tcp": ("--kv-connector", "tcp", "--prefill", "2", "--decode", "2"),
     "local-prefill": ("--decode-prefill-threshold", "2048"),
 }
 
 
 def make_cluster(*options: str) -> Cluster:
-    return Cluster("--model", str(DEMO_MODEL), "--served-model-name", MODEL, "--dtype", "float32", *options)
+    return Cluster("--model", str(DEMO_MODEL), "--served-model-name", MODEL, *EXACT, *options)
 
 
 @pytest.fixture(scope="module", params=["ipc", pytest.param("tcp", marks=pytest.mark.exhaustive), "local-prefill"])
@@ -34,8 +36,10 @@ def demo(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[str]:
-    return list(by_transformers(DEMO_MODEL, QUESTIONS))
+def alone() -> Iterator[LoneEngine]:
+    engine = exact_engine(DEMO_MODEL)
+    yield engine
+    engine.close()
 
 
 def test_the_model_is_small() -> None:
@@ -45,10 +49,13 @@ def test_the_model_is_small() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_answers_are_correct_and_equal_those_of_transformers(demo: Cluster, expected: list[str]) -> None:
-    answers = ask_all(demo.url, QUESTIONS, GREEDY)
-    assert answers == expected
+@pytest.mark.parametrize("temperature", [GREEDY, pytest.param(WARM, marks=pytest.mark.extended)])
+def test_answers_are_correct_and_equal_when_computed_alone(
+    demo: Cluster, alone: LoneEngine, temperature: float
+) -> None:
+    answers = ask_all(demo.url, QUESTIONS, temperature)
     assert share_right(QUESTIONS, answers) >= 0.85
+    assert not [answer for answer in answers if is_different(alone, answer)]
 
 
 def test_a_story_is_long_and_ends_by_itself(demo: Cluster) -> None:

@@ -140,7 +140,7 @@ def runner_on_fake_gpu(
             values = torch.empty((module.out_features, module.in_features), dtype=torch.uint8, device=CUDA)
             module.packed = packed_values(values)
     moved = dataclasses.replace(loaded, device=CUDA)
-    runner = model_runner.ModelRunner(moved, KVPool(moved, config), GraphLimits(), config.exact)
+    runner = model_runner.ModelRunner(moved, KVPool(moved, config), GraphLimits())
     if not has_graphs:
         runner._graphs = None
     return runner

@@ -22,11 +22,12 @@ from tandem.deploy.commands import replay_cluster
 from tandem.deploy.commands.replay import (
     Computed,
     Token,
+    check_computable,
     engine_settings,
     first_difference,
     lines_of,
     numerics_differences,
-    read_record,
+    replay_against,
     replay_alone,
 )
 from tandem.deploy.commands.replay_cluster import check_same_request, replay_on_cluster, request_body
@@ -107,9 +108,9 @@ def test_the_first_token_that_differs_is_found(place: int, other: tuple[int, flo
     tokens: list[tuple[int, float | None]] = [(1, -0.5), (2, -1.0), (3, -0.0), (4, None)]
     made = record(tokens)
     again = list(tokens)
-    assert first_difference(0, made.sequences[0], made, [Computed(Token(*each), HERE) for each in again]) is None
+    assert first_difference(0, made, [Computed(Token(*each), HERE) for each in again]) is None
     again[place:] = [] if other is None else [other, *tokens[place + 1 :]]
-    found = first_difference(0, made.sequences[0], made, [Computed(Token(*each), HERE) for each in again])
+    found = first_difference(0, made, [Computed(Token(*each), HERE) for each in again])
     assert found is not None and (found.number, found.recorded) == (place, Token(*tokens[place]))
     assert found.computed == (None if other is None else Token(*other))
     assert found.by.worker_id == ("prefill-0" if place == 0 else "decode-0")
@@ -117,12 +118,12 @@ def test_the_first_token_that_differs_is_found(place: int, other: tuple[int, flo
 
 def test_what_was_computed_beyond_the_record_is_not_compared() -> None:
     made = record([(1, -0.5)])
-    assert first_difference(0, made.sequences[0], made, [Computed(Token(1, -0.5), HERE)] * 3) is None
+    assert first_difference(0, made, [Computed(Token(1, -0.5), HERE)] * 3) is None
 
 
 def difference_with(by: RecordedWorker, now_by: RecordedWorker) -> str:
     made = record([(1, -0.5)], workers=[by, by])
-    found = first_difference(0, made.sequences[0], made, [Computed(Token(1, -0.25), now_by)])
+    found = first_difference(0, made, [Computed(Token(1, -0.25), now_by)])
     assert found is not None
     return "\n".join(lines_of(found))
 
@@ -173,10 +174,72 @@ def test_damaged_and_hostile_files_are_refused_in_one_line(
             assert output.out == "" and output.err.startswith("tandem: ") and output.err.count("\n") == 1, name
 
 
-def test_a_record_with_media_says_why_it_cannot_be_computed(tmp_path: Path) -> None:
-    prompt = RecordedPrompt([5], StopConditions(5), [RecordedMedia("image", "ab", ((0, 1),))])
-    with pytest.raises(ConfigError, match="only the digests"):
-        read_record(saved(tmp_path, record([(1, -0.5)], prompts=[prompt])))
+def about_picture(digest: str, tokens: Sequence[tuple[int, float | None]] = ((1, -0.5),), **changes: Any) -> Record:
+    media = [RecordedMedia("image", digest, ((0, 1),)), RecordedMedia("video", "f0" * 32, ((1, 1),))]
+    return record(tokens, prompts=[RecordedPrompt([5, 6, 7], StopConditions(50), media)], **changes)
+
+
+@pytest.mark.parametrize("more", [(), ("--url", "http://127.0.0.1:9")])
+def test_media_that_a_record_lacks_are_named_with_what_to_do(
+    more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(saved(tmp_path, about_picture("ab" * 32)), *more, monkeypatch=monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert "the image abababababababab, the video f0f0f0f0f0f0f0f0, and" in error and error.count("\n") == 1
+    assert "X-Tandem-Record: 1 and the seed 11" in error and "--against FILE" in error
+
+
+def test_an_error_names_few_of_many_media(tmp_path: Path) -> None:
+    prompts = [
+        RecordedPrompt([5], StopConditions(5), [RecordedMedia("image", f"{i:064}", ((0, 1),))]) for i in range(99)
+    ]
+    with pytest.raises(ConfigError, match="and 95 more") as error:
+        check_computable(record([(1, -0.5)], prompts=prompts))
+    assert len(error.value.message) < 500
+
+
+def test_two_records_of_one_request_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = saved(tmp_path, about_picture("ab" * 32, [(1, -0.5), (2, -1.0)]))
+    (tmp_path / "again").mkdir()
+
+    def against(other: Record) -> int:
+        return run(first, "--against", saved(tmp_path / "again", other), monkeypatch=monkeypatch)
+
+    other_worker = RecordedWorker("decode-7", "bb", {**NUMERICS, "instruction_set": "avx2"})
+    assert against(about_picture("ab" * 32, [(1, -0.5), (2, -1.0)], workers=[other_worker] * 2, request_id="r2")) == 0
+    assert capsys.readouterr().out.startswith("equal: 1 sequence, 2 tokens")
+    assert against(about_picture("ab" * 32, [(1, -0.5), (2, after(-1.0))], workers=[other_worker] * 2)) == 1
+    output = capsys.readouterr().out
+    assert "differs at token 1" in output and "instruction_set was 'avx512' and is 'avx2'" in output
+    assert against(about_picture("ab" * 32, [(1, -0.5)])) == 1
+    assert "no token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "other, reason",
+    [
+        (about_picture("cd" * 32), "the media was image abab"),
+        (record([(1, -0.5)]), "and is none"),
+        (about_picture("ab" * 32, model_id="x"), "the model was digest, and is x"),
+        (about_picture("ab" * 32, sampling=msgspec.structs.replace(SAMPLING, top_k=1)), "the sampling was"),
+        (
+            Record(about_picture("ab" * 32).head, [msgspec.structs.replace(record([]).sequences[0], seed=12)]),
+            "the seed",
+        ),
+    ],
+)
+def test_records_of_other_requests_are_not_compared(other: Record, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"of different requests: .*{reason}"):
+        replay_against(about_picture("ab" * 32), other)
+
+
+def test_a_sequence_that_ended_before_its_first_token_is_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    one = record([(1, -0.5)])
+    both = Record(msgspec.structs.replace(one.head, num_sequences=2), [one.sequences[0], record([]).sequences[0]])
+    assert replay_against(both, both) == 0
+    assert capsys.readouterr().out.startswith("equal: 2 sequences, 1 tokens")
 
 
 # ---- alone
@@ -404,4 +467,4 @@ def test_a_request_that_the_api_cannot_express_is_refused(changes: dict[str, Any
 def test_float32_values_are_compared_by_their_bits() -> None:
     made = record([(1, float(array("f", [-0.1])[0]))])
     same = [Computed(Token(1, float(np.float32(-0.1))), HERE)]
-    assert first_difference(0, made.sequences[0], made, same) is None
+    assert first_difference(0, made, same) is None

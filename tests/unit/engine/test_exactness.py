@@ -1,13 +1,15 @@
-"""A token's log-probabilities have the same bits in every batch and for every way of cutting its prompt."""
+"""Log-probabilities and embeddings have the same bits in every batch and for every way of cutting a prompt."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -25,12 +27,16 @@ from transformers import (
 
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.engine_config import EngineConfig
-from tandem.engine.exactness import exactness_problem
 from tandem.engine.kv_cache.kv_pool import KVPool
+from tandem.engine.loaded_model import LoadedModel
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.lora.adapter import Adapter, AdapterWeights
+from tandem.engine.model_head import exact_sums
 from tandem.engine.model_runner import ModelRunner
-from tandem.protocol.messages.sampling import SamplingParams
+from tandem.prefill_worker.prompt import PrefillPrompt
+from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.sampling import Pooling, SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
 
 VOCAB_SIZE = 200
 BLOCK_SIZE = 8
@@ -68,19 +74,21 @@ Bits = tuple[int, float, tuple[tuple[int, float], ...]]
 
 
 class Exact:
-    """An engine, and each prompt's answer when it is computed alone: the whole prompt, then token by token."""
+    """An engine, and each prompt's answer when it is computed alone: the whole prompt, then token by token.
 
-    def __init__(self, folder: Path, dtype: str, extra: dict[str, Any]) -> None:
-        config = EngineConfig(
-            str(folder), dtype=dtype, device="cpu", block_size=BLOCK_SIZE, exact=True, **extra  # type: ignore[arg-type]
-        )  # fmt: skip
-        loaded = load_model(config)
-        self.problem = exactness_problem(config, loaded)
+    loaded: with `exact_config`, so it would have been refused if a reason were known why it is not exact. make_runner:
+    of the engine's ranks; by default there is one.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, make_runner: Callable[[LoadedModel, KVPool], ModelRunner] = ModelRunner
+    ) -> None:
         self.lora_modules = loaded.lora_modules
         layout = loaded.layout
+        self.numerics = layout.numerics
         size = NUM_BLOCKS * layout.num_layers * 2 * layout.num_kv_heads * BLOCK_SIZE * layout.head_dim * 4
-        self.pool = KVPool(loaded, EngineConfig(str(folder), kv_cache_bytes=size))
-        self._runner = ModelRunner(loaded, self.pool)
+        self.pool = KVPool(loaded, EngineConfig("m", kv_cache_bytes=size))
+        self._runner = make_runner(loaded, self.pool)
         self._alone: dict[tuple[tuple[int, ...], int], list[Bits]] = {}
 
     def alone(self, prompt: Sequence[int], num_tokens: int, adapter: Adapter | None = None) -> list[Bits]:
@@ -90,13 +98,18 @@ class Exact:
             found.clear()
             tokens, start = list(prompt), 0
             while len(found) < num_tokens:
-                output = self.run([BatchItem(tokens, start, range(BLOCKS_EACH), [GREEDY], adapter=adapter)])[0]
+                output = self.run([BatchItem(tokens, start, list(range(BLOCKS_EACH)), [GREEDY], adapter=adapter)])[0]
                 found.append(bits(output))
                 start, tokens = start + len(tokens), [found[-1][0]]
         return found[:num_tokens]
 
     def run(self, items: list[BatchItem]) -> list[ItemOutput]:
         return self._runner.run(Batch(items))
+
+
+def exact_config(folder: Path, dtype: str, **extra: Any) -> EngineConfig:
+    settings = {"model": str(folder), "dtype": dtype, "device": "cpu", "block_size": BLOCK_SIZE, "exact": True}
+    return msgspec.convert(settings | extra, EngineConfig)
 
 
 def bits(output: ItemOutput) -> Bits:
@@ -113,7 +126,7 @@ class Answer:
         self.answer: list[Bits] = []
         self._chunks = chunks
         self._start = 0
-        self._blocks = range(first_block, first_block + BLOCKS_EACH)
+        self._blocks = list(range(first_block, first_block + BLOCKS_EACH))
 
     def item(self) -> BatchItem:
         tokens = [*self.prompt, *(token for token, *_ in self.answer)][self._start :]
@@ -176,7 +189,7 @@ def engine(request: pytest.FixtureRequest, dtype: str, tmp_path_factory: pytest.
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("exact")
     model_class(config_class(**COMMON | config)).save_pretrained(folder)
-    made = Exact(folder, dtype, extra)
+    made = Exact(load_model(exact_config(folder, dtype, **extra)))
     yield made
     made.pool.close()
 
@@ -187,8 +200,66 @@ EXAMPLES = settings(max_examples=4, deadline=None, suppress_health_check=[Health
 @EXAMPLES
 @given(st.integers(0, 99), prompts())
 def test_bits_depend_neither_on_the_batch_nor_on_chunks(engine: Exact, seed: int, drawn: Drawn) -> None:
-    assert engine.problem == ""
     check(engine, seed, drawn, [None] * len(drawn[0]))
+
+
+@EXAMPLES
+@given(st.integers(0, 99), prompts(), st.sampled_from(["last", "mean"]))
+def test_embeddings_depend_neither_on_the_batch_nor_on_chunks(
+    dense: Exact, seed: int, drawn: Drawn, pooling: Pooling
+) -> None:
+    rng = random.Random(seed)
+    inputs = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in drawn[0]]
+    together = embeddings(dense, inputs, drawn[1], pooling)
+    assert together == [embeddings(dense, [each], [[]], pooling)[0] for each in inputs]
+
+
+def embeddings(engine: Exact, inputs: list[list[int]], chunks: list[list[int]], pooling: Pooling) -> list[bytes]:
+    """Computes the next chunk of each input in every step, beside a sequence that is sampled."""
+    chunks = [list(each) for each in chunks]
+    waiting = [Embedded(tokens, i * BLOCKS_EACH, pooling) for i, tokens in enumerate(inputs, start=1)]
+    while open_ := [each for each in waiting if not each.prompt.is_computed]:
+        cuts = [chunks[waiting.index(each)] for each in open_]
+        items = [each.item(cut.pop(0) if cut else None) for each, cut in zip(open_, cuts, strict=True)]
+        beside = BatchItem([5, 6], 0, list(range(BLOCKS_EACH)), [GREEDY])
+        for each, output in zip(open_, engine.run([beside, *items])[1:], strict=True):
+            if output.pooled is not None:
+                each.prompt.add_pooled(output.pooled)
+    found = [each.prompt.embedding(0.0)[0].embedding for each in waiting]
+    return [each for each in found if each is not None]
+
+
+class Embedded:
+    """An input of an embedding request, with the state that a worker keeps of it."""
+
+    def __init__(self, tokens: list[int], first_block: int, pooling: Pooling) -> None:
+        request = StartPrefill(
+            proxy_id="p", attempt_ids=["a"], transfer_id="t", token_ids=pack_token_ids(tokens), seeds=[0],
+            sampling=SamplingParams(), stop=StopConditions(1), deadline_s=9.0, pooling=pooling, decode_worker_id=None,
+            decode_epoch=None,
+        )  # fmt: skip
+        self.prompt = PrefillPrompt.of(request, None, False, 0, 0.0)
+        self.prompt.block_table = list(range(first_block, first_block + BLOCKS_EACH))
+
+    def item(self, limit: int | None) -> BatchItem:
+        num_tokens = min(self.prompt.num_remaining_tokens, limit or self.prompt.num_remaining_tokens)
+        item = self.prompt.next_item(num_tokens)
+        self.prompt.num_computed_tokens += num_tokens
+        return item
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([torch.bfloat16, torch.float32]), st.floats(-30, 18))
+def test_sums_of_states_are_exact_in_any_order(seed: int, dtype: torch.dtype, magnitude: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(700, 5, generator=generator).mul_(2.0**magnitude).clamp_(-(2.0**19), 2.0**19).to(dtype)
+    whole = exact_sums(rows)
+    order = torch.randperm(len(rows), generator=generator)
+    cuts = [int(cut) for cut in torch.randint(0, 700, (3,), generator=generator).sort().values]
+    parts = [exact_sums(part) for part in torch.tensor_split(rows[order], cuts)]
+    assert torch.equal(torch.stack(parts).sum(0), whole)
+    expected = torch.tensor([math.fsum(column) for column in rows.double().t().tolist()], dtype=torch.float64)
+    torch.testing.assert_close(whole.sum(0), expected, rtol=1e-12, atol=700 * 2.0**-41)
 
 
 @EXAMPLES
@@ -204,7 +275,7 @@ def dense(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exac
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("adapted")
     LlamaForCausalLM(LlamaConfig(**COMMON)).save_pretrained(folder)
-    made = Exact(folder, dtype, {})
+    made = Exact(load_model(exact_config(folder, dtype)))
     yield made
     made.pool.close()
 

@@ -100,7 +100,7 @@ def test_decode_refuses_kv_of_another_adapter(reserve_first: bool) -> None:
 @pytest.mark.parametrize(("pooling", "cached"), [("last", 16), ("mean", 0)])
 def test_an_embedding_is_the_last_state_or_the_mean_of_all_chunks(pooling: Pooling, cached: int) -> None:
     scheduler = new_scheduler()
-    values = np.array([10.0, 20.0], np.float32)
+    values = np.array([10.0, 20.0])
     for number, num_cached in enumerate((0, cached)):
         scheduler.prefill.on_start(0.0, prompt(str(number), pooling=pooling), None)
         found = []
@@ -108,7 +108,8 @@ def test_an_embedding_is_the_last_state_or_the_mean_of_all_chunks(pooling: Pooli
             batch, _ = scheduler.schedule(1.0)
             [item] = batch.items
             assert item.samples == () or list(item.samples) == []
-            pooled = values.tobytes() if item.pooling is not None else None
+            sums = values if pooling == "last" else np.stack((values - 0.5, [0.5, 0.5]))
+            pooled = sums.tobytes() if item.pooling is not None else None
             found += messages(scheduler.on_step(1.0, [ItemOutput([], pooled=pooled)]))
         [first] = found
         assert isinstance(first, FirstToken) and first.embedding is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -165,6 +166,19 @@ def test_a_model_has_the_same_bits_in_every_batch_and_chunking(name: str, tmp_pa
         got = answers(runner, tokens, sizes, others)
         common = got.keys() & one_by_one.keys()
         assert common and {end: got[end] for end in common} == {end: one_by_one[end] for end in common}
+    assert len({mean(runner, tokens, sizes) for sizes in ([90], [64, 26], [1, 70, 19])}) == 1
+
+
+def mean(runner: ModelRunner, tokens: list[int], chunks: list[int]) -> bytes:
+    """Returns the sums of an embedding's hidden states."""
+    total, start = np.zeros(1), 0
+    for size in chunks:
+        item = BatchItem(tokens[start : start + size], start, list(range(12)), pooling="mean")
+        start += size
+        [output] = runner.run(Batch([item]))
+        assert output.pooled is not None
+        total = total + np.frombuffer(output.pooled)
+    return total.tobytes()
 
 
 def test_attention_that_depends_on_the_chunk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 import tandem.engine.sampling.sampler
 from tandem.engine.batch import Sample
 from tandem.engine.sampling import penalties
+from tandem.engine.sampling.grammar_mask import StepMask
 from tandem.engine.sampling.noise import arrival_times
-from tandem.engine.sampling.sampler import SamplingStep
+from tandem.engine.sampling.sampler import SamplingStep, log_total, race_weights
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, Thinking
 from tests.support.sampling import noise_keys, sample
 
@@ -184,16 +185,82 @@ def test_candidates_choose_like_a_full_sort(
         assert few == sample(logits, wanted, positions)
 
 
-@settings(max_examples=40, deadline=None)
+Row = tuple[Sample, int, int | None]
+"""A row of logits: what is wanted of it, its position, and the seed of its grammar's mask."""
+
+
+@st.composite
+def rows_strategy(draw: st.DrawFn) -> Row:
+    """Rows with every setting: the report of their log-probabilities, a limit on thinking, and a grammar's mask."""
+    drawn = draw(samples_strategy)
+    logprobs = draw(st.one_of(st.none(), st.integers(0, 20)))
+    named = draw(st.sampled_from([(), (), (7,), (3, 59, 1000)])) if logprobs is not None else ()
+    thinking = draw(st.sampled_from([None, None, Thinking(True, (7,), (8,), (8, 9), max_tokens=2)]))
+    more = {"logprobs": logprobs, "logprob_token_ids": named, "thinking": thinking}
+    wanted = msgspec.structs.replace(drawn, params=msgspec.structs.replace(drawn.params, **more))
+    return wanted, draw(st.integers(0, 100_000)), draw(st.one_of(st.none(), st.integers(0, 3)))
+
+
+def grammar_mask(seeds: Sequence[int | None], vocab_size: int) -> StepMask | None:
+    """Returns the step's mask. Rows with equal seeds share one, as sequences of one prompt do."""
+    rows = [row for row, seed in enumerate(seeds) if seed is not None]
+    if not rows:
+        return None
+    masks = sorted({seed for seed in seeds if seed is not None})
+    allowed = np.stack([np.random.default_rng(seed).random(vocab_size) < 0.3 for seed in masks])
+    allowed[:, :5] = True
+    mask_rows = [masks.index(seed) for seed in seeds if seed is not None]
+    return StepMask(rows, mask_rows, np.packbits(allowed, axis=1, bitorder="little"), {})
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    rows=st.lists(st.tuples(samples_strategy, st.integers(0, 1000)), min_size=2, max_size=12),
-    vocab_size=st.sampled_from([60, 5000]),
+    rows=st.lists(rows_strategy(), min_size=2, max_size=12),
+    vocab_size=st.sampled_from([60, 1031, 5000]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    noise=st.integers(0, 2**32 - 1),
+    is_coarse=st.booleans(),
 )
-def test_a_row_does_not_depend_on_its_batch(rows: list[tuple[Sample, int]], vocab_size: int) -> None:
-    logits = torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    together = sample(logits, [w for w, _ in rows], [position for _, position in rows])
-    alone = [sample(logits[i : i + 1], [w], [position])[0] for i, (w, position) in enumerate(rows)]
-    assert together == alone
+def test_a_row_does_not_depend_on_its_batch(
+    rows: list[Row], vocab_size: int, dtype: torch.dtype, noise: int, is_coarse: bool
+) -> None:
+    """Tokens and the bits of log-probabilities. Coarse logits are often equal."""
+    logits = torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(noise))
+    logits = ((logits * 2).round() / 2 if is_coarse else logits).to(dtype)
+
+    def sampled(some: slice) -> list[SampledToken]:
+        wanted, positions, seeds = zip(*rows[some], strict=True)
+        return sample(logits[some].clone(), wanted, positions, grammar_mask(seeds, vocab_size))
+
+    together = sampled(slice(None))
+    assert together == [token for i in range(len(rows)) for token in sampled(slice(i, i + 1))]
+    assert together == sampled(slice(1)) + sampled(slice(1, None))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("vocab_size", [1, 127, 1031, 5000, 40_003])
+def test_weights_of_a_row_have_the_same_bits_in_every_batch(vocab_size: int, num_threads: int) -> None:
+    """A weight's last bit would change a token once in millions, which comparing tokens does not find."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        logits = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 4
+        totals, weights = log_total(logits), race_weights(logits, None)
+        for some in (slice(0, 1), slice(2, 3), slice(3, 9), slice(8, 9)):
+            assert torch.equal(log_total(logits[some].clone()), totals[some])
+            assert torch.equal(race_weights(logits[some].clone(), None), weights[some])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_equal_log_probabilities_are_listed_by_id_however_many_are_wanted() -> None:
+    logits = torch.zeros(2, 5000, dtype=torch.bfloat16)
+    logits[1, [4000, 70, 2, 999]] = torch.tensor([3.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)
+    for num in (1, 3, 20, 300):
+        params = [SamplingParams(temperature=0.0, logprobs=each) for each in (num, 5)]
+        tokens = sample(logits, [Sample(each) for each in params], [0, 0])
+        listed = [[i for i, _ in token.logprobs.top] for token in tokens if token.logprobs is not None]
+        assert listed == [list(range(num)), [4000, 2, 70, 999, 0]]
 
 
 CHI_SQUARE_LIMIT_11 = 31.3
