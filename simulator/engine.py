@@ -60,7 +60,8 @@ class SimulatedEngine:
     """Implements `engine.engine.Engine`. on_corrupt: called with what is wrong in a sequence, and its block.
 
     pools: of the ranks, which hold the same, because a slot stands for the heads of its rank. why_failed: returns an
-    error if the oldest step fails. It has then done nothing, not even its copies.
+    error if the oldest step fails. It has then done nothing, not even its copies. on_step: called with each step that
+    has ended, before its results are told.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class SimulatedEngine:
         on_corrupt: Callable[[str, int], None],
         note: Callable[..., None],
         why_failed: Callable[[], BaseException | None] = lambda: None,
+        on_step: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
         self.overlaps = overlaps
         self._why_failed = why_failed
+        self._on_step = on_step
         self._loop = loop
         self._pools = pools
         self.times = times
@@ -114,6 +117,7 @@ class SimulatedEngine:
             return
         batch, on_done = self._steps.popleft()
         assert batch is not None
+        self._on_step(batch)
         timing = StepTiming(self._step_s, 0.0)
         if (error := self._why_failed()) is not None:
             self._steps.clear()  # the one behind it is not run

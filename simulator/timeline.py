@@ -103,8 +103,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.stopped_at: float | None = None
         """When it was killed, or frozen and not woken since."""
         self.ended_at: float | None = None
-        self.is_frozen = False
-        self.is_dead = False
+        self.is_frozen = self.is_dead = self.has_ended = False
         self.slowness = 1.0
         """More for a process that gets that part of its CPU time: messages and timers wait for its next turn."""
         self._is_queued = False
@@ -119,10 +118,16 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._stop()
 
     def wake(self) -> None:
-        if self.is_frozen and not self.is_dead:
+        if self.is_frozen and not self.is_dead and not self.has_ended:
             self.is_frozen = False
             self.running_since, self.stopped_at = self._timeline.now, None
             self._queue()
+
+    def end(self) -> None:
+        """Its main function has returned, so no callback runs any more. The process may live on for a while."""
+        self.has_ended = True
+        self._stop()
+        self._callbacks.clear()
 
     def _stop(self) -> None:
         if self.stopped_at is None:
@@ -151,7 +156,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     # ---- used by the timeline
 
     def add(self, handle: _Handle) -> None:
-        if not self.is_dead:
+        if not self.is_dead and not self.has_ended:
             self._callbacks.append(handle)
             self._queue()
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -43,7 +44,7 @@ from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost
 from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.load_report import load_report
-from tandem.worker.presence import Presence, new_worker_info
+from tandem.worker.presence import Presence, RoleFile, new_worker_info
 from tandem.worker.step_loop import StepLoop
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.tier_traffic import TierTraffic
@@ -56,7 +57,7 @@ log = logging.getLogger(__name__)
 class Worker:
     """A worker. `run` serves until `stop` is called.
 
-    clock: measures durations of transfers; event loops' clocks may be coarser.
+    clock: measures durations of transfers; event loops' clocks may be coarser. new_role_file: see `Presence`.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class Worker:
         load_host: LoadHost,
         new_network: Callable[[TandemWorkerConfig], Network] = lambda config: new_context("worker", config.network),
         clock: Callable[[], float] = time.monotonic,
+        new_role_file: Callable[[Path], RoleFile] = RoleFile,
     ) -> None:
         self._config = config
         self._load_host = load_host
         self._new_network = new_network
         self._clock = clock
+        self._new_role_file = new_role_file
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._presence: Presence[Action] | None = None
@@ -146,7 +149,14 @@ class Worker:
             exact=config.exact,
         )
         self._presence = Presence(
-            config, register, scheduler, self._traffic, self._perform, self._report, self._clear_cache
+            config,
+            register,
+            scheduler,
+            self._traffic,
+            self._perform,
+            self._report,
+            self._clear_cache,
+            self._new_role_file,
         )
         try:
             await self._tiers.open()

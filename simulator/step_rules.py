@@ -1,0 +1,57 @@
+"""Rules about the steps of one worker: which sequences take part in them, and what is cached when a prompt begins."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tandem.engine.batch import Batch
+from tandem.worker.worker_scheduler import WorkerScheduler
+
+if TYPE_CHECKING:
+    from tandem.simulator.processes import Machine
+
+MAX_LATE_STEPS = 2
+"""Steps by which a sequence may be late: others join or leave meanwhile."""
+
+
+class StepRules:
+    """Looks at each step of a worker before its results are known. name: of the worker."""
+
+    def __init__(self, machine: Machine, name: str, scheduler: Callable[[], WorkerScheduler]) -> None:
+        self._machine = machine
+        self._name = name
+        self._scheduler = scheduler
+        self._num_missed: Counter[int] = Counter()
+        """Steps in a row, of others, since each running sequence could take part in one; by its object's id."""
+
+    def on_step(self, batch: Batch) -> None:
+        """The oldest step ends."""
+        scheduler = self._scheduler()
+        num_decoding = scheduler._steps[0].num_decoding
+        for (prompt, _), item in zip(scheduler.prefill._step.chunks, batch.items[num_decoding:], strict=False):
+            for attempt_id in prompt.request.attempt_ids:
+                self._machine.num_cached_tokens.setdefault(attempt_id, item.start)
+        if num_decoding:
+            self._check_turns(scheduler)
+
+    def _check_turns(self, scheduler: WorkerScheduler) -> None:
+        """Sequences take turns if more of them run than one step takes."""
+        running = scheduler.decode.running
+        most = running._max_num_seqs
+        if len(running.sequences) <= most or not scheduler._isolation.is_over:
+            self._num_missed.clear()
+            return
+        in_step = set(map(id, running.steps[0].sequences))
+        limit = math.ceil(len(running.sequences) / most) + MAX_LATE_STEPS
+        num_missed: Counter[int] = Counter()
+        for sequence in running.sequences:
+            could = sequence.may_step and sequence.has_more_steps and not sequence.ended
+            if could and id(sequence) not in in_step:
+                num = num_missed[id(sequence)] = self._num_missed[id(sequence)] + 1
+                if num > limit:
+                    details = f"{self._name}: {sequence.attempt_id} in {num} steps, {len(running.sequences)} run"
+                    self._machine.report("a running sequence is left out of steps", details)
+        self._num_missed = num_missed

@@ -1,0 +1,79 @@
+"""Rules of `simulator.step_rules`: turns of running sequences, and what is cached when prompts begin."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.engine.batch import Batch
+from tandem.simulator.step_rules import MAX_LATE_STEPS, StepRules
+
+NO_PREFILL: Any = SimpleNamespace(_step=SimpleNamespace(chunks=[]))
+
+
+class World:
+    """A worker with four running sequences, two of which fit into a step."""
+
+    def __init__(self) -> None:
+        self.rules: list[str] = []
+        self.num_cached_tokens: dict[str, int] = {}
+        self.sequences = [
+            SimpleNamespace(
+                attempt_id=str(number), may_step=True, has_more_steps=True, ended=False, output_token_ids=[]
+            )
+            for number in range(4)
+        ]
+        self.running = SimpleNamespace(sequences=self.sequences, _max_num_seqs=2, steps=[])
+        self.scheduler: Any = SimpleNamespace(
+            decode=SimpleNamespace(running=self.running),
+            prefill=NO_PREFILL,
+            _isolation=SimpleNamespace(is_over=True),
+            _steps=[SimpleNamespace(num_decoding=2)],
+        )
+        machine: Any = SimpleNamespace(report=self.report, num_cached_tokens=self.num_cached_tokens)
+        self.of_worker = StepRules(machine, "worker-0", lambda: self.scheduler)
+
+    def report(self, rule: str, details: str) -> None:
+        self.rules.append(rule)
+
+    def step(self, *numbers: int) -> None:
+        self.running.steps = [SimpleNamespace(sequences=[self.sequences[number] for number in numbers])]
+        self.of_worker.on_step(Batch([]))
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_sequences_take_turns(world: World) -> None:
+    for _ in range(10):
+        world.step(0, 1)
+        world.step(2, 3)
+    assert not world.rules
+
+
+def test_a_sequence_that_is_left_out_is_reported(world: World) -> None:
+    for number in range(3 + MAX_LATE_STEPS):
+        assert not world.rules, number
+        world.step(0, 1 + number % 2)
+    assert world.rules == ["a running sequence is left out of steps"]
+
+
+def test_a_sequence_that_waits_for_its_grammar_has_no_turn(world: World) -> None:
+    world.sequences[3].may_step = False
+    for _ in range(10):
+        world.step(0, 1)
+        world.step(0, 2)
+    assert not world.rules
+
+
+def test_the_first_chunk_of_a_prompt_shows_what_was_cached(world: World) -> None:
+    prompt = SimpleNamespace(request=SimpleNamespace(attempt_ids=["a", "b"]))
+    world.scheduler.prefill = SimpleNamespace(_step=SimpleNamespace(chunks=[(prompt, 8)]))
+    world.scheduler._steps[0].num_decoding = 0
+    for start in (16, 24):
+        world.of_worker.on_step(Batch([SimpleNamespace(start=start)]))  # type: ignore[list-item]
+    assert world.num_cached_tokens == {"a": 16, "b": 16}
