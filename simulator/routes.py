@@ -43,7 +43,7 @@ def wrong_route(router: Router, sequences: Sequence[DispatchedSequence], route: 
 def better_route(router: Router, sequences: Sequence[DispatchedSequence], route: Route) -> str | None:
     """Returns which worker would have been much better in each respect than the one that was chosen just now, or None.
 
-    All workers of the role were free to be chosen.
+    All workers of the role were free to be chosen. Those that have not reported yet seem to have no blocks.
     """
     table = router._table
     prefill = table._by_epoch[route.prefill.epoch]
@@ -68,7 +68,7 @@ def better_route(router: Router, sequences: Sequence[DispatchedSequence], route:
             other.use.num_free_blocks - num_needed >= decode.use.num_free_blocks
             and other.use.num_sequences + MANY_MORE <= num_before
         )
-        if other.role == "decode" and is_free:
+        if other.role == "decode" and is_free and other.load.num_blocks:
             names = f"{decode.worker.worker_id}, and {other.use.num_sequences} on {other.worker.worker_id}"
             return f"{num_before} sequences run on {names}"
     return None
