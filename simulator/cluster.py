@@ -49,6 +49,10 @@ COMMAND_TIMEOUT_S = 60.0
 """Of an operator's command, for each process that it restarts."""
 
 
+_OBSERVED = {ChangeRole, RegisterWorker, SetWorkerRole, LeaveCluster}
+"""Types of the messages that `SimulatedCluster` looks at when they arrive."""
+
+
 class Operator(Questions):
     """Somebody who gives commands beside the launcher, such as `tandem restart`.
 
@@ -155,18 +159,8 @@ class SimulatedCluster(Machine):
         world = timeline.new_loop("world")
 
         def observe(sender: str, receiver: str, message: Any) -> None:
-            match message:
-                case ChangeRole():
-                    self._check_order(receiver, message.role)
-                    self._check_phases(receiver, message.role)
-                    self.orderly.on_told_role(receiver, message.role)
-                case RegisterWorker() if self.folder and message.worker.epoch not in self._registered:
-                    self._registered.add(message.worker.epoch)
-                    self.orderly.on_start(sender, message.worker.role, WRITE_S)
-                case SetWorkerRole() if sender == self.launcher.name:
-                    self.orderly.on_order(message)
-                case LeaveCluster() if receiver in self.workers:
-                    self.orderly.on_told_to_leave(self.workers[receiver], by_signal=False)
+            if type(message) in _OBSERVED:
+                self._observe(sender, receiver, message)
             on_message(sender, receiver, message)
 
         switch = Switch(timeline, shape.max_queued, shape.max_latency_s, shape.bytes_per_s, observe)
@@ -187,6 +181,20 @@ class SimulatedCluster(Machine):
         )
         self.num_launchers = 0
         self._start_launcher()
+
+    def _observe(self, sender: str, receiver: str, message: Any) -> None:
+        match message:
+            case ChangeRole():
+                self._check_order(receiver, message.role)
+                self._check_phases(receiver, message.role)
+                self.orderly.on_told_role(receiver, message.role)
+            case RegisterWorker() if self.folder and message.worker.epoch not in self._registered:
+                self._registered.add(message.worker.epoch)
+                self.orderly.on_start(sender, message.worker.role, WRITE_S)
+            case SetWorkerRole() if sender == self.launcher.name:
+                self.orderly.on_order(message)
+            case LeaveCluster() if receiver in self.workers:
+                self.orderly.on_told_to_leave(self.workers[receiver], by_signal=False)
 
     def _happens(self, rng: random.Random, share: float, fault: str) -> bool:
         happens = self.has_faults and rng.random() < share

@@ -169,11 +169,13 @@ class SimulatedEngine:
             if not self._pools[0].is_held(block):
                 self._on_corrupt(f"a step writes block {block}, which is free", block)
         targets, prompt_logprobs = iter(item.target_token_ids), list[TokenLogprobs]()
+        blocks_of = [pool.blocks for pool in self._pools]
         for position, token_id in enumerate(token_ids, item.start):
             following = after(state, token_id)
             block, slot = divmod(position, size)
-            for pool in self._pools:
-                pool.blocks[item.block_table[block]][slot] = state, following
+            number, states = item.block_table[block], (state, following)
+            for blocks in blocks_of:
+                blocks[number][slot] = states
             state = following
             if item.num_prompt_logprobs is not None and (target := next(targets, None)) is not None:
                 prompt_logprobs.append(logprobs_of(state, target, item.num_prompt_logprobs))
@@ -191,12 +193,12 @@ class SimulatedEngine:
     def _read(self, item: BatchItem) -> int:
         """Returns the state behind the item's context, as all of its blocks have it."""
         digest: Any = item.adapter.weights if item.adapter is not None else ""
-        state, first = start_state(digest), self._pools[0]
+        state, first, *others = start_state(digest), *self._pools
         for start in range(0, item.start, first.block_size):
             block = item.block_table[start // first.block_size]
             num_slots = min(first.block_size, item.start - start)
             kept = first.blocks[block][:num_slots]
-            if any(pool.blocks[block][:num_slots] != kept for pool in self._pools[1:]):
+            if others and any(pool.blocks[block][:num_slots] != kept for pool in others):
                 return self._corrupt(item, block)
             for slot in kept:
                 if slot is None or slot[0] != state:

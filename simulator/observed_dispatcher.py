@@ -106,10 +106,11 @@ class ObservedDispatcher(Dispatcher):
     @contextmanager
     def _unchanged_elsewhere(self, worker: WorkerInfo, attempts: Iterable[Attempt]) -> Iterator[None]:
         """Checks that nothing changes about attempts that this process, known by its epoch, takes no part in."""
+        epoch = worker.epoch
         before = [
             (attempt, _state(attempt))
             for attempt in attempts
-            if all(each.epoch != worker.epoch for each in attempt.route.workers)
+            if (route := attempt.route).prefill.epoch != epoch and (route.decode is None or route.decode.epoch != epoch)
         ]
         yield
         if changed := [attempt.attempt_id for attempt, state in before if _state(attempt) != state]:
