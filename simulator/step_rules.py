@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tandem.engine.batch import Batch
+from tandem.simulator.noted_blocks import NotedBlocks
 from tandem.worker.worker_scheduler import WorkerScheduler
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class StepRules:
         self._machine = machine
         self._name = name
         self._scheduler = scheduler
+        self._num_cached: dict[str, int] = {}
+        """Blocks of each prompt that are known to be cached, by transfer."""
         self._num_missed: Counter[int] = Counter()
         """Steps in a row, of others, since each running sequence could take part in one; by its object's id."""
 
@@ -34,8 +37,23 @@ class StepRules:
         for (prompt, _), item in zip(scheduler.prefill._step.chunks, batch.items[num_decoding:], strict=False):
             for attempt_id in prompt.request.attempt_ids:
                 self._machine.num_cached_tokens.setdefault(attempt_id, item.start)
+        self._check_cached(scheduler)
         if num_decoding:
             self._check_turns(scheduler)
+
+    def _check_cached(self, scheduler: WorkerScheduler) -> None:
+        """Full blocks of prompts are in the prefix cache once their step has ended, if none was ever evicted.
+
+        An evicted one may have been the equal of a block that a prompt still holds.
+        """
+        blocks, num_before = scheduler.blocks, self._num_cached
+        assert isinstance(blocks, NotedBlocks)
+        self._num_cached = {}
+        for transfer_id, prompt in scheduler.prefill.prompts.by_transfer.items() if not blocks.has_evicted else ():
+            num = self._num_cached[transfer_id] = prompt.num_computed_tokens // blocks.block_size
+            missing = prompt.hashes[num_before.get(transfer_id, 0) : num]
+            if not prompt.ended and any(each not in blocks._by_hash for each in missing):
+                self._machine.report("computed blocks of a prompt are not cached", f"{self._name}: {transfer_id}")
 
     def _check_turns(self, scheduler: WorkerScheduler) -> None:
         """Sequences take turns if more of them run than one step takes."""

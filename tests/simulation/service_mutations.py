@@ -7,6 +7,7 @@ from tests.simulation.mutation import (
     DISPATCHER,
     LAUNCHER,
     LOAD,
+    PREFILL,
     PRESENCE,
     PROMPTS,
     SUPERVISOR,
@@ -153,6 +154,12 @@ SERVICE = (
         "decode_worker/reservations.py",
         "is_full = needed + len(self._running) > blocks.num_free_without(cached)",
         "is_full = needed > blocks.num_free_without(cached)",
+    ),
+    Mutation(
+        "the first full block of each chunk is not cached",
+        PREFILL,
+        "for i in range(prompt.num_published_blocks, num_full):",
+        "for i in range(prompt.num_published_blocks + 1, num_full):",
     ),
     Mutation(
         "predictions leave out what waits ahead",

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from tandem.engine.batch import Batch
+from tandem.simulator.engine import Pool
+from tandem.simulator.noted_blocks import NotedBlocks
+from tandem.simulator.scenario import ClusterShape, cluster_config
 from tandem.simulator.step_rules import MAX_LATE_STEPS, StepRules
 
-NO_PREFILL: Any = SimpleNamespace(_step=SimpleNamespace(chunks=[]))
+SHAPE = ClusterShape(cluster_config(prefill=1, decode=1), num_blocks=8, block_size=2)
 
 
 class World:
@@ -19,6 +22,11 @@ class World:
     def __init__(self) -> None:
         self.rules: list[str] = []
         self.num_cached_tokens: dict[str, int] = {}
+        self.prompts: dict[str, Any] = {}
+        pools = [Pool(8, 2)]
+        self.blocks = NotedBlocks(
+            "worker-0", SHAPE, lambda *_: None, pools, lambda *_: None, lambda: 4, self.rules.append
+        )
         self.sequences = [
             SimpleNamespace(
                 attempt_id=str(number), may_step=True, has_more_steps=True, ended=False, output_token_ids=[]
@@ -28,7 +36,10 @@ class World:
         self.running = SimpleNamespace(sequences=self.sequences, _max_num_seqs=2, steps=[])
         self.scheduler: Any = SimpleNamespace(
             decode=SimpleNamespace(running=self.running),
-            prefill=NO_PREFILL,
+            prefill=SimpleNamespace(
+                _step=SimpleNamespace(chunks=[]), prompts=SimpleNamespace(by_transfer=self.prompts)
+            ),
+            blocks=self.blocks,
             _isolation=SimpleNamespace(is_over=True),
             _steps=[SimpleNamespace(num_decoding=2)],
         )
@@ -70,9 +81,37 @@ def test_a_sequence_that_waits_for_its_grammar_has_no_turn(world: World) -> None
     assert not world.rules
 
 
+def test_computed_blocks_have_to_be_cached_unless_one_was_evicted(world: World) -> None:
+    prompt = SimpleNamespace(hashes=[b"one", b"two", b"three"], num_computed_tokens=5, ended=False)
+    world.prompts["t"] = prompt
+    for block_id, block_hash in zip(world.blocks.allocate(2), (b"one", b"two"), strict=True):
+        world.blocks.publish(block_id, block_hash)
+    world.step(0, 1)
+    assert not world.rules
+    prompt.num_computed_tokens = 6
+    world.blocks.has_evicted = True
+    world.step(2, 3)
+    assert not world.rules
+    world.blocks.has_evicted = False
+    world.step(0, 1)
+    assert world.rules == ["computed blocks of a prompt are not cached"]
+
+
+def test_new_prompts_leave_a_block_for_each_running_sequence(world: World) -> None:
+    world.blocks.num_free_without([])
+    world.blocks.allocate(4)
+    assert not world.rules
+    assert world.blocks.can_allocate(1)
+    world.blocks.allocate(1)
+    assert not world.rules, "a running sequence grows"
+    world.blocks.num_free_without([])
+    world.blocks.allocate(1)
+    assert world.rules == ["worker-0: 2 blocks are left for 4 sequences"]
+
+
 def test_the_first_chunk_of_a_prompt_shows_what_was_cached(world: World) -> None:
     prompt = SimpleNamespace(request=SimpleNamespace(attempt_ids=["a", "b"]))
-    world.scheduler.prefill = SimpleNamespace(_step=SimpleNamespace(chunks=[(prompt, 8)]))
+    world.scheduler.prefill._step.chunks.append((prompt, 8))
     world.scheduler._steps[0].num_decoding = 0
     for start in (16, 24):
         world.of_worker.on_step(Batch([SimpleNamespace(start=start)]))  # type: ignore[list-item]
