@@ -15,6 +15,8 @@ from tandem.simulator.answers import with_stop_string
 if TYPE_CHECKING:
     from tandem.simulator.scenario import ClusterShape, Fault, FaultKind, Request
 
+READY_S = 1.0
+"""By which a cluster serves."""
 STOP_SHARE = 0.2
 """Share of the requests with a stop string that is in their answer."""
 NewFault = Callable[..., "Fault"]
@@ -52,22 +54,24 @@ def coincidences(
         if kind < 0.15:
             return _of_operations(rng, fault, cluster, at)
         return _of_scales(rng, fault, cluster, at) if kind < 0.25 else (cluster, ())
-    if kind < 0.04:
+    if kind < 0.05:
         return _of_operation(rng, fault, cluster, at)
-    if kind < 0.07:
+    if kind < 0.08:
         return _of_scales(rng, fault, cluster, at)
-    if kind < 0.10:  # a connection breaks again and again while others end, so that reports are lost
+    if kind < 0.11:  # a connection breaks again and again while others end, so that reports are lost
         breaks = [fault("break connections", at + rng.uniform(0.0, 3.0)) for _ in range(rng.choice([4, 12]))]
         ends = [fault(rng.choice(["kill", "leave", "change role"]), at + rng.uniform(0.0, 2.0), other)]
         return replace(cluster, max_latency_s=0.08), (*breaks, *ends)
-    if kind < 0.13:  # several end at one moment
+    if kind < 0.14:  # several end at one moment
         ends = [fault(rng.choice(["kill", "lose host"]), at, target + number, 0, 5.0) for number in range(2)]
         return replace(cluster, num_hosts=max(2, cluster.num_hosts)), tuple(ends)
-    if kind < 0.16:  # a process wakes, is known again, and ends
-        frozen_s = rng.uniform(3.0, 9.0)
-        end_at = at + frozen_s + rng.choice([0.05, 0.5, 1.5])
-        return cluster, (fault("freeze", at, duration_s=frozen_s), fault("kill", end_at))
-    if kind < 0.19:  # a worker of several ranks ends while it ships
+    if kind < 0.19:  # a process wakes, is known again, and ends
+        end_at = rng.choice(requests).at + rng.uniform(0.02, 0.3)
+        wakes_at = end_at - rng.choice([0.05, 0.5, 1.5])
+        begins_at = max(READY_S, wakes_at - rng.uniform(3.0, 8.0))
+        freeze = new_fault(begins_at, "freeze", target, other, max(0.1, wakes_at - begins_at))
+        return cluster, (freeze, fault("kill", end_at))
+    if kind < 0.23:  # a worker of several ranks ends while it ships
         slow = replace(cluster, block_s=rng.choice([0.02, 0.1]), follower_exit_s=3.0)
         ranks = {"prefill_tensor_parallel_size": 2, "decode_tensor_parallel_size": rng.choice([1, 2])}
         both = {"tensor_parallel_size": 2}
@@ -99,21 +103,21 @@ def _of_operations(rng: random.Random, fault: NewFault, cluster: ClusterShape, a
 def _of_operation(rng: random.Random, fault: NewFault, cluster: ClusterShape, at: float) -> Drawn:
     """A fault of the network or a delay meets an operation in order, or the processes that it has started."""
     command: FaultKind = rng.choice(["restart all", "restart all", "drain for good", "leave", "scale", "change role"])
-    kinds: list[FaultKind] = ["one-way partition", "partition", "freeze", "slow", "break connections"]
+    kinds: list[FaultKind] = ["one-way partition", "one-way partition", "partition", "freeze", "break connections"]
     beside = [
         fault(
             rng.choice(kinds), at + rng.uniform(0.0, 6.0), rng.randrange(16), rng.randrange(16), rng.uniform(1.0, 9.0)
         )
         for _ in range(rng.choice([1, 3]))
     ]
-    return cluster, (fault(command, at), *beside)
+    return cluster.with_config(proxies=max(2, cluster.config.proxies)), (fault(command, at), *beside)
 
 
 def sick_steps(
     rng: random.Random, cluster: ClusterShape, requests: tuple[Request, ...]
 ) -> tuple[ClusterShape, tuple[Request, ...]]:
     """Lets many steps fail or lack memory in some clusters, while clients give up soon."""
-    if rng.random() > 0.04:
+    if rng.random() > 0.08:
         return cluster, requests
     fails = rng.random() < 0.5
     cluster = replace(

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tandem.engine.batch import Batch
+from tandem.prefill_worker.prompt import PrefillPrompt
+from tandem.prefill_worker.step import AGING_S
 from tandem.simulator.noted_blocks import NotedBlocks
 from tandem.worker.worker_scheduler import WorkerScheduler
 
@@ -25,6 +27,8 @@ class StepRules:
         self._machine = machine
         self._name = name
         self._scheduler = scheduler
+        self._could_compute: set[int] = set()
+        """Numbers of the prompts with blocks that could take part in the next step when the last one ended."""
         self._num_cached: dict[str, int] = {}
         """Blocks of each prompt that are known to be cached, by transfer."""
         self._num_missed: Counter[int] = Counter()
@@ -38,8 +42,29 @@ class StepRules:
             for attempt_id in prompt.request.attempt_ids:
                 self._machine.num_cached_tokens.setdefault(attempt_id, item.start)
         self._check_cached(scheduler)
+        self._check_shares(scheduler)
         if num_decoding:
             self._check_turns(scheduler)
+
+    def _check_shares(self, scheduler: WorkerScheduler) -> None:
+        """Short prompts pass long ones of their priority, except the one whose turn it is."""
+        prefill = scheduler.prefill
+        in_step = {prompt.number: prompt for prompt, _ in prefill._step.chunks}
+        left_out = [
+            prompt for prompt in prefill.prompts.computing.values()
+            if prompt.number in self._could_compute and prompt.number not in in_step and not prompt.ended
+        ]  # fmt: skip
+        others = sorted(in_step.values(), key=_turn)[1:] if left_out and scheduler._isolation.is_over else []
+        for prompt in others:
+            for short in left_out:
+                is_equal = short.request.priority == prompt.request.priority
+                if is_equal and short.num_remaining_tokens < prompt.num_remaining_tokens:
+                    transfers = f"{short.request.transfer_id} by {prompt.request.transfer_id}"
+                    self._machine.report("a short prompt is passed by a longer one", f"{self._name}: {transfers}")
+        self._could_compute = {
+            prompt.number for prompt in prefill.prompts.computing.values()
+            if prompt.may_compute and prompt.request.num_prompt_logprobs is None
+        }  # fmt: skip
 
     def _check_cached(self, scheduler: WorkerScheduler) -> None:
         """Full blocks of prompts are in the prefix cache once their step has ended, if none was ever evicted.
@@ -73,3 +98,7 @@ class StepRules:
                     details = f"{self._name}: {sequence.attempt_id} in {num} steps, {len(running.sequences)} run"
                     self._machine.report("a running sequence is left out of steps", details)
         self._num_missed = num_missed
+
+
+def _turn(prompt: PrefillPrompt) -> tuple[float, int]:
+    return prompt.arrived_at + AGING_S * prompt.request.priority, prompt.number

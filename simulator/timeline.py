@@ -169,11 +169,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         if self._callbacks and not self.is_frozen:
             handle = self._callbacks.popleft()
             if not handle._is_cancelled:
-                self._run(handle)
+                self.run_handle(handle)
         self._is_queued = bool(self._callbacks) and not self.is_frozen
         return self._is_queued
 
-    def _run(self, handle: _Handle) -> None:
+    def run_handle(self, handle: _Handle) -> None:
         asyncio._set_running_loop(self)
         try:
             handle._context.run(handle.callback, *handle._args)

@@ -162,6 +162,12 @@ SERVICE = (
         "for i in range(prompt.num_published_blocks + 1, num_full):",
     ),
     Mutation(
+        "the longest prompts are computed first",
+        "prefill_worker/step.py",
+        "(p.request.priority, p.num_remaining_tokens, p.number)",
+        "(p.request.priority, -p.num_remaining_tokens, p.number)",
+    ),
+    Mutation(
         "predictions leave out what waits ahead",
         LOAD,
         "return (self.prompts.ahead_of(priority) + num_tokens) / (share * self.tokens_per_s)",

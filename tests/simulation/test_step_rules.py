@@ -23,6 +23,7 @@ class World:
         self.rules: list[str] = []
         self.num_cached_tokens: dict[str, int] = {}
         self.prompts: dict[str, Any] = {}
+        self.computing: dict[int, Any] = {}
         pools = [Pool(8, 2)]
         self.blocks = NotedBlocks(
             "worker-0", SHAPE, lambda *_: None, pools, lambda *_: None, lambda: 4, self.rules.append
@@ -37,7 +38,8 @@ class World:
         self.scheduler: Any = SimpleNamespace(
             decode=SimpleNamespace(running=self.running),
             prefill=SimpleNamespace(
-                _step=SimpleNamespace(chunks=[]), prompts=SimpleNamespace(by_transfer=self.prompts)
+                _step=SimpleNamespace(chunks=[]),
+                prompts=SimpleNamespace(by_transfer=self.prompts, computing=self.computing),
             ),
             blocks=self.blocks,
             _isolation=SimpleNamespace(is_over=True),
@@ -109,8 +111,27 @@ def test_new_prompts_leave_a_block_for_each_running_sequence(world: World) -> No
     assert world.rules == ["worker-0: 2 blocks are left for 4 sequences"]
 
 
+def test_short_prompts_pass_long_ones_but_not_the_one_whose_turn_it_is(world: World) -> None:
+    world.scheduler._steps[0].num_decoding = 0
+    for number, num_tokens in enumerate([90, 50, 8]):
+        world.computing[number] = SimpleNamespace(
+            number=number,
+            arrived_at=0.0,
+            ended=False,
+            may_compute=number < 2,
+            num_remaining_tokens=num_tokens,
+            request=SimpleNamespace(attempt_ids=[], priority=0, num_prompt_logprobs=None, transfer_id=str(number)),
+        )
+    for _ in range(3):  # its adapter is loaded after the second step has begun
+        assert not world.rules
+        world.scheduler.prefill._step.chunks[:] = [(world.computing[number], 4) for number in (0, 1)]
+        world.of_worker.on_step(Batch([SimpleNamespace(start=0)] * 2))  # type: ignore[list-item]
+        world.computing[2].may_compute = True
+    assert world.rules == ["a short prompt is passed by a longer one"]
+
+
 def test_the_first_chunk_of_a_prompt_shows_what_was_cached(world: World) -> None:
-    prompt = SimpleNamespace(request=SimpleNamespace(attempt_ids=["a", "b"]))
+    prompt = SimpleNamespace(number=0, arrived_at=0.0, request=SimpleNamespace(attempt_ids=["a", "b"], priority=0))
     world.scheduler.prefill._step.chunks.append((prompt, 8))
     world.scheduler._steps[0].num_decoding = 0
     for start in (16, 24):
