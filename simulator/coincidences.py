@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tandem.simulator.answers import with_stop_string
+from tandem.simulator.engine import SimulatedStepTimes
 
 if TYPE_CHECKING:
     from tandem.simulator.scenario import ClusterShape, Fault, FaultKind, Request
@@ -116,14 +117,15 @@ def _of_operation(rng: random.Random, fault: NewFault, cluster: ClusterShape, at
 def sick_steps(
     rng: random.Random, cluster: ClusterShape, requests: tuple[Request, ...]
 ) -> tuple[ClusterShape, tuple[Request, ...]]:
-    """Lets many steps fail or lack memory in some clusters, while clients give up soon."""
+    """Lets many steps fail or lack memory in some clusters, while clients give up soon, often during a step."""
     if rng.random() > 0.08:
         return cluster, requests
-    fails = rng.random() < 0.5
+    fails = rng.random() < 0.7
     cluster = replace(
         cluster.with_config(max_num_batched_tokens=256, max_num_seqs=8),
-        step_failure_share=0.05 if fails else 0.0,
+        step_failure_share=0.3 if fails else 0.0,
         no_memory_share=0.0 if fails else 0.2,
+        step_times=SimulatedStepTimes(rng.choice([0.004, 0.1, 0.1])),
     )
     hasty = tuple(
         replace(each, timeout_s=rng.uniform(0.05, 2.0)) if rng.random() < 0.5 and not each.is_of_batch else each

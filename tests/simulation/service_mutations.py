@@ -23,6 +23,12 @@ IN_ORDER = (
         "a worker that is scaled away is killed", LAUNCHER, "        child.terminate()\n", "        child.kill()\n"
     ),
     Mutation(
+        "a worker that drains is killed before its limit",
+        LAUNCHER,
+        "timeout_s = self._config.drain_timeout_s + DRAIN_GRACE_S",
+        "timeout_s = STOP_GRACE_S",
+    ),
+    Mutation(
         "a drain ends before its limit",
         DRAIN,
         "now - self._began_at >= self._limit_s",
