@@ -99,6 +99,12 @@ IN_ORDER = (
         "return any(_is_new(each, name, old_epoch) for report in reports for each in report.workers)",
     ),
     Mutation(
+        "a worker that no proxy knew is back as soon as it is started",
+        COMMANDS,
+        "        if not is_worker_name(name):  # no report mentions it",
+        "        if old_epoch is None:",
+    ),
+    Mutation(
         "the answer to an earlier order decides a later one",
         "deploy/launch/role_orders.py",
         "if order is None or order.number != answer.number:",
