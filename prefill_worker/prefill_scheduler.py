@@ -185,6 +185,8 @@ class PrefillScheduler:
         No prompt begins for a decode worker that is full, i.e. that has not answered a computed prompt: its KV could
         not leave.
         """
+        if not self.prompts.waiting:  # in most steps of a decode worker
+            return list(self.prompts.computing.values())
         full = self.transfers.full_pairs()
         may_begin = (p for p in self.prompts.waiting.values() if p.pair_id not in full and p.may_compute)
         return [

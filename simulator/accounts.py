@@ -93,7 +93,8 @@ def of_proxy(proxy: SimulatedProxy) -> Iterator[Wait]:
             yield "the router counts otherwise than attempts are in flight", f"{details}: {counted}, not {true}", 0
         if use.num_free_blocks + use._num_promised != record.load.num_free_blocks and record.load.num_blocks:
             yield "blocks are neither free nor promised", details, 0
-        if proxy.router._num_proxies == 1:
+        is_heard = proxy.table._timers.silence_s(proxy.timeline.now, epoch) < LATE_S / 2
+        if proxy.router._num_proxies == 1 and is_heard:
             yield from _overestimates(details, use, record.load)
 
 

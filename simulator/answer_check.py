@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tandem.protocol.messages.prompt_logprobs import unpack_logprobs
 from tandem.proxy.dispatch.sequence_text import TextDelta
@@ -76,12 +76,24 @@ class AnswerCheck:
         ):
             self._wrong("a wrong end", index, f"{end} instead of {wanted_end}")
 
-    def check_usage(self, record: RequestRecord) -> None:
-        """Checks the counts of a request that is answered."""
+    def check_usage(self, record: RequestRecord, num_cached_tokens: Mapping[str, int]) -> None:
+        """Checks the counts of a request that is answered.
+
+        num_cached_tokens: found in caches, by attempt. It is not known of which attempt a client gets the figure if
+        there were several.
+        """
         counts = record.num_prompt_tokens, record.num_completion_tokens
         wanted = sum(map(len, self._request.prompts)), sum(len(answer.tokens) for answer in self._answers)
         if counts != wanted:
             self._report("wrong usage", f"request {self._request.number}: {counts} tokens instead of {wanted}")
+        if len(record.sequences) < len(self._answers):
+            return  # it names the first ones only
+        attempts = [each._attempts for each in record.sequences[:: self._request.num_sequences]]
+        if all(len(of_prompt) == 1 for of_prompt in attempts):
+            found = sum(num_cached_tokens[of_prompt[0].attempt_id] for of_prompt in attempts)
+            if record.num_cached_tokens != found:
+                details = f"request {self._request.number}: {record.num_cached_tokens} cached tokens, {found} were"
+                self._report("wrong usage", details)
 
     def sequences(self) -> list[list[int]]:
         """Returns the tokens of all sequences, each with its prompt."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -104,6 +104,18 @@ def draw_wishes(rng: random.Random) -> Wishes:
         adapter=rng.choice([""] * 5 + [*ADAPTERS[:2]] * 2 + [BROKEN_ADAPTER]),
         num_prompt_logprobs=rng.choice([None] * 9 + [1]),
     )
+
+
+def with_stop_string(rng: random.Random, prompt: Sequence[int], max_tokens: int, wishes: Wishes) -> Wishes:
+    """Returns wishes with a stop string out of the answer, which is complete just before or behind the least length."""
+    if wishes.adapter == BROKEN_ADAPTER:
+        return wishes
+    number = rng.randint(1, max_tokens)
+    min_tokens = min(max_tokens, max(0, number + rng.choice([-1, 0, 0, 1])))
+    wishes = replace(wishes, min_tokens=min_tokens, stop=())
+    text = "".join(f" {token_id}" for token_id in answer_of(prompt, max_tokens, wishes).token_ids[:number])
+    stop = text[-rng.choice([2, 4, 6, 12, len(text)]) :]
+    return replace(wishes, stop=(stop,)) if stop.strip() else wishes
 
 
 def answer_of(prompt: Sequence[int], max_tokens: int, wishes: Wishes, number: int = 0) -> Answer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,12 +28,12 @@ from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import keep_running
 from tandem.runtime.threads import Threads
+from tandem.simulator.files import new_folder
 from tandem.simulator.processes import SimulatedProxy
 from tandem.simulator.scenario import MODEL, Request
 
 ENDPOINT: Endpoint = "/v1/completions"
 RESTART_S = 5.0
-MEMORY = Path("/dev/shm")  # noqa: S108  # files in memory: none of a run's has to survive the machine
 THREAD_S = 0.002
 """In which a thread does what blocks, at most."""
 
@@ -83,7 +82,7 @@ class Batches:
         self._report = report
         self._serve = serve
         self._on_end = on_end
-        self._folder = tempfile.TemporaryDirectory(prefix="tandem-simulator-", dir=MEMORY if MEMORY.is_dir() else None)
+        self._folder = new_folder()
         self._lines: dict[int, _TriedLine] = {}  # by number of the request
         self._open: dict[str, list[_TriedLine]] = {}  # by id of the batch
         self._num_deaths = 0  # of proxies

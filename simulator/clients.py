@@ -111,7 +111,7 @@ class Clients:
                 if not await self._read(served, request, check, proxy, deltas):
                     outcome = "client left"
             if outcome == "finished":
-                check.check_usage(record)
+                check.check_usage(record, proxy.num_cached_tokens)
                 is_first = is_first and all(len(each._attempts) == 1 for each in record.sequences)
                 if is_first and not request.more_prompts:
                     self._prefixes.check(request, record.num_cached_tokens, proxy.block_size)

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from itertools import permutations
 from typing import Any, get_args
 
 from tandem.deploy.launch import draining
 from tandem.deploy.launch.admin_socket import SOCKET_NAME
 from tandem.deploy.launch.cluster_client import Questions
 from tandem.deploy.launch.worker_roles import last_of_phase
-from tandem.protocol.messages.membership import ChangeRole, LeaveCluster, Role, SetWorkerRole, WorkerOrdered
+from tandem.protocol.messages.membership import (
+    ChangeRole,
+    LeaveCluster,
+    RegisterWorker,
+    Role,
+    SetWorkerRole,
+    WorkerOrdered,
+)
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.tasks import start
 from tandem.simulator.data_paths import Wires
+from tandem.simulator.files import new_folder
 from tandem.simulator.network import OnMessage, SimulatedNetwork, Switch
 from tandem.simulator.observed_dispatcher import OnDelta
 from tandem.simulator.orderly import Orderly
-from tandem.simulator.processes import Machine, Note, SimulatedProcess, SimulatedProxy, SimulatedWorker
+from tandem.simulator.processes import WRITE_S, Machine, Note, SimulatedProcess, SimulatedProxy, SimulatedWorker
 from tandem.simulator.scenario import ClusterShape, Fault
 from tandem.simulator.site import SimulatedLauncher, endpoint_of
 from tandem.simulator.timeline import ProcessLoop, Timeline
@@ -32,18 +42,33 @@ RESTART_S = 0.1
 """From the end of a launcher to the start of the next one."""
 TELL_S = 1.5
 """From a signal to leave until proxies know of it."""
+TOLD_S = 1.5
+"""By which what a command has asked the proxies may be old when it acts on the answers."""
 SCALE_INTERVAL_S = 5.0
 COMMAND_TIMEOUT_S = 60.0
 """Of an operator's command, for each process that it restarts."""
 
 
+_OBSERVED = {ChangeRole, RegisterWorker, SetWorkerRole, LeaveCluster}
+"""Types of the messages that `SimulatedCluster` looks at when they arrive."""
+
+
 class Operator(Questions):
-    """Somebody who gives commands beside the launcher, such as `tandem restart`. note: gets a line of the log."""
+    """Somebody who gives commands beside the launcher, such as `tandem restart`.
+
+    note: gets a line of the log. show: gets each line that a command prints.
+    """
 
     place = "the simulated cluster"
 
     def __init__(
-        self, switch: Switch, loop: ProcessLoop, num_proxies: int, note: Callable[[str], None], orderly: Orderly
+        self,
+        switch: Switch,
+        loop: ProcessLoop,
+        num_proxies: int,
+        note: Callable[[str], None],
+        orderly: Orderly,
+        show: Callable[[str], None],
     ) -> None:
         self.num_running = 0
         """Commands."""
@@ -54,6 +79,7 @@ class Operator(Questions):
         self._num_proxies = num_proxies
         self._note = note
         self._orderly = orderly
+        self._show = show
 
     def launcher_endpoint(self) -> str:
         return endpoint_of(SOCKET_NAME)
@@ -69,11 +95,11 @@ class Operator(Questions):
 
     def restart(self, *names: str) -> None:
         """`tandem restart`: drains and restarts the named processes, or all, one at a time."""
-        self._give("restart", lambda: draining.restart(self, list(names), COMMAND_TIMEOUT_S, self._note))
+        self._give("restart", lambda: draining.restart(self, list(names), COMMAND_TIMEOUT_S, self._show))
 
     def drain(self, name: str) -> None:
         """`tandem drain`: a worker leaves for good."""
-        self._give("drain", lambda: draining.drain(self, name, COMMAND_TIMEOUT_S, self._note))
+        self._give("drain", lambda: draining.drain(self, name, COMMAND_TIMEOUT_S, self._show))
 
     def scale(self, counts: ScaleCluster) -> None:
         self._give(f"scale {counts}", lambda: self.ask_launcher(counts, ClusterScaled))
@@ -133,15 +159,8 @@ class SimulatedCluster(Machine):
         world = timeline.new_loop("world")
 
         def observe(sender: str, receiver: str, message: Any) -> None:
-            match message:
-                case ChangeRole():
-                    self._check_order(receiver, message.role)
-                    self._check_phases(receiver, message.role)
-                    self.orderly.on_told_role(receiver, message.role)
-                case SetWorkerRole() if sender == self.launcher.name:
-                    self.orderly.on_order(message.worker_id)
-                case LeaveCluster() if receiver in self.workers:
-                    self.orderly.on_told_to_leave(self.workers[receiver], by_signal=False)
+            if type(message) in _OBSERVED:
+                self._observe(sender, receiver, message)
             on_message(sender, receiver, message)
 
         switch = Switch(timeline, shape.max_queued, shape.max_latency_s, shape.bytes_per_s, observe)
@@ -152,9 +171,30 @@ class SimulatedCluster(Machine):
             reach=switch.can_connect,
         )
         super().__init__(timeline, world, switch, shape, wires, report, note, on_delta, on_proxy_start, on_proxy_end)
-        self.operator = Operator(switch, timeline.new_loop("operator"), shape.config.proxies, note, self.orderly)
+        self._files = new_folder() if shape.has_role_files else None
+        self.folder = self._files.name if self._files is not None else ""
+        self._registered: set[str] = set()  # epochs
+        self._drained: dict[str, SimulatedProcess] = {}
+        """By name, the processes whose drain an operator's command has told of last."""
+        self.operator = Operator(
+            switch, timeline.new_loop("operator"), shape.config.proxies, note, self.orderly, self._on_shown
+        )
         self.num_launchers = 0
         self._start_launcher()
+
+    def _observe(self, sender: str, receiver: str, message: Any) -> None:
+        match message:
+            case ChangeRole():
+                self._check_order(receiver, message.role)
+                self._check_phases(receiver, message.role)
+                self.orderly.on_told_role(receiver, message.role)
+            case RegisterWorker() if self.folder and message.worker.epoch not in self._registered:
+                self._registered.add(message.worker.epoch)
+                self.orderly.on_start(sender, message.worker.role, WRITE_S)
+            case SetWorkerRole() if sender == self.launcher.name:
+                self.orderly.on_order(message)
+            case LeaveCluster() if receiver in self.workers:
+                self.orderly.on_told_to_leave(self.workers[receiver], by_signal=False)
 
     def _happens(self, rng: random.Random, share: float, fault: str) -> bool:
         happens = self.has_faults and rng.random() < share
@@ -169,6 +209,43 @@ class SimulatedCluster(Machine):
 
     def _on_launcher_end(self, code: int) -> None:
         self.world.call_later(RESTART_S, self._start_launcher)
+
+    def _on_shown(self, line: str) -> None:
+        """What a command prints has to be true: another command, or a person, relies on it."""
+        self.note(f"operator: {line}")
+        name, _, what = line.partition(" ")
+        process: SimulatedProcess | None = self.workers.get(name) or self.proxies.get(name)
+        if what.endswith("is draining"):
+            if number := re.search(r"process (\d+)", what):
+                process = self.processes[int(number[1])]
+            if process is not None:
+                self._drained[name] = process
+        elif what in ("has left", "is back"):
+            drained = self._drained.pop(name, None)
+            if drained is not None and not drained.loop.is_dead and self._knows(name):
+                self.report("a command says that a process has ended that still runs", line)
+            if what == "is back" and isinstance(process, SimulatedWorker):
+                self._check_back(process)
+
+    def _knows(self, name: str) -> bool:
+        """Whether the launcher has answered at all times, and counts a process among those that it keeps running."""
+        launcher = self.launcher
+        is_first = self.num_launchers == 1 and launcher.loop.running_since == launcher.started_at
+        answers = is_first and launcher.is_ready and launcher.loop.stopped_at is None
+        return answers and not launcher.launcher._is_leaving(name)
+
+    def _check_back(self, worker: SimulatedWorker) -> None:
+        """Each proxy that has run and reached a worker for long can use it when it is said to be back."""
+        for proxy in self.proxies.values():
+            changed_at = max(self.switch.changed_at(*ends) for ends in permutations((proxy.name, worker.name)))
+            is_calm = proxy.loop.stopped_at is None and proxy.loop.slowness == worker.loop.slowness == 1.0
+            if not is_calm or max(changed_at, proxy.loop.running_since) > self.timeline.now - TOLD_S:
+                continue
+            record = proxy.table._by_epoch.get(worker.epoch or "")
+            if record is None or not record.answers:
+                self.report(
+                    "a command says that a worker is back that a proxy cannot use", f"{proxy.name}: {worker.name}"
+                )
 
     def _check_order(self, name: str, role: Role) -> None:
         """The launcher counts on each order that reaches a worker. It does not know those of operators."""
@@ -193,6 +270,10 @@ class SimulatedCluster(Machine):
         may_prefill = self.shape.config.routing.decode_prefill_threshold > 0
         if phase := last_of_phase(counts | {own: 1}, after, decode_may_prefill=may_prefill):
             self.report("a role leaves a phase without a worker", f"{name} takes role {role}: {phase}")
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.cleanup()
 
     def end_faults(self) -> None:
         """Data paths break no more, and the operator wants as many workers as at the start."""

@@ -33,6 +33,8 @@ class Connection:
 
     def _silent_since(self, to_router: bool) -> float | None:
         """Returns since when nothing arrives at an end, or None."""
+        if not self._switch.has_silence:
+            return None
         return self._switch.silent_since(self._loop(not to_router).name, self._loop(to_router).name)
 
     def has_room(self, *, to_router: bool) -> bool:

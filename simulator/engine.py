@@ -60,7 +60,8 @@ class SimulatedEngine:
     """Implements `engine.engine.Engine`. on_corrupt: called with what is wrong in a sequence, and its block.
 
     pools: of the ranks, which hold the same, because a slot stands for the heads of its rank. why_failed: returns an
-    error if the oldest step fails. It has then done nothing, not even its copies.
+    error if the oldest step fails. It has then done nothing, not even its copies. on_step: called with each step that
+    has ended, before its results are told.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class SimulatedEngine:
         on_corrupt: Callable[[str, int], None],
         note: Callable[..., None],
         why_failed: Callable[[], BaseException | None] = lambda: None,
+        on_step: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
         self.overlaps = overlaps
         self._why_failed = why_failed
+        self._on_step = on_step
         self._loop = loop
         self._pools = pools
         self.times = times
@@ -114,6 +117,7 @@ class SimulatedEngine:
             return
         batch, on_done = self._steps.popleft()
         assert batch is not None
+        self._on_step(batch)
         timing = StepTiming(self._step_s, 0.0)
         if (error := self._why_failed()) is not None:
             self._steps.clear()  # the one behind it is not run
@@ -165,11 +169,13 @@ class SimulatedEngine:
             if not self._pools[0].is_held(block):
                 self._on_corrupt(f"a step writes block {block}, which is free", block)
         targets, prompt_logprobs = iter(item.target_token_ids), list[TokenLogprobs]()
+        blocks_of = [pool.blocks for pool in self._pools]
         for position, token_id in enumerate(token_ids, item.start):
             following = after(state, token_id)
             block, slot = divmod(position, size)
-            for pool in self._pools:
-                pool.blocks[item.block_table[block]][slot] = state, following
+            number, states = item.block_table[block], (state, following)
+            for blocks in blocks_of:
+                blocks[number][slot] = states
             state = following
             if item.num_prompt_logprobs is not None and (target := next(targets, None)) is not None:
                 prompt_logprobs.append(logprobs_of(state, target, item.num_prompt_logprobs))
@@ -187,12 +193,12 @@ class SimulatedEngine:
     def _read(self, item: BatchItem) -> int:
         """Returns the state behind the item's context, as all of its blocks have it."""
         digest: Any = item.adapter.weights if item.adapter is not None else ""
-        state, first = start_state(digest), self._pools[0]
+        state, first, *others = start_state(digest), *self._pools
         for start in range(0, item.start, first.block_size):
             block = item.block_table[start // first.block_size]
             num_slots = min(first.block_size, item.start - start)
             kept = first.blocks[block][:num_slots]
-            if any(pool.blocks[block][:num_slots] != kept for pool in self._pools[1:]):
+            if others and any(pool.blocks[block][:num_slots] != kept for pool in others):
                 return self._corrupt(item, block)
             for slot in kept:
                 if slot is None or slot[0] != state:

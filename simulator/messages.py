@@ -53,10 +53,23 @@ class Messages:
     def on_message(self, sender: str, receiver: str, message: Any) -> None:
         if isinstance(message, RegisterWorker):
             self._on_register(receiver, message.worker.epoch, sender)
+        elif isinstance(message, ClusterView):
+            self._check_view(receiver)
         if self._counts is not None:
             self._counts[sender, receiver, type(message)] += 1
             if _has_news(message):
                 self._news.append(f"{sender} tells {receiver} what it knows: {type(message).__name__}")
+
+    def _check_view(self, name: str) -> None:
+        """Before the next view arrives, a worker knows those that any proxy knows, and nobody else."""
+        worker = self._cluster.workers.get(name)
+        links = worker.presence and worker.presence._registration if worker is not None else None
+        if not links or any(link.is_settling or link.proxy_id is None for link in links._links):
+            return
+        known = {epoch for link in links._links for epoch in link.workers}
+        if links._view.keys() != known:
+            details = f"{name}: {sorted(links._view)} instead of {sorted(known)}"
+            self._report("a worker knows of others than its proxies", details)
 
     def on_lost(self, epoch: str) -> None:
         """A proxy has lost a worker, which may register again with any."""

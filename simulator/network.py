@@ -70,6 +70,11 @@ class Switch:
         """Whether what one of two processes sends to the other is kept."""
         return not self._silent_since.keys().isdisjoint([(one, two), (two, one)])
 
+    @property
+    def has_silence(self) -> bool:
+        """Whether what some process sends to some other one is kept."""
+        return bool(self._silent_since)
+
     def silent_since(self, sender: str, receiver: str) -> float | None:
         return self._silent_since.get((sender, receiver))
 

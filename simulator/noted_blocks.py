@@ -14,7 +14,8 @@ class NotedBlocks(BlockManager):
     """Notes which blocks of a worker begin and end to be held. The engine and the paths note who writes them.
 
     pools: of the worker's heads. on_corrupt: called with what is wrong with a block in the prefix cache, and its id.
-    has_evicted: whether a cached block was ever given to another sequence.
+    has_evicted: whether a cached block was ever given to another sequence. num_running: returns how many sequences run.
+    on_greedy: called when a new prompt gets blocks that these will need next.
     """
 
     def __init__(
@@ -24,14 +25,30 @@ class NotedBlocks(BlockManager):
         note: Callable[..., None],
         pools: Sequence[Pool],
         on_corrupt: Callable[[str, int], None],
+        num_running: Callable[[], int],
+        on_greedy: Callable[[str], None],
     ) -> None:
         super().__init__(shape.num_blocks, shape.block_size)
         self._name, self._note = name, note
         self._pools, self._on_corrupt = pools, on_corrupt
+        self._num_running, self._on_greedy = num_running, on_greedy
+        self._is_for_new = False  # whether the next blocks are for a new prompt, which is asked for first
+        self._has_tiers = bool(shape.tiers)  # for which blocks are taken later
         self.has_evicted = False
 
+    def num_free_without(self, block_ids: Iterable[int]) -> int:
+        self._is_for_new = True
+        return super().num_free_without(block_ids)
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        self._is_for_new = False
+        return super().can_allocate(num_blocks)
+
     def allocate(self, num_blocks: int) -> list[int]:
+        is_for_new = self._is_for_new and not self._has_tiers
         block_ids = super().allocate(num_blocks)
+        if is_for_new and self.num_free < self._num_running():
+            self._on_greedy(f"{self._name}: {self.num_free} blocks are left for {self._num_running()} sequences")
         self._note("%s: blocks %s are allocated", self._name, tuple(block_ids))
         return block_ids
 

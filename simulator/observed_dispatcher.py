@@ -13,7 +13,7 @@ from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.simulator.blame import Blame
-from tandem.simulator.routes import wrong_route
+from tandem.simulator.routes import better_route, wrong_route
 
 OnDelta = Callable[[DispatchedSequence, Attempt, TokenDelta], None]
 
@@ -51,8 +51,11 @@ class ObservedDispatcher(Dispatcher):
     def _send_prompt(
         self, sequences: list[DispatchedSequence], route: Route, refused_at: Mapping[str, int] | None = None
     ) -> None:
-        if (problem := wrong_route(self._router._table, sequences, route)) is not None:
+        if (problem := wrong_route(self._router, sequences, route)) is not None:
             self._report("a route contradicts what the proxy knows", f"{self._proxy_id}: {problem}")
+        is_free = not self._trials.is_running and not self._trials.suspects and not sequences[0].times
+        if is_free and (problem := better_route(self._router, sequences, route)) is not None:
+            self._report("another worker is better in each respect", f"{self._proxy_id}: {problem}")
         super()._send_prompt(sequences, route, refused_at)
         for sequence in sequences:
             if sequence.attempt is not None:
@@ -103,10 +106,11 @@ class ObservedDispatcher(Dispatcher):
     @contextmanager
     def _unchanged_elsewhere(self, worker: WorkerInfo, attempts: Iterable[Attempt]) -> Iterator[None]:
         """Checks that nothing changes about attempts that this process, known by its epoch, takes no part in."""
+        epoch = worker.epoch
         before = [
             (attempt, _state(attempt))
             for attempt in attempts
-            if all(each.epoch != worker.epoch for each in attempt.route.workers)
+            if (route := attempt.route).prefill.epoch != epoch and (route.decode is None or route.decode.epoch != epoch)
         ]
         yield
         if changed := [attempt.attempt_id for attempt, state in before if _state(attempt) != state]:

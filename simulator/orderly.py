@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tandem.deploy.autoscale.planner import COOLDOWN_S, DOWN_AFTER_S
 from tandem.deploy.launch.worker_roles import ORDER_S
-from tandem.protocol.messages.membership import Role
+from tandem.protocol.messages.membership import Role, SetWorkerRole
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.simulator.scenario import COMMANDS, FaultKind
@@ -52,9 +52,12 @@ class Orderly:
         self._report = report
         self._drain_s = drain_s
         self._asked: dict[int, float] = {}  # when a process was first told to leave, by pid
+        self._ended_at: dict[str, float] = {}  # when the last process of a name ended
         self._by_hand: set[int] = set()  # pids of processes that got a signal that the launcher does not know of
         self._ordered: dict[str, float] = {}  # when the launcher last ordered a worker to take a role
         self._told: dict[str, _Told] = {}
+        self.ordered_roles: dict[tuple[str, int], Role] = {}
+        """Roles of the launcher's orders that have reached a proxy, by worker and number."""
         self._num_commands = 0
         self.disturbed_by = ""
         """The first fault; empty until then."""
@@ -94,6 +97,7 @@ class Orderly:
 
     def on_exit(self, process: Leaving, code: int) -> None:
         asked_at = self._asked.get(process.pids[0], math.inf)
+        self._ended_at[process.name] = self._clock()
         if self.disturbed_by:
             return
         if code == -signal.SIGKILL:
@@ -129,8 +133,10 @@ class Orderly:
         """Whether a worker was told another role."""
         return bool(self._told or self._ordered)
 
-    def on_order(self, worker: str) -> None:
-        self._ordered[worker] = self._clock()
+    def on_order(self, order: SetWorkerRole) -> None:
+        """An order of the launcher has reached a proxy."""
+        self._ordered[order.worker_id] = self._clock()
+        self.ordered_roles[order.worker_id, order.number] = order.role
 
     def on_told_role(self, worker: str, role: Role) -> None:
         now = self._clock()
@@ -145,14 +151,16 @@ class Orderly:
         self._told.clear()
         self._ordered.clear()
 
-    def on_start(self, worker: str, role: Role) -> None:
+    def on_start(self, worker: str, role: Role, written_s: float = 0.0) -> None:
         """A worker that comes back has the role that it was told last.
 
         The launcher learns of a role that an operator gave from reports, which do not count for a while after its own
-        orders.
+        orders. written_s: time in which its process before had to write the role down, and may have been killed.
         """
         told, now, ordered_at = self._told.get(worker), self._clock(), self._ordered.get(worker, -math.inf)
         if told is None or told.role == role or ordered_at > told.at:
+            return
+        if written_s and told.at > self._ended_at.get(worker, math.inf) - written_s:
             return
         if not told.is_launchers and (self.disturbed_by or now < max(told.at, ordered_at + ORDER_S) + LATE_S):
             return

@@ -9,6 +9,7 @@ import math
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from tandem.deploy.processes.supervisor import EXIT_LOST
 from tandem.engine.kv_cache.block_manager import BlockManager
 from tandem.engine.loaded_model import LoadedModel
 from tandem.protocol.messages.dispatch import PromptMessage
-from tandem.protocol.messages.membership import WorkerLoad
+from tandem.protocol.messages.membership import Role, WorkerLoad
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.protocol.messaging import Network
 from tandem.proxy.admission.admission import MAX_INPUTS
@@ -50,6 +51,7 @@ from tandem.simulator.refusals import CheckedAdmission, RefusalRules
 from tandem.simulator.sampling import EOS_TOKEN_ID, VOCAB_SIZE
 from tandem.simulator.scenario import ClusterShape
 from tandem.simulator.step_faults import StepFaults
+from tandem.simulator.step_rules import StepRules
 from tandem.simulator.tiers import RankTiers, SimulatedTiers, Stored
 from tandem.simulator.timeline import ProcessLoop, Timeline
 from tandem.simulator.vllm_engine import SimulatedVllm
@@ -58,10 +60,13 @@ from tandem.telemetry.request_log import RequestLog
 from tandem.vllm_worker.scheduler.engine_orders import AddRequest, EngineFacts, StepReport
 from tandem.vllm_worker.vllm_worker import LoadedVllm, OnFailed, VllmWorker
 from tandem.worker.engine_host import EngineHost
+from tandem.worker.presence import RoleFile
 from tandem.worker.tandem_worker_config import TandemWorkerConfig
 from tandem.worker.worker import Worker
 
 PROXY_POLL_S = 0.05
+WRITE_S = 0.05
+"""In which a file is replaced, at most."""
 
 Note = Callable[..., None]
 
@@ -106,6 +111,10 @@ class Machine:
     """When processes died: all of a lost host at the same time."""
     num_failed_requests: int = 0
     """Requests in steps that have failed."""
+    num_cached_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens of a prompt that were cached when its first chunk was computed, by attempt."""
+    folder: str = ""
+    """Of the workers' role files; empty if the site notes their roles."""
     orderly: Orderly = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +146,7 @@ class SimulatedProcess:
         self.pids = [next(machine.numbers) for _ in range(num_ranks)]
         self.loops = [machine.timeline.new_loop(f"{name} rank {rank}" if rank else name) for rank in range(num_ranks)]
         self.loop = self.loops[0]
+        self.started_at = machine.timeline.now
         self.has_left = False
         self.watched_by: list[ProcessLoop] = []  # when it ended
         self.watches: list[tuple[ProcessLoop, int, Callable[[], None]]] = []
@@ -169,6 +179,9 @@ class SimulatedProcess:
         if code == EXIT_FAILED:
             self._machine.report("a process failed", f"{self.name}: {error!r}")
         self.has_left = True
+        self._end_after_main(code)
+
+    def _end_after_main(self, code: int) -> None:
         self.exit(code)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -220,6 +233,25 @@ class SimulatedProcess:
                 loop.call_later(self._machine.switch.latency_s(), on_exit)
 
 
+class SimulatedRoleFile(RoleFile):
+    """Writes on the loop, each time after what went before, so that the seed decides when."""
+
+    def __init__(self, file: Path, loop: ProcessLoop, delay_s: Callable[[], float]) -> None:
+        self._file = file
+        self._loop = loop
+        self._delay_s = delay_s
+        self._written_at = 0.0
+        self._writes: list[asyncio.TimerHandle] = []
+
+    def write(self, role: Role) -> None:
+        self._written_at = max(self._written_at, self._loop.time() + self._delay_s())
+        self._writes.append(self._loop.call_at(self._written_at, self._replace, role))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for write in self._writes:
+            write.cancel()
+
+
 class SimulatedWorker(SimulatedProcess):
     """One worker: the process that talks, and those of its other ranks."""
 
@@ -238,8 +270,12 @@ class SimulatedWorker(SimulatedProcess):
         self.run(serve(self._make))
 
     def _make(self) -> Worker:
-        self.worker = Worker(self._config, self._load, lambda config: self.network, self.loop.time)
+        self.worker = Worker(self._config, self._load, lambda config: self.network, self.loop.time, self._new_role_file)
         return self.worker
+
+    def _new_role_file(self, file: Path) -> RoleFile:
+        rng = self._machine.timeline.rng
+        return SimulatedRoleFile(file, self.loop, lambda: rng.uniform(0.0, WRITE_S))
 
     def _open_pools(self) -> tuple[KVLayout, list[Pool], NotedBlocks, dict[str, Any]]:
         """Returns the layout, the pools of all heads, who owns their blocks, and the connectors."""
@@ -252,9 +288,21 @@ class SimulatedWorker(SimulatedProcess):
             Pool, shape.num_blocks, block_size, self._check_write, lambda block_id: blocks.is_held(block_id)
         )
         own = [pool_of(head) for head in range(num_heads)]
-        blocks = NotedBlocks(self.name, shape, machine.note, own, self._on_corrupt)
+        blocks = NotedBlocks(
+            self.name,
+            shape,
+            machine.note,
+            own,
+            self._on_corrupt,
+            self._num_running,
+            lambda details: machine.report("a new prompt takes the blocks that running sequences need", details),
+        )
         connectors = {name: each for name, each in CONNECTORS.items() if shape.config.kv_connector in ("auto", name)}
         return layout, own, blocks, connectors
+
+    def _num_running(self) -> int:
+        """Returns how many sequences may need a block for their next token."""
+        return len(self.worker._scheduler.decode.running)
 
     async def _load(self, config: TandemWorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
         machine, shape = self._machine, self._machine.shape
@@ -266,9 +314,11 @@ class SimulatedWorker(SimulatedProcess):
         ranks: Any = SimpleNamespace(pids=self.pids, close=lambda: None)
         new_engine = SimulatedEngine if shape.keeps_kv else TimedEngine
         faults = StepFaults(machine, self.name, lambda: self.worker._scheduler)
+        rules = StepRules(machine, self.name, lambda: self.worker._scheduler)
         self.engine = new_engine(
-            self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note, faults.why_failed
-        )
+            self.loop, own, shape.step_times, shape.overlaps, self._on_corrupt, machine.note, faults.why_failed,
+            rules.on_step,
+        )  # fmt: skip
         self.pools = SimulatedPools(self.loops, self.pids, layout, own, machine.wires, self._tiers(own))
         engine, pools = self.engine, cast(Any, self.pools)
         return EngineHost(
@@ -293,6 +343,15 @@ class SimulatedWorker(SimulatedProcess):
             )  # fmt: skip
 
         return SimulatedTiers([of_rank(rank) for rank in range(num_ranks)])
+
+    def _end_after_main(self, code: int) -> None:
+        """The engine's libraries release their memory, which takes a while."""
+        exit_s = self._machine.timeline.rng.uniform(0.0, self._machine.shape.exit_s)
+        if exit_s:
+            self.loop.end()
+            self._machine.world.call_later(exit_s, self.exit, code)
+        else:
+            self.exit(code)
 
     @property
     def blocks(self) -> BlockManager:
@@ -367,6 +426,9 @@ class SimulatedVllmWorker(SimulatedWorker):
         media = SimulatedMediaOrders
         return LoadedVllm("simulated vllm", self.pids[0], self.vllm, host, facts, media, {})
 
+    def _num_running(self) -> int:
+        return 0  # vLLM preempts where there are none
+
     @property
     def blocks(self) -> BlockManager:
         return self.vllm.blocks
@@ -427,6 +489,8 @@ class SimulatedProxy(SimulatedProcess):
         self.proxy_id = f"{config.proxy_id}-{next(machine.numbers)}"
         self.num_open = 0
         """Requests of clients."""
+        self.num_cached_tokens = machine.num_cached_tokens
+        """See `Machine`."""
         self.stops_at = math.inf
         """When requests in flight are ended; no new ones are accepted if it is known."""
         super().__init__(machine, config.proxy_id, 0, on_end)

@@ -11,6 +11,7 @@ from typing import Any
 
 from tandem.proxy.admission.admission import DEFAULT_PRIORITY, Admission, QueueFull, Ticket
 from tandem.proxy.admission.admission_settings import AdmissionSettings
+from tandem.proxy.admission.queue_delay import MIN_WAITING
 from tandem.runtime.errors import TandemError
 from tandem.simulator.scenario import Request
 
@@ -145,6 +146,8 @@ class RefusalRules:
         if not is_refused:
             self._report("a request is displaced by an equal one", details)
         num_waiting = sum(each.num_sequences - len(each.streams) for each in waiting)
-        has_room = num_waiting + ended.num_sequences <= self._limits.max_waiting_requests
-        if has_room and not self._limits.ttft_slo_ms:  # else the limit is lower while the queue is standing
+        limit = self._limits.max_waiting_requests
+        if self._limits.ttft_slo_ms:  # the limit is lower while the queue is standing
+            limit = min(limit, MIN_WAITING)
+        if num_waiting + ended.num_sequences <= limit:
             self._report("a request is refused although there is room", f"{details}, {num_waiting} wait")

@@ -187,6 +187,7 @@ class _Run:
             loop.discard()
         if self._batches is not None:
             self._batches.close()
+        self._cluster.close()
         return result
 
     def _on_message(self, sender: str, receiver: str, message: Any) -> None:

@@ -15,6 +15,7 @@ from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.runtime.settings import with_values
 from tandem.simulator.answers import Wishes, answer_of, draw_wishes
+from tandem.simulator.coincidences import coincidences, sick_steps, with_stop_strings
 from tandem.simulator.crowds import NUM_REQUESTS, SHARE, crowded
 from tandem.simulator.engine import SimulatedStepTimes
 
@@ -122,6 +123,10 @@ class ClusterShape:
     """Time from the start of a process to its first act."""
     first_boot_s: float = 0.0
     """Of the processes that start with the cluster."""
+    has_role_files: bool = False
+    """Whether workers note their roles in files for their next processes; else the site does."""
+    exit_s: float = 0.0
+    """Time in which a worker's process ends after it has left the cluster, at most."""
     follower_exit_s: float = 0.3
     """Time in which the ranks of a worker end after the first one, at most."""
     num_hosts: int = 1
@@ -242,6 +247,16 @@ def draw(seed: int) -> Scenario:
     if rng.random() < 0.04 and is_small and has_launcher and not cluster.config.autoscale:  # such a run takes long
         faults += (Fault(rng.uniform(START_S, end), "hang", rng.randrange(16), 0, MAX_WORKER_SILENCE_S + 45),)
     cluster, faults = _later_draws(random.Random(f"later {seed}"), cluster, requests, faults)
+    rng = random.Random(f"coincidences {seed}")
+    requests = with_stop_strings(rng, requests)
+    cluster = replace(cluster, exit_s=rng.choice([0.0, 0.0, 1.5]))
+    if not any(fault.kind == "hang" or "launcher" in fault.kind for fault in faults):
+        is_in_order = all(fault.kind in COMMANDS for fault in faults) and not cluster.failure_share
+        cluster, more = coincidences(rng, Fault, cluster, requests, is_in_order=is_in_order)
+        faults += more
+        if not is_in_order:
+            cluster, requests = sick_steps(rng, cluster, requests)
+    cluster = replace(cluster, has_role_files=rng.random() < 0.5 and cluster.num_hosts == 1)
     if random.Random(f"vllm {seed}").random() < VLLM_SHARE:
         cluster = _with_vllm(cluster)
     return Scenario(seed, cluster, requests, tuple(sorted(faults, key=lambda each: each.at)))
@@ -249,7 +264,10 @@ def draw(seed: int) -> Scenario:
 
 def _with_vllm(cluster: ClusterShape) -> ClusterShape:
     """Returns the cluster with vLLM's engine, which has no tiers and no second step at once. Its steps do not fail."""
-    return replace(cluster, runs_vllm=True, tiers=(), overlaps=False, step_failure_share=0.0, no_memory_share=0.0)
+    return replace(
+        cluster, runs_vllm=True, tiers=(), overlaps=False, step_failure_share=0.0, no_memory_share=0.0,
+        has_role_files=False,
+    )  # fmt: skip
 
 
 def _later_draws(

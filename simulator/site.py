@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tandem.deploy.launch.hang_detector import MAX_SILENCE_S, MAX_WORKER_SILENCE_S
 from tandem.deploy.launch.launcher import Launcher
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs
 from tandem.deploy.processes.supervisor import EXIT_LOST, OnExit, Supervised
 from tandem.deploy.sites.site import Site
-from tandem.protocol.messages.membership import Role
+from tandem.protocol.messages.membership import FromProxyControl, Role, WorkerOrdered
 from tandem.protocol.messaging import Network
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.runtime.processes.process import EXIT_FAILED, EXIT_RETIRED
@@ -66,6 +68,14 @@ class SimulatedChild(Supervised):
         if self._process is not None:
             self._process.send_signal(number)
 
+    def replace(self) -> None:
+        process, now = self._process, self._machine.timeline.now
+        limit_s = MAX_SILENCE_S if isinstance(process, SimulatedProxy) else MAX_WORKER_SILENCE_S
+        if process is not None and now - process.started_at < limit_s:
+            details = f"{self.name} ({process.pids[0]}) after {now - process.started_at:.1f} s"
+            self._machine.report("a process is replaced that cannot have been silent for long", details)
+        super().replace()
+
     def terminate(self) -> None:
         self._leaves, hang_share = True, self._machine.shape.hang_share
         if hang_share and self._process is not None and self._machine.timeline.rng.random() < hang_share:
@@ -89,6 +99,7 @@ class SimulatedSite(Site):
         self.children: dict[str, SimulatedChild] = {}
         self._machine = machine
         self._configs = ProcessConfigs(machine.shape.config)
+        self._folder = Path(tempfile.mkdtemp(dir=machine.folder)) if machine.folder else None
         self._roles: dict[str, Role] = {}
 
     def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
@@ -109,9 +120,10 @@ class SimulatedSite(Site):
             raise ConfigError(f"no room for {name}")
 
         def start(on_end: Callable[[int], None]) -> SimulatedWorker:
-            host = self._host_of(name)
-            place = Place(endpoint_of(f"{host}/{name}"), proxy_endpoints=proxies)
-            machine.orderly.on_start(name, self._roles[name])
+            host, file = self._host_of(name), self._role_file(name)
+            place = Place(endpoint_of(f"{host}/{name}"), proxy_endpoints=proxies, role_file=str(file or ""))
+            if file is None:
+                machine.orderly.on_start(name, self._roles[name])
             config = self._configs.worker(self._roles[name], name, place)
             new_worker = SimulatedVllmWorker if machine.shape.runs_vllm else SimulatedWorker
             worker = machine.workers[name] = new_worker(machine, config, host, on_end)
@@ -120,6 +132,9 @@ class SimulatedSite(Site):
         self._roles[name] = role
         machine.orderly.on_new_worker(name)
         return self._child(name, start, on_exit)
+
+    def _role_file(self, name: str) -> Path | None:
+        return self._folder / name if self._folder is not None else None
 
     def _child(self, name: str, start: Start, on_exit: OnExit) -> Supervised:
         child = self.children[name] = SimulatedChild(name, self._machine, start, on_exit)
@@ -134,9 +149,12 @@ class SimulatedSite(Site):
     def forget(self, name: str) -> None:
         del self.children[name], self._roles[name]
         self._machine.workers.pop(name, None)
+        if (file := self._role_file(name)) is not None:
+            file.unlink(missing_ok=True)
 
     def set_role(self, name: str, role: Role) -> None:
-        self._roles[name] = role
+        if self._folder is None:
+            self._roles[name] = role
 
 
 class CheckedLauncher(Launcher):
@@ -145,6 +163,7 @@ class CheckedLauncher(Launcher):
     def __init__(self, machine: Machine, site: SimulatedSite, network: Network) -> None:
         config = machine.shape.config
         super().__init__(config, site, network, FOLDER)
+        self._machine = machine
         self._report = machine.report
         most = max(config.autoscale_max_workers, sum(config.counts.values()))
         self._planner_rules = PlannerRules(lambda: machine.timeline.now, machine.report, most)
@@ -158,6 +177,17 @@ class CheckedLauncher(Launcher):
             self._report("no worker is left for a phase", f"{sorted(phase)}: {dict(before)}, then {self.counts}")
         if wrong := {role: self.counts[role] for role in counts if self.counts[role] != counts[role]}:
             self._report("the launcher counts otherwise than it was told to", f"{wrong} instead of {counts}")
+
+    def _on_answer(self, proxy: str, message: FromProxyControl) -> None:
+        """Checks that the launcher counts on an order only if a proxy has acted on it."""
+        order = self._orders._orders.get(message.worker_id) if isinstance(message, WorkerOrdered) else None
+        super()._on_answer(proxy, message)
+        if order is None or not isinstance(message, WorkerOrdered) or message.error:
+            return
+        sent = self._machine.orderly.ordered_roles.get((message.worker_id, message.number))
+        if message.worker_id not in self._orders and sent != order.role:
+            details = f"{message.worker_id}: {order.role}, after an order to be {sent}"
+            self._report("the launcher counts on an order that no proxy has", details)
 
     def _unserved(self, counts: Mapping[Role, int]) -> set[str]:
         """Returns the phases that no worker would do with these numbers."""

@@ -24,6 +24,8 @@ _SLICE_S = 0.01
 class _Handle:
     """One callback. Has what asyncio uses of `asyncio.TimerHandle`."""
 
+    __slots__ = ("_args", "_context", "_is_cancelled", "_when", "callback")
+
     def __init__(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None, when: float):
         self.callback = callback
         self._args = args
@@ -39,9 +41,6 @@ class _Handle:
 
     def when(self) -> float:
         return self._when
-
-    def run(self) -> None:
-        self._context.run(self.callback, *self._args)
 
 
 class Timeline:
@@ -70,23 +69,23 @@ class Timeline:
         self._ready.append(loop)
 
     def add_timer(self, loop: ProcessLoop, handle: _Handle) -> None:
-        heapq.heappush(self._timers, (handle.when(), next(self._numbers), loop, handle))
+        heapq.heappush(self._timers, (handle._when, next(self._numbers), loop, handle))
 
     def run(self, until: Callable[[], bool], deadline: float) -> bool:
         """Runs until the condition holds. Returns False if it does not before virtual time `deadline`."""
+        ready, timers, randrange = self._ready, self._timers, self.rng.randrange  # most of a run is spent here
         while not until():
-            if self._ready:
-                number = self.rng.randrange(len(self._ready)) if len(self._ready) > 1 else 0
-                loop = self._ready[number]
-                if not loop.run_once():
-                    del self._ready[number]
+            if ready:
+                number = randrange(len(ready)) if len(ready) > 1 else 0
+                if not ready[number].run_once():
+                    del ready[number]
                 self.num_events += 1
                 continue
-            if not self._timers or self._timers[0][0] > deadline:
+            if not timers or timers[0][0] > deadline:
                 self.now = max(self.now, deadline)
                 return False
-            when, _, loop, handle = heapq.heappop(self._timers)
-            if not handle.cancelled():
+            when, _, loop, handle = heapq.heappop(timers)
+            if not handle._is_cancelled:
                 self.now = max(self.now, when)
                 loop.add(handle)
         return True
@@ -103,8 +102,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.stopped_at: float | None = None
         """When it was killed, or frozen and not woken since."""
         self.ended_at: float | None = None
-        self.is_frozen = False
-        self.is_dead = False
+        self.is_frozen = self.is_dead = self.has_ended = False
         self.slowness = 1.0
         """More for a process that gets that part of its CPU time: messages and timers wait for its next turn."""
         self._is_queued = False
@@ -119,10 +117,16 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._stop()
 
     def wake(self) -> None:
-        if self.is_frozen and not self.is_dead:
+        if self.is_frozen and not self.is_dead and not self.has_ended:
             self.is_frozen = False
             self.running_since, self.stopped_at = self._timeline.now, None
             self._queue()
+
+    def end(self) -> None:
+        """Its main function has returned, so no callback runs any more. The process may live on for a while."""
+        self.has_ended = True
+        self._stop()
+        self._callbacks.clear()
 
     def _stop(self) -> None:
         if self.stopped_at is None:
@@ -151,7 +155,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     # ---- used by the timeline
 
     def add(self, handle: _Handle) -> None:
-        if not self.is_dead:
+        if not self.is_dead and not self.has_ended:
             self._callbacks.append(handle)
             self._queue()
 
@@ -164,7 +168,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """Runs the oldest callback. Returns whether there are more to run."""
         if self._callbacks and not self.is_frozen:
             handle = self._callbacks.popleft()
-            if not handle.cancelled():
+            if not handle._is_cancelled:
                 self.run_handle(handle)
         self._is_queued = bool(self._callbacks) and not self.is_frozen
         return self._is_queued
@@ -172,7 +176,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def run_handle(self, handle: _Handle) -> None:
         asyncio._set_running_loop(self)
         try:
-            handle.run()
+            handle._context.run(handle.callback, *handle._args)
         except Exception as error:
             self._timeline.on_error(self.name, error)
         finally:

@@ -124,6 +124,7 @@ class Presence(Generic[A]):
 
     register: the worker's registration, with its role at the start. perform: executes the actions of `requests`.
     report: returns the load report for a number of role changes. clear_cache: forgets all prefixes without a request.
+    new_role_file: opens the file of the configuration, if it names one.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Presence(Generic[A]):
         perform: Callable[[list[A]], None],
         report: Callable[[int], WorkerLoad],
         clear_cache: Callable[[], None],
+        new_role_file: Callable[[Path], RoleFile] = RoleFile,
     ) -> None:
         self.info = register.worker
         """With the current role."""
@@ -149,7 +151,7 @@ class Presence(Generic[A]):
         self._loop = asyncio.get_running_loop()
         self._registration: ProxyLinks | None = None  # set while serving
         self._num_role_changes = 0
-        self._role_file = RoleFile(Path(config.role_file)) if config.role_file else None
+        self._role_file = new_role_file(Path(config.role_file)) if config.role_file else None
 
     async def serve(self, network: Network, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
         """Serves until `stopping` is set or a drain is over.

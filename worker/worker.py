@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -42,7 +43,7 @@ from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.engine_host import LoadHost
 from tandem.worker.load_report import load_report
 from tandem.worker.media_intake import MediaIntake
-from tandem.worker.presence import Presence, new_worker_info
+from tandem.worker.presence import Presence, RoleFile, new_worker_info
 from tandem.worker.remote_media import RemoteMedia
 from tandem.worker.shared_embeddings import SharedEmbeddings
 from tandem.worker.step_loop import StepLoop
@@ -57,7 +58,7 @@ log = logging.getLogger(__name__)
 class Worker:
     """A worker. `run` serves until `stop` is called.
 
-    clock: measures durations of transfers; event loops' clocks may be coarser.
+    clock: measures durations of transfers; event loops' clocks may be coarser. new_role_file: see `Presence`.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class Worker:
         load_host: LoadHost,
         new_network: Callable[[TandemWorkerConfig], Network] = lambda config: new_context("worker", config.network),
         clock: Callable[[], float] = time.monotonic,
+        new_role_file: Callable[[Path], RoleFile] = RoleFile,
     ) -> None:
         self._config = config
         self._load_host = load_host
         self._new_network = new_network
         self._clock = clock
+        self._new_role_file = new_role_file
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._presence: Presence[Action] | None = None
@@ -143,7 +146,14 @@ class Worker:
             exact=config.exact,
         )
         self._presence = Presence(
-            config, register, scheduler, self._traffic, self._perform, self._report, self._clear_cache
+            config,
+            register,
+            scheduler,
+            self._traffic,
+            self._perform,
+            self._report,
+            self._clear_cache,
+            self._new_role_file,
         )
         try:
             await self._tiers.open()

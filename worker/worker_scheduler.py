@@ -106,6 +106,10 @@ class WorkerScheduler:
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
         """Returns the next step's batch, and the actions that follow from it."""
         reserved = self.decode.reserve_waiting()  # the prefill role may have released blocks
+        prompts = self.prefill.prompts
+        has_members = self.decode.running.sequences or prompts.computing or prompts.waiting
+        if not has_members and self._isolation.is_over:  # an idle worker asks ten times a second
+            return Batch([]), reserved + self.tiers.take_actions(now)
         batch, actions = self._next_step(now)
         return batch, reserved + actions + self.tiers.take_actions(now)
 

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from tandem.deploy.launch.cluster_client import Questions
-from tandem.protocol.messages.membership import DrainWorker, StatusReport, WorkerOrdered
+from tandem.deploy.launch.worker_roles import is_worker_name
+from tandem.protocol.messages.membership import DrainWorker, StatusReport, WorkerOrdered, WorkerReport
 from tandem.protocol.messages.operations import LaunchedProcess, ListProcesses, RestartProcess
 from tandem.runtime.errors import ConfigError, InternalError, Overloaded
 
@@ -74,12 +75,10 @@ async def _restart_one(cluster: Questions, old: LaunchedProcess, timeout_s: floa
             return False
         if name.startswith("proxy-"):
             return all(report.proxy_id != old_proxy for report in reports)
-        if old_epoch is None:  # neither a proxy nor a worker, so no report mentions it
+        if not is_worker_name(name):  # no report mentions it
             return True
-        now_here = [each for report in reports for each in report.workers if each.worker.worker_id == name]
-        if any(each.unanswered_s is not None for each in now_here):
-            return False
-        return _epochs(reports).get(name, old_epoch) != old_epoch
+        # Each proxy has to be able to use it: the next worker to be restarted may be the only other one of its role.
+        return all(any(_is_new(each, name, old_epoch) for each in report.workers) for report in reports)
 
     await until(cluster, timeout_s, f"{name} has not come back", is_back)
     show(f"{name} is back")
@@ -102,6 +101,12 @@ async def until(
                 f"{failure} within {timeout_s:.0f} s; look at `tandem status` and the log of the process"
             )
         await asyncio.sleep(_POLL_S)
+
+
+def _is_new(known: WorkerReport, name: str, old_epoch: str | None) -> bool:
+    """Whether a proxy's report on a worker is about this one, in another process than before, which answers it."""
+    worker = known.worker
+    return worker.worker_id == name and worker.epoch != old_epoch and known.unanswered_s is None
 
 
 def _epochs(reports: list[StatusReport]) -> dict[str, str]:

@@ -25,7 +25,14 @@ from tandem.deploy.launch.proxy_reports import MAX_ASKED, ProxyReports
 from tandem.deploy.launch.role_orders import RoleOrders
 from tandem.deploy.launch.start_checks import check_reports, is_complete
 from tandem.deploy.launch.start_stages import StartStages
-from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_names, num_pairs, start_role
+from tandem.deploy.launch.worker_roles import (
+    NAME_PREFIX,
+    WorkerRoles,
+    free_names,
+    is_worker_name,
+    num_pairs,
+    start_role,
+)
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised, exit_cause
 from tandem.deploy.sites.site import Site
@@ -166,7 +173,7 @@ class Launcher:
         return [LaunchedProcess(child.name, child.last_pid, child.num_starts) for child in children]
 
     def _is_leaving(self, name: str) -> bool:
-        return name.startswith(tuple(f"{prefix}-" for prefix in NAME_PREFIX.values())) and name not in self._workers
+        return is_worker_name(name) and name not in self._workers
 
     def restart(self, name: str, num_starts: int) -> None:
         """Drains and restarts one of `processes` that was started so many times; others are left alone."""

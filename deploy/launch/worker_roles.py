@@ -18,6 +18,11 @@ ORDER_S = 8.0
 the 4 to 6 s for which a silent connection keeps what a proxy has sent to a worker: it may take the role until then."""
 
 
+def is_worker_name(name: str) -> bool:
+    """Whether a process of this name is a worker, and neither a proxy nor the media cache."""
+    return name.startswith(tuple(f"{prefix}-" for prefix in NAME_PREFIX.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class RoleChanges:
     """Changes that lead to other numbers of workers. added: roles of new workers. moved: new roles of running ones."""

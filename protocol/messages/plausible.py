@@ -47,6 +47,8 @@ def plausible_status(message: WorkerStatus, last_load: WorkerLoad) -> tuple[Work
     dropped: list[str] = []
     load: dict[str, Any] = {}
     for field, value in zip(WorkerLoad.__struct_fields__, msgspec.structs.astuple(message.load), strict=True):
+        if type(value) is int and 0 <= value <= MAX_COUNT:  # most of them
+            continue
         if isinstance(value, float) and -MIN_FIGURE < value < MIN_FIGURE:
             if value:
                 load[field] = 0.0

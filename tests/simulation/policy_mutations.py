@@ -324,6 +324,12 @@ VIEWS = (
         "            if known is None or known != worker:",
         "            if known is None:",
     ),
+    Mutation(
+        "a view is renewed only for the last of the gone workers",
+        REGISTRATION,
+        "self._is_view_stale |= not any(epoch in each.workers for each in self._links)",
+        "self._is_view_stale = not any(epoch in each.workers for each in self._links)",
+    ),
     Mutation("tiers are refreshed once", "worker/tier_traffic.py", "        self._refreshing.discard(name)\n", ""),
     Mutation(
         "blocks are shipped at the end only",

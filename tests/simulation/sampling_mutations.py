@@ -71,4 +71,16 @@ SAMPLING = (
         "if has_run:",
         "if True:",
     ),
+    Mutation(
+        "a stop string that is complete with the last of min_tokens ends the text",
+        "proxy/dispatch/sequence_text.py",
+        "text, may_end=self._num_tokens > self._min_tokens)",
+        "text, may_end=self._num_tokens >= self._min_tokens)",
+    ),
+    Mutation(
+        "cached tokens are counted for the first prompt of a request only",
+        GENERATION,
+        "if text.index % self.request.n == 0:",
+        "if text.index == 0:",
+    ),
 )

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from tests.simulation.mutation import DECODE, DISPATCHER, LAUNCHER, PRESENCE, PROMPTS, SUPERVISOR, WORKER, Mutation
+from tests.simulation.mutation import (
+    DECODE,
+    DISPATCHER,
+    LAUNCHER,
+    LOAD,
+    PREFILL,
+    PRESENCE,
+    PROMPTS,
+    SUPERVISOR,
+    WORKER,
+    Mutation,
+)
 
+COMMANDS = "deploy/launch/draining.py"
 ADMISSION, DRAIN, SCHEDULER = "proxy/admission/admission.py", "runtime/drain.py", "worker/worker_scheduler.py"
 
 IN_ORDER = (
     Mutation(
         "a worker that is scaled away is killed", LAUNCHER, "        child.terminate()\n", "        child.kill()\n"
+    ),
+    Mutation(
+        "a worker that drains is killed before its limit",
+        LAUNCHER,
+        "timeout_s = self._config.drain_timeout_s + DRAIN_GRACE_S",
+        "timeout_s = STOP_GRACE_S",
     ),
     Mutation(
         "a drain ends before its limit",
@@ -62,6 +80,36 @@ IN_ORDER = (
     Mutation(
         "a worker that has taken a role opens no pairs", PRESENCE, "        self._traffic.on_role(self.info)\n", ""
     ),
+    Mutation(
+        "a worker's file keeps the role before the change",
+        PRESENCE,
+        "self._role_file.write(role)",
+        "self._role_file.write(self.info.role)",
+    ),
+    Mutation(
+        "a drained worker has left while its process runs",
+        COMMANDS,
+        "return worker_id not in _epochs(reports) and not has_process",
+        "return worker_id not in _epochs(reports)",
+    ),
+    Mutation(
+        "a restart goes on before all proxies can use the worker",
+        COMMANDS,
+        "return all(any(_is_new(each, name, old_epoch) for each in report.workers) for report in reports)",
+        "return any(_is_new(each, name, old_epoch) for report in reports for each in report.workers)",
+    ),
+    Mutation(
+        "a worker that no proxy knew is back as soon as it is started",
+        COMMANDS,
+        "        if not is_worker_name(name):  # no report mentions it",
+        "        if old_epoch is None:",
+    ),
+    Mutation(
+        "the answer to an earlier order decides a later one",
+        "deploy/launch/role_orders.py",
+        "if order is None or order.number != answer.number:",
+        "if order is None:",
+    ),
 )
 
 SERVICE = (
@@ -94,6 +142,54 @@ SERVICE = (
         "deploy/launch/hang_detector.py",
         "found |= dict.fromkeys(self._workers.silent(",
         "found or dict.fromkeys(self._workers.silent(",
+    ),
+    Mutation(
+        "silent workers are replaced as soon as proxies",
+        "deploy/launch/hang_detector.py",
+        "self._workers.silent(self._reported_at, MAX_WORKER_SILENCE_S), MAX_WORKER",
+        "self._workers.silent(self._reported_at, MAX_SILENCE_S), MAX_WORKER",
+    ),
+    Mutation(
+        "sequences of the last step are the first of the next one",
+        "decode_worker/running.py",
+        "key=lambda sequence: id(sequence) in stepped)",
+        "key=lambda sequence: id(sequence) not in stepped)",
+    ),
+    Mutation(
+        "fewer than may always wait are refused while the queue is standing",
+        "proxy/admission/queue_delay.py",
+        "return max(MIN_WAITING, len(self._first_tokens))",
+        "return min(MIN_WAITING, len(self._first_tokens))",
+    ),
+    Mutation(
+        "new sequences take the blocks that the running ones grow into",
+        "decode_worker/reservations.py",
+        "is_full = needed + len(self._running) > blocks.num_free_without(cached)",
+        "is_full = needed > blocks.num_free_without(cached)",
+    ),
+    Mutation(
+        "the first full block of each chunk is not cached",
+        PREFILL,
+        "for i in range(prompt.num_published_blocks, num_full):",
+        "for i in range(prompt.num_published_blocks + 1, num_full):",
+    ),
+    Mutation(
+        "the longest prompts are computed first",
+        "prefill_worker/step.py",
+        "(p.request.priority, p.num_remaining_tokens, p.number)",
+        "(p.request.priority, -p.num_remaining_tokens, p.number)",
+    ),
+    Mutation(
+        "predictions leave out what waits ahead",
+        LOAD,
+        "return (self.prompts.ahead_of(priority) + num_tokens) / (share * self.tokens_per_s)",
+        "return num_tokens / (share * self.tokens_per_s)",
+    ),
+    Mutation(
+        "sequences do not count where a decode worker is chosen",
+        LOAD,
+        "return self.num_sequences - _POOL_WEIGHT * (",
+        "return -_POOL_WEIGHT * (",
     ),
 )
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from tandem.protocol.messages.membership import SetWorkerRole
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull, Ticket
 from tandem.proxy.admission.admission_settings import AdmissionSettings
+from tandem.proxy.admission.queue_delay import MIN_WAITING
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.simulator.orderly import Orderly, PlannerRules
@@ -93,17 +95,30 @@ def test_a_command_may_be_refused_and_may_only_fail_beside_another_one(world: Wo
 
 def test_a_worker_comes_back_in_the_role_that_it_was_told_last(world: World) -> None:
     orderly = world.orderly
-    orderly.on_order("worker-0")
+    orderly.on_order(SetWorkerRole("worker-0", "decode"))
     orderly.on_told_role("worker-0", "decode")
     orderly.on_start("worker-0", "decode")
     orderly.on_start("worker-0", "any")
     assert world.rules == ["a worker comes back in another role"]
     world.now = 1.0
-    orderly.on_order("worker-0")  # has not reached the worker
+    orderly.on_order(SetWorkerRole("worker-0", "prefill"))  # has not reached the worker
     orderly.on_start("worker-0", "prefill")
     orderly.on_new_worker("worker-0")
     orderly.on_start("worker-0", "any")
     assert len(world.rules) == 1
+
+
+def test_a_role_file_may_lack_a_role_that_came_just_before_the_end(world: World) -> None:
+    orderly = world.orderly
+    orderly.on_order(SetWorkerRole("worker-0", "decode"))
+    orderly.on_told_role("worker-0", "decode")
+    world.now = 0.04
+    orderly.disturb("kill")
+    orderly.on_exit(WORKER, -signal.SIGKILL)
+    orderly.on_start("worker-0", "any", written_s=0.05)
+    assert not world.rules
+    orderly.on_start("worker-0", "any", written_s=0.03)
+    assert world.rules == ["a worker comes back in another role"]
 
 
 def test_the_launcher_learns_later_of_a_role_that_an_operator_gave(world: World) -> None:
@@ -158,6 +173,19 @@ def test_the_queue_is_full_of_those_without_a_token() -> None:
     world.refusals.on_token(request(0), 0)
     world.ask(request(4))
     world.refusals.end(request(4), FULL)
+    assert world.rules == ["a request is refused although there is room"]
+
+
+def test_some_may_always_wait_while_the_queue_is_standing() -> None:
+    world = Counter(max_waiting_requests=100, ttft_slo_ms=500)
+    for number in range(MIN_WAITING):
+        world.ask(request(number))
+    world.ask(request(MIN_WAITING))
+    world.refusals.end(request(MIN_WAITING), FULL)
+    assert not world.rules
+    world.refusals.on_token(request(0), 0)
+    world.ask(request(MIN_WAITING + 1))
+    world.refusals.end(request(MIN_WAITING + 1), FULL)
     assert world.rules == ["a request is refused although there is room"]
 
 

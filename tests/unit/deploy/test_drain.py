@@ -159,6 +159,9 @@ WAITS = {
     "a proxy does not report": _moment(2, _report("proxy-0-a", RESTARTED, 1)),
     "one proxy knows the old process": _moment(2, _report("proxy-0-a", RESTARTED, 1), _report("proxy-1-a", WORKERS, 1)),
     "no proxy knows the worker": _moment(2, *_both({"prefill-0": "p1"}, 1)),
+    "one proxy does not know the worker": _moment(
+        2, _report("proxy-0-a", RESTARTED, 1), _report("proxy-1-a", {"prefill-0": "p1"}, 1)
+    ),
     "its pair is not ready": _moment(2, *_both(RESTARTED, 0)),
     "its pair is not ready for one proxy": _moment(
         2, _report("proxy-0-a", RESTARTED, 1), _report("proxy-1-a", RESTARTED, 0)
@@ -181,6 +184,16 @@ def test_a_worker_is_not_back_while(reason: str) -> None:
     assert _restart(cluster, "decode-0") == ["decode-0 (process 10) is draining", "decode-0 is back"]
     assert cluster.num_left == 0, "the command waits until it is back"
     stuck = RestartedCluster(_moment(1, *_both(WORKERS, 1)), [WAITS[reason]])
+    with pytest.raises(InternalError, match="decode-0 has not come back within 10 s"):
+        _restart(stuck, "decode-0")
+
+
+def test_a_worker_that_no_proxy_knew_is_not_back_before_it_is_known() -> None:
+    """It may have been loading, or left for another command, when it was restarted."""
+    unknown = {"prefill-0": "p1"}
+    cluster = RestartedCluster(_moment(1, *_both(unknown, 0)), [_moment(2, *_both(unknown, 0)), BACK])
+    assert _restart(cluster, "decode-0")[-1] == "decode-0 is back" and cluster.num_left == 0
+    stuck = RestartedCluster(_moment(1, *_both(unknown, 0)), [_moment(2, *_both(unknown, 0))])
     with pytest.raises(InternalError, match="decode-0 has not come back within 10 s"):
         _restart(stuck, "decode-0")
 
