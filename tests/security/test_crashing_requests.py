@@ -16,9 +16,8 @@ from tandem.protocol.messages.membership import Role, WorkerInfo
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.answers.errors import status_of
-from tandem.proxy.dispatch.crashes import MAX_DEATHS, RequestCrashesWorkers
+from tandem.proxy.dispatch.crashes import MAX_DEATHS, TRIAL_S, RequestCrashesWorkers
 from tandem.proxy.dispatch.sequence import DispatchedSequence
-from tandem.proxy.dispatch.trials import TRIAL_S
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError, WorkerLost
 from tests.support.clocked_loop import ClockedLoop

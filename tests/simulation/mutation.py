@@ -17,7 +17,7 @@ class Mutation(NamedTuple):
 TRAFFIC, OUTGOING, INCOMING = "worker/kv_traffic.py", "worker/pairs/outgoing.py", "worker/pairs/incoming.py"
 OUTGOING_TABLE, INCOMING_TABLE = "worker/pairs/outgoing_table.py", "worker/pairs/incoming_table.py"
 REGISTRATION, PRESENCE, WORKER = "worker/proxy_links.py", "worker/presence.py", "worker/worker.py"
-CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py", "proxy/dispatch/attempt.py"
+CONTROL, DISPATCHER, ATTEMPT = "proxy/control.py", "proxy/dispatch/dispatcher.py", "proxy/dispatch/sequence.py"
 GENERATION = "proxy/dispatch/generation.py"
 DECODE, TRANSFER, PREFILL = (
     "decode_worker/decode_scheduler.py",

@@ -6,7 +6,7 @@ from tests.simulation.mutation import DECODE, GENERATION, Mutation
 
 SEQUENCE, PROMPT = "decode_worker/sequence.py", "prefill_worker/prompt.py"
 RUNNING = "decode_worker/running.py"
-MESSAGES, REQUEST = "proxy/dispatch/prompt_messages.py", "proxy/api/generation_request.py"
+MESSAGES, REQUEST = "proxy/dispatch/sequence.py", "proxy/api/generation_request.py"
 
 SAMPLING = (
     Mutation(

@@ -41,7 +41,7 @@ from tandem.proxy.answers.answers import Answers
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.generation_services import GenerationServices
+from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.proxy_config import ProxyConfig

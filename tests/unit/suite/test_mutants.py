@@ -13,7 +13,7 @@ from tests.simulation.mutation import Mutation
 @pytest.mark.parametrize(
     ("file", "package"),
     [
-        ("proxy/dispatch/attempt.py", "tandem.proxy.dispatch"),
+        ("proxy/dispatch/sequence.py", "tandem.proxy.dispatch"),
         ("worker/pairs/outgoing.py", "tandem.worker"),
         ("deploy/launch/launcher.py", "tandem.deploy.launch"),
     ],

@@ -10,8 +10,7 @@ import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken, NewToken
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.sequence import MAX_LOST_ATTEMPTS, DispatchedSequence
+from tandem.proxy.dispatch.sequence import MAX_LOST_ATTEMPTS, Attempt, DispatchedSequence
 from tandem.runtime.errors import InternalError, KVTransferFailed, TandemError, WorkerLost
 from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, play
 
