@@ -36,7 +36,7 @@ from tandem.deploy.setting_flags import add_settings
 from tandem.engine.engine_config import Device
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network_keys import make_keys
-from tandem.proxy.http_settings import HttpSettings
+from tandem.proxy.proxy_settings import HttpSettings
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.version import own_version
 

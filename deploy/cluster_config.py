@@ -24,12 +24,10 @@ from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.browser_rules import parse_origins
 from tandem.proxy.api.request_settings import RequestSettings
-from tandem.proxy.cluster.routing_settings import RoutingSettings
-from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.proxy_settings import AdmissionSettings, HttpSettings, RoutingSettings
 from tandem.proxy.records.record_settings import RecordSettings
 from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import ConfigError

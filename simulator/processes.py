@@ -30,7 +30,7 @@ from tandem.proxy.control import Control
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.text.sampling_defaults import SamplingDefaults
+from tandem.proxy.text.model_defaults import SamplingDefaults
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import RequestAborted
 from tandem.runtime.processes.process import EXIT_FAILED, exit_code_of, serve

@@ -23,12 +23,11 @@ import msgspec
 from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
-from tandem.proxy.admission.admission import Admission, Ticket
+from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
 from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
 from tandem.proxy.admission.api_key import ApiKey
-from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.router import NoWorkerReady
+from tandem.proxy.cluster.router import NoWorkerReady, SLOUnreachable
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.dispatch.beam_search import Beam, BeamSearch, check_search_size
 from tandem.proxy.dispatch.dispatcher import Dispatcher
@@ -41,10 +40,13 @@ from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.proxy.text.token_text import TokenText
-from tandem.runtime.errors import TandemError
+from tandem.runtime.errors import ClientShareExceeded, Overloaded, TandemError
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import RequestLog, RequestRecord
 
+CAPACITY_REASONS = ("queue_full", "slo", "no_room")
+"""Reasons of rejections, see `rejection_reason`, that more workers would remedy. A client that exceeds its own limit is
+not among them."""
 _SEQUENCES_PER_TURN = 16
 """Sequences or beams of one request that are started or served before the event loop runs again (about 2 ms). A request
 may have a thousand."""
@@ -438,3 +440,18 @@ def _extended(prompt: Prompt, token_ids: bytes) -> Prompt:
     """Returns the prompt with a beam's tokens. Its hashes are of the prompt alone, which is enough for routing."""
     num_tokens = prompt.num_tokens + len(token_ids) // BYTES_PER_TOKEN
     return replace(prompt, token_ids=prompt.token_ids + token_ids, num_tokens=num_tokens)
+
+
+def rejection_reason(error: TandemError) -> str | None:
+    """Returns the label of a refusal by a limit, or None for any other error."""
+    match error:
+        case ClientLimitExceeded() | ClientShareExceeded():
+            return "client_limit"
+        case QueueFull():
+            return "queue_full"
+        case SLOUnreachable():
+            return "slo"
+        case Overloaded():
+            return "no_room"
+        case _:
+            return None

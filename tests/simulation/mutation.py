@@ -25,7 +25,7 @@ DECODE, TRANSFER, PREFILL = (
     "prefill_worker/prefill_scheduler.py",
 )
 TABLE, PROMPTS = "proxy/cluster/worker_table.py", "prefill_worker/prompt_table.py"
-KNOWN_PAIRS = "proxy/cluster/known_pairs.py"
+KNOWN_PAIRS = "proxy/cluster/worker_record.py"
 INDEX, LOAD = "proxy/cluster/prefix_index.py", "proxy/cluster/worker_load.py"
 SEQUENCES = "decode_worker/sequence_table.py"
 LAUNCHER, ROLES, SUPERVISOR = (

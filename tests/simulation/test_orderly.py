@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull, Ticket
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.cluster.router import NoWorkerReady
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.simulator.orderly import Orderly, PlannerRules
 from tandem.simulator.refusals import CheckedAdmission, RefusalRules

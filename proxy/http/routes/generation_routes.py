@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.proxy.admission.answer_budget import HeldAnswer
-from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
@@ -52,7 +51,7 @@ from tandem.proxy.api.schema import (
     TokenizeRequest,
 )
 from tandem.proxy.cluster.router import NoWorkerReady
-from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.generation import Generation, rejection_reason
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.routes.server import max_model_len
 from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, cache_scope_of, client_of, owner_of

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tandem.protocol.messages.checks import MAX_PAIRS
 from tandem.protocol.messages.membership import PairChanges, PairStatus, PairTraffic
-from tandem.proxy.cluster.known_pairs import KnownPairs
+from tandem.proxy.cluster.worker_record import KnownPairs
 from tandem.worker.pairs.reported_pairs import ReportedPairs
 
 EPOCHS = ("a", "b", "c")

@@ -17,13 +17,13 @@ from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.dispatch import FirstToken, PrepareDecode, StartPrefill
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.answers.embeddings import EmbeddingAnswer, encode_embedding
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
+from tandem.proxy.proxy_settings import AdmissionSettings
+from tandem.proxy.text.model_defaults import EmbeddingDefaults
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, play, turn, whole
