@@ -216,7 +216,7 @@ class ProcessConfigs:
 
     def _vllm_engine(self, role: Role) -> VllmEngineConfig:
         settings = self._cluster.engine_settings
-        assert settings.quantization != "int8"  # refused by `deploy.vllm_settings`
+        assert settings.quantization != "int8"  # refused by `deploy.cluster_config`
         return VllmEngineConfig(
             model=settings.model,
             dtype=settings.dtype,

@@ -13,14 +13,12 @@ from pathlib import Path
 import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
-from tandem.deploy.cluster_config import ClusterConfig, bracketed
-from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
+from tandem.deploy.cluster_config import ClusterConfig, bracketed, ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.engine_python import EnginePython, find_engine_python, vllm_environment
-from tandem.deploy.processes.gpus import least_used, visible_gpus
+from tandem.deploy.processes.gpu_environment import EXACT_PRODUCTS, gpu_environment, least_used, visible_gpus
 from tandem.deploy.processes.host_memory import HostMemory
 from tandem.deploy.processes.log_file import LogFile
-from tandem.deploy.processes.nccl_interface import EXACT_PRODUCTS, nccl_environment
 from tandem.deploy.processes.preloaded import VLLM_PRELOAD_MODULE, PreloadedWorker
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
@@ -157,7 +155,7 @@ class LocalSite(Site):
                 self._folder
             )
         if self._gpus != []:  # there are GPUs, or it is not known
-            env |= nccl_environment(self._cluster.cluster_host or "127.0.0.1", os.environ)
+            env |= gpu_environment(self._cluster.cluster_host or "127.0.0.1", os.environ)
             if exact and self._python is None:
                 env |= EXACT_PRODUCTS
         return env

@@ -20,8 +20,8 @@ import msgspec
 
 from tandem.deploy.processes.child_process import ChildProcess, start_process
 from tandem.deploy.processes.engine_python import EnginePython, find_engine_python
+from tandem.deploy.processes.gpu_environment import gpu_environment
 from tandem.deploy.processes.log_file import LogFile
-from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.deploy.processes.runtime_dir import make_process_folder
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S
@@ -76,9 +76,9 @@ class ProcessActor:
         node_id = ray.get_runtime_context().get_node_id()
         return NodePlace(ray.util.get_node_ip_address(), str(self._folder), node_id)
 
-    async def nccl_environment(self) -> dict[str, str]:
-        """See `deploy.processes.nccl_interface`. Raises ConfigError."""
-        return nccl_environment((await self.place()).host, os.environ)
+    async def gpu_environment(self) -> dict[str, str]:
+        """See `deploy.processes.gpu_environment`. Raises ConfigError."""
+        return gpu_environment((await self.place()).host, os.environ)
 
     async def start_media_cache(self, config: bytes, env: dict[str, str]) -> str:
         """Starts the media cache and returns its tcp endpoint, which it keeps when it is restarted.

@@ -16,13 +16,13 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from tandem.deploy.cluster_config import bracketed
+from tandem.deploy.processes.host_memory import HostMemory
 from tandem.deploy.processes.process_configs import Place
 from tandem.deploy.processes.supervisor import EXIT_LOST, STABLE_AFTER_S, OnExit, Supervised, has_crashed
 from tandem.deploy.sites.ray_actor import NodePlace, ProcessActor, ProcessEnd
-from tandem.deploy.sites.ray_host_memory import RayHostMemory
 from tandem.media_cache.media_cache_config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG
@@ -141,7 +141,7 @@ class RayProcess(Supervised):
         config = msgspec.json.encode(self._make_config(self.name, place))
         env, on_gpus = self._env, bool(self._bundle.get("GPU"))
         if on_gpus:
-            env = env | await actor.nccl_environment.remote()
+            env = env | await actor.gpu_environment.remote()
         error = ""
         if self._preload_module is not None:
             error = await actor.preload.remote(self._preload_module, env, not on_gpus)
@@ -218,3 +218,37 @@ class RayProcess(Supervised):
     def _log(self, text: str) -> None:
         with contextlib.suppress(OSError), self.log_file.open("a") as log_file:
             log_file.write(text)
+
+
+class RayHostMemory:
+    """Host memory of one worker, held by an actor of its own on the worker's node.
+
+    The actor of the worker's process ends with the process; this one stays until `release`. If the worker is started on
+    another node, it gets new memory there.
+    """
+
+    def __init__(self, worker: str, num_ranks: int, num_bytes: int) -> None:
+        self._arguments = (worker, num_ranks, num_bytes)
+        self._node_id = ""
+        self._actor: Any = None
+
+    async def files(self, node_id: str) -> list[str]:
+        """See `HostMemory.files`; for a start on this node. Raises RayError, also when the node lacks the memory."""
+        if node_id != self._node_id:
+            self.release()
+        if self._actor is None:
+            here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            self._actor = ray.remote(HostMemory).options(num_cpus=0, scheduling_strategy=here).remote()
+            self._node_id = node_id
+        try:
+            files: list[str] = await self._actor.files.remote(*self._arguments)
+        except BaseException:
+            self.release()  # the next start asks a new actor
+            raise
+        return files
+
+    def release(self) -> None:
+        """Frees the memory once the worker has ended too."""
+        if self._actor is not None:
+            ray.kill(self._actor)
+        self._actor = None

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.deploy.cluster_config import ClusterConfig, bracketed
-from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
+from tandem.deploy.cluster_config import ClusterConfig, bracketed, ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.engine_python import vllm_environment
-from tandem.deploy.processes.nccl_interface import EXACT_PRODUCTS
+from tandem.deploy.processes.gpu_environment import EXACT_PRODUCTS
 from tandem.deploy.processes.preloaded import PRELOAD_MODULE
 from tandem.deploy.processes.process_configs import ProcessConfigs, process_environment
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
@@ -40,8 +39,7 @@ from tandem.runtime.tasks import keep_running
 try:
     import ray
 
-    from tandem.deploy.sites.ray_host_memory import RayHostMemory
-    from tandem.deploy.sites.ray_process import RayProcess
+    from tandem.deploy.sites.ray_process import RayHostMemory, RayProcess
 except ImportError as error:
     raise ConfigError("--ray needs Ray: pip install 'tandem-serve[ray]'") from error
 

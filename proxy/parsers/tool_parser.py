@@ -421,7 +421,9 @@ _STRING_END = re.compile(r'["\\]')
 
 
 class JsonValueEnd:
-    """Finds where a JSON value ends, without checking it: reads one object, or the rest of a string whose opening quote has been read.
+    """Finds where a JSON value ends, without checking it.
+
+    Reads one object, or the rest of a string whose opening quote has been read.
 
     is_string: whether the text begins within a string.
     """

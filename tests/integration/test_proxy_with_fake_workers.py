@@ -19,7 +19,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import ClearWorkerCache, WorkerOrdered
 from tandem.protocol.messages.token_ids import pack_token_ids

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tandem.deploy.commands.status import status_tables
-from tandem.deploy.diagnosis.serving_rates import RateSample, rates
+from tandem.deploy.operations.serving_rates import RateSample, rates
 from tandem.protocol.messages.membership import (
     PairStatus,
     PairTraffic,

@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem.deploy.commands.doctor import request_text
 from tandem.deploy.diagnosis.request_diagnosis import diagnose_request
-from tandem.deploy.diagnosis.serving_rates import RateSample
+from tandem.deploy.operations.serving_rates import RateSample
 from tandem.protocol.messages.membership import StatusReport
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.observe.serving_figures import serving_figures
