@@ -175,8 +175,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [endpoint.strip() for endpoint in self.join.split(",") if endpoint.strip()]
 
     @property
-    def tokenizer_threads(self) -> int:
-        """Tokenizer processes per proxy: one for every 16 cores, at least 2."""
+    def reader_processes(self) -> int:
+        """Processes per proxy that read and tokenise requests: one for every 16 cores, at least 2."""
         return min(16, max(2, num_cores() // (16 * self.proxies)))
 
     @property

@@ -41,8 +41,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routing: RoutingSettings = RoutingSettings()
     media: MediaLimits = MediaLimits()
     logs: LogSettings = LogSettings()
-    tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Processes that read requests."""
+    reader_processes: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Processes that read and tokenise requests, beside one that no single client can hold."""
     media_threads: Annotated[int, Meta(ge=1, le=64)] = 1
     """Threads of the media process."""
     media_cache_endpoint: str = ""

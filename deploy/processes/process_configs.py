@@ -134,7 +134,7 @@ class ProcessConfigs:
             routing=msgspec.structs.replace(cluster.routing, num_proxies=cluster.proxies),
             media=cluster.media,
             logs=cluster.logs,
-            tokenizer_threads=cluster.tokenizer_threads,
+            reader_processes=cluster.reader_processes,
             media_threads=cluster.media_threads,
             media_cache_endpoint=place.media_cache_endpoint,
             media_cache_tcp_endpoint=place.media_cache_tcp_endpoint,
