@@ -8,7 +8,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,44 +34,48 @@ WAITING_LOG_AFTER_S = 10.0
 MakeConfig = Callable[[str, Place], msgspec.Struct]
 
 
+@dataclass(frozen=True, slots=True)
+class RayProgram:
+    """A process that is started on whichever node has its resources."""
+
+    module: str
+    make_config: MakeConfig
+    """Called with the process's name and place; returns the configuration for a start there."""
+    bundle: dict[str, float]
+    """Ray resources."""
+    env: dict[str, str]
+    preload_module: str | None = None
+    """Module of the process from which a worker's actor forks it; None starts it plainly."""
+    engine_python: str | None = None
+    """Setting of a worker with another engine, see `deploy.processes.engine_python`; None for the actor's
+    interpreter."""
+    make_media_cache: Callable[[NodePlace], MediaCacheConfig] | None = None
+    """Returns the configuration of a media cache that runs beside the process; None for no cache."""
+
+
 class RayProcess(Supervised):
     """A process in a Ray actor. Each start gets a new placement group, actor and configuration; see `run_once`.
 
-    make_config(name, place): configuration for a start at `place`. bundle: Ray resources. on_endpoint: called with a
-    proxy's control endpoint; None for workers. make_media_cache: configuration of a media cache beside the process.
-    host_memory: of a worker, kept when it is started again. preload_module: module of the process from which a worker's
-    actor forks it; None starts the process plainly. engine_python: setting of a worker with another engine, see
-    `deploy.processes.engine_python`; None for the interpreter of the actor.
+    on_endpoint: called with a proxy's control endpoint; None for workers. host_memory: of a worker, kept when it is
+    started again.
     """
 
     def __init__(
         self,
         name: str,
-        module: str,
-        make_config: MakeConfig,
-        bundle: dict[str, float],
-        env: dict[str, str],
+        program: RayProgram,
         log_file: Path,
         on_exit: OnExit,
         on_endpoint: Callable[[str, str], None] | None = None,
-        make_media_cache: Callable[[NodePlace], MediaCacheConfig] | None = None,
         host_memory: RayHostMemory | None = None,
-        preload_module: str | None = None,
-        engine_python: str | None = None,
     ) -> None:
         super().__init__(name, log_file, on_exit)
         self.place: NodePlace | None = None
         """Place of the process that runs or ran last."""
-        self._module = module
-        self._make_config = make_config
-        self._bundle = bundle
-        self._env = env
+        self._program = program
         self._proxies: list[str] = []
         self._on_endpoint = on_endpoint
-        self._make_media_cache = make_media_cache
         self._host_memory = host_memory
-        self._preload_module = preload_module
-        self._engine_python = engine_python
         self._api_keys = ""
         self._role = ""
         self._group: Any = None
@@ -94,7 +98,9 @@ class RayProcess(Supervised):
             began_at = clock()
             returncode = await self._run_in(self._actor)
             lived_s = clock() - began_at
-            keeps_actor = self._preload_module is not None and has_crashed(returncode) and lived_s > STABLE_AFTER_S
+            keeps_actor = (
+                self._program.preload_module is not None and has_crashed(returncode) and lived_s > STABLE_AFTER_S
+            )
             if not keeps_actor:
                 await self._actor.close.remote()
             return returncode
@@ -129,28 +135,28 @@ class RayProcess(Supervised):
         )
         if self._role:
             await actor.set_role.remote(self._role)
-        if self._make_media_cache is not None:
-            cache = self._make_media_cache(node)
-            tcp_endpoint: str = await actor.start_media_cache.remote(msgspec.json.encode(cache), self._env)
+        if self._program.make_media_cache is not None:
+            cache = self._program.make_media_cache(node)
+            tcp_endpoint: str = await actor.start_media_cache.remote(msgspec.json.encode(cache), self._program.env)
             place = replace(place, media_cache_endpoint=cache.endpoint, media_cache_tcp_endpoint=tcp_endpoint)
         if self._host_memory is not None:
             place = replace(place, host_files=await self._host_memory.files(node.node_id))
         if self._api_keys:
             await actor.set_api_keys.remote(self._api_keys)
             place = replace(place, api_keys_file=f"{node.folder}/api-keys")
-        config = msgspec.json.encode(self._make_config(self.name, place))
-        env, on_gpus = self._env, bool(self._bundle.get("GPU"))
+        config = msgspec.json.encode(self._program.make_config(self.name, place))
+        env, on_gpus = self._program.env, bool(self._program.bundle.get("GPU"))
         if on_gpus:
             env = env | await actor.gpu_environment.remote()
         error = ""
-        if self._preload_module is not None:
-            error = await actor.preload.remote(self._preload_module, env, not on_gpus)
-        elif self._engine_python is not None:
-            error = await actor.find_engine_python.remote(self._engine_python)
+        if self._program.preload_module is not None:
+            error = await actor.preload.remote(self._program.preload_module, env, not on_gpus)
+        elif self._program.engine_python is not None:
+            error = await actor.find_engine_python.remote(self._program.engine_python)
         if error:
             self._log(f"on {node.host}:\nerror: {error}\n")
             return EXIT_BAD_CONFIG
-        self.last_pid = await actor.start.remote(self._module, config, env, self._proxies)
+        self.last_pid = await actor.start.remote(self._program.module, config, env, self._proxies)
         if self._stopping.is_set():
             self.send_signal(signal.SIGINT)
         self.set_proxy_endpoints(self._proxies)  # they may have changed during the start
@@ -163,7 +169,9 @@ class RayProcess(Supervised):
 
     async def _until_placed(self) -> bool:
         """Starts an actor on a node with enough resources; False when the process is stopped before there is one."""
-        self._group = group = placement_group([self._bundle], strategy="STRICT_PACK", name=f"tandem {self.name}")
+        self._group = group = placement_group(
+            [self._program.bundle], strategy="STRICT_PACK", name=f"tandem {self.name}"
+        )
         loop = asyncio.get_running_loop()
         log_at = loop.time() + WAITING_LOG_AFTER_S
         while not await loop.run_in_executor(None, group.wait, 1.0):
@@ -171,13 +179,15 @@ class RayProcess(Supervised):
                 return False
             if loop.time() > log_at:
                 log_at = math.inf
-                log.warning("%s waits for a node with %s free (`ray status` shows them)", self.name, self._bundle)
+                log.warning(
+                    "%s waits for a node with %s free (`ray status` shows them)", self.name, self._program.bundle
+                )
         self._actor = (
             ray.remote(ProcessActor)
             .options(
-                num_cpus=self._bundle["CPU"],
-                num_gpus=self._bundle.get("GPU", 0),
-                resources={key: value for key, value in self._bundle.items() if key not in ("CPU", "GPU")},
+                num_cpus=self._program.bundle["CPU"],
+                num_gpus=self._program.bundle.get("GPU", 0),
+                resources={key: value for key, value in self._program.bundle.items() if key not in ("CPU", "GPU")},
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             )

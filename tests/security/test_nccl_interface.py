@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.deploy.processes.child_process import Program
 from tandem.deploy.processes.gpu_environment import gpu_environment
-from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
@@ -101,8 +101,8 @@ def start_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, **set
     """Returns the variables that the launcher adds to a worker's environment."""
     added: list[dict[str, str]] = []
 
-    def record(name: str, module: str, config_file: Path, output: LogFile, env: dict[str, str], *_: object) -> None:
-        added.append(env)
+    def record(name: str, program: Program, *_: object) -> None:
+        added.append(program.env)
 
     monkeypatch.setattr(local, "ChildProcess", record)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
