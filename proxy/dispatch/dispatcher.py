@@ -41,7 +41,7 @@ from tandem.protocol.messages.dispatch import (
 )
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.plausible import plausible_count, plausible_figure
-from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.prefix_hash import unpack_short_hashes
 from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Route, Router, SLOUnreachable
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
@@ -56,13 +56,13 @@ from tandem.proxy.dispatch.sequence import (
     Attempt,
     DispatchedSequence,
     Pixels,
+    PromptTask,
     SharedPrefill,
     TokenDelta,
     WaitingPrompt,
     prompt_messages,
 )
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
-from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, TandemError, WorkerLost
 from tandem.runtime.tasks import start_job
 from tandem.telemetry.proxy_metrics import ProxyMetrics
@@ -119,39 +119,28 @@ class Dispatcher:
     # ---- called by the reader
 
     def start(
-        self,
-        prompt: Prompt,
-        samplings: list[SamplingParams],
-        stop: StopConditions,
-        deadline_s: float,
-        on_ready: Callable[[DispatchedSequence], None],
-        max_ttft_s: float | None = None,
-        pixels: Pixels | None = None,
-        numerics: str = "",
+        self, task: PromptTask, samplings: list[SamplingParams], on_ready: Callable[[DispatchedSequence], None]
     ) -> list[DispatchedSequence]:
         """Dispatches one prompt for as many sequences as there are samplings, which differ in their seeds.
 
-        The caller calls `take` after each `on_ready(sequence)`, and owes each sequence one `drop`. deadline_s,
-        max_ttft_s: seconds from now. pixels: of the prompt's media, if they may be released meanwhile. numerics: see
-        `DispatchedSequence`. Raises SLOUnreachable when the first token is predicted later than max_ttft_s, and
-        RequestCrashesWorkers for a prompt that is refused; then nothing is owed.
+        The caller calls `take` after each `on_ready(sequence)`, and owes each sequence one `drop`. Raises
+        SLOUnreachable when the first token is predicted later than the task's max_ttft_s, and RequestCrashesWorkers
+        for a prompt that is refused; then nothing is owed.
         """
         assert samplings
-        self._refused.check(asyncio.get_running_loop().time(), prompt, samplings[0])
+        self._refused.check(asyncio.get_running_loop().time(), task.prompt, samplings[0])
         sequences: list[DispatchedSequence] = []
         for sampling in samplings:
-            sequences.append(
-                DispatchedSequence(prompt, sampling, stop, deadline_s, on_ready, sequences, pixels, numerics)
-            )
+            sequences.append(DispatchedSequence(task, sampling, on_ready, sequences))
         self._sequences.update(dict.fromkeys(sequences))
         self._metrics.running.inc(len(sequences))
         try:
-            self._begin(WaitingPrompt(sequences, max_ttft_s, self._wait_until()))
+            self._begin(WaitingPrompt(sequences, task.max_ttft_s, self._wait_until()))
         except SLOUnreachable:
             for sequence in sequences:
                 self.drop(sequence)
             raise
-        self._metrics.prompt_tokens.inc(prompt.num_tokens)
+        self._metrics.prompt_tokens.inc(task.prompt.num_tokens)
         return sequences
 
     def take(self, sequence: DispatchedSequence) -> TokenDelta | None:
@@ -161,7 +150,10 @@ class Dispatcher:
         """
         if not sequence.is_open:
             return None
-        delta = sequence.take()
+        try:
+            delta = sequence.take()
+        except AssertionError as error:
+            raise _defect(error) from error
         if delta is not None:
             attempt = sequence.attempt
             assert attempt is not None

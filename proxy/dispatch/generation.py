@@ -31,7 +31,7 @@ from tandem.proxy.cluster.router import NoWorkerReady, SLOUnreachable
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.dispatch.beam_search import Beam, BeamSearch, check_search_size
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.sequence import DispatchedSequence, PromptTask, TokenDelta
 from tandem.proxy.dispatch.sequence_text import PromptTokens, SequenceText, StopStrings, TextDelta
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.records.record_store import RecordStore
@@ -292,15 +292,9 @@ class Generation:
         for number, (search, token_ids) in enumerate(beams):
             if number % _SEQUENCES_PER_TURN == _SEQUENCES_PER_TURN - 1:
                 await asyncio.sleep(0)
-            [sequence] = dispatcher.start(
-                _extended(search.prompt, token_ids),
-                [sampling],
-                StopConditions(1),
-                deadline_s,
-                ready.put_nowait,
-                max_ttft_s,
-                numerics=search.numerics,
-            )
+            prompt = _extended(search.prompt, token_ids)
+            task = PromptTask(prompt, StopConditions(1), deadline_s, max_ttft_s, numerics=search.numerics)
+            [sequence] = dispatcher.start(task, [sampling], ready.put_nowait)
             waiting[sequence] = number
             opened[sequence] = None
         found: dict[int, TokenLogprobs] = {}
@@ -382,9 +376,8 @@ class Generation:
         samplings = request.samplings()
         if self._recording is not None:
             samplings = self._recording.on_prompt(prompt, stop, samplings)
-        for sequence in services.dispatcher.start(
-            prompt, samplings, stop, deadline_s, ready.put_nowait, max_ttft_s, request.media_lease
-        ):
+        task = PromptTask(prompt, stop, deadline_s, max_ttft_s, request.media_lease)
+        for sequence in services.dispatcher.start(task, samplings, ready.put_nowait):
             timer = SequenceTimer(services.metrics, self.record.arrived_at, sequence.times)
             self.record.sequences.append(timer)
             opened[sequence] = None

@@ -302,55 +302,70 @@ class Pixels(Protocol):
         """Returns the items so that another attempt can read them. Raises TandemError."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTask:
+    """A prompt, and what all sequences that are generated for it have in common."""
+
+    prompt: Prompt
+    stop: StopConditions
+    deadline_s: float
+    """Seconds from now until the sequences fail with DeadlineExceeded."""
+    max_ttft_s: float | None = None
+    """Seconds from now; the prompt is refused if its first token is predicted later. None for no limit."""
+    pixels: Pixels | None = None
+    """Those of the prompt's media, if they may be released before the sequences end."""
+    numerics: str = ""
+    """Digest of the numerics that must compute the sequences; empty for any."""
+
+
 class DispatchedSequence:
     """Ends once: with a delta that has a finish_reason, with `error`, or when it is closed. Has one reader.
 
-    deadline_s: seconds from now until the sequence fails with DeadlineExceeded. on_ready(sequence): called when the
-    reader has something to take, and not again until it has been taken. siblings: the sequences of the same prompt,
-    including this one. avoid: epochs of the workers suspected of the last failure. near: epoch of the last decode
-    worker, unless it is in `avoid`. num_deaths: of workers, since the last decoded token, that it may have caused.
-    num_failed_steps: steps with this sequence, since it last decoded without an error, whose failure ended a worker.
-    has_failed_unproven: whether it had not decoded yet in one of them. pixels: of the prompt's media, if they may be
-    released before the sequence ends. numerics: digest of the numerics that must compute it, which those of the first
-    token are if they are exact; empty for any.
-    num_trials: how often it was tried as a suspect.
+    on_ready(sequence): called when the reader has something to take, and not again until it has been taken. siblings:
+    the sequences of the same prompt, including this one.
     """
 
     def __init__(
         self,
-        prompt: Prompt,
+        task: PromptTask,
         sampling: SamplingParams,
-        stop: StopConditions,
-        deadline_s: float,
         on_ready: Callable[[DispatchedSequence], None],
         siblings: Sequence[DispatchedSequence],
-        pixels: Pixels | None = None,
-        numerics: str = "",
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.pixels = pixels
-        self.prompt = prompt
+        self.prompt = task.prompt
         self.sampling = sampling
-        self.stop = stop
-        self.deadline = loop.time() + deadline_s
+        self.stop = task.stop
+        self.pixels = task.pixels
+        self.deadline = loop.time() + task.deadline_s
         self.siblings = siblings
         self.generated: list[int] = []  # token ids that were delivered
         self.times: list[AttemptTimes] = []  # of each attempt
         self.attempt: Attempt | None = None
         self.error: TandemError | None = None
-        self.num_lost = 0
-        self.num_deaths = 0
-        self.num_failed_steps = 0
-        self.has_failed_unproven = False
-        self.num_trials = 0
-        self.avoid: frozenset[str] = frozenset()
-        self.near = ""
-        self.numerics = numerics
         self.is_open = True
+        # Where the next attempt goes.
+        self.avoid: frozenset[str] = frozenset()
+        """Epochs of the workers suspected of the last failure."""
+        self.near = ""
+        """Epoch of the last decode worker, unless it is in `avoid`: it may have kept blocks."""
+        self.numerics = task.numerics
+        """Those of the first token, if they are exact: one answer is computed alike."""
+        # What it may have caused, see `proxy.dispatch.crashes`. A decoded token clears the deaths and failed steps.
+        self.num_lost = 0
+        """Attempts that failed, unless they are excused."""
+        self.num_deaths = 0
+        """Deaths of workers since the last decoded token that it may have caused."""
+        self.num_failed_steps = 0
+        """Steps with this sequence, since it last decoded without an error, whose failure ended a worker."""
+        self.has_failed_unproven = False
+        """Whether it had not decoded yet in one of them."""
+        self.num_trials = 0
+        """How often it was tried as a suspect."""
         self._lost_attempts: list[Attempt] = []  # since the last decoded token
         self._on_ready = on_ready
         self._is_ready = False
-        late = DeadlineExceeded(f"the request was not finished within its {deadline_s:.3g} s")
+        late = DeadlineExceeded(f"the request was not finished within its {task.deadline_s:.3g} s")
         self._timer = loop.call_at(self.deadline, self.fail, late)
 
     def begin(self, attempt: Attempt) -> None:

@@ -41,7 +41,7 @@ from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation import GenerationServices
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.sequence import DispatchedSequence, PromptTask, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.proxy_settings import AdmissionSettings
@@ -164,9 +164,8 @@ class Cluster:
         self.worker_table.on_exited(worker.worker_id, worker.pid, "crash")
 
     def start(self, samplings: list[SamplingParams], max_tokens: int, deadline_s: float) -> list[DispatchedSequence]:
-        return self.dispatcher.start(
-            PROMPT, samplings, StopConditions(max_tokens), deadline_s, lambda sequence: self._ready[sequence].set()
-        )
+        task = PromptTask(PROMPT, StopConditions(max_tokens), deadline_s)
+        return self.dispatcher.start(task, samplings, lambda sequence: self._ready[sequence].set())
 
     async def next_tokens(self, sequence: DispatchedSequence) -> TokenDelta:
         while True:

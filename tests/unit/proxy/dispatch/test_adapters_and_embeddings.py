@@ -22,6 +22,7 @@ from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence import PromptTask
 from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.text.model_defaults import EmbeddingDefaults
 from tandem.runtime.errors import InvalidRequest
@@ -86,9 +87,8 @@ def test_an_embedding_is_computed_again_when_its_worker_is_lost() -> None:
 
 def test_both_workers_and_the_next_attempt_get_the_adapter() -> None:
     async def test(cluster: Cluster) -> None:
-        sequence = cluster.dispatcher.start(
-            replace(PROMPT, adapter=REF), [SamplingParams()], StopConditions(5), 60, lambda _: None
-        )[0]
+        task = PromptTask(replace(PROMPT, adapter=REF), StopConditions(5), 60)
+        [sequence] = cluster.dispatcher.start(task, [SamplingParams()], lambda _: None)
         [(_, prepare)] = cluster.pool.of(PrepareDecode)
         [(_, start)] = cluster.pool.of(StartPrefill)
         assert prepare.adapter == start.adapter == REF

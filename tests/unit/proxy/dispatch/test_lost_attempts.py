@@ -10,7 +10,7 @@ import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken, NewToken
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.proxy.dispatch.sequence import MAX_LOST_ATTEMPTS, Attempt, DispatchedSequence
+from tandem.proxy.dispatch.sequence import MAX_LOST_ATTEMPTS, Attempt, DispatchedSequence, PromptTask
 from tandem.runtime.errors import InternalError, KVTransferFailed, TandemError, WorkerLost
 from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, play
 
@@ -155,9 +155,8 @@ def test_a_death_that_is_reported_twice_counts_once() -> None:
 def test_the_sequence_fails_at_its_deadline() -> None:
     async def run(cluster: Cluster) -> None:
         failed = asyncio.Event()
-        [sequence] = cluster.dispatcher.start(
-            PROMPT, [SamplingParams()], StopConditions(9), 0.01, lambda sequence: failed.set()
-        )
+        task = PromptTask(PROMPT, StopConditions(9), 0.01)
+        [sequence] = cluster.dispatcher.start(task, [SamplingParams()], lambda sequence: failed.set())
         await asyncio.wait_for(failed.wait(), 5)
         assert str(sequence.error) == "the request was not finished within its 0.01 s"
         cluster.dispatcher.drop(sequence)
