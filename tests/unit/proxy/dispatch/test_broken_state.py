@@ -31,7 +31,7 @@ def test_a_broken_attempt_leaves_the_other_tokens_of_its_message(caplog: pytest.
             cluster.dispatcher.on_message(DECODE, DecodeReserved(attempt_id))
         assert (tokens_of(cluster, broken), tokens_of(cluster, whole)) == ([5], [5])
         assert broken.attempt is not None
-        broken.attempt._first_released = False
+        broken.attempt._first_released, broken.attempt._num_decoded = False, 3
         batch = TokenBatch([NewToken(each, SampledToken(6), None) for each in attempt_ids])
         cluster.dispatcher.on_message(DECODE, batch)
         cluster.dispatcher.on_message(DECODE, batch)
