@@ -10,7 +10,8 @@ import msgspec
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.admission.admission import MAX_INPUTS
 from tandem.proxy.api.chat_prompts import ChatPromptBuilder
-from tandem.proxy.api.field_checks import (
+from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
+from tandem.proxy.api.generation_fields import (
     FEW_STOP_STRINGS,
     MAX_STOP_SEARCHES,
     check_beam_search,
@@ -18,8 +19,11 @@ from tandem.proxy.api.field_checks import (
     check_stop_searches,
     check_stop_strings,
     check_truncation,
+    given_fields,
+    num_prompt_logprobs,
+    num_top,
+    sampling_params,
 )
-from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_api.content_blocks import without_unknown_blocks
 from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest, to_chat
@@ -33,7 +37,6 @@ from tandem.proxy.api.responses_api.responses_request import (
     options_of,
     without_unknown_fields,
 )
-from tandem.proxy.api.sampling_fields import given_fields, num_prompt_logprobs, num_top, sampling_params
 from tandem.proxy.api.schema import (
     ChatCompletionRequest,
     CompletionRequest,

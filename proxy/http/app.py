@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.proxy.admission.browser_rules import BrowserRules, OriginNotAllowed, is_loopback
 from tandem.proxy.answers.errors import AdminAddressIsOpen, tandem_error_response
-from tandem.proxy.answers.record_header import HEADER as RECORD_HEADER
 from tandem.proxy.answers.request_id import ANTHROPIC_HEADER, HEADER
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
@@ -21,7 +20,7 @@ from tandem.proxy.http.openapi import document_routes
 from tandem.proxy.http.routes.admin import SetRole, admin_routes
 from tandem.proxy.http.routes.batches import batch_routes
 from tandem.proxy.http.routes.generation_routes import generation_routes
-from tandem.proxy.http.routes.records import record_routes
+from tandem.proxy.http.routes.records import RECORD_HEADER, record_routes
 from tandem.proxy.http.routes.server import health_routes, server_routes
 from tandem.proxy.http.routes.stored_responses import response_routes
 from tandem.proxy.http.starlette_app import ApiRoute, starlette_app

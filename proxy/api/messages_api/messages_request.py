@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
 from tandem.proxy.api.chat_prompts import thinking_switches
-from tandem.proxy.api.field_checks import check_stop_strings
 from tandem.proxy.api.field_errors import refuse_unsupported
+from tandem.proxy.api.generation_fields import check_stop_strings
 from tandem.proxy.api.messages_api.content_blocks import (
     AnyTextBlock,
     Block,

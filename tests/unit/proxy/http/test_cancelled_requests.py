@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 
 from tandem.proxy.answers.errors import ClientDisconnected
-from tandem.proxy.answers.streaming_response import unless_disconnected
+from tandem.proxy.answers.http_answers import unless_disconnected
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES, RequestBodies
 from tandem.proxy.http.routes.generation_routes import _generate
