@@ -169,7 +169,8 @@ class Trials:
         """The suspect's sequences were dispatched. If that may prove something, their workers are closed to others."""
         assert not self.is_running  # two suspects at once would be blamed for each other's crash
         attempts = [sequence.attempt for sequence in sequences if sequence.attempt is not None]
-        assert len(attempts) == len(sequences) and all(attempt.route is route for attempt in attempts)
+        assert len(attempts) == len(sequences)
+        assert all(attempt.refused_at.keys() <= _epochs(route) for attempt in attempts)
         duration_s = TRIAL_S * 2.0 ** max(sequence.num_trials for sequence in sequences)
         is_trial = all(attempt.refused_at for attempt in attempts)
         self._closed = _Closed(_epochs(route), now + duration_s, attempts) if is_trial else None

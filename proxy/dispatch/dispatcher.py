@@ -322,6 +322,8 @@ class Dispatcher:
         self, sequences: list[DispatchedSequence], exclude: frozenset[str], max_ttft_s: float | None = None
     ) -> Route:
         """Chooses workers for a prompt and what was generated so far. Raises NoWorkerReady or SLOUnreachable."""
+        # Asserted here, too, because what `begin` refused would stay counted by the router.
+        assert all(each.may_begin for each in sequences)
         first = sequences[0]
         prompt, generated = first.prompt, first.generated
         num_prompt_logprobs = None if generated else prompt.num_prompt_logprobs

@@ -370,8 +370,7 @@ class DispatchedSequence:
 
     def begin(self, attempt: Attempt) -> None:
         """An attempt was made, whose messages are sent next."""
-        assert self.is_wanted and self.attempt is None  # two attempts at once would deliver tokens twice
-        assert len(self.generated) < self.stop.max_tokens
+        assert self.may_begin
         self.attempt = attempt
         self.times.append(attempt.times)
 
@@ -509,6 +508,11 @@ class DispatchedSequence:
     @property
     def is_wanted(self) -> bool:
         return self.is_open and self.error is None
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether another attempt is possible. Two at once would deliver tokens twice."""
+        return self.is_wanted and self.attempt is None and len(self.generated) < self.stop.max_tokens
 
     @property
     def is_suspect(self) -> bool:
