@@ -56,8 +56,8 @@ SAMPLING = (
     Mutation(
         "usage counts tokens behind the end",
         GENERATION,
-        "self.record.num_completion_tokens += len(delta.tokens)",
-        "self.record.num_completion_tokens += len(taken.tokens)",
+        "self.record.num_completion_tokens += len(delta.tokens)\n                if",
+        "self.record.num_completion_tokens += len(taken.tokens)\n                if",
     ),
     Mutation(
         "an item's error is not reported",
