@@ -174,7 +174,10 @@ class Dispatcher:
             sequence.close()
             del self._sequences[sequence]
             self._metrics.running.dec()
-            self._end_attempt(sequence)
+            try:
+                self._end_attempt(sequence)
+            except AssertionError as error:
+                _defect(error)  # logged, but not raised: the rest of the request must be ended, too
             assert sequence.attempt is None and not sequence.is_wanted
             if self._trials.is_running:
                 self._run_trials()
@@ -370,11 +373,12 @@ class Dispatcher:
             return
         assert self._running[attempt.attempt_id] is attempt
         del self._running[attempt.attempt_id]
+        # The workers come first: if a count is wrong, they should not go on computing what nobody reads.
+        for worker in attempt.busy_workers:
+            self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
         self._trials.on_aborted(asyncio.get_running_loop().time(), attempt)
         attempt.prefill.end(None)
         self._router.sequence_ended(attempt.route)
-        for worker in attempt.busy_workers:
-            self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
 
     def _send(self, worker: WorkerInfo, attempts: list[Attempt], message: msgspec.Struct) -> None:
         try:

@@ -74,3 +74,17 @@ def test_a_worker_that_generates_too_much_fails_the_request() -> None:
         cluster.dispatcher.drop(sequence)
 
     play(test)
+
+
+def test_a_wrong_count_ends_the_sequence_and_tells_its_workers() -> None:
+    async def test(cluster: Cluster) -> None:
+        [sequence] = cluster.start([SamplingParams()], 5, 60)
+        attempt = sequence.attempt
+        assert attempt is not None
+        cluster.router.sequence_ended(attempt.route)  # once too often
+        cluster.dispatcher.drop(sequence)
+        assert cluster.aborted() == ["decode-0", "prefill-0"] and cluster.dispatcher.num_running == 0
+        assert attempt.route.decode_use is not None
+        attempt.route.decode_use._num_own += 1
+
+    play(test)
