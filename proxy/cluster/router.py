@@ -175,6 +175,8 @@ class Router:
         if max_ttft_s is not None and predicted_s * self._correction > max_ttft_s:
             raise SLOUnreachable(predicted_s * self._correction, max_ttft_s)
         num_uncached = held.num_uncached(prefill)
+        assert 0 <= num_uncached <= prompt.num_tokens and prefill.worker.epoch not in prompt.exclude
+        assert decode is None or decode is prefill or decode.worker.epoch in prefill.decode_peers
         num_blocks, itl_s = 0, 0.0
         if decode is not None:
             itl_s = decode.use.itl_slo_s if decode.use.prompts.total else decode.use.itl_s(prompt.num_sequences)

@@ -63,6 +63,7 @@ class KnownPairs:
         if len(self._by_epoch) > MAX_PAIRS:
             self.has_missed = True
             changed += [epoch for epoch in list(self._by_epoch) if self._forget(epoch)]
+        assert self._refused.keys() <= self._by_epoch.keys() and len(self._by_epoch) <= MAX_PAIRS
         return changed
 
     def _forget(self, epoch: str) -> bool:

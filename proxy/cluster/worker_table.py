@@ -1,5 +1,11 @@
 """The registered workers. Pure: messages and a clock value in, membership changes out.
 
+    on_register ──> takes work ── an order or a report that it drains ──> draining
+                      │    ^
+              on_ping v    │ on_pong
+                   unanswered
+    from each of them: silent, left, exited or restarted ──> lost, and forgotten but for what may still come of it
+
 A worker joins when it registers. It is lost when it falls silent, when it leaves, when the launcher reports that its
 process exited, or when the same worker_id registers from the same endpoint under a new epoch, which means that it was
 restarted. The same worker_id from another endpoint is refused while the first one lives. Epochs are unique, so they
@@ -137,6 +143,7 @@ class WorkerTable:
         )
         self._on_worker(record)
         self._rebuild()
+        assert len(self._by_epoch) <= MAX_WORKERS
         return MembershipChange([LostWorker(old, "it was restarted") for old in namesakes], [worker])
 
     def last_load(self, epoch: str) -> WorkerLoad:
@@ -179,6 +186,7 @@ class WorkerTable:
         """The worker must answer before it gets prompts (again). Returns the number of the ping."""
         record = self._by_epoch[epoch]
         had_answered = record.answers
+        assert record.last_pong <= record.last_ping
         record.last_ping += 1
         if had_answered:
             record.unanswered_since, record.reconnect_at = now, now + PONG_TIMEOUT_S
@@ -412,6 +420,8 @@ class WorkerTable:
         if len(self._lost_numerics) > MAX_WORKERS:
             del self._lost_numerics[next(iter(self._lost_numerics))]
         self._on_worker(record)
+        # A sequence that was sent there would wait for a worker that no report mentions any more.
+        assert not any(epoch in each.decode_peers for each in self._by_epoch.values())
         self._timers.forget(epoch)
         self.prefixes.leave(epoch)
         self.tier_prefixes.leave(epoch)
