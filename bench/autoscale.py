@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.support.report import Aim, Report, finish, new_parser
-from tandem.deploy.cluster_config import ClusterConfig
-from tandem.deploy.device_defaults import with_device_defaults
+from tandem.deploy.cluster_config import ClusterConfig, with_device_defaults
 from tandem.deploy.planning.player import Player, TraceRequest
 from tandem.deploy.planning.trace import read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from bench.support.report import Aim, Report, finish, new_parser, print_rows
-from tandem.deploy.cluster_config import ClusterConfig
-from tandem.deploy.device_defaults import with_device_defaults
+from tandem.deploy.cluster_config import ClusterConfig, with_device_defaults
 from tandem.deploy.planning.player import Player, TraceRequest
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape
 

@@ -40,8 +40,7 @@ from bench.never_worse import (
 from bench.support.latency import RequestTrace, summarise
 from bench.support.report import Aim, Report, finish, log, new_parser, print_rows
 from bench.support.servers import server, tandem
-from tandem.deploy.cluster_config import ClusterConfig
-from tandem.deploy.device_defaults import with_device_defaults
+from tandem.deploy.cluster_config import ClusterConfig, with_device_defaults
 from tandem.deploy.planning.player import Player
 from tandem.deploy.planning.trace import read_trace
 from tandem.deploy.planning.worker_figures import WorkerFigures, planned_shape, read_figures

@@ -23,7 +23,7 @@ import psutil
 from bench.support.report import Aim, Report, finish, new_parser, print_rows
 from bench.support.servers import tandem as tandem_command
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.processes.supervisor import STABLE_AFTER_S
 from tandem.protocol.messages.membership import StatusReport
 from tests.support.ports import free_port

@@ -28,15 +28,13 @@ from tandem.deploy.cluster_config import (
     unknown_name,
 )
 from tandem.deploy.commands.engine import add_engine_commands
-from tandem.deploy.commands.role import set_role
-from tandem.deploy.commands.scale import scale
-from tandem.deploy.launch import draining
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations import changes
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.setting_flags import add_settings
 from tandem.engine.engine_config import Device
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network_keys import make_keys
-from tandem.proxy.http_settings import HttpSettings
+from tandem.proxy.proxy_settings import HttpSettings
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.version import own_version
 
@@ -359,19 +357,19 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _drain(arguments: argparse.Namespace) -> None:
-    asyncio.run(draining.drain(ClusterClient(arguments.port), arguments.worker, arguments.timeout_s))
+    asyncio.run(changes.drain(ClusterClient(arguments.port), arguments.worker, arguments.timeout_s))
 
 
 def _role(arguments: argparse.Namespace) -> None:
-    asyncio.run(set_role(ClusterClient(arguments.port), arguments.worker, arguments.role, arguments.timeout_s))
+    asyncio.run(changes.set_role(ClusterClient(arguments.port), arguments.worker, arguments.role, arguments.timeout_s))
 
 
 def _restart(arguments: argparse.Namespace) -> None:
-    asyncio.run(draining.restart(ClusterClient(arguments.port), arguments.names, arguments.timeout_s))
+    asyncio.run(changes.restart(ClusterClient(arguments.port), arguments.names, arguments.timeout_s))
 
 
 def _scale(arguments: argparse.Namespace) -> None:
-    asyncio.run(scale(ClusterClient(arguments.port), arguments.counts, arguments.timeout_s))
+    asyncio.run(changes.scale(ClusterClient(arguments.port), arguments.counts, arguments.timeout_s))
 
 
 def seconds(text: str) -> float:

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from tandem.deploy.vllm_settings import check_settings_of_vllm
 from tandem.engine.engine_config import EngineConfig
 from tandem.kv_transfer.registry import check_name
 from tandem.kv_transfer.tiers.store_url import parse_store_url
@@ -24,12 +23,10 @@ from tandem.kv_transfer.tiers.tier import TiersConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.browser_rules import parse_origins
 from tandem.proxy.api.request_settings import RequestSettings
-from tandem.proxy.cluster.routing_settings import RoutingSettings
-from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.proxy_settings import AdmissionSettings, HttpSettings, RoutingSettings
 from tandem.proxy.records.record_settings import RecordSettings
 from tandem.runtime.cores import num_cores
 from tandem.runtime.errors import ConfigError
@@ -178,8 +175,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [endpoint.strip() for endpoint in self.join.split(",") if endpoint.strip()]
 
     @property
-    def tokenizer_threads(self) -> int:
-        """Tokenizer processes per proxy: one for every 16 cores, at least 2."""
+    def reader_processes(self) -> int:
+        """Processes per proxy that read and tokenise requests: one for every 16 cores, at least 2."""
         return min(16, max(2, num_cores() // (16 * self.proxies)))
 
     @property
@@ -407,3 +404,49 @@ def _check_network(config: ClusterConfig) -> None:
         )
     if config.network_keys:
         load_keys(Path(config.network_keys), "operator" if config.ray else "worker")
+
+
+# ---- settings that have no meaning, or fewer values, for workers with vLLM's engine
+
+_NO_TIERS = "vLLM's KV cache has no tiers below it"
+_ONE_SIZE = "workers with vLLM's engine have one size; use --tensor-parallel-size"
+VALUES_WITH_VLLM: dict[str, tuple[tuple[object, ...], str]] = {
+    "prefill_tensor_parallel_size": ((0,), _ONE_SIZE),
+    "decode_tensor_parallel_size": ((0,), _ONE_SIZE),
+    "quantization": (("auto", "fp8"), "vLLM quantises to fp8, or takes a checkpoint that is quantised already"),
+    "kv_cache_dtype": (("auto",), "KV moves between vLLM workers in the model's data type only"),
+    "kv_connector": (("auto", "ipc", "tcp", "nixl"), "KV moves between vLLM workers over ipc, tcp or nixl"),
+    "kv_host_gib": ((0,), _NO_TIERS),
+    "kv_disk_dir": (("",), _NO_TIERS),
+    "kv_disk_gib": ((0,), _NO_TIERS),
+    "kv_store": (("",), _NO_TIERS),
+}
+"""Values with --engine vllm and why there are no others, by setting."""
+
+
+def check_settings_of_vllm(given: Mapping[str, Any]) -> None:
+    """Checks the settings that the operator has given. Raises ConfigError, in one line that names the setting."""
+    for key, (values, reason) in VALUES_WITH_VLLM.items():
+        if key in given and given[key] not in values:
+            raise ConfigError(f"{key}: {given[key]} cannot be used with --engine vllm: {reason}")
+
+
+# ---- settings whose defaults depend on the device of the workers
+
+_CPU = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_waiting_requests": 1024}
+_GPU = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_waiting_requests": 4096}
+
+
+def with_device_defaults(config: ClusterConfig, on_gpus: bool) -> ClusterConfig:
+    """Returns the configuration with values for the settings that are 0 and mean a default by device."""
+    defaults = dict(_GPU if on_gpus else _CPU)
+    if config.engine == "vllm":
+        del defaults["max_num_batched_tokens"]  # depends on the model's context, which the worker knows
+    given = msgspec.structs.asdict(config.engine_settings) | msgspec.structs.asdict(config.admission)
+    return with_values(config, {key: given[key] or value for key, value in defaults.items()})
+
+
+def ranks_per_gpu(config: ClusterConfig, num_gpus: int) -> int:
+    """Returns how many ranks of the workers at the start share the most used GPU. num_gpus: at least 1."""
+    num_ranks = sum(count * config.num_ranks(role) for role, count in config.counts.items())
+    return max(1, -(-num_ranks // num_gpus))

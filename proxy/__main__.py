@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
             from tandem.proxy.text.model_text import ModelText
 
         text = ModelText(config.model, config.requests.generation_config)
-        readers = ReaderPool(BodyReader(text, config), config, config.tokenizer_threads + 1)
+        # One more, because one client's requests never hold all of them.
+        readers = ReaderPool(BodyReader(text, config), config, config.reader_processes + 1)
         readers.fork()
         uvloop.run(serve(config, text, readers))
     except ConfigError as error:

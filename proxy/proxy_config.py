@@ -9,13 +9,11 @@ import msgspec
 from msgspec import Meta
 
 from tandem.protocol.network import NetworkConfig
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_api.response_store import ResponseStore
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
-from tandem.proxy.cluster.routing_settings import RoutingSettings
-from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.media.media_limits import MediaLimits
+from tandem.proxy.proxy_settings import AdmissionSettings, HttpSettings, RoutingSettings
 from tandem.proxy.records.record_settings import RecordSettings
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogSettings
@@ -43,8 +41,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routing: RoutingSettings = RoutingSettings()
     media: MediaLimits = MediaLimits()
     logs: LogSettings = LogSettings()
-    tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Processes that read requests."""
+    reader_processes: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Processes that read and tokenise requests, beside one that no single client can hold."""
     media_threads: Annotated[int, Meta(ge=1, le=64)] = 1
     """Threads of the media process."""
     media_cache_endpoint: str = ""

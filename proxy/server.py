@@ -39,11 +39,11 @@ from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.connections.accept import connection_factory
 from tandem.proxy.http.connections.client_connection import track_requests
 from tandem.proxy.http.connections.connection_limits import ConnectionLimits
-from tandem.proxy.http_settings import HttpSettings
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
 from tandem.proxy.parsers.parser_names import log_formats
 from tandem.proxy.proxy_config import ProxyConfig
+from tandem.proxy.proxy_settings import HttpSettings
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.records.record_store import record_store

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.crashes import SUSPECT_DEATHS
-from tandem.proxy.dispatch.sequence import DispatchedSequence
+from tandem.proxy.dispatch.sequence import SUSPECT_DEATHS, Attempt, DispatchedSequence
 
 
 class Blame:

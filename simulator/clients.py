@@ -13,12 +13,12 @@ from contextlib import aclosing
 from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.dispatch.crashes import MAX_DEATHS
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.runtime.errors import TandemError
 from tandem.runtime.tasks import start

@@ -12,10 +12,10 @@ from contextlib import suppress
 from itertools import permutations
 from typing import Any, get_args
 
-from tandem.deploy.launch import draining
 from tandem.deploy.launch.admin_socket import SOCKET_NAME
-from tandem.deploy.launch.cluster_client import Questions
 from tandem.deploy.launch.worker_roles import last_of_phase
+from tandem.deploy.operations import changes
+from tandem.deploy.operations.cluster_client import Questions
 from tandem.protocol.messages.membership import (
     ChangeRole,
     LeaveCluster,
@@ -95,11 +95,11 @@ class Operator(Questions):
 
     def restart(self, *names: str) -> None:
         """`tandem restart`: drains and restarts the named processes, or all, one at a time."""
-        self._give("restart", lambda: draining.restart(self, list(names), COMMAND_TIMEOUT_S, self._show))
+        self._give("restart", lambda: changes.restart(self, list(names), COMMAND_TIMEOUT_S, self._show))
 
     def drain(self, name: str) -> None:
         """`tandem drain`: a worker leaves for good."""
-        self._give("drain", lambda: draining.drain(self, name, COMMAND_TIMEOUT_S, self._show))
+        self._give("drain", lambda: changes.drain(self, name, COMMAND_TIMEOUT_S, self._show))
 
     def scale(self, counts: ScaleCluster) -> None:
         self._give(f"scale {counts}", lambda: self.ask_launcher(counts, ClusterScaled))

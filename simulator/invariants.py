@@ -11,8 +11,7 @@ from tandem.protocol.messages.membership import PROXY_SILENCE_S
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S
-from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.sequence import Attempt, DispatchedSequence, TokenDelta
 from tandem.simulator import accounts
 from tandem.simulator.cluster import SimulatedCluster
 from tandem.simulator.connection import SILENT_S

@@ -9,9 +9,8 @@ from typing import Any
 from tandem.protocol.messages.dispatch import AttemptEvent, AttemptFailed
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.proxy.cluster.router import Route
-from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.sequence import Attempt, DispatchedSequence, TokenDelta
 from tandem.simulator.blame import Blame
 from tandem.simulator.routes import better_route, wrong_route
 

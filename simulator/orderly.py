@@ -17,7 +17,7 @@ from typing import Protocol
 from tandem.deploy.autoscale.planner import COOLDOWN_S, DOWN_AFTER_S
 from tandem.deploy.launch.worker_roles import ORDER_S
 from tandem.protocol.messages.membership import Role, SetWorkerRole
-from tandem.proxy.dispatch.attempt import Attempt
+from tandem.proxy.dispatch.sequence import Attempt
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.simulator.scenario import COMMANDS, FaultKind
 

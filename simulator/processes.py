@@ -31,10 +31,10 @@ from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WORKER_SILENCE_S, WorkerTable
 from tandem.proxy.control import Control
-from tandem.proxy.dispatch.generation_services import GenerationServices
+from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.proxy_config import ProxyConfig
-from tandem.proxy.text.sampling_defaults import SamplingDefaults
+from tandem.proxy.text.model_defaults import SamplingDefaults
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import RequestAborted
 from tandem.runtime.processes.process import EXIT_FAILED, exit_code_of, serve

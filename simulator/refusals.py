@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.proxy.admission.admission import DEFAULT_PRIORITY, Admission, QueueFull, Ticket
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.queue_delay import MIN_WAITING
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.runtime.errors import TandemError
 from tandem.simulator.scenario import Request
 

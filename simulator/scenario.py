@@ -7,8 +7,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from tandem.deploy.cluster_config import ClusterConfig
-from tandem.deploy.device_defaults import with_device_defaults
+from tandem.deploy.cluster_config import ClusterConfig, with_device_defaults
 from tandem.deploy.launch.hang_detector import MAX_WORKER_SILENCE_S
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.batches.batch_lines import LOWEST_PRIORITY

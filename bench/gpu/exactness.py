@@ -21,7 +21,7 @@ import torch
 from bench.gpu.engine import LLAMA_8B, TINY, decode_items, new_runner, prompt, seconds
 from bench.gpu.kernels import new_pool
 from bench.gpu.part import Part
-from tandem.deploy.processes.nccl_interface import EXACT_PRODUCTS
+from tandem.deploy.processes.gpu_environment import EXACT_PRODUCTS
 from tandem.engine.attention.interface import AttentionOptions
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.cuda.exact_products import ExactLinear, product_problem, use_exact_products

@@ -23,7 +23,7 @@ from bench.gpu.kv_transfer import why_not_nccl
 from bench.gpu.part import Part
 from bench.gpu.served import served
 from bench.support.servers import MODEL
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import WorkerReport
 from tests.support.noise_model import ensure_noise_model
 

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 
 from tandem.deploy.commands.status import plain_table, tier_sizes_gib
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import PROXIES_FILE
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.membership import ClearWorkerCache, WorkerOrdered, WorkerReport

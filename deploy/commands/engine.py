@@ -24,7 +24,7 @@ from tandem.deploy.processes.engine_python import (
     find_engine_python,
     vllm_environment,
 )
-from tandem.deploy.processes.gpus import visible_gpus
+from tandem.deploy.processes.gpu_environment import visible_gpus
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.user_paths import expanded
 from tandem.runtime.files.whole_file import write_whole

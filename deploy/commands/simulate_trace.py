@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
-from tandem.deploy.cluster_config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig, with_device_defaults
 from tandem.deploy.commands.status import plain_table
-from tandem.deploy.device_defaults import with_device_defaults
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.files.whole_file import write_whole
 

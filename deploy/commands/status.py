@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.deploy.autoscale.planner import counts_text
-from tandem.deploy.diagnosis.serving_rates import RateSample, ServingRates, rates
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
+from tandem.deploy.operations.serving_rates import RateSample, ServingRates, rates
 from tandem.protocol.messages.membership import DECODE_ROLES, Role, TierFigures, WorkerReport
 from tandem.protocol.messages.operations import GetPlan, PlanReport
 from tandem.runtime.errors import Overloaded, TandemError

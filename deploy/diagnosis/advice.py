@@ -6,10 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from tandem.deploy.diagnosis.decode_room import is_full, lacks_blocks, num_places
 from tandem.deploy.diagnosis.latency import Latency
 from tandem.deploy.diagnosis.model import ClusterModel
-from tandem.deploy.diagnosis.observation import Observation
+from tandem.deploy.diagnosis.observation import Observation, is_full, lacks_blocks, num_places
 from tandem.deploy.diagnosis.wording import Finding, rate_text, time_text
 
 WORTH_SHARE = 0.1

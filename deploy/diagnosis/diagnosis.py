@@ -6,16 +6,18 @@ import msgspec
 
 from tandem.deploy.autoscale.planner import counts_text
 from tandem.deploy.diagnosis.advice import advice
-from tandem.deploy.diagnosis.cache_findings import cache_findings
-from tandem.deploy.diagnosis.host_findings import host_findings
+from tandem.deploy.diagnosis.findings import (
+    cache_findings,
+    host_findings,
+    pair_findings,
+    proxy_findings,
+    worker_findings,
+)
 from tandem.deploy.diagnosis.latency import Latency, itl, ttft
 from tandem.deploy.diagnosis.model import ClusterModel
 from tandem.deploy.diagnosis.narrow_part import narrow_part
 from tandem.deploy.diagnosis.observation import Observation
-from tandem.deploy.diagnosis.pair_findings import pair_findings
-from tandem.deploy.diagnosis.proxy_findings import proxy_findings
 from tandem.deploy.diagnosis.wording import Finding, count_text, rate_text
-from tandem.deploy.diagnosis.worker_findings import worker_findings
 
 
 class Diagnosis(msgspec.Struct, frozen=True):

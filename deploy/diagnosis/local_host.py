@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.deploy.diagnosis.host_figures import HostFigures, ProcessUse, WorkerMemory
+from tandem.deploy.diagnosis.observation import HostFigures, ProcessUse, WorkerMemory
 
 TICKS_PER_S = 100
 """Of the times in /proc; fixed in Linux's interface to programs (USER_HZ)."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.deploy.diagnosis.decode_room import is_full, num_places
 from tandem.deploy.diagnosis.latency import Latency
 from tandem.deploy.diagnosis.model import ClusterModel
-from tandem.deploy.diagnosis.observation import Observation
+from tandem.deploy.diagnosis.observation import Observation, is_full, num_places
 from tandem.deploy.diagnosis.wording import Finding, count_text, rate_text, speed_text, time_text
 
 WAITING_SHARE = 0.25

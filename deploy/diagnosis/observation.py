@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from tandem.deploy.autoscale.demand import Demand, DemandMeter
-from tandem.deploy.diagnosis.host_figures import HostFigures
-from tandem.deploy.diagnosis.serving_rates import RateSample, ServingRates, rates
+from tandem.deploy.operations.serving_rates import RateSample, ServingRates, rates
 from tandem.protocol.messages.membership import (
     DECODE_ROLES,
     PREFILL_ROLES,
@@ -19,6 +19,46 @@ from tandem.protocol.messages.membership import (
     WorkerReport,
 )
 from tandem.protocol.messages.operations import LaunchedProcess, PlanReport
+
+
+@dataclass(frozen=True)
+class ProcessUse:
+    """CPUs that one process has used on average."""
+
+    pid: int
+    name: str
+    num_cpus: float
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Where a worker may run and where its memory is, by NUMA node."""
+
+    nodes: frozenset[int]
+    """Nodes that have CPUs which the worker may use."""
+    num_pages: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class HostFigures:
+    """Figures of one host over the time of an observation."""
+
+    num_cpus: int
+    busy_cpus: float
+    """CPUs that were not idle on average, also those used by processes that cannot be seen."""
+    own_cpus: float
+    """CPUs that the cluster's processes have used on average."""
+    stolen_cpus: float = 0.0
+    """CPUs that the hypervisor has given to other machines on average, which are part of `busy_cpus`."""
+    neighbours: tuple[ProcessUse, ...] = ()
+    """Other processes, busiest first."""
+    num_nodes: int = 1
+    """NUMA nodes."""
+    memory: Mapping[str, WorkerMemory] = field(default_factory=dict)
+    """By worker; empty on a host with one node."""
+    cpu_quota: float = math.inf
+    """CPUs that the quota of the cluster's control group leaves to it."""
+
 
 _NO_LIMIT = 1_000_000
 """Sequences of a decode worker for the planner's meter, because proxies do not know --max-num-seqs."""
@@ -156,3 +196,33 @@ def _freshest(sample: RateSample) -> dict[str, WorkerReport]:
 def _traffic(load: WorkerLoad, decode_worker_id: str) -> PairTraffic:
     found = [each for each in load.traffic if each.decode_worker_id == decode_worker_id]
     return found[0] if found else PairTraffic(decode_worker_id, 0, 0, 0.0)
+
+
+_SEQUENCES_TO_SPARE = 1.5
+"""A worker whose free blocks hold fewer sequences of the present size than this lacks blocks."""
+
+
+def num_places(worker: ObservedWorker) -> int:
+    """Returns the limit on a decode worker's sequences if it has reached it, or 0.
+
+    The limit is not reported. It has been reached if the number of running sequences never changes while others wait.
+    """
+    running = {min(load.num_decoding, load.num_running) for load in worker.loads}
+    waiting = min(load.num_decoding - load.num_running for load in worker.loads)
+    if worker.info.role == "any" or len(running) > 1 or waiting < 1 or lacks_blocks(worker):
+        return 0
+    return running.pop()
+
+
+def lacks_blocks(worker: ObservedWorker) -> bool:
+    """Whether the blocks that are free do not hold another sequence like those that run."""
+    used = worker.load.num_blocks - worker.mean("num_free_blocks")
+    per_sequence = used / max(1.0, worker.mean_sequences)
+    return worker.mean_sequences >= 1 and worker.mean("num_free_blocks") < _SEQUENCES_TO_SPARE * per_sequence
+
+
+def is_full(observation: Observation) -> bool:
+    """Whether prompts wait because no decode worker has room for them."""
+    decodes = observation.decode_workers
+    waiting = sum(worker.mean("num_decoding") - worker.mean_sequences for worker in decodes)
+    return waiting >= 1 and all(num_places(worker) or lacks_blocks(worker) for worker in decodes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,9 @@ from tandem.deploy.autoscale.autoscaler import Autoscaler
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.hang_detector import INTERVAL_S, Watchdog
-from tandem.deploy.launch.loading_bar import fraction_loaded
-from tandem.deploy.launch.probes import all_accept, ask_media_cache
 from tandem.deploy.launch.proxy_reports import MAX_ASKED, ProxyReports
 from tandem.deploy.launch.role_orders import RoleOrders
-from tandem.deploy.launch.start_checks import check_reports, is_complete
-from tandem.deploy.launch.start_stages import StartStages
+from tandem.deploy.launch.start import StartStages, check_reports, fraction_loaded, is_complete
 from tandem.deploy.launch.worker_roles import (
     NAME_PREFIX,
     WorkerRoles,
@@ -36,6 +33,7 @@ from tandem.deploy.launch.worker_roles import (
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S, Supervised, exit_cause
 from tandem.deploy.sites.site import Site
+from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
     ExitCause,
@@ -50,7 +48,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.operations import LaunchedProcess
 from tandem.protocol.messaging import MessageDealer, Network
-from tandem.runtime.errors import ConfigError, InternalError
+from tandem.runtime.errors import ConfigError, InternalError, TandemError
 from tandem.runtime.processes.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 from tandem.runtime.tasks import keep_running, start_job
 
@@ -411,3 +409,30 @@ class Launcher:
 def worker_name(config: ClusterConfig, prefix: str) -> str:
     """Name that survives restarts and is unique in the cluster."""
     return prefix if not config.join else f"{prefix}-{config.name or socket.gethostname()}"
+
+
+async def all_accept(hosts: Iterable[str], port: int) -> bool:
+    """Returns whether the port of every host accepts a connection."""
+    for host in hosts:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 1.0)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+    return True
+
+
+async def ask_media_cache(network: Network, endpoint: str, on_answer: Callable[[float], None]) -> None:
+    """Asks the media cache again and again, until cancelled. on_answer: called with the time of each
+    answer."""
+    cache = MediaCacheClient(network, endpoint)
+    try:
+        while True:
+            try:
+                await cache.status()
+                on_answer(asyncio.get_running_loop().time())
+            except TandemError as error:
+                log.warning("%s", error)
+            await asyncio.sleep(INTERVAL_S)
+    finally:
+        cache.close()

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tandem.deploy.cluster_config import ClusterConfig
+from tandem.deploy.cluster_config import ClusterConfig, with_device_defaults
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.deploy.device_defaults import with_device_defaults
 from tandem.deploy.launch.launcher import Launcher, OnProgress, worker_name
 from tandem.deploy.processes.runtime_dir import create_runtime_dir, remove_runtime_dir
 from tandem.deploy.processes.user_folders import user_folders

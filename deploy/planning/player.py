@@ -19,7 +19,7 @@ from tandem.engine.batch import Batch
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
-from tandem.proxy.dispatch.sequence import DispatchedSequence
+from tandem.proxy.dispatch.sequence import DispatchedSequence, PromptTask
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import ConfigError, TandemError
 from tandem.runtime.tasks import start
@@ -195,11 +195,9 @@ class Player:
             tokens, request.num_prompt_tokens, prefix_hashes=pack_short_hashes(self._hasher.prompt_hashes(tokens))
         )
         ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
-        stop = StopConditions(request.num_output_tokens)
+        task = PromptTask(prompt, StopConditions(request.num_output_tokens), NO_TIMEOUT_S, self._ttft_slo_s)
         try:
-            [sequence] = proxy.dispatcher.start(
-                prompt, [SamplingParams(temperature=0.0)], stop, NO_TIMEOUT_S, ready.put_nowait, self._ttft_slo_s
-            )
+            [sequence] = proxy.dispatcher.start(task, [SamplingParams(temperature=0.0)], ready.put_nowait)
             is_open = True
             while is_open:
                 await ready.get()

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.deploy.processes.log_file import LogFile
@@ -24,64 +25,51 @@ from tandem.runtime.tasks import keep_running, start
 log = logging.getLogger(__name__)
 
 
-async def start_process(
-    module: str,
-    config_file: str,
-    output: LogFile,
-    env: dict[str, str],
-    inherited_fds: Sequence[int] = (),
-    preloaded: PreloadedWorker | None = None,
-    python: str = sys.executable,
-) -> asyncio.subprocess.Process | ForkedProcess:
-    """Forks the process from `preloaded`, or starts `python -m module config_file`. Raises OSError.
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A process of Tandem that is not started yet: `python -m module config_file`."""
 
-    python: interpreter of a process that is not forked. The process has a session of its own: Ctrl-C reaches only the
-    launcher.
-    """
-    if preloaded is not None and (forked := await preloaded.start(config_file, output, env, inherited_fds)) is not None:
-        return forked
-    with output.open() as file:
-        return await asyncio.create_subprocess_exec(
-            *python_command("-m", module, config_file, python=python),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**os.environ, **env},
-            pass_fds=inherited_fds,
-            start_new_session=True,
-        )
+    module: str
+    config_file: Path
+    env: dict[str, str]
+    """Variables that it has in addition to those of the process that starts it."""
+    inherited_fds: Sequence[int] = ()
+    """Descriptors that it inherits under the same numbers."""
+    preloaded: PreloadedWorker | None = None
+    """Process from which it is forked; None starts it plainly."""
+    python: str = sys.executable
+    """Interpreter, where it is not forked."""
+
+    async def start(self, output: LogFile) -> asyncio.subprocess.Process | ForkedProcess:
+        """Forks or starts the process. Raises OSError.
+
+        It has a session of its own: Ctrl-C reaches only the launcher.
+        """
+        config_file = str(self.config_file)
+        if self.preloaded is not None:
+            forked = await self.preloaded.start(config_file, output, self.env, self.inherited_fds)
+            if forked is not None:
+                return forked
+        with output.open() as file:
+            return await asyncio.create_subprocess_exec(
+                *python_command("-m", self.module, config_file, python=self.python),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, **self.env},
+                pass_fds=self.inherited_fds,
+                start_new_session=True,
+            )
 
 
 class ChildProcess(Supervised):
-    """Runs `python -m module config_file`; the output goes to `output`, the process id to `pid_file`.
+    """Runs a program, again and again; its output goes to `output`, its process id to `pid_file`."""
 
-    inherited_fds: descriptors that the process inherits under the same numbers.
-    preloaded: forks the process; None starts it plainly.
-    python: interpreter of a process that is not forked.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        config_file: Path,
-        output: LogFile,
-        env: dict[str, str],
-        on_exit: OnExit,
-        pid_file: Path,
-        inherited_fds: Sequence[int] = (),
-        preloaded: PreloadedWorker | None = None,
-        python: str = sys.executable,
-    ) -> None:
+    def __init__(self, name: str, program: Program, output: LogFile, on_exit: OnExit, pid_file: Path) -> None:
         super().__init__(name, output.file, on_exit)
+        self._program = program
         self._output = output
-        self._module = module
-        self._config_file = config_file
-        self._env = env
         self._pid_file = pid_file
-        self._inherited_fds = inherited_fds
-        self._preloaded = preloaded
-        self._python = python
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
 
     @property
@@ -100,8 +88,8 @@ class ChildProcess(Supervised):
     async def run_once(self) -> int | None:
         self.num_starts += 1
         try:
-            if self._preloaded is not None:
-                await self._until_loaded(self._preloaded)
+            if self._program.preloaded is not None:
+                await self._until_loaded(self._program.preloaded)
             if self._stopping.is_set():
                 return None
             process = await self._start()
@@ -128,15 +116,7 @@ class ChildProcess(Supervised):
 
     async def _start(self) -> asyncio.subprocess.Process | ForkedProcess:
         """Raises OSError."""
-        self._process = process = await start_process(
-            self._module,
-            str(self._config_file),
-            self._output,
-            self._env,
-            self._inherited_fds,
-            self._preloaded,
-            self._python,
-        )
+        self._process = process = await self._program.start(self._output)
         self.last_pid = process.pid
         try:
             write_whole(self._pid_file, str(process.pid))

@@ -134,7 +134,7 @@ class ProcessConfigs:
             routing=msgspec.structs.replace(cluster.routing, num_proxies=cluster.proxies),
             media=cluster.media,
             logs=cluster.logs,
-            tokenizer_threads=cluster.tokenizer_threads,
+            reader_processes=cluster.reader_processes,
             media_threads=cluster.media_threads,
             media_cache_endpoint=place.media_cache_endpoint,
             media_cache_tcp_endpoint=place.media_cache_tcp_endpoint,
@@ -216,7 +216,7 @@ class ProcessConfigs:
 
     def _vllm_engine(self, role: Role) -> VllmEngineConfig:
         settings = self._cluster.engine_settings
-        assert settings.quantization != "int8"  # refused by `deploy.vllm_settings`
+        assert settings.quantization != "int8"  # refused by `deploy.cluster_config`
         return VllmEngineConfig(
             model=settings.model,
             dtype=settings.dtype,

@@ -5,22 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
-from tandem.deploy.cluster_config import ClusterConfig, bracketed
-from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
-from tandem.deploy.processes.child_process import ChildProcess
+from tandem.deploy.cluster_config import ClusterConfig, bracketed, ranks_per_gpu, with_device_defaults
+from tandem.deploy.processes.child_process import ChildProcess, Program
 from tandem.deploy.processes.engine_python import EnginePython, find_engine_python, vllm_environment
-from tandem.deploy.processes.gpus import least_used, visible_gpus
+from tandem.deploy.processes.gpu_environment import EXACT_PRODUCTS, gpu_environment, least_used, visible_gpus
 from tandem.deploy.processes.host_memory import HostMemory
 from tandem.deploy.processes.log_file import LogFile
-from tandem.deploy.processes.nccl_interface import EXACT_PRODUCTS, nccl_environment
 from tandem.deploy.processes.preloaded import VLLM_PRELOAD_MODULE, PreloadedWorker
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
@@ -111,7 +108,8 @@ class LocalSite(Site):
 
         on_endpoint(name, endpoint)
         config = self._configs.proxy(name, place)
-        return self._child(name, "tandem.proxy", config, env, exited, [listen_fd, admin_listen_fd])
+        program = Program("tandem.proxy", self._config_file(name), env, [listen_fd, admin_listen_fd])
+        return self._child(name, program, config, exited)
 
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
         if self._preloaded is not None:
@@ -142,11 +140,14 @@ class LocalSite(Site):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of[name])
         self.progress_files[name] = progress_file
         if self._python is not None:
-            vllm_config = self._configs.vllm_worker(role, name, place)
-            python = str(self._python.path)
-            return self._child(name, VLLM_WORKER_MODULE, vllm_config, env, on_exit, [], self._preloaded, python)
+            vllm_config, python = self._configs.vllm_worker(role, name, place), str(self._python.path)
+            program = Program(
+                VLLM_WORKER_MODULE, self._config_file(name), env, preloaded=self._preloaded, python=python
+            )
+            return self._child(name, program, vllm_config, on_exit)
         config = self._configs.worker(role, name, place)
-        return self._child(name, WORKER_MODULE, config, env, on_exit, preloaded=self._preloaded)
+        program = Program(WORKER_MODULE, self._config_file(name), env, preloaded=self._preloaded)
+        return self._child(name, program, config, on_exit)
 
     def _worker_environment(self, role: Role) -> dict[str, str]:
         env, exact = process_environment(self._cluster.num_threads(role)), self._cluster.engine_settings.exact
@@ -157,7 +158,7 @@ class LocalSite(Site):
                 self._folder
             )
         if self._gpus != []:  # there are GPUs, or it is not known
-            env |= nccl_environment(self._cluster.cluster_host or "127.0.0.1", os.environ)
+            env |= gpu_environment(self._cluster.cluster_host or "127.0.0.1", os.environ)
             if exact and self._python is None:
                 env |= EXACT_PRODUCTS
         return env
@@ -173,7 +174,8 @@ class LocalSite(Site):
         self.media_cache_endpoint = self._endpoint("media-cache")
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
         config = self._configs.media_cache(self.media_cache_endpoint, self._cluster.media_cache_endpoint)
-        return self._child("media-cache", "tandem.media_cache", config, env, on_exit)
+        program = Program("tandem.media_cache", self._config_file("media-cache"), env)
+        return self._child("media-cache", program, config, on_exit)
 
     def forget(self, name: str) -> None:
         self._gpus_of.pop(name, None)
@@ -203,22 +205,13 @@ class LocalSite(Site):
     def _endpoint(self, name: str) -> str:
         return f"ipc://{self._folder}/{name}.sock"
 
-    def _child(
-        self,
-        name: str,
-        module: str,
-        config: msgspec.Struct,
-        env: dict[str, str],
-        on_exit: OnExit,
-        inherited_fds: Sequence[int] = (),
-        preloaded: PreloadedWorker | None = None,
-        python: str = sys.executable,
-    ) -> ChildProcess:
-        config_file = self._folder / f"{name}.json"
-        write_whole(config_file, msgspec.json.encode(config))
+    def _config_file(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+    def _child(self, name: str, program: Program, config: msgspec.Struct, on_exit: OnExit) -> ChildProcess:
+        write_whole(program.config_file, msgspec.json.encode(config))
         output = LogFile(self._logs / f"{name}.log")
-        pid_file = self._folder / f"{name}.pid"
-        return ChildProcess(name, module, config_file, output, env, on_exit, pid_file, inherited_fds, preloaded, python)
+        return ChildProcess(name, program, output, on_exit, self._folder / f"{name}.pid")
 
 
 def make_disk_folder(folder: Path) -> None:

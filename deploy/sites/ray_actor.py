@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.deploy.processes.child_process import ChildProcess, start_process
+from tandem.deploy.processes.child_process import ChildProcess, Program
 from tandem.deploy.processes.engine_python import EnginePython, find_engine_python
+from tandem.deploy.processes.gpu_environment import gpu_environment
 from tandem.deploy.processes.log_file import LogFile
-from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.deploy.processes.runtime_dir import make_process_folder
 from tandem.deploy.processes.supervisor import MAX_RESTART_DELAY_S
@@ -76,9 +76,9 @@ class ProcessActor:
         node_id = ray.get_runtime_context().get_node_id()
         return NodePlace(ray.util.get_node_ip_address(), str(self._folder), node_id)
 
-    async def nccl_environment(self) -> dict[str, str]:
-        """See `deploy.processes.nccl_interface`. Raises ConfigError."""
-        return nccl_environment((await self.place()).host, os.environ)
+    async def gpu_environment(self) -> dict[str, str]:
+        """See `deploy.processes.gpu_environment`. Raises ConfigError."""
+        return gpu_environment((await self.place()).host, os.environ)
 
     async def start_media_cache(self, config: bytes, env: dict[str, str]) -> str:
         """Starts the media cache and returns its tcp endpoint, which it keeps when it is restarted.
@@ -89,15 +89,9 @@ class ProcessActor:
         config_file = Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('media-cache')}")
         config_file.write_bytes(config)
         output = LogFile(self._folder / "media-cache.log")
-        self._media_cache = cache = ChildProcess(
-            "media-cache",
-            "tandem.media_cache",
-            config_file,
-            output,
-            env,
-            lambda *_: True,
-            self._folder / "media-cache.pid",
-        )
+        program = Program("tandem.media_cache", config_file, env)
+        pid_file = self._folder / "media-cache.pid"
+        self._media_cache = cache = ChildProcess("media-cache", program, output, lambda *_: True, pid_file)
         end = partial(end_process, "the media cache is not supervised any more")  # the launcher replaces the actor
         self._running_cache = start_job(cache.run(), "the supervisor of the media cache", end)
         endpoint_file = Path(decoded.tcp_endpoint_file)
@@ -139,13 +133,12 @@ class ProcessActor:
         config_fd = os.memfd_create("config")
         try:
             os.write(config_fd, config)
-            config_file = f"/proc/self/fd/{config_fd}"
+            config_file = Path(f"/proc/self/fd/{config_fd}")
             python = sys.executable
             if self._engine_python is not None:
                 python, env = str(self._engine_python.path), env | self._engine_python.environment(self._folder)
-            self._process = await start_process(
-                module, config_file, self._output, env, [config_fd], self._preloaded, python
-            )
+            program = Program(module, config_file, env, [config_fd], self._preloaded, python)
+            self._process = await program.start(self._output)
         finally:
             os.close(config_fd)
         if self._limiting is None:

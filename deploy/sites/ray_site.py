@@ -16,10 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.deploy.cluster_config import ClusterConfig, bracketed
-from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
+from tandem.deploy.cluster_config import ClusterConfig, bracketed, ranks_per_gpu, with_device_defaults
 from tandem.deploy.processes.engine_python import vllm_environment
-from tandem.deploy.processes.nccl_interface import EXACT_PRODUCTS
+from tandem.deploy.processes.gpu_environment import EXACT_PRODUCTS
 from tandem.deploy.processes.preloaded import PRELOAD_MODULE
 from tandem.deploy.processes.process_configs import ProcessConfigs, process_environment
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
@@ -40,8 +39,7 @@ from tandem.runtime.tasks import keep_running
 try:
     import ray
 
-    from tandem.deploy.sites.ray_host_memory import RayHostMemory
-    from tandem.deploy.sites.ray_process import RayProcess
+    from tandem.deploy.sites.ray_process import RayHostMemory, RayProcess, RayProgram
 except ImportError as error:
     raise ConfigError("--ray needs Ray: pip install 'tandem-serve[ray]'") from error
 
@@ -107,9 +105,8 @@ class RaySite(Site):
     def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
         make_cache = self._media_cache if self._takes_media else None
-        log_file, bundle = self._logs / f"{name}.log", self._proxy_bundle
-        make = self._configs.proxy
-        process = RayProcess(name, "tandem.proxy", make, bundle, env, log_file, on_exit, on_endpoint, make_cache)
+        program = RayProgram("tandem.proxy", self._configs.proxy, self._proxy_bundle, env, make_media_cache=make_cache)
+        process = RayProcess(name, program, self._logs / f"{name}.log", on_exit, on_endpoint)
         process.set_api_keys(self._api_keys)
         return self._add(process)
 
@@ -132,20 +129,15 @@ class RaySite(Site):
         if self._cluster.engine == "vllm":
             env |= vllm_environment(self.on_gpus, self._cluster.engine_settings.exact)
             make_vllm, python = partial(self._configs.vllm_worker, role), self._cluster.engine_python
-            return self._add(
-                RayProcess(name, VLLM_WORKER_MODULE, make_vllm, bundle, env, log_file, on_exit, engine_python=python)
-            )
+            program = RayProgram(VLLM_WORKER_MODULE, make_vllm, bundle, env, engine_python=python)
+            return self._add(RayProcess(name, program, log_file, on_exit))
         if self.on_gpus and self._cluster.engine_settings.exact:
             env |= EXACT_PRODUCTS
         make = partial(self._configs.worker, role)
         num_bytes = self._cluster.host_bytes(role)
         memory = RayHostMemory(name, num_ranks, num_bytes) if num_bytes else None
-        return self._add(
-            RayProcess(
-                name, WORKER_MODULE, make, bundle, env, log_file, on_exit,
-                host_memory=memory, preload_module=PRELOAD_MODULE,
-            )
-        )  # fmt: skip
+        program = RayProgram(WORKER_MODULE, make, bundle, env, PRELOAD_MODULE)
+        return self._add(RayProcess(name, program, log_file, on_exit, host_memory=memory))
 
     def _add(self, process: RayProcess) -> RayProcess:
         process.set_proxy_endpoints(self._proxies)

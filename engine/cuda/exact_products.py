@@ -49,7 +49,7 @@ def exact_product(
 def use_exact_products() -> None:
     """Tells torch not to split products along the sum, and not to round sums on the way, in this process.
 
-    Only cuBLASLt can be told not to split. `deploy.processes.nccl_interface` takes the memory for it from both
+    Only cuBLASLt can be told not to split. `deploy.processes.gpu_environment` takes the memory for it from both
     libraries.
     """
     torch.backends.cuda.preferred_blas_library("cublaslt")

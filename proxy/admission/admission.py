@@ -11,8 +11,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.queue_delay import QueueDelayController
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.runtime.errors import InvalidRequest, Overloaded
 
 DEFAULT_PRIORITY = 0

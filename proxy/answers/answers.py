@@ -13,9 +13,9 @@ from msgspec import UNSET, UnsetType
 from tandem.protocol.messages.sampling import SampledToken
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.errors import error_body
+from tandem.proxy.answers.http_answers import KEEP_ALIVE
 from tandem.proxy.answers.json_parts import Holes, JsonArray, JsonText, Part, encode
 from tandem.proxy.answers.prompt_part import PromptPart, encode_prompt
-from tandem.proxy.answers.streaming_response import KEEP_ALIVE
 from tandem.proxy.api.answer_bodies import (
     ChatCompletionChunk,
     CompletionResponse,

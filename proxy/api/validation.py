@@ -9,9 +9,9 @@ import msgspec
 
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.proxy.admission.admission import MAX_INPUTS
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.chat_prompts import ChatPromptBuilder
-from tandem.proxy.api.field_checks import (
+from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
+from tandem.proxy.api.generation_fields import (
     FEW_STOP_STRINGS,
     MAX_STOP_SEARCHES,
     check_beam_search,
@@ -19,8 +19,11 @@ from tandem.proxy.api.field_checks import (
     check_stop_searches,
     check_stop_strings,
     check_truncation,
+    given_fields,
+    num_prompt_logprobs,
+    num_top,
+    sampling_params,
 )
-from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_api.content_blocks import without_unknown_blocks
 from tandem.proxy.api.messages_api.messages_request import CountTokensRequest, MessageRequest, to_chat
@@ -28,9 +31,12 @@ from tandem.proxy.api.request_settings import RequestSettings
 from tandem.proxy.api.responses_api.response_tools import ResponseTools
 from tandem.proxy.api.responses_api.responses_chat import to_chat as response_to_chat
 from tandem.proxy.api.responses_api.responses_chat import without_references, without_unknown
-from tandem.proxy.api.responses_api.responses_request import InputItem, ResponseRequest, options_of
-from tandem.proxy.api.responses_api.unknown_parts import without_unknown_fields
-from tandem.proxy.api.sampling_fields import given_fields, num_prompt_logprobs, num_top, sampling_params
+from tandem.proxy.api.responses_api.responses_request import (
+    InputItem,
+    ResponseRequest,
+    options_of,
+    without_unknown_fields,
+)
 from tandem.proxy.api.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -47,9 +53,9 @@ from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import InvalidMedia
 from tandem.proxy.parsers.reasoning import ReasoningFormat
 from tandem.proxy.parsers.tool_formats import ToolFormat
-from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
+from tandem.proxy.proxy_settings import AdmissionSettings
+from tandem.proxy.text.model_defaults import EmbeddingDefaults, SamplingDefaults
 from tandem.proxy.text.prompt import ChatPrompt, CompletionPrompt
-from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import InvalidRequest
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16

@@ -1,4 +1,7 @@
-"""Runs the lines of one batch: which is next, when a refused one is tried again, and what a dead proxy means."""
+"""Runs the lines of one batch: which is next, when a refused one is tried again, and what a dead proxy means.
+
+A line is a request to the application in this process, without a connection (`call`).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
 from tandem.proxy.admission.api_key import ApiKey
 from tandem.proxy.admission.fair_slots import FairSlots
@@ -20,7 +23,6 @@ from tandem.proxy.batches.batch import Failure, LineResponse, LineResult
 from tandem.proxy.batches.batch_lines import IndexedLine, request_body
 from tandem.proxy.batches.batch_store import BatchFiles, NoRoomForResults
 from tandem.proxy.batches.json_files import new_id
-from tandem.proxy.batches.local_call import call
 from tandem.runtime.errors import InternalError
 from tandem.runtime.tasks import start
 from tandem.runtime.threads import Threads
@@ -256,3 +258,43 @@ def _timed_out(result: LineResult) -> LineResult:
 
 def _expired(line: IndexedLine) -> LineResult:
     return _not_run(line, "batch_expired", "The request was not run within the batch's completion window.")
+
+
+async def call(
+    app: ASGIApp, path: str, body: bytes, host: str, key: ApiKey | None
+) -> tuple[int, dict[str, str], bytes]:
+    """Sends a POST request to the application. Returns status, headers and body of the answer.
+
+    Raises InternalError if the application ends before its answer is complete.
+    """
+    sent: list[Message] = []
+    given = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not given:
+            await asyncio.Event().wait()  # this client does not disconnect
+        return given.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+        "client": (host, 0),
+        "server": ("batch", 0),
+        "state": {} if key is None else {"api_key": key},
+    }
+    await app(scope, receive, send)
+    if len(sent) < 2 or sent[-1].get("more_body", False):
+        raise InternalError("the server failed while it wrote the answer")
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.proxy.cluster.held_prefixes import HeldPrefixes, find_held_prefixes
 from tandem.proxy.cluster.worker_load import WorkerUse
 from tandem.proxy.cluster.worker_record import WorkerRecord
 from tandem.proxy.cluster.worker_table import WorkerTable
@@ -202,6 +202,8 @@ class Router:
             alone_s = self._alone_s(prompt, held) * self._correction
             raise SLOUnreachable(predicted_s * self._correction, max_ttft_s, alone_s)
         num_uncached = held.num_uncached(prefill)
+        assert 0 <= num_uncached <= prompt.num_tokens and prefill.worker.epoch not in prompt.exclude
+        assert decode is None or decode is prefill or decode.worker.epoch in prefill.decode_peers
         num_blocks, itl_s = 0, 0.0
         if decode is not None:
             itl_s = decode.use.itl_slo_s if decode.use.prompts.total else decode.use.itl_s(prompt.num_sequences)
@@ -389,3 +391,41 @@ def _without(candidates: list[WorkerRecord], avoid: frozenset[str]) -> list[Work
     if not avoid:
         return candidates
     return [record for record in candidates if record.worker.epoch not in avoid] or candidates
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPrefixes:
+    """The prefixes of a prompt of num_tokens, by the workers' bits. Workers without any are absent."""
+
+    num_tokens: int
+    num_blocks: dict[int, int]
+    """Leading full blocks in the KV pool."""
+    beyond_pool: dict[int, int]
+    """Tokens beyond these, at least the last one, which is computed for its logits."""
+    beyond_tiers: dict[int, int]
+    """Tokens beyond the blocks in the pool and the tiers together, because a worker loads what its pool lacks."""
+
+    def num_uncached(self, record: WorkerRecord) -> int:
+        """Returns the tokens to compute on this worker, plus the tokens to load there times their cost, rounded up."""
+        num_computed = self.beyond_tiers.get(record.bit, self.num_tokens)
+        num_loaded = self.beyond_pool.get(record.bit, self.num_tokens) - num_computed
+        return num_computed + math.ceil(num_loaded * record.use.load_cost) if num_loaded else num_computed
+
+    def fewest_beyond(self) -> int:
+        """Returns the fewest tokens that any worker has neither in its pool nor in its tiers."""
+        return min(self.beyond_tiers.values(), default=self.num_tokens)
+
+
+def find_held_prefixes(table: WorkerTable, num_tokens: int, hashes: Sequence[int]) -> HeldPrefixes:
+    """hashes: short hashes of the prompt's full blocks, in order; empty for a prompt that must be computed."""
+    num_blocks = table.prefixes.depths(hashes)
+    beyond_pool = beyond_tiers = _num_beyond(num_tokens, table.block_size, num_blocks)
+    if not table.tier_prefixes.is_empty:
+        in_all = table.prefixes.depths(hashes, table.tier_prefixes)
+        beyond_tiers = _num_beyond(num_tokens, table.block_size, in_all)
+    return HeldPrefixes(num_tokens, num_blocks, beyond_pool, beyond_tiers)
+
+
+def _num_beyond(num_tokens: int, block_size: int, num_blocks: dict[int, int]) -> dict[int, int]:
+    most = (num_tokens - 1) // block_size
+    return {bit: num_tokens - block_size * min(number, most) for bit, number in num_blocks.items()}

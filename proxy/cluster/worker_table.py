@@ -1,5 +1,11 @@
 """The registered workers. Pure: messages and a clock value in, membership changes out.
 
+    on_register ──> takes work ── an order or a report that it drains ──> draining
+                      │    ^
+              on_ping v    │ on_pong
+                   unanswered
+    from each of them: silent, left, exited or restarted ──> lost, and forgotten but for what may still come of it
+
 A worker joins when it registers. It is lost when it falls silent, when it leaves, when the launcher reports that its
 process exited, or when the same worker_id registers from the same endpoint under a new epoch, which means that it was
 restarted. The same worker_id from another endpoint is refused while the first one lives. Epochs are unique, so they
@@ -10,7 +16,7 @@ A worker gets no prompts while it has not answered the proxy's last Ping, althou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -30,7 +36,6 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.messages.numerics import Numerics
-from tandem.proxy.cluster.exactness import exactness_of, unused_kinds
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_load import TypicalSpeed, WorkerUse
 from tandem.proxy.cluster.worker_record import (
@@ -138,6 +143,7 @@ class WorkerTable:
         )
         self._on_worker(record)
         self._rebuild()
+        assert len(self._by_epoch) <= MAX_WORKERS
         return MembershipChange([LostWorker(old, "it was restarted") for old in namesakes], [worker])
 
     def last_load(self, epoch: str) -> WorkerLoad:
@@ -180,6 +186,7 @@ class WorkerTable:
         """The worker must answer before it gets prompts (again). Returns the number of the ping."""
         record = self._by_epoch[epoch]
         had_answered = record.answers
+        assert record.last_pong <= record.last_ping
         record.last_ping += 1
         if had_answered:
             record.unanswered_since, record.reconnect_at = now, now + PONG_TIMEOUT_S
@@ -420,6 +427,8 @@ class WorkerTable:
         if len(self._lost_numerics) > MAX_WORKERS:
             del self._lost_numerics[next(iter(self._lost_numerics))]
         self._on_worker(record)
+        # A sequence that was sent there would wait for a worker that no report mentions any more.
+        assert not any(epoch in each.decode_peers for each in self._by_epoch.values())
         self._timers.forget(epoch)
         self.prefixes.leave(epoch)
         self.tier_prefixes.leave(epoch)
@@ -464,3 +473,88 @@ class WorkerTable:
             record.decode_peers[epoch] = peer
         else:
             record.decode_peers.pop(epoch, None)
+
+
+_MAX_SHOWN = 3
+"""Reasons that are listed, and workers that are named for each."""
+
+
+def exactness_of(records: Sequence[WorkerRecord], decode_may_prefill: bool) -> tuple[bool, str]:
+    """Returns whether answers are exact, and why or why not, for people; an empty text without workers.
+
+    decode_may_prefill: see `WorkerTable`.
+    """
+    if not records:
+        return False, ""
+    is_exact, text = _exactness(records)
+    unused = unused_kinds(records, decode_may_prefill)
+    return is_exact, f"{text}; {_listed(unused)}" if unused else text
+
+
+def _exactness(records: Sequence[WorkerRecord]) -> tuple[bool, str]:
+    by_problem: dict[str, list[str]] = {}
+    by_digest: dict[str, list[WorkerRecord]] = {}
+    for record in records:
+        by_digest.setdefault(record.numerics.digest, []).append(record)
+        if record.numerics.problem:
+            by_problem.setdefault(record.numerics.problem, []).append(record.worker.worker_id)
+    reasons = [f"{problem} ({_named(names)})" for problem, names in by_problem.items()]
+    if reasons:
+        return False, f"no: {_listed(reasons)}"
+    if len(by_digest) == 1:
+        return True, f"yes (numerics {next(iter(by_digest))})"
+    (first, *_), *others = by_digest.values()
+    differences = [_difference(first, other) for other, *_ in others]
+    if all(record.exact for record in records):
+        kinds = f"{len(by_digest)} kinds of workers, each of which continues its own answers only"
+        return True, f"yes, on {kinds}: {_listed(differences)}"
+    return (
+        False,
+        f"no: workers compute differently: {_listed(differences)}; --exact keeps an answer on workers of one kind",
+    )
+
+
+def unused_kinds(records: Sequence[WorkerRecord], decode_may_prefill: bool) -> list[str]:
+    """Returns which workers get no work, or little, because those of the other role compute differently.
+
+    Exact workers pair with their own kind only, so a kind without one of the roles serves no whole request.
+    """
+    exact = {record.numerics.digest for record in records if record.exact}
+    kinds: dict[str, list[WorkerRecord]] = {}  # all workers that are not exact pair with each other
+    for record in records:
+        if not record.draining:
+            kinds.setdefault(record.numerics.digest if record.numerics.digest in exact else "", []).append(record)
+    if len(kinds) < 2:  # what is missing is then missing in the whole cluster
+        return []
+    serves_all = decode_may_prefill and not any(record.role in PREFILL_ROLES for record in records)
+    found = []
+    for kind in kinds.values():
+        roles, names = {record.role for record in kind}, _named([record.worker.worker_id for record in kind])
+        if not roles & PREFILL_ROLES and not serves_all:
+            work = "only prompts that decode workers compute themselves" if decode_may_prefill else "no work"
+            found.append(f"{names} {_gets(kind)} {work}: no prefill worker computes alike, which --exact requires")
+        elif not roles & DECODE_ROLES:
+            work = "only prompts whose answer is one token"
+            found.append(f"{names} {_gets(kind)} {work}: no decode worker computes alike, which --exact requires")
+    return found
+
+
+def _gets(kind: Sequence[WorkerRecord]) -> str:
+    return "gets" if len(kind) == 1 else "get"
+
+
+def _difference(first: WorkerRecord, second: WorkerRecord) -> str:
+    difference = first.numerics.first_difference(second.numerics)
+    assert difference is not None  # their digests differ
+    field, ours, theirs = difference
+    return f"{field} is {ours} on {first.worker.worker_id} and {theirs} on {second.worker.worker_id}"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more
+
+
+def _listed(reasons: Sequence[str]) -> str:
+    more = f"; and {len(reasons) - _MAX_SHOWN} more" if len(reasons) > _MAX_SHOWN else ""
+    return "; ".join(reasons[:_MAX_SHOWN]) + more

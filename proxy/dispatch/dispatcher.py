@@ -9,7 +9,7 @@ A request in five steps:
    `on_ready`.
 4. `take` hands the tokens to the reader. An attempt that was preempted, or lost a worker, is followed by another one
    (`_start_over`, docs/adr/0013-migration.md).
-   Prompts that may have crashed two workers are tried apart from others (`proxy.dispatch.trials`).
+   Prompts that may have crashed two workers are tried apart from others (`proxy.dispatch.crashes`).
 5. `drop` ends the sequence. Workers that may still hold something for it are sent `AbortAttempt`.
 """
 
@@ -41,18 +41,29 @@ from tandem.protocol.messages.dispatch import (
 )
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.plausible import plausible_count, plausible_figure
-from tandem.protocol.messages.sampling import SamplingParams, StopConditions
+from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.prefix_hash import unpack_short_hashes
 from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Route, Router, SLOUnreachable
 from tandem.proxy.cluster.worker_table import MAX_WORKERS
-from tandem.proxy.dispatch.attempt import Attempt, SharedPrefill
-from tandem.proxy.dispatch.crashes import REFUSAL_S, RefusedPrompts, RequestCrashesWorkers
-from tandem.proxy.dispatch.prompt_messages import prompt_messages
-from tandem.proxy.dispatch.sequence import DispatchedSequence, Pixels, TokenDelta, sequences_that_crashed
-from tandem.proxy.dispatch.trials import Trials, WaitingPrompt
+from tandem.proxy.dispatch.crashes import (
+    REFUSAL_S,
+    RefusedPrompts,
+    RequestCrashesWorkers,
+    Trials,
+    sequences_that_crashed,
+)
+from tandem.proxy.dispatch.sequence import (
+    Attempt,
+    DispatchedSequence,
+    Pixels,
+    PromptTask,
+    SharedPrefill,
+    TokenDelta,
+    WaitingPrompt,
+    prompt_messages,
+)
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
-from tandem.proxy.text.prompt import Prompt
-from tandem.runtime.errors import InvalidRequest, Overloaded, TandemError, WorkerLost
+from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, TandemError, WorkerLost
 from tandem.runtime.tasks import start_job
 from tandem.telemetry.proxy_metrics import ProxyMetrics
 
@@ -108,38 +119,28 @@ class Dispatcher:
     # ---- called by the reader
 
     def start(
-        self,
-        prompt: Prompt,
-        samplings: list[SamplingParams],
-        stop: StopConditions,
-        deadline_s: float,
-        on_ready: Callable[[DispatchedSequence], None],
-        max_ttft_s: float | None = None,
-        pixels: Pixels | None = None,
-        numerics: str = "",
+        self, task: PromptTask, samplings: list[SamplingParams], on_ready: Callable[[DispatchedSequence], None]
     ) -> list[DispatchedSequence]:
         """Dispatches one prompt for as many sequences as there are samplings, which differ in their seeds.
 
-        The caller calls `take` after each `on_ready(sequence)`, and owes each sequence one `drop`. deadline_s,
-        max_ttft_s: seconds from now. pixels: of the prompt's media, if they may be released meanwhile. numerics: see
-        `DispatchedSequence`. Raises SLOUnreachable when the first token is predicted later than max_ttft_s, and
-        RequestCrashesWorkers for a prompt that is refused; then nothing is owed.
+        The caller calls `take` after each `on_ready(sequence)`, and owes each sequence one `drop`. Raises
+        SLOUnreachable when the first token is predicted later than the task's max_ttft_s, and RequestCrashesWorkers
+        for a prompt that is refused; then nothing is owed.
         """
-        self._refused.check(asyncio.get_running_loop().time(), prompt, samplings[0])
+        assert samplings
+        self._refused.check(asyncio.get_running_loop().time(), task.prompt, samplings[0])
         sequences: list[DispatchedSequence] = []
         for sampling in samplings:
-            sequences.append(
-                DispatchedSequence(prompt, sampling, stop, deadline_s, on_ready, sequences, pixels, numerics)
-            )
+            sequences.append(DispatchedSequence(task, sampling, on_ready, sequences))
         self._sequences.update(dict.fromkeys(sequences))
         self._metrics.running.inc(len(sequences))
         try:
-            self._begin(WaitingPrompt(sequences, max_ttft_s, self._wait_until()))
+            self._begin(WaitingPrompt(sequences, task.max_ttft_s, self._wait_until()))
         except SLOUnreachable:
             for sequence in sequences:
                 self.drop(sequence)
             raise
-        self._metrics.prompt_tokens.inc(prompt.num_tokens)
+        self._metrics.prompt_tokens.inc(task.prompt.num_tokens)
         return sequences
 
     def take(self, sequence: DispatchedSequence) -> TokenDelta | None:
@@ -149,7 +150,10 @@ class Dispatcher:
         """
         if not sequence.is_open:
             return None
-        delta = sequence.take()
+        try:
+            delta = sequence.take()
+        except AssertionError as error:
+            raise _defect(error) from error
         if delta is not None:
             attempt = sequence.attempt
             assert attempt is not None
@@ -170,7 +174,11 @@ class Dispatcher:
             sequence.close()
             del self._sequences[sequence]
             self._metrics.running.dec()
-            self._end_attempt(sequence)
+            try:
+                self._end_attempt(sequence)
+            except AssertionError as error:
+                _defect(error)  # logged, but not raised: the rest of the request must be ended, too
+            assert sequence.attempt is None and not sequence.is_wanted
             if self._trials.is_running:
                 self._run_trials()
 
@@ -202,7 +210,7 @@ class Dispatcher:
         if (pixels := sequence.pixels) is not None and not pixels.has_first_pixels:
             start_job(self._begin_with_pixels(waiting, pixels, delay_s), "making images and video again")
         elif delay_s:
-            asyncio.get_running_loop().call_later(delay_s, self._begin, waiting)
+            asyncio.get_running_loop().call_later(delay_s, self._begin_again, waiting)
         else:
             self._begin(waiting)
 
@@ -222,7 +230,7 @@ class Dispatcher:
             else:
                 for sequence in sequences:
                     sequence.prompt = replace(sequence.prompt, media=media)
-                self._begin(replace(waiting, until=self._wait_until()))
+                self._begin_again(replace(waiting, until=self._wait_until()))
                 return
 
     def _wait_until(self, delay_s: float = 0.0) -> float:
@@ -245,6 +253,14 @@ class Dispatcher:
             self._send_prompt(sequences, self._pick(sequences, closed, waiting.max_ttft_s))
         except NoWorkerReady as error:
             self._wait(waiting, error)
+
+    def _begin_again(self, waiting: WaitingPrompt) -> None:
+        """Dispatches a prompt that has waited. No reader of it is there to get an error, so its sequences get it."""
+        try:
+            self._begin(waiting)
+        except Exception as error:
+            for sequence in waiting.sequences:
+                sequence.fail(error if isinstance(error, TandemError) else _defect(error))
 
     def _wait(self, waiting: WaitingPrompt, error: NoWorkerReady) -> None:
         """Keeps the prompt until a worker is ready. Fails it with the error when it has waited for long enough."""
@@ -281,6 +297,9 @@ class Dispatcher:
                 except RequestCrashesWorkers as error:
                     for sequence in sequences:
                         sequence.fail(error)
+                except AssertionError as error:  # the suspect's, and not of the request whose event led here
+                    for sequence in sequences:
+                        sequence.fail(_defect(error))
             trials.suspects.popleft()
             trials.give_up()
         if trials.suspects or trials.is_running:
@@ -300,16 +319,14 @@ class Dispatcher:
         """Tries the waiting prompts again. Call when workers joined or pairs became ready."""
         waiting, self._waiting = self._waiting, []
         for each in waiting:
-            try:
-                self._begin(each)
-            except SLOUnreachable as error:
-                for sequence in each.sequences:
-                    sequence.fail(error)
+            self._begin_again(each)
 
     def _pick(
         self, sequences: list[DispatchedSequence], exclude: frozenset[str], max_ttft_s: float | None = None
     ) -> Route:
         """Chooses workers for a prompt and what was generated so far. Raises NoWorkerReady or SLOUnreachable."""
+        # Asserted here, too, because what `begin` refused would stay counted by the router.
+        assert all(each.may_begin for each in sequences)
         first = sequences[0]
         prompt, generated = first.prompt, first.generated
         num_prompt_logprobs = None if generated else prompt.num_prompt_logprobs
@@ -335,8 +352,9 @@ class Dispatcher:
         attempts: list[Attempt] = []
         for sequence in sequences:
             attempt = Attempt(f"{self._prefix}-{next(self._numbers)}", shared, sequence.notify, refused_at)
-            self._running[attempt.attempt_id] = attempt
+            assert sequence in self._sequences and attempt.attempt_id not in self._running
             sequence.begin(attempt)
+            self._running[attempt.attempt_id] = attempt
             attempts.append(attempt)
         attempt_ids = [attempt.attempt_id for attempt in attempts]
         transfer_id = f"{self._proxy_id}-{next(self._numbers)}"
@@ -353,12 +371,14 @@ class Dispatcher:
         attempt = sequence.end_attempt()
         if attempt is None:
             return
+        assert self._running[attempt.attempt_id] is attempt
         del self._running[attempt.attempt_id]
+        # The workers come first: if a count is wrong, they should not go on computing what nobody reads.
+        for worker in attempt.busy_workers:
+            self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
         self._trials.on_aborted(asyncio.get_running_loop().time(), attempt)
         attempt.prefill.end(None)
         self._router.sequence_ended(attempt.route)
-        for worker in attempt.busy_workers:
-            self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
 
     def _send(self, worker: WorkerInfo, attempts: list[Attempt], message: msgspec.Struct) -> None:
         try:
@@ -373,12 +393,15 @@ class Dispatcher:
     # ---- called by the connections to the workers
 
     def on_message(self, worker: WorkerInfo, message: AttemptEvent) -> None:
-        """Passes a message to its attempt. A message about an attempt that is over is ignored."""
+        """Passes a message to its attempt. A message about an attempt that is over is ignored.
+
+        A broken assertion ends the attempt that it is about, not the other streams of the message.
+        """
         now = self.clock()
         if isinstance(message, TokenBatch):
             for token in message.tokens:
                 if (attempt := self._find(worker, token.attempt_id)) is not None:
-                    attempt.on_new_token(token)
+                    _tell(attempt, attempt.on_new_token, token)
             for began in message.began:
                 if (attempt := self._find(worker, began.attempt_id)) is not None:
                     wait_s, step_s = plausible_figure(began.decode_wait_s), plausible_figure(began.step_s)
@@ -390,14 +413,14 @@ class Dispatcher:
             case FirstToken():
                 queue_s, prefill_s = plausible_figure(message.queue_s), plausible_figure(message.prefill_s)
                 attempt.times.on_first_token(now, queue_s, prefill_s)
-                attempt.on_first_token(message)
+                _tell(attempt, attempt.on_first_token, message)
             case DecodeReserved():
                 attempt.times.reserved_at = now
-                attempt.on_decode_reserved()
+                _tell(attempt, attempt.on_decode_reserved)
             case AttemptPreempted():
-                attempt.on_preempted(worker)
+                _tell(attempt, attempt.on_preempted, worker)
             case AttemptFailed():
-                attempt.on_failed(worker, message.error.to_error())
+                _tell(attempt, attempt.on_failed, worker, message.error.to_error())
 
     def _find(self, worker: WorkerInfo, attempt_id: str) -> Attempt | None:
         """Returns the attempt if it runs on this worker."""
@@ -427,15 +450,29 @@ class Dispatcher:
                 sequence.fail(RequestCrashesWorkers())
         if has_left:
             for sequence in self._sequences:
-                sequence.on_worker_left(worker)
+                _tell(sequence, sequence.on_worker_left, worker)
         error = WorkerLost(f"{worker.role} worker {worker.worker_id} was lost while it held the request: {reason}")
         # A worker that was only frozen must not finish sequences when it wakes up, and a connection that broke may have
         # lost aborts.
         self._connections.send(worker, AbortAllAttempts(self._proxy_id))
         for attempt in self._running.values():
             if attempt.runs_on(worker):
-                attempt.on_worker_lost(worker, error, in_order)
+                _tell(attempt, attempt.on_worker_lost, worker, error, in_order)
 
     def fail_all(self, error: TandemError) -> None:
         for sequence in self._sequences:
             sequence.fail(error)
+
+
+def _tell(stream: Attempt | DispatchedSequence, handler: Callable[..., None], *arguments: object) -> None:
+    """Calls a handler of the stream. What is wrong with one stream must not cost the others their tokens."""
+    try:
+        handler(*arguments)
+    except Exception as error:
+        stream.fail(_defect(error))
+
+
+def _defect(error: Exception) -> InternalError:
+    """Returns the error of a request whose state is wrong. It is not retried, because its tokens may be wrong too."""
+    log.error("a request is ended because its state is wrong", exc_info=error)
+    return InternalError("the proxy lost track of this request")

@@ -2,6 +2,12 @@
 
 `Generation.deltas` is the request's path through the proxy: admit, dispatch, detokenise, watch for stop strings.
 Streamed and whole answers share it. Closing the generator at any point aborts whatever is in flight.
+
+Three objects stand for each sequence of a request, each for one reader: `DispatchedSequence` (its tokens, whichever
+workers generate them), `SequenceText` (their text) and the endpoint's `Answers` (its choice in the answer).
+
+A beam search takes the same path, but asks prefill workers for one token of each beam at a time. They find all but the
+last block of a beam cached. `proxy.dispatch.beam_search` chooses the beams.
 """
 
 from __future__ import annotations
@@ -10,37 +16,76 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from tandem.protocol.messages.media import MediaKind
-from tandem.protocol.messages.sampling import FinishReason, SampledToken
-from tandem.proxy.admission.admission import Ticket
-from tandem.proxy.admission.answer_budget import HeldAnswer
+from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
+from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
+from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
+from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
 from tandem.proxy.admission.api_key import ApiKey
-from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import NoWorkerReady, SLOUnreachable
-from tandem.proxy.dispatch.beam_generation import BeamGeneration
-from tandem.proxy.dispatch.generation_services import GenerationServices
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
-from tandem.proxy.dispatch.sequence_text import PromptTokens, SequenceText, TextDelta
+from tandem.proxy.cluster.worker_table import WorkerTable
+from tandem.proxy.dispatch.beam_search import Beam, BeamSearch, check_search_size
+from tandem.proxy.dispatch.dispatcher import Dispatcher
+from tandem.proxy.dispatch.sequence import DispatchedSequence, PromptTask, TokenDelta
+from tandem.proxy.dispatch.sequence_text import PromptTokens, SequenceText, StopStrings, TextDelta
+from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.records.record_store import RecordStore
 from tandem.proxy.records.recording import Recording
 from tandem.proxy.text.detokenizer import Detokenizer
+from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
-from tandem.proxy.text.stop_strings import StopStrings
-from tandem.runtime.errors import TandemError
-from tandem.telemetry.proxy_metrics import SequenceTimer
-from tandem.telemetry.request_log import RequestRecord
+from tandem.proxy.text.token_text import TokenText
+from tandem.runtime.errors import ClientShareExceeded, Overloaded, TandemError
+from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
+from tandem.telemetry.request_log import RequestLog, RequestRecord
 
+CAPACITY_REASONS = ("queue_full", "slo", "no_room")
+"""Reasons of rejections, see `rejection_reason`, that more workers would remedy. A client that exceeds its own limit is
+not among them."""
 _SEQUENCES_PER_TURN = 16
-"""Sequences of one request that are started or served before the event loop runs again (about 2 ms). A request may have
-a thousand."""
+"""Sequences or beams of one request that are started or served before the event loop runs again (about 2 ms). A request
+may have a thousand."""
 _LOGPROBS_PER_SLICE = 1024
 """Encoding them takes about 2 ms of the event loop."""
 _PARSED_TOKENS_PER_SLICE = 256
 """Looking for thinking and tool calls in their text takes a few milliseconds of the event loop at most."""
+_TOKENS_PER_SLICE = 4096
+"""Collecting a beam's tokens takes about 0.5 ms for so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationServices:
+    """The parts of a proxy that every request for generation uses."""
+
+    text: ModelText
+    token_text: TokenText
+    readers: ReaderPool
+    worker_table: WorkerTable
+    admission: Admission
+    answer_budget: AnswerBudget
+    dispatcher: Dispatcher
+    metrics: ProxyMetrics
+    requests: RequestLog
+    request_timeout_s: float
+    ttft_slo_s: float | None
+    """A request whose first token is predicted later is refused; None for no SLO."""
+    records: RecordStore | None = field(default=None, kw_only=True)
+    """None where no requests are recorded."""
+
+
+@dataclass(eq=False)
+class _PromptSearch:
+    """The beam search over one prompt."""
+
+    prompt: Prompt
+    beams: BeamSearch
+    numerics: str = ""
+    """See `DispatchedSequence`: all steps of an exact search are computed alike."""
 
 
 class Generation:
@@ -106,7 +151,7 @@ class Generation:
             self.held.reserve(self.request.num_held_bytes(self.record.num_prompt_tokens))
             ticket = services.admission.admit(self._client, prompt_tokens, self.request.priority, fail)
             num_open = len(prompt_tokens)
-            generate = self._beams().deltas if self.request.use_beam_search else self._sampled
+            generate = self._beams if self.request.use_beam_search else self._sampled
             async with aclosing(generate(prompts, opened, ticket)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason is not None:
@@ -197,8 +242,106 @@ class Generation:
                 if delta.finish_reason is not None:
                     break
 
-    def _beams(self) -> BeamGeneration:
-        return BeamGeneration(self._services, self.request, self.record, self._deadlines, self._shown_prompt)
+    async def _beams(
+        self, prompts: list[Prompt], opened: dict[DispatchedSequence, None], ticket: Ticket
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Yields one delta for each of the n best beams of each prompt. opened: receives the sequences."""
+        request = self.request
+        searches = [_PromptSearch(prompt, self._search(prompt)) for prompt in prompts]
+        check_search_size(request.n, [(each.prompt.num_tokens, each.beams.max_tokens) for each in searches])
+        is_first_step = True
+        while running := [each for each in searches if not each.beams.is_over]:
+            beams = [(search, token_ids) for search in running for token_ids in search.beams.token_ids]
+            found = await self._next_tokens(beams, opened, is_first_step)
+            if is_first_step:
+                for index in range(len(prompts) * request.n):
+                    ticket.on_first_token(index)
+            is_first_step = False
+            number = 0
+            for search in running:
+                for _ in search.beams.running:
+                    search.beams.add(found[number])
+                    number += 1
+                    if number % _SEQUENCES_PER_TURN == 0:
+                        await asyncio.sleep(0)
+                search.beams.advance()
+        for number, search in enumerate(searches):
+            for index, beam in enumerate(search.beams.best(), start=number * request.n):
+                yield await self._beam_delta(search.prompt, beam, index)
+
+    def _search(self, prompt: Prompt) -> BeamSearch:
+        request, services = self.request, self._services
+        stop = request.stop_conditions(prompt.num_tokens, services.worker_table.limits(), services.text.eos_token_ids)
+        return BeamSearch(
+            request.n,
+            stop.max_tokens,
+            stop.stop_token_ids,
+            request.length_penalty,
+            prompt.num_tokens,
+            request.base_sampling.logprobs or 0,
+        )
+
+    async def _next_tokens(
+        self, beams: list[tuple[_PromptSearch, bytes]], opened: dict[DispatchedSequence, None], is_first_step: bool
+    ) -> list[TokenLogprobs]:
+        """Returns the most likely next tokens of each beam. beams: (search, packed tokens that follow its prompt)."""
+        dispatcher, request = self._services.dispatcher, self.request
+        num_top = max(BeamSearch.num_candidates(request.n), request.base_sampling.logprobs or 0)
+        sampling = SamplingParams(temperature=0.0, logprobs=num_top)
+        ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
+        deadline_s, first_deadline_s = self._deadlines()
+        max_ttft_s = first_deadline_s if is_first_step else None
+        waiting: dict[DispatchedSequence, int] = {}
+        for number, (search, token_ids) in enumerate(beams):
+            if number % _SEQUENCES_PER_TURN == _SEQUENCES_PER_TURN - 1:
+                await asyncio.sleep(0)
+            prompt = _extended(search.prompt, token_ids)
+            task = PromptTask(prompt, StopConditions(1), deadline_s, max_ttft_s, numerics=search.numerics)
+            [sequence] = dispatcher.start(task, [sampling], ready.put_nowait)
+            waiting[sequence] = number
+            opened[sequence] = None
+        found: dict[int, TokenLogprobs] = {}
+        num_taken = 0
+        while len(found) < len(beams):
+            num_taken += 1
+            if num_taken % _SEQUENCES_PER_TURN == 0:
+                await asyncio.sleep(0)
+            sequence = await ready.get()
+            if (taken := dispatcher.take(sequence)) is None:
+                continue
+            if is_first_step:
+                self.record.num_cached_tokens += taken.num_cached_tokens
+            logprobs = taken.tokens[0].logprobs
+            assert logprobs is not None
+            number = waiting[sequence]
+            found[number] = logprobs
+            beams[number][0].numerics = sequence.numerics
+            dispatcher.drop(sequence)
+            del opened[sequence]
+        return [found[number] for number in range(len(beams))]
+
+    async def _beam_delta(self, prompt: Prompt, beam: Beam, index: int) -> TextDelta:
+        services, request = self._services, self.request
+        timer = SequenceTimer(services.metrics, self.record.arrived_at, [])
+        self.record.sequences.append(timer)
+        timer.on_tokens(services.dispatcher.clock(), beam.length)
+        detokenizer = Detokenizer(services.text.tokenizer, prompt.token_ids, request.skip_special_tokens)
+        text = SequenceText(index, detokenizer, StopStrings([]), timer, services.dispatcher.clock)
+        tokens: list[SampledToken] = []
+        for token in beam.backwards():
+            tokens.append(token)
+            if len(tokens) % _TOKENS_PER_SLICE == 0:
+                await asyncio.sleep(0)
+        tokens.reverse()
+        shown = await self._shown_prompt(prompt, index)
+        if beam.end is None:
+            delta = await text.push(tokens, "length", True, shown)
+        else:
+            delta = await text.push([*tokens, beam.end], "stop", True, shown)
+            kept = delta.tokens if request.include_stop_str_in_output else tokens
+            delta = msgspec.structs.replace(delta, tokens=kept, stop_reason=beam.end.token_id)
+        self.record.num_completion_tokens += len(delta.tokens)
+        return delta
 
     def _prompts(self) -> list[Prompt]:
         """Returns the prompts as they are dispatched. Raises InvalidRequest for tokens that the model does not have."""
@@ -236,9 +379,8 @@ class Generation:
         samplings = request.samplings()
         if self._recording is not None:
             samplings = self._recording.on_prompt(prompt, stop, samplings)
-        for sequence in services.dispatcher.start(
-            prompt, samplings, stop, deadline_s, ready.put_nowait, max_ttft_s, request.media_lease
-        ):
+        task = PromptTask(prompt, stop, deadline_s, max_ttft_s, request.media_lease)
+        for sequence in services.dispatcher.start(task, samplings, ready.put_nowait):
             timer = SequenceTimer(services.metrics, self.record.arrived_at, sequence.times)
             self.record.sequences.append(timer)
             opened[sequence] = None
@@ -301,3 +443,24 @@ class Generation:
         if request.echo:
             echo = await self._services.readers.text_of(prompt.token_ids, prompt.is_text, self._client)
         return PromptTokens(prompt.token_ids, echo, logprobs or [], prompt.is_text)
+
+
+def _extended(prompt: Prompt, token_ids: bytes) -> Prompt:
+    """Returns the prompt with a beam's tokens. Its hashes are of the prompt alone, which is enough for routing."""
+    num_tokens = prompt.num_tokens + len(token_ids) // BYTES_PER_TOKEN
+    return replace(prompt, token_ids=prompt.token_ids + token_ids, num_tokens=num_tokens)
+
+
+def rejection_reason(error: TandemError) -> str | None:
+    """Returns the label of a refusal by a limit, or None for any other error."""
+    match error:
+        case ClientLimitExceeded() | ClientShareExceeded():
+            return "client_limit"
+        case QueueFull():
+            return "queue_full"
+        case SLOUnreachable():
+            return "slo"
+        case Overloaded():
+            return "no_room"
+        case _:
+            return None

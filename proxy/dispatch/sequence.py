@@ -1,10 +1,24 @@
-"""One sequence from its first dispatch to its end, over as many attempts as it takes.
+"""One sequence of tokens: over all its attempts (`DispatchedSequence`), and within one (`Attempt`). No sockets.
 
-    waiting <-> in flight -> ended
+A sequence waits for workers, or one attempt of it is in flight, until it ends. An attempt that is preempted, or that
+loses a worker, does not end it: the prompt of the next attempt is the prompt and all tokens generated so far.
 
-Waiting: no worker can take it at present. In flight: an attempt runs (`proxy.dispatch.attempt`). An attempt that loses
-a worker does not end the sequence: the prompt of the next attempt is the prompt and all tokens generated so far.
-Tokens of an earlier attempt find no entry in the dispatcher's table, so each token is delivered once.
+    waiting ── begin ──> in flight ── take: a delta with a finish_reason ──> ended
+       ^                     │
+       └─ end_attempt ───────┘    fail, close: from both to ended
+
+Within an attempt, the messages of the prefill and the decode worker come in any order. `Attempt` makes one stream of
+them: first the first token, and this only once decode has reserved blocks, so that a stream that has begun does not
+stall; then decode's tokens. What was released before an error is delivered before it.
+
+    sent ── FirstToken ──> prefilled ───┐
+      │                                 ├──> released ── NewToken ... ──> finished (`finish_reason`)
+      └── DecodeReserved ──> reserved ──┘
+    AttemptPreempted, in any of these: preempted, and over once the first token has come or cannot come
+    AttemptFailed, a lost worker, the deadline: failed (`error`), unless it has finished
+
+Tokens of an earlier attempt find no entry in the dispatcher's table, so each token is delivered once. A broken
+assertion in a method here ends this sequence alone, see `Dispatcher.on_message`.
 """
 
 from __future__ import annotations
@@ -12,17 +26,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Protocol
 
 import msgspec
 
+from tandem.protocol.messages.dispatch import FirstToken, NewToken, PrepareDecode, StartPrefill
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.plausible import plausible_count
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions
-from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.crashes import SUSPECT_DEATHS, prompt_digest
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.proxy.cluster.router import Route, Router
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
@@ -32,6 +49,231 @@ MAX_LOST_ATTEMPTS = 8
 """Attempts that may fail through no fault of the sequence. After that the sequence is taken to be the cause."""
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 1.0
 """Wait before a retry after the second failure; doubled with each further one, up to the maximum."""
+SUSPECT_DEATHS = 2
+"""Deaths of workers after which a sequence is tried apart from others (`proxy.dispatch.crashes`)."""
+
+
+class SharedPrefill:
+    """The prefill of one dispatch. The router counts it once, however many sequences of the prompt share it.
+
+    started_at: seconds of the monotonic clock.
+    """
+
+    def __init__(self, router: Router, route: Route, started_at: float) -> None:
+        self.route = route
+        self.started_at = started_at
+        self._router = router
+        self._has_ended = False
+
+    def end(self, first_token_at: float | None) -> bool:
+        """The first token came, or (None) will not come. Returns False when the prefill had already ended."""
+        if self._has_ended:
+            return False
+        self._has_ended = True
+        self._router.prefill_ended(self.route, None if first_token_at is None else first_token_at - self.started_at)
+        return True
+
+
+class Attempt:
+    """One dispatch of a sequence. Ends once: with `finish_reason`, with `error`, or with `preempted`, after the tokens
+    that are not taken yet.
+
+    on_change: called when there are tokens to take, and at the end. `suspects` are the workers that may have caused the
+    error. `has_lost_worker` means that a worker of the attempt was lost and the other one is not to blame.
+    `is_excused` means that a worker of the attempt has left in order, so its failure says nothing about the sequence.
+    `busy_workers` may still hold something for the attempt. refused_at: by epoch of the worker that dies, the number of
+    deaths at which this attempt is the cause; empty while other prompts may be, see `proxy.dispatch.crashes`.
+    """
+
+    def __init__(
+        self,
+        attempt_id: str,
+        prefill: SharedPrefill,
+        on_change: Callable[[], None],
+        refused_at: Mapping[str, int] | None = None,
+    ) -> None:
+        route = prefill.route
+        self.attempt_id = attempt_id
+        self.prefill = prefill
+        self.route = route
+        self.times = AttemptTimes(
+            prefill.started_at,
+            attempt_id,
+            route.prefill.worker_id,
+            route.decode.worker_id if route.decode is not None else "",
+            is_shipped=route.is_shipped,
+            placement=route.placement,
+            predicted_ttft_s=route.ttft_s,
+            predicted_itl_s=route.itl_s,
+        )
+        self.first_token: FirstToken | None = None  # without its prompt_logprobs
+        self._prompt_logprobs: list[bytes] | None = None  # packed
+        self.finish_reason: FinishReason | None = None
+        self.error: TandemError | None = None
+        self.preempted = False
+        self.has_lost_worker = False
+        self.is_excused = False
+        self.suspects: list[WorkerInfo] = []
+        self.busy_workers = route.workers
+        self.refused_at = refused_at or {}
+        self._on_change = on_change
+        self._may_have_killed = False
+        self._decode_reserved = len(route.workers) == 1  # a worker that also decodes has the blocks
+        self._decode_tokens: list[NewToken] = []  # held until the first token is released
+        self._first_released = False
+        self._num_decoded = 0
+        self._tokens: list[SampledToken] = []  # released, but not taken
+
+    # ---- events
+
+    def on_first_token(self, message: FirstToken) -> None:
+        if self.first_token is None:
+            self._prompt_logprobs = message.prompt_logprobs
+            self.first_token = msgspec.structs.replace(message, prompt_logprobs=None)
+            self._release()
+
+    def on_decode_reserved(self) -> None:
+        self._decode_reserved = True
+        self._release()
+
+    def on_new_token(self, token: NewToken) -> None:
+        self._decode_reserved = True  # it decodes, so it has reserved
+        self._decode_tokens.append(token)
+        self._release()
+
+    def on_preempted(self, worker: WorkerInfo) -> None:
+        """The last message of `worker`, which had no blocks left. All tokens that it sampled have arrived.
+
+        Decode's may come before the first token. The attempt is over once that token has come.
+        """
+        self._decode_reserved = True
+        if worker == self.route.decode:
+            self.busy_workers.clear()  # prefill has shipped all that decode needed
+        else:
+            self._on_worker_done(worker)
+        self.preempted = True
+        if worker == self.route.prefill and self.first_token is None:
+            self._on_change()  # no first token will come
+        else:
+            self._release()
+
+    def on_failed(self, worker: WorkerInfo, error: TandemError) -> None:
+        """The last message of `worker`. When it lost something, it lost it to the other worker."""
+        self._on_worker_done(worker)
+        self.fail(error, suspects=[other for other in self.route.workers if other != worker])
+
+    def on_worker_lost(self, worker: WorkerInfo, error: TandemError, in_order: bool) -> None:
+        """Ends the attempt, unless only prefill was lost and decode may need it no more.
+
+        Behind its first token a sequence may wait on decode for long, for a place in a step. A prefill worker that
+        ends in order has shipped all blocks by then, or decode says that they are missing. It does not say so of
+        transfers that are aborted, so all other losses end the attempt.
+        """
+        may_go_on = self._first_released and (self.has_decoded or in_order)
+        if self.route.is_shipped and worker == self.route.prefill and may_go_on:
+            self._on_worker_done(worker)
+        elif not self.preempted or not self._first_released:
+            self.has_lost_worker = True
+            self.fail(error, suspects=[worker])  # it may still run, behind a broken connection
+
+    def may_have_killed(self, worker: WorkerInfo) -> bool:
+        """Whether the attempt may be the cause of this worker's death: its part there had not succeeded.
+
+        True once, so that a host that fails with both workers counts as one death.
+        """
+        if self._may_have_killed or not self.is_unproven_on(worker):
+            return False
+        self._may_have_killed = True
+        return True
+
+    def fail(self, error: TandemError, suspects: Sequence[WorkerInfo] = ()) -> None:
+        assert all(self.runs_on(each) for each in suspects)
+        if suspects:
+            self.suspects = list(suspects)
+        if not self.has_ended:  # a stream that is complete stays complete, whatever its workers do afterwards
+            self.error = error
+            self._on_change()
+
+    def take_prompt_logprobs(self) -> list[bytes] | None:
+        """Returns the packed log-probabilities of the prompt once, because they are large."""
+        logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return logprobs
+
+    # ---- state
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def has_decoded(self) -> bool:
+        """Whether a decode step of the sequence has succeeded."""
+        return self._num_decoded > 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_ended or self.preempted
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the attempt has decoded, or has ended without a need to."""
+        return self.has_decoded or self.finish_reason is not None
+
+    def is_unproven_on(self, worker: WorkerInfo) -> bool:
+        """Whether the attempt may crash this worker: its part there has neither succeeded nor ended."""
+        is_over = self.preempted or (self.error is not None and worker not in self.suspects)
+        return self.runs_on(worker) and not is_over and not self._has_succeeded_on(worker)
+
+    def may_be_computed_by(self, worker: WorkerInfo) -> bool:
+        """Whether the worker may compute the attempt for the first time, even if it is over for the proxy."""
+        return worker in self.busy_workers and not self._has_succeeded_on(worker)
+
+    def _has_succeeded_on(self, worker: WorkerInfo) -> bool:
+        has_prefilled = self.route.is_shipped and worker == self.route.prefill and self.first_token is not None
+        return self.is_proven or has_prefilled
+
+    def runs_on(self, worker: WorkerInfo) -> bool:
+        return any(each.epoch == worker.epoch for each in self.route.workers)
+
+    def take(self) -> list[SampledToken]:
+        """Returns the tokens released since the last call."""
+        assert self._first_released or not self._tokens
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+    def _release(self) -> None:
+        """Releases the tokens that may be shown by now, in their order. Each transition ends here."""
+        if self.has_ended or self.first_token is None:
+            return
+        first = self.first_token
+        if not self._first_released:
+            if first.finish_reason is None and not self._decode_reserved:
+                return  # showing it now would shorten the TTFT and move the wait for blocks into the stream
+            assert not self._tokens and not self._num_decoded
+            self._first_released = True
+            self._tokens.append(first.token)
+            if first.finish_reason is not None:
+                self._on_worker_done(self.route.prefill)  # the prepared decode worker gets an abort
+                self.finish_reason = first.finish_reason
+        for token in self._decode_tokens:
+            if self.finish_reason is not None:
+                break
+            self._add(token)
+        self._decode_tokens.clear()
+        assert len(self._tokens) <= 1 + self._num_decoded and self.error is None
+        self._on_change()
+
+    def _add(self, token: NewToken) -> None:
+        assert self._first_released and self.finish_reason is None
+        self._num_decoded += 1
+        self._tokens.append(token.token)
+        if token.finish_reason is not None:
+            self.busy_workers.clear()  # decode has ended the sequence, and prefill ended when decode began
+            self.finish_reason = token.finish_reason
+
+    def _on_worker_done(self, worker: WorkerInfo) -> None:
+        if worker in self.busy_workers:
+            self.busy_workers.remove(worker)
 
 
 class TokenDelta(msgspec.Struct, frozen=True):
@@ -60,58 +302,75 @@ class Pixels(Protocol):
         """Returns the items so that another attempt can read them. Raises TandemError."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTask:
+    """A prompt, and what all sequences that are generated for it have in common."""
+
+    prompt: Prompt
+    stop: StopConditions
+    deadline_s: float
+    """Seconds from now until the sequences fail with DeadlineExceeded."""
+    max_ttft_s: float | None = None
+    """Seconds from now; the prompt is refused if its first token is predicted later. None for no limit."""
+    pixels: Pixels | None = None
+    """Those of the prompt's media, if they may be released before the sequences end."""
+    numerics: str = ""
+    """Digest of the numerics that must compute the sequences; empty for any."""
+
+
 class DispatchedSequence:
     """Ends once: with a delta that has a finish_reason, with `error`, or when it is closed. Has one reader.
 
-    deadline_s: seconds from now until the sequence fails with DeadlineExceeded. on_ready(sequence): called when the
-    reader has something to take, and not again until it has been taken. siblings: the sequences of the same prompt,
-    including this one. avoid: epochs of the workers suspected of the last failure. near: epoch of the last decode
-    worker, unless it is in `avoid`. num_deaths: of workers, since the last decoded token, that it may have caused.
-    num_failed_steps: steps with this sequence, since it last decoded without an error, whose failure ended a worker.
-    has_failed_unproven: whether it had not decoded yet in one of them. pixels: of the prompt's media, if they may be
-    released before the sequence ends. numerics: digest of the numerics that must compute it, which those of the first
-    token are if they are exact; empty for any.
-    num_trials: how often it was tried as a suspect.
+    on_ready(sequence): called when the reader has something to take, and not again until it has been taken. siblings:
+    the sequences of the same prompt, including this one.
     """
 
     def __init__(
         self,
-        prompt: Prompt,
+        task: PromptTask,
         sampling: SamplingParams,
-        stop: StopConditions,
-        deadline_s: float,
         on_ready: Callable[[DispatchedSequence], None],
         siblings: Sequence[DispatchedSequence],
-        pixels: Pixels | None = None,
-        numerics: str = "",
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.pixels = pixels
-        self.prompt = prompt
+        self.prompt = task.prompt
         self.sampling = sampling
-        self.stop = stop
-        self.deadline = loop.time() + deadline_s
+        self.stop = task.stop
+        self.pixels = task.pixels
+        self.deadline = loop.time() + task.deadline_s
         self.siblings = siblings
         self.generated: list[int] = []  # token ids that were delivered
         self.times: list[AttemptTimes] = []  # of each attempt
         self.attempt: Attempt | None = None
         self.error: TandemError | None = None
-        self.num_lost = 0
-        self.num_deaths = 0
-        self.num_failed_steps = 0
-        self.has_failed_unproven = False
-        self.num_trials = 0
-        self.avoid: frozenset[str] = frozenset()
-        self.near = ""
-        self.numerics = numerics
         self.is_open = True
+        # Where the next attempt goes.
+        self.avoid: frozenset[str] = frozenset()
+        """Epochs of the workers suspected of the last failure."""
+        self.near = ""
+        """Epoch of the last decode worker, unless it is in `avoid`: it may have kept blocks."""
+        self.numerics = task.numerics
+        """Those of the first token, if they are exact: one answer is computed alike."""
+        # What it may have caused, see `proxy.dispatch.crashes`. A decoded token clears the deaths and failed steps.
+        self.num_lost = 0
+        """Attempts that failed, unless they are excused."""
+        self.num_deaths = 0
+        """Deaths of workers since the last decoded token that it may have caused."""
+        self.num_failed_steps = 0
+        """Steps with this sequence, since it last decoded without an error, whose failure ended a worker."""
+        self.has_failed_unproven = False
+        """Whether it had not decoded yet in one of them."""
+        self.num_trials = 0
+        """How often it was tried as a suspect."""
         self._lost_attempts: list[Attempt] = []  # since the last decoded token
         self._on_ready = on_ready
         self._is_ready = False
-        late = DeadlineExceeded(f"the request was not finished within its {deadline_s:.3g} s")
+        late = DeadlineExceeded(f"the request was not finished within its {task.deadline_s:.3g} s")
         self._timer = loop.call_at(self.deadline, self.fail, late)
 
     def begin(self, attempt: Attempt) -> None:
+        """An attempt was made, whose messages are sent next."""
+        assert self.may_begin
         self.attempt = attempt
         self.times.append(attempt.times)
 
@@ -130,7 +389,8 @@ class DispatchedSequence:
     def on_lost(self, attempt: Attempt) -> float | None:
         """Handles a failed attempt. Returns the seconds to wait before the next one, or None when it is the last."""
         error = attempt.error
-        assert error is not None
+        assert error is not None and attempt.finish_reason is None
+        assert self.is_wanted and self.attempt is None
         self._lost_attempts.append(attempt)
         decode, prefill = attempt.route.decode, attempt.route.prefill
         self.avoid = frozenset(worker.epoch for worker in attempt.suspects)
@@ -194,6 +454,7 @@ class DispatchedSequence:
             if attempt.runs_on(worker) and not attempt.is_excused:
                 attempt.is_excused = True
                 self.num_lost -= attempt is not self.attempt  # it was counted before
+        assert self.num_lost >= 0
 
     def _unproven_attempts(self) -> list[Attempt]:
         """Returns the attempt that runs, if any, and those that were lost since the last decoded token."""
@@ -206,6 +467,7 @@ class DispatchedSequence:
 
     def take(self) -> TokenDelta | None:
         """Returns the tokens since the last call, or None when there are none."""
+        assert self.is_open
         self._is_ready = False
         attempt = self.attempt
         if attempt is None or not (tokens := attempt.take()):
@@ -221,6 +483,8 @@ class DispatchedSequence:
         if is_first:
             self.numerics = self.numerics or attempt.route.numerics
         self.generated += [token.token_id for token in tokens]
+        # The workers count, too: a decode worker that is told another num_generated would run on behind the limit.
+        assert len(self.generated) <= self.stop.max_tokens
         if not is_first:
             return TokenDelta(tokens, attempt.finish_reason)
         assert attempt.first_token is not None
@@ -230,6 +494,8 @@ class DispatchedSequence:
         return TokenDelta(tokens, attempt.finish_reason, True, num_cached_tokens, logprobs, embedding)
 
     def close(self) -> None:
+        """The reader wants no more. The dispatcher ends the attempt, if one is in flight."""
+        assert self.is_open
         self.is_open = False
         self._timer.cancel()
 
@@ -244,6 +510,11 @@ class DispatchedSequence:
         return self.is_open and self.error is None
 
     @property
+    def may_begin(self) -> bool:
+        """Whether another attempt is possible. Two at once would deliver tokens twice."""
+        return self.is_wanted and self.attempt is None and len(self.generated) < self.stop.max_tokens
+
+    @property
     def is_suspect(self) -> bool:
         return self.num_deaths >= SUSPECT_DEATHS
 
@@ -254,26 +525,73 @@ class DispatchedSequence:
         return self.is_wanted and attempt is not None and attempt.is_over and attempt.finish_reason is None
 
 
-def sequences_that_crashed(
-    worker: WorkerInfo, sequences: Iterable[DispatchedSequence], attempt_ids: frozenset[str]
-) -> list[DispatchedSequence]:
-    """Counts the crash of a worker. Returns the sequences of the prompt that is the cause, if that is certain by now.
+@dataclass(frozen=True, slots=True)
+class WaitingPrompt:
+    """Sequences of one prompt that are dispatched together. They wait for a worker until loop time `until`."""
 
-    attempt_ids: of the step that crashed it; empty if they are not known. Then every prompt that the worker held and
-    had not begun to decode may be the cause. Else a prompt is the cause that is the only one in two such steps, unless
-    it had decoded in the first one and is beside a new prompt in the second: then each may have had a cause of its own.
+    sequences: list[DispatchedSequence]
+    max_ttft_s: float | None
+    until: float
+
+
+def prompt_digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
+    """Hashes the client and everything that a worker computes, except the seed. About a millisecond for a megabyte."""
+    shape = msgspec.structs.replace(sampling, seed=0)
+    media = [(item.digest, item.spans) for item in prompt.media]
+    parts = msgspec.msgpack.encode(
+        (prompt.token_ids, media, prompt.num_prompt_logprobs, shape, prompt.adapter, prompt.pooling, prompt.cache_salt)
+    )
+    return sha256(parts).digest()
+
+
+def prompt_messages(
+    now: float,
+    proxy_id: str,
+    transfer_id: str,
+    sequences: Sequence[DispatchedSequence],
+    attempt_ids: list[str],
+    route: Route,
+    media_cache: str,
+) -> tuple[PrepareDecode | None, StartPrefill]:
+    """Returns the messages to the decode worker, if it is another one, and to the worker that prefills.
+
+    now: loop time. sequences: of one prompt, with the same tokens generated so far. attempt_ids: one for each.
     """
-    if not attempt_ids:
-        return [each for each in sequences if each.on_worker_died(worker)]
-    sequences = list(sequences)
-    before = {each.digest for each in sequences if each.num_failed_steps}
-    new_before = {each.digest for each in sequences if each.has_failed_unproven}
-    named = [each for each in sequences if each.on_step_failed(worker, attempt_ids)]
-    again = [each for each in named if each.digest in before]
-    possible = {each.digest for each in again}
-    if not possible <= new_before:
-        possible |= {each.digest for each in named if each.has_failed_unproven}
-    if len(possible) > 1:
-        again = [each for each in again if each.is_refused_at(worker)]
-    causes, sizes = {each.digest for each in again}, {each.prompt.num_tokens for each in again}
-    return [each for each in sequences if each.prompt.num_tokens in sizes and each.digest in causes]
+    first = sequences[0]
+    assert len(attempt_ids) == len(sequences)
+    assert all(each.prompt.token_ids is first.prompt.token_ids for each in sequences)
+    assert len(sequences) == 1 or not any(each.generated for each in sequences)  # one prefill serves all of them
+    prompt, generated = first.prompt, first.generated
+    prefill, decode = route.prefill, route.decode
+    shared: dict[str, Any] = {
+        "proxy_id": proxy_id,
+        "attempt_ids": attempt_ids,
+        "transfer_id": transfer_id,
+        "token_ids": prompt.token_ids + pack_token_ids(generated),
+        "sampling": first.sampling,
+        "seeds": [sequence.sampling.seed for sequence in sequences],
+        "stop": first.stop,
+        "deadline_s": first.deadline - now,
+        "num_generated": len(generated),
+        "cache_salt": prompt.cache_salt,
+        "priority": prompt.priority,
+        "media": prompt.media,
+        "adapter": prompt.adapter,
+    }
+    prepare = None
+    if decode is not None and route.is_shipped:
+        prepare = PrepareDecode(
+            **shared,
+            prefill_worker_id=prefill.worker_id,
+            prefill_epoch=prefill.epoch,
+            media_cache=media_cache if prompt.media and is_elsewhere(decode.host_id) else "",
+        )
+    start = StartPrefill(
+        **shared,
+        decode_worker_id=decode.worker_id if decode is not None else None,
+        decode_epoch=decode.epoch if decode is not None else None,
+        num_prompt_logprobs=None if generated else prompt.num_prompt_logprobs,
+        pooling=prompt.pooling,
+        media_cache=media_cache if prompt.media and is_elsewhere(prefill.host_id) else "",
+    )
+    return prepare, start

@@ -10,7 +10,7 @@ from tandem.proxy.api.responses_api.response_store import ResponseStore
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.adapter_table import AdapterTable
 from tandem.proxy.cluster.readiness import WorkerReadiness
-from tandem.proxy.dispatch.generation_services import GenerationServices
+from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.observe.timelines import Timelines

@@ -19,10 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
 from tandem.proxy.admission.api_key import ApiKey, InvalidApiKey
 from tandem.proxy.answers.errors import http_exception_response, tandem_error_response, unexpected_error_response
+from tandem.proxy.answers.http_answers import EventStream, WholeAnswer
 from tandem.proxy.answers.json_parts import MAX_PIECE_BYTES
 from tandem.proxy.answers.request_id import id_header
-from tandem.proxy.answers.streaming_response import EventStream
-from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.answer_bodies import ErrorResponse
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.connections.connection_limits import client_network

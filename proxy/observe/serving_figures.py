@@ -6,7 +6,7 @@ from prometheus_client import Histogram
 
 from tandem.protocol.messages.serving_figures import LatencyBuckets, PredictionFigures, ServingFigures
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.admission.rejections import CAPACITY_REASONS
+from tandem.proxy.dispatch.generation import CAPACITY_REASONS
 from tandem.telemetry.proxy_metrics import PREDICTED, Predictions, ProxyMetrics
 from tandem.telemetry.stages import PLACEMENTS
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from tandem.proxy.text.stop_strings import num_held_back
-
 SPACE = " \t\r\n"
 MAX_SPACE_CHARACTERS = 1024
 """White space before a call or after thinking that is layout. Of a longer run only this much is dropped, so that a
@@ -54,7 +52,19 @@ class Markers:
     def end_of_certain(self, held: HeldText) -> int:
         """Returns the end of the text that cannot be part of a marker. No marker may be complete."""
         last = held.text[max(held.at, len(held.text) - self._max_characters) :]
-        return len(held.text) - num_held_back(last, self._markers)
+        return len(held.text) - _num_held_back(last, self._markers)
+
+
+def _num_held_back(text: str, markers: Sequence[str]) -> int:
+    """Returns how many characters at the end of `text` may be the beginning of a marker that is not complete."""
+    longest = 0
+    for marker in markers:
+        start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while start >= 0 and not marker.startswith(text[start:]):
+            start = text.find(marker[0], start + 1)
+        if start >= 0:
+            longest = max(longest, len(text) - start)
+    return longest
 
 
 def start_of_space(text: str, start: int, end: int) -> int:

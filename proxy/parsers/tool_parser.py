@@ -15,7 +15,6 @@ import regex
 
 from tandem.proxy.parsers.argument_types import TEXT, ToolArguments, Types, decoded_string, marked_types, typed_value
 from tandem.proxy.parsers.held_text import HeldText, Markers, start_of_space
-from tandem.proxy.parsers.json_arguments import JsonValueEnd
 from tandem.proxy.parsers.marked_arguments import MarkedArguments
 from tandem.proxy.parsers.parsed import MAX_TOOL_CALLS, Cut, Parsed, ParsedPieces
 from tandem.proxy.parsers.python_arguments import PythonArguments
@@ -415,3 +414,46 @@ class ToolParser:
 
     def _add_arguments(self, text: str) -> None:
         self._pieces.add_arguments(self.num_calls - 1, text)
+
+
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_STRING_END = re.compile(r'["\\]')
+
+
+class JsonValueEnd:
+    """Finds where a JSON value ends, without checking it.
+
+    Reads one object, or the rest of a string whose opening quote has been read.
+
+    is_string: whether the text begins within a string.
+    """
+
+    def __init__(self, *, is_string: bool = False) -> None:
+        self._depth = 0
+        self._in_string = is_string
+        self._is_escaped = False
+        self.is_complete = False
+
+    def read(self, held: HeldText) -> str:
+        """Returns the text up to the end of the value, or all there is. A string's closing quote is included."""
+        text, place = held.text, held.at
+        while place < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                place += 1
+                continue
+            found = (_STRING_END if self._in_string else _STRUCTURE).search(text, place)
+            if found is None:
+                break
+            place = found.end()
+            if found[0] == "\\":
+                self._is_escaped = True
+                continue
+            if found[0] == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += 1 if found[0] in "{[" else -1
+            if self._depth == 0 and not self._in_string:
+                self.is_complete = True
+                return held.take(place)
+        return held.take()

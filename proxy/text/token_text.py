@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-from tandem.proxy.text.token_bytes import fallback_byte, special_ids, spelled_bytes
+from tandem.proxy.text.detokenizer import fallback_byte, special_ids, spelled_bytes
 
 _REPLACEMENT = "�"
 _MAX_CACHED = 2**18

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, get_args
 
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import (
     DECODE_ROLES,

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.media_cache.media_client import MediaCacheClient
 from tandem.protocol.messages.membership import Role as WorkerRole

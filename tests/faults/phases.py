@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import StatusReport, WorkerLoad
 from tests.faults.streams import Stream

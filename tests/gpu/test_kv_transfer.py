@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 16
 NETWORK = DataNetwork("127.0.0.1")
 NUM_STREAMS = 24
-"""Fewer than the hardware queues that workers ask for (`deploy.processes.nccl_interface`): streams of one queue wait
+"""Fewer than the hardware queues that workers ask for (`deploy.processes.gpu_environment`): streams of one queue wait
 for each other. With the 8 queues that CUDA has by default, forty streams did on an H200."""
 
 

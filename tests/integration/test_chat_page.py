@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tandem.proxy.answers.timeline_comments import PREFIX
+from tandem.proxy.answers.http_answers import TIMELINE_PREFIX
 from tests.integration.test_observing import chromium
 from tests.support.cluster import MODEL, Cluster
 
@@ -34,7 +34,7 @@ def stream() -> bytes:
     timeline = {"request_id": "r1", "outcome": "stop", "stages_s": {"transfer": 0.003}, "events": EVENTS}
     pieces = [{"choices": [{"delta": {"content": word}}]} for word in ("Once ", "upon ", "a time.")]
     events = [b"data: " + json.dumps(piece).encode() + b"\n\n" for piece in pieces]
-    return b"".join([*events, PREFIX + json.dumps(timeline).encode() + b"\n\n", b"data: [DONE]\n\n"])
+    return b"".join([*events, TIMELINE_PREFIX + json.dumps(timeline).encode() + b"\n\n", b"data: [DONE]\n\n"])
 
 
 def shot(page: Any, name: str) -> None:

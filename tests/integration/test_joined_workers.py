@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys

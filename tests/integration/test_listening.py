@@ -14,7 +14,7 @@ import pytest
 
 import tandem.proxy.http.connections.client_connection
 from tandem.proxy.http.connections.connection_limits import ConnectionLimits
-from tandem.proxy.http_settings import HttpSettings
+from tandem.proxy.proxy_settings import HttpSettings
 from tandem.proxy.server import HttpListener, _listen_socket
 from tandem.runtime.listen_socket import bind
 from tests.support.certificate import make_certificate

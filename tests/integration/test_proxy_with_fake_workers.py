@@ -19,12 +19,12 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.engine.kv_cache.prefix_log import PrefixLog
 from tandem.protocol.messages.membership import ClearWorkerCache, WorkerOrdered
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
-from tandem.proxy.batches.line_journal import LineJournal
+from tandem.proxy.batches.batch_store import LineJournal
 from tests.support.cluster import NOW
 from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer
 from tests.support.sse import events_of, whole_stream

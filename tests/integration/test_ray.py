@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.network_keys import make_keys

@@ -69,7 +69,7 @@ def draw(number: int, seed: int) -> list[Mutation]:
 
 
 def package_of(file: str) -> str:
-    """Returns the package of a file as it is imported: proxy.dispatch for proxy/dispatch/attempt.py."""
+    """Returns the package of a file as it is imported: proxy.dispatch for proxy/dispatch/sequence.py."""
     parts = Path(file).parts[:-1]
     return ".".join(("tandem", *parts[: 2 if parts[0] in ("proxy", "deploy") else 1]))
 

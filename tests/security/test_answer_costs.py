@@ -18,7 +18,6 @@ from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
@@ -27,6 +26,7 @@ from tandem.proxy.answers.logprobs import completion_logprobs, prompt_logprobs
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InvalidRequest

@@ -16,9 +16,8 @@ from tandem.protocol.messages.membership import Role, WorkerInfo
 from tandem.protocol.messages.sampling import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.answers.errors import status_of
-from tandem.proxy.dispatch.crashes import MAX_DEATHS, RequestCrashesWorkers
-from tandem.proxy.dispatch.sequence import DispatchedSequence
-from tandem.proxy.dispatch.trials import TRIAL_S
+from tandem.proxy.dispatch.crashes import MAX_DEATHS, TRIAL_S, RequestCrashesWorkers
+from tandem.proxy.dispatch.sequence import DispatchedSequence, PromptTask
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError, WorkerLost
 from tests.support.clocked_loop import ClockedLoop
@@ -86,9 +85,8 @@ class Workers:
     def start(self, prompt: Prompt) -> None:
         ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
         try:
-            [sequence] = self.cluster.dispatcher.start(
-                prompt, [SamplingParams()], StopConditions(3), 100.0, ready.put_nowait
-            )
+            task = PromptTask(prompt, StopConditions(3), 100.0)
+            [sequence] = self.cluster.dispatcher.start(task, [SamplingParams()], ready.put_nowait)
         except RequestCrashesWorkers as error:
             self.answers[len(self._readers)] = error
             return
@@ -188,7 +186,9 @@ def test_the_cause_is_refused_and_nothing_beside_it(
         assert workers.num_killed in ((MAX_DEATHS, MAX_DEATHS + 1) if reports_first else (MAX_DEATHS,))
         assert all(answer == [1, 2, 3] for answer in workers.answers.values()), workers.answers
         with pytest.raises(RequestCrashesWorkers):
-            cluster.dispatcher.start(POISON, [SamplingParams(seed=5)], StopConditions(3), 1.0, lambda _: None)
+            cluster.dispatcher.start(
+                PromptTask(POISON, StopConditions(3), 1.0), [SamplingParams(seed=5)], lambda _: None
+            )
 
     play(scenario)
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tandem.deploy.demo_model import DEMO_MODEL
-from tandem.deploy.processes.log_file import LogFile
-from tandem.deploy.processes.nccl_interface import nccl_environment
+from tandem.deploy.processes.child_process import Program
+from tandem.deploy.processes.gpu_environment import gpu_environment
 from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
@@ -30,25 +30,25 @@ def test_the_interface_is_that_of_the_address() -> None:
             if each.family in (socket.AF_INET, socket.AF_INET6):
                 tried += 1
                 expected = {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": each.family.name, **SHARED}
-                assert nccl_environment(each.address, {}) == expected
+                assert gpu_environment(each.address, {}) == expected
     assert tried > 0
 
 
 def test_a_loopback_address_that_is_not_listed_is_on_the_loopback_interface() -> None:
-    assert nccl_environment("127.0.0.3", {}) == nccl_environment("127.0.0.1", {})
+    assert gpu_environment("127.0.0.3", {}) == gpu_environment("127.0.0.1", {})
 
 
 def test_variables_of_the_operator_win() -> None:
-    assert nccl_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"}) == SHARED
+    assert gpu_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"}) == SHARED
     own = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_MULTI_RANK_GPU_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    assert nccl_environment("127.0.0.1", own) == {}
-    found = nccl_environment("127.0.0.1", {"NCCL_SOCKET_FAMILY": "AF_INET"})
+    assert gpu_environment("127.0.0.1", own) == {}
+    found = gpu_environment("127.0.0.1", {"NCCL_SOCKET_FAMILY": "AF_INET"})
     assert found.keys() == {"NCCL_SOCKET_IFNAME", *SHARED}
 
 
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(ConfigError, match="no network interface of this host has the address"):
-        nccl_environment("198.51.100.7", {})
+        gpu_environment("198.51.100.7", {})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_workers_on_gpus_are_started_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], interface_of: str
 ) -> None:
     environment = start_worker(tmp_path, monkeypatch, gpus="0", **settings)
-    assert environment.items() >= nccl_environment(interface_of, {}).items()
+    assert environment.items() >= gpu_environment(interface_of, {}).items()
 
 
 def test_exact_workers_on_gpus_have_products_that_are_not_split(
@@ -90,19 +90,19 @@ def test_a_ray_node_uses_the_interface_of_its_address_in_ray(monkeypatch: pytest
     async def ask() -> dict[str, str]:
         actor = ProcessActor("decode-0")
         try:
-            return await actor.nccl_environment()
+            return await actor.gpu_environment()
         finally:
             await actor.close()
 
-    assert asyncio.run(ask()) == nccl_environment("127.0.0.1", {})
+    assert asyncio.run(ask()) == gpu_environment("127.0.0.1", {})
 
 
 def start_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, **settings: Any) -> dict[str, str]:
     """Returns the variables that the launcher adds to a worker's environment."""
     added: list[dict[str, str]] = []
 
-    def record(name: str, module: str, config_file: Path, output: LogFile, env: dict[str, str], *_: object) -> None:
-        added.append(env)
+    def record(name: str, program: Program, *_: object) -> None:
+        added.append(program.env)
 
     monkeypatch.setattr(local, "ChildProcess", record)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)

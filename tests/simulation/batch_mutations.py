@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.simulation.mutation import Mutation
 
 RUN, LINES = "proxy/batches/batch_run.py", "proxy/batches/batch_lines.py"
-STORE, JOURNAL, SLOTS = "proxy/batches/batch_store.py", "proxy/batches/line_journal.py", "proxy/admission/fair_slots.py"
+STORE, JOURNAL, SLOTS = "proxy/batches/batch_store.py", "proxy/batches/batch_store.py", "proxy/admission/fair_slots.py"
 
 BATCHES = (
     Mutation(

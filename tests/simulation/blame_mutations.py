@@ -33,7 +33,7 @@ BLAME = (
     ),
     Mutation(
         "a prefix in the pool does not count beside tiers",
-        "proxy/cluster/held_prefixes.py",
+        "proxy/cluster/router.py",
         "in_all = table.prefixes.depths(hashes, table.tier_prefixes)",
         "in_all = table.tier_prefixes.depths(hashes)",
     ),

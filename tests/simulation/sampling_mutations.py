@@ -6,7 +6,7 @@ from tests.simulation.mutation import DECODE, GENERATION, Mutation
 
 SEQUENCE, PROMPT = "decode_worker/sequence.py", "prefill_worker/prompt.py"
 RUNNING = "decode_worker/running.py"
-MESSAGES, REQUEST = "proxy/dispatch/prompt_messages.py", "proxy/api/generation_request.py"
+MESSAGES, REQUEST = "proxy/dispatch/sequence.py", "proxy/api/generation_request.py"
 
 SAMPLING = (
     Mutation(
@@ -56,8 +56,8 @@ SAMPLING = (
     Mutation(
         "usage counts tokens behind the end",
         GENERATION,
-        "self.record.num_completion_tokens += len(delta.tokens)",
-        "self.record.num_completion_tokens += len(taken.tokens)",
+        "self.record.num_completion_tokens += len(delta.tokens)\n                if",
+        "self.record.num_completion_tokens += len(taken.tokens)\n                if",
     ),
     Mutation(
         "an item's error is not reported",

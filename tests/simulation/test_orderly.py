@@ -11,9 +11,9 @@ import pytest
 
 from tandem.protocol.messages.membership import SetWorkerRole
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull, Ticket
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.queue_delay import MIN_WAITING
 from tandem.proxy.cluster.router import NoWorkerReady
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.runtime.errors import ConfigError, InternalError
 from tandem.simulator.orderly import Orderly, PlannerRules
 from tandem.simulator.refusals import CheckedAdmission, RefusalRules

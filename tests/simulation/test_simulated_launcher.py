@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.deploy.launch.cluster_client import LAUNCHER_TIMEOUT_S
 from tandem.deploy.launch.hang_detector import MAX_SILENCE_S, MAX_WORKER_SILENCE_S
 from tandem.deploy.launch.launcher import DRAIN_GRACE_S
+from tandem.deploy.operations.cluster_client import LAUNCHER_TIMEOUT_S
 from tandem.protocol.messages.operations import ScaleCluster
 from tandem.simulator.engine import SimulatedStepTimes
 from tandem.simulator.scenario import FaultKind

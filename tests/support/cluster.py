@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import httpx
 
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import log_dir, runtime_dir
 from tandem.protocol.messages.membership import Role, SetWorkerRole, StatusReport, WorkerOrdered, WorkerReport
 from tandem.runtime.errors import Overloaded

@@ -35,22 +35,21 @@ from tandem.protocol.messages.numerics import Numerics
 from tandem.protocol.messages.sampling import FinishReason, SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.generation_services import GenerationServices
-from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.generation import GenerationServices
+from tandem.proxy.dispatch.sequence import DispatchedSequence, PromptTask, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.proxy_config import ProxyConfig
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
-from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
+from tandem.proxy.text.model_defaults import EmbeddingDefaults, SamplingDefaults
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, Prompt
-from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.telemetry.proxy_metrics import ProxyMetrics
@@ -165,9 +164,8 @@ class Cluster:
         self.worker_table.on_exited(worker.worker_id, worker.pid, "crash")
 
     def start(self, samplings: list[SamplingParams], max_tokens: int, deadline_s: float) -> list[DispatchedSequence]:
-        return self.dispatcher.start(
-            PROMPT, samplings, StopConditions(max_tokens), deadline_s, lambda sequence: self._ready[sequence].set()
-        )
+        task = PromptTask(PROMPT, StopConditions(max_tokens), deadline_s)
+        return self.dispatcher.start(task, samplings, lambda sequence: self._ready[sequence].set())
 
     async def next_tokens(self, sequence: DispatchedSequence) -> TokenDelta:
         while True:

@@ -9,9 +9,8 @@ from msgspec import Meta
 
 from tandem.proxy.api.chat_messages import MAX_CHAT_MESSAGES, ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
 from tandem.proxy.api.chat_prompts import thinking_switches
-from tandem.proxy.api.field_checks import check_stop_strings
 from tandem.proxy.api.field_errors import refuse_unsupported
-from tandem.proxy.api.messages_api.client_tools import client_function
+from tandem.proxy.api.generation_fields import check_stop_strings
 from tandem.proxy.api.messages_api.content_blocks import (
     AnyTextBlock,
     Block,
@@ -313,3 +312,54 @@ def _tool_choice(choice: ToolChoice) -> Any:
     if choice.name is None:
         raise InvalidRequest("tool_choice has type 'tool' but no name; add the name of a tool.", "tool_choice.name")
     return NamedToolChoice(NamedFunction(choice.name))
+
+
+# Tools of Anthropic that come without a schema and that the client runs. Models of other makers do not know them, so
+# they get functions with the schemas that Anthropic documents.
+_TEXT: JsonObject = {"type": "string"}
+_LINE: JsonObject = {"type": "integer", "minimum": 0}
+_RANGE: JsonObject = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+
+
+def _schema(required: list[str], **properties: Any) -> JsonObject:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+_EDITED: dict[str, JsonObject] = {
+    "path": _TEXT, "view_range": _RANGE, "file_text": _TEXT, "old_str": _TEXT, "new_str": _TEXT,
+    "insert_line": _LINE, "insert_text": _TEXT,
+}  # fmt: skip
+_FUNCTIONS: dict[str, tuple[str, JsonObject]] = {
+    "bash": (
+        "Runs a command in a shell session that persists between calls. restart starts a new session.",
+        _schema([], command=_TEXT, restart={"type": "boolean"}),
+    ),
+    "text_editor": (
+        "Views and edits files. view shows a file or folder, or the lines of view_range. create writes file_text. "
+        "str_replace replaces old_str, which must occur once, by new_str. insert adds insert_text after insert_line.",
+        _schema(
+            ["command", "path"],
+            command={"type": "string", "enum": ["view", "create", "str_replace", "insert"]},
+            **_EDITED,
+        ),
+    ),
+    "memory": (
+        "Keeps notes in files below /memories. view shows a file or folder. create writes file_text. str_replace "
+        "replaces old_str by new_str. insert adds insert_text at insert_line. delete removes path. rename moves "
+        "old_path to new_path.",
+        _schema(
+            ["command"],
+            command={"type": "string", "enum": ["view", "create", "str_replace", "insert", "delete", "rename"]},
+            **_EDITED,
+            old_path=_TEXT,
+            new_path=_TEXT,
+        ),
+    ),
+}  # fmt: skip
+"""Description and schema, by the type without its date."""
+
+
+def client_function(type_: str, name: str) -> FunctionDefinition | None:
+    """Returns the function of a tool, such as type `bash_20250124`, or None for a tool that the client does not run."""
+    found = _FUNCTIONS.get(type_.rpartition("_")[0])
+    return None if found is None else FunctionDefinition(name, *found)

@@ -23,6 +23,7 @@ from tandem.proxy.api.schema import (
     accepts,
     doc,
 )
+from tandem.proxy.api.skipped_kinds import keep_types
 
 # ---- input
 
@@ -339,3 +340,19 @@ def _listed_part(part: InputPart | str) -> InputPart:
             return InputPart(part.type, part.text, annotations=_NO_ANNOTATIONS)
         case _:
             return InputPart(part.type, part.text)
+
+
+def without_unknown_fields(body: bytes) -> bytes | None:
+    """Returns the body whose items and tools of unknown types, which are skipped, have no field but their type.
+
+    It decodes and encodes the whole body, so it is for bodies that were refused. Returns None if there is nothing to
+    leave out.
+    """
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(document, dict):
+        return None
+    found = [keep_types(document.get("input"), ITEM_TYPES), keep_types(document.get("tools"), TOOL_TYPES)]
+    return msgspec.json.encode(document) if any(found) else None

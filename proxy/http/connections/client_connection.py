@@ -17,8 +17,12 @@ The time for a TLS handshake is limited in `proxy.http.connections.accept`, the 
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
+import logging
 import socket
+import termios
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -28,9 +32,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.proxy.answers.errors import ClientTooSlow, error_body, status_of
 from tandem.proxy.http.connections.connection_limits import ConnectionLimits
 from tandem.proxy.http.connections.request_framing import RequestFraming
-from tandem.proxy.http.connections.slow_readers import ReadWatch
-from tandem.proxy.http.connections.timer import Timer
 from tandem.runtime.errors import TandemError
+
+log = logging.getLogger(__name__)
 
 KERNEL_BUFFER_BYTES = 256 * 1024
 """Kernel send buffer per connection. Without a limit it grows to several MiB for a client that does not read."""
@@ -342,3 +346,64 @@ def _refusal(error: TandemError) -> bytes:
     retry_after = b"retry-after: 1\r\n" if status in (429, 503) else b""
     head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n"
     return head % (status, HTTPStatus(status).phrase.encode(), retry_after, len(body)) + body
+
+
+class Timer:
+    """Calls back once after a delay, unless it is cancelled or started again before."""
+
+    def __init__(self) -> None:
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._handle is not None
+
+    def start(self, delay_s: float, callback: Callable[..., None], *arguments: Any) -> None:
+        self.cancel()
+        self._handle = asyncio.get_running_loop().call_later(delay_s, self._fire, callback, arguments)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self, callback: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._handle = None
+        callback(*arguments)
+
+
+_MIN_PROGRESS_BYTES = 16 * 1024
+"""Bytes that a client must read from its answer within the time limit while its buffer is full."""
+
+
+class ReadWatch:
+    """Aborts a transport while it is watched and the client reads less than 16 KiB within the time limit.
+
+    The writer must add nothing meanwhile: what the buffers shrink by is what the client has read.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._timer = Timer()
+
+    def start(self, transport: asyncio.Transport) -> None:
+        """Does nothing where it is running."""
+        if not self._timer.is_running:
+            self._timer.start(self._timeout_s, self._check, transport, _num_unread_bytes(transport))
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _check(self, transport: asyncio.Transport, num_bytes_before: int) -> None:
+        if num_bytes_before - _num_unread_bytes(transport) >= _MIN_PROGRESS_BYTES:
+            self.start(transport)
+            return
+        log.warning("disconnected a client that did not read its answer for %g s", self._timeout_s)
+        transport.abort()
+
+
+def _num_unread_bytes(transport: asyncio.Transport) -> int:
+    """Returns the bytes in this process and in the kernel that the client's side has not acknowledged."""
+    in_kernel = array.array("i", [0])
+    fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
+    return transport.get_write_buffer_size() + in_kernel[0]

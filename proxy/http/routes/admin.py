@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -17,12 +17,11 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.protocol.messages.membership import Role, WorkerReport
+from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerReport
 from tandem.proxy.answers.errors import RoleRefused, UnknownRequest, UnknownWorker
 from tandem.proxy.api.field_errors import decode_body
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.starlette_app import ApiRoute, answer, client_of, fixed_answer, json_answer
-from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.files.lora_files import read_adapter
@@ -170,3 +169,34 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
         ApiRoute("GET", "/dashboard", fixed_answer(page, "text/html", PAGE_HEADERS), is_open=True),
         ApiRoute("GET", "/dashboard/cluster", cluster),
     ]
+
+
+_EVERY_ADDRESS = ("0.0.0.0", "::", "")
+
+
+class TargetGroup(msgspec.Struct, frozen=True):
+    """Labels with two leading underscores configure the scrape; the others are added to every series."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+def scrape_targets(config: ProxyConfig, asked_host: str, workers: Iterable[WorkerInfo]) -> list[TargetGroup]:
+    """Returns the proxies' shared port and each worker's own endpoint, for Prometheus (`http_sd_configs`).
+
+    Proxies that share a port render each other's metrics, so they are one target.
+    asked_host: the request's Host header (host:port), used where the proxy is bound to every address.
+
+    workers: with their current roles, so that the label `role` follows a change of role.
+    """
+    http = config.http
+    host, port = (http.admin_host, http.admin_port) if http.admin_port else (http.host, http.port)
+    own = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if host in _EVERY_ADDRESS and asked_host:
+        own = asked_host
+    scheme = {"__scheme__": "https"} if http.ssl_certfile and not http.admin_port else {}
+    groups = [TargetGroup([own], {"role": "proxy", **scheme})]
+    for worker in sorted(workers, key=lambda worker: (worker.role, worker.worker_id)):
+        if worker.metrics_address:
+            groups.append(TargetGroup([worker.metrics_address], {"role": worker.role, "worker": worker.worker_id}))
+    return groups

@@ -16,21 +16,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.proxy.admission.answer_budget import HeldAnswer
-from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.embeddings import EmbeddingAnswer
+from tandem.proxy.answers.http_answers import (
+    KEEP_ALIVE_S,
+    TIMELINE_HEADER,
+    EventStream,
+    WholeAnswer,
+    begun,
+    unless_disconnected,
+    wants_timeline,
+    with_timeline,
+)
 from tandem.proxy.answers.messages import MessageAnswers
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
-from tandem.proxy.answers.record_header import HEADER as RECORD_HEADER
-from tandem.proxy.answers.record_header import check_recorded, record_header, wants_record
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.responses import ResponseAnswers
-from tandem.proxy.answers.streaming_response import KEEP_ALIVE_S, EventStream, begun, unless_disconnected
-from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
-from tandem.proxy.answers.timeline_comments import wants_timeline, with_timeline
-from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.answer_bodies import (
     ChatCompletionChunk,
     ChatCompletionResponse,
@@ -52,8 +55,9 @@ from tandem.proxy.api.schema import (
     TokenizeRequest,
 )
 from tandem.proxy.cluster.router import NoWorkerReady
-from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.generation import Generation, rejection_reason
 from tandem.proxy.http.app_state import AppState
+from tandem.proxy.http.routes.records import RECORD_HEADER, check_recorded, record_header, wants_record
 from tandem.proxy.http.routes.server import max_model_len
 from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, cache_scope_of, client_of, owner_of
 from tandem.proxy.proxy_config import ProxyConfig

@@ -26,7 +26,7 @@ import uvloop
 import zmq
 
 from bench.support.report import Aim, Report, finish, new_parser
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.dispatch import ToProxy, ToWorker
 from tandem.protocol.messages.membership import (

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from tandem.deploy.commands.cache import cache_table, clear_caches, show_caches
 from tandem.deploy.commands.status import status_tables
-from tandem.deploy.diagnosis.serving_rates import RateSample
-from tandem.deploy.launch.cluster_client import ClusterClient
+from tandem.deploy.operations.cluster_client import ClusterClient
+from tandem.deploy.operations.serving_rates import RateSample
 from tandem.protocol.messages.membership import (
     ClearWorkerCache,
     StatusDetail,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.deploy.processes.child_process import ChildProcess
+from tandem.deploy.processes.child_process import ChildProcess, Program
 from tandem.deploy.processes.log_file import LogFile
 from tests.support.cluster import is_alive
 from tests.support.product import with_tests
@@ -26,16 +26,8 @@ def sigint_is_handled() -> Iterator[None]:
 
 
 def sleeper(folder: Path, pid_file: Path) -> ChildProcess:
-    output = LogFile(folder / "log")
-    return ChildProcess(
-        "sleeper",
-        "tests.support.sleeper",
-        folder / "config.json",
-        output,
-        with_tests(os.environ),
-        lambda *_: False,
-        pid_file,
-    )
+    program = Program("tests.support.sleeper", folder / "config.json", with_tests(os.environ))
+    return ChildProcess("sleeper", program, LogFile(folder / "log"), lambda *_: False, pid_file)
 
 
 def test_a_failed_start_is_retried_and_leaks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

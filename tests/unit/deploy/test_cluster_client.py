@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.deploy.launch.cluster_client import LAUNCHER_TIMEOUT_S, PROXY_TIMEOUT_S, ClusterClient, Questions
+from tandem.deploy.operations.cluster_client import LAUNCHER_TIMEOUT_S, PROXY_TIMEOUT_S, ClusterClient, Questions
 from tandem.protocol.messages.membership import StatusReport, WorkerOrdered
 from tandem.protocol.messages.operations import (
     ClusterScaled,

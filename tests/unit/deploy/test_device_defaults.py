@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.deploy.cluster_config import ClusterConfig, load_config
-from tandem.deploy.device_defaults import ranks_per_gpu, with_device_defaults
-from tandem.deploy.processes.gpus import least_used
+from tandem.deploy.cluster_config import ClusterConfig, load_config, ranks_per_gpu, with_device_defaults
+from tandem.deploy.processes.gpu_environment import least_used
 from tandem.runtime.errors import ConfigError
 from tests.support.settings import cluster_config
 

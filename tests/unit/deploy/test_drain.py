@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.deploy.launch import draining
+from tandem.deploy.operations import changes
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PairChanges,
@@ -174,7 +174,7 @@ WAITS = {
 
 def _restart(cluster: RestartedCluster, *names: str, timeout_s: float = 10.0) -> list[str]:
     lines: list[str] = []
-    run_in_no_time(draining.restart(cluster, list(names), timeout_s, lines.append))  # type: ignore[arg-type]
+    run_in_no_time(changes.restart(cluster, list(names), timeout_s, lines.append))  # type: ignore[arg-type]
     return lines
 
 
@@ -277,6 +277,6 @@ def test_the_command_waits_for_the_process_too(capsys: pytest.CaptureFixture[str
     """The launcher counts the worker until its process has ended, so a `tandem scale` before that would be wrong."""
     process = LaunchedProcess("decode-0", pid=7, num_starts=1)
     cluster = LeavingWorker([[process], [process], [process], []] if is_launched_here else [[]])
-    run_in_no_time(draining.drain(cluster, "decode-0", 10.0))  # type: ignore[arg-type]
+    run_in_no_time(changes.drain(cluster, "decode-0", 10.0))  # type: ignore[arg-type]
     assert capsys.readouterr().out == "decode-0 is draining\ndecode-0 has left\n"
     assert not cluster.listed

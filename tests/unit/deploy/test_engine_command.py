@@ -15,10 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from tandem.deploy.cli import _parser
-from tandem.deploy.cluster_config import flag_name, settings
+from tandem.deploy.cluster_config import VALUES_WITH_VLLM, flag_name, settings
 from tandem.deploy.commands.engine import NIXL, install_vllm, lock_file, locked_package
 from tandem.deploy.processes.engine_python import INCOMPLETE, REQUIREMENTS, default_folder, find_engine_python
-from tandem.deploy.vllm_settings import VALUES_WITH_VLLM
 from tandem.runtime.errors import ConfigError
 from tandem.vllm_worker.vllm_worker_config import VLLM_VERSION
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.deploy.processes.gpus import least_used, visible_gpus
+from tandem.deploy.processes.gpu_environment import least_used, visible_gpus
 from tandem.runtime.errors import ConfigError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tandem.deploy.launch.cluster_client import ClusterClient
 from tandem.deploy.launch.launcher import Launcher
+from tandem.deploy.operations.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import create_runtime_dir
 from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.protocol.codec import Codec

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem.deploy.processes import preloaded
-from tandem.deploy.processes.child_process import ChildProcess
+from tandem.deploy.processes.child_process import ChildProcess, Program
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.preloaded import PreloadedWorker
 from tandem.runtime.processes import forked_process
@@ -144,7 +144,8 @@ def test_an_import_error_is_a_configuration_error_of_the_first_worker(tmp_path: 
 
         output = LogFile(tmp_path / "decode-0.log")
         pid_file = tmp_path / "decode-0.pid"
-        child = ChildProcess("decode-0", "tandem.worker", tmp_path, output, ENV, on_exit, pid_file, preloaded=workers)
+        program = Program("tandem.worker", tmp_path, ENV, preloaded=workers)
+        child = ChildProcess("decode-0", program, output, on_exit, pid_file)
         await child.run()
         assert ended == [2]
         assert child.last_error() == "cannot import what workers need: ImportError: no torch"
@@ -156,9 +157,8 @@ def test_a_worker_can_be_stopped_before_the_imports_are_done(tmp_path: Path) -> 
     async def test(workers: PreloadedWorker) -> None:
         output = LogFile(tmp_path / "decode-0.log")
         pid_file = tmp_path / "decode-0.pid"
-        child = ChildProcess(
-            "decode-0", "tandem.worker", tmp_path, output, ENV, lambda *_: True, pid_file, preloaded=workers
-        )
+        program = Program("tandem.worker", tmp_path, ENV, preloaded=workers)
+        child = ChildProcess("decode-0", program, output, lambda *_: True, pid_file)
         running = asyncio.create_task(child.run())
         await asyncio.sleep(0.2)
         child.stop()

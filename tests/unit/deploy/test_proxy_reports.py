@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.deploy.launch.proxy_reports import MAX_AGE_S, ProxyReports
-from tandem.deploy.launch.start_checks import is_complete
+from tandem.deploy.launch.start import is_complete
 from tandem.protocol.messages.membership import StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.protocol.messages.serving_figures import LatencyBuckets, ServingFigures
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.deploy.diagnosis.serving_rates import histogram_quantile
+from tandem.deploy.operations.serving_rates import histogram_quantile
 
 BOUNDS = [0.1, 0.2, 0.5, 1.0, math.inf]
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tandem.deploy.commands.role import set_role
-from tandem.deploy.launch import draining
+from tandem.deploy.operations import changes
+from tandem.deploy.operations.changes import set_role
 from tandem.protocol.messages.membership import Role, SetWorkerRole, StatusReport, WorkerOrdered
 from tandem.runtime.errors import ConfigError, InternalError
 from tests.unit.deploy.test_scaling import report
@@ -34,7 +34,7 @@ def order(cluster: TwoProxies, timeout_s: float = 10.0) -> None:
 def test_it_waits_for_the_reports_of_all_proxies(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(draining, "_POLL_S", 0.0)
+    monkeypatch.setattr(changes, "_POLL_S", 0.0)
     cluster = TwoProxies(
         ("", "no worker decode-0 is registered"), [("decode", "decode"), ("any", "decode"), ("any", "any")]
     )

@@ -15,9 +15,9 @@ import pytest
 
 from tandem.deploy.autoscale.autoscaler import Autoscaler
 from tandem.deploy.cluster_config import ClusterConfig, load_config
-from tandem.deploy.commands.scale import is_scaled, parse_counts
 from tandem.deploy.commands.status import plan_lines
 from tandem.deploy.launch.launcher import Launcher
+from tandem.deploy.operations.changes import is_scaled, parse_counts
 from tandem.deploy.processes.supervisor import EXIT_LOST, OnExit, Supervised
 from tandem.protocol.messages.membership import (
     ExitCause,

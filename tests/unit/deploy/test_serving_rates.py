@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tandem.deploy.commands.status import status_tables
-from tandem.deploy.diagnosis.serving_rates import RateSample, rates
+from tandem.deploy.operations.serving_rates import RateSample, rates
 from tandem.protocol.messages.membership import (
     PairStatus,
     PairTraffic,
@@ -19,8 +19,8 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.serving_figures import LatencyBuckets, PredictionFigures, ServingFigures
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.observe.serving_figures import serving_figures
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.stages import STAGES, AttemptTimes
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tandem.deploy.cluster_config import load_config
-from tandem.deploy.launch.start_checks import UNREACHED_S, check_reports
+from tandem.deploy.launch.start import UNREACHED_S, check_reports
 from tandem.protocol.messages.membership import PairStatus, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.runtime.errors import ConfigError
 

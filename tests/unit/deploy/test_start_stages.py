@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.deploy.launch.start_stages import StartStages
+from tandem.deploy.launch.start import StartStages
 
 
 def test_each_stage_has_its_time_and_none_comes_back() -> None:

@@ -42,10 +42,9 @@ MAY_WRITE = {
     "kv_transfer/tiers/host_memory.py",  # shared memory
     "kv_transfer/tiers/disk.py",  # blocks, under random names
     "media_cache/media_segment.py",  # shared memory, whose header is written last
-    "proxy/batches/batch_store.py",  # appends results, with the batch's lock
+    "proxy/batches/batch_store.py",  # appends results and a journal, with the batch's lock
     "proxy/batches/file_store.py",  # moves results to their place
     "proxy/batches/json_files.py",  # sets a damaged file aside
-    "proxy/batches/line_journal.py",  # a journal, with the batch's lock
     "proxy/cluster/adapter_table.py",  # a lock
     "proxy/reading/body_reader.py",  # a memfd
     "proxy/reading/reader_pool.py",  # a memfd

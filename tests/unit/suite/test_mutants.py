@@ -13,7 +13,7 @@ from tests.simulation.mutation import Mutation
 @pytest.mark.parametrize(
     ("file", "package"),
     [
-        ("proxy/dispatch/attempt.py", "tandem.proxy.dispatch"),
+        ("proxy/dispatch/sequence.py", "tandem.proxy.dispatch"),
         ("handover/pairs/outgoing.py", "tandem.handover"),
         ("deploy/launch/launcher.py", "tandem.deploy.launch"),
     ],

@@ -11,13 +11,13 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from tandem.telemetry import metrics_endpoint
-from tandem.telemetry.metrics_endpoint import MAX_CONNECTIONS, MetricsEndpoint
+from tandem.telemetry import worker_metrics
+from tandem.telemetry.worker_metrics import MAX_CONNECTIONS, MetricsEndpoint
 
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsEndpoint]:
-    monkeypatch.setattr(metrics_endpoint, "IO_TIMEOUT_S", 100.0)  # no connection ends by it
+    monkeypatch.setattr(worker_metrics, "IO_TIMEOUT_S", 100.0)  # no connection ends by it
     registry = CollectorRegistry()
     Gauge("answer", "The answer.", registry=registry).set(42)
     endpoint = MetricsEndpoint("127.0.0.1", 0, registry)
@@ -49,7 +49,7 @@ def test_idle_connections_take_few_threads_and_no_scrape_fails(endpoint: Metrics
 
 
 def test_a_silent_client_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_endpoint, "IO_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(worker_metrics, "IO_TIMEOUT_S", 0.1)
     endpoint = MetricsEndpoint("127.0.0.1", 0, CollectorRegistry())
     with socket.create_connection(("127.0.0.1", endpoint.server_port), timeout=10) as silent:
         assert silent.recv(1) == b""

@@ -17,7 +17,7 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.proxy.cluster.worker_table import WorkerTable
-from tandem.proxy.observe.scrape_targets import scrape_targets
+from tandem.proxy.http.routes.admin import scrape_targets
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.settings import with_values
 from tandem.telemetry.worker_metrics import LOAD_FIELDS, TIER_FIELDS, WorkerMetrics

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem.deploy.diagnosis.observation import Observation
-from tandem.deploy.diagnosis.serving_rates import RateSample
+from tandem.deploy.operations.serving_rates import RateSample
 from tandem.protocol.messages.membership import PairStatus, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.protocol.messages.serving_figures import LatencyBuckets, PredictionFigures, ServingFigures
 from tandem.telemetry.stages import STAGES

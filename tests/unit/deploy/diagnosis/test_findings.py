@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.deploy.diagnosis.diagnosis import diagnose
-from tandem.deploy.diagnosis.host_figures import HostFigures, ProcessUse, WorkerMemory
-from tandem.deploy.diagnosis.observation import Observation
+from tandem.deploy.diagnosis.observation import HostFigures, Observation, ProcessUse, WorkerMemory
 from tandem.protocol.messages.membership import PairTraffic, TierFigures
 from tandem.protocol.messages.operations import LaunchedProcess
 from tandem.protocol.messages.serving_figures import PredictionFigures

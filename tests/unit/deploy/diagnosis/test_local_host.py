@@ -21,7 +21,7 @@ from tandem.deploy.diagnosis.local_host import (
 from tandem.deploy.diagnosis.worker_clocks import clock_offset, clock_offsets, offset_of
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.runtime.host import host_id
-from tandem.telemetry.metrics_endpoint import MetricsEndpoint
+from tandem.telemetry.worker_metrics import MetricsEndpoint
 
 MAPS = """\
 7f00 default file=/memfd:pool dirty=900 N0=100 N1=200 kernelpagesize_kB=4

@@ -6,11 +6,11 @@ from typing import Any
 
 from tandem.deploy.commands.doctor import request_text
 from tandem.deploy.diagnosis.request_diagnosis import diagnose_request
-from tandem.deploy.diagnosis.serving_rates import RateSample
+from tandem.deploy.operations.serving_rates import RateSample
 from tandem.protocol.messages.membership import StatusReport
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.observe.serving_figures import serving_figures
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import RequestRecord
 from tandem.telemetry.stages import AttemptTimes

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.deploy.launch.loading_bar import fraction_loaded
+from tandem.deploy.launch.start import fraction_loaded
 from tandem.engine.engine_config import EngineConfig
 from tandem.engine.loading.model_loader import load_model
 

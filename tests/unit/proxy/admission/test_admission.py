@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from starlette.requests import Request
 
 from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.answers.errors import tandem_error_response
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.runtime.errors import InvalidRequest
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tandem.proxy.admission.admission import Admission, QueueFull, Ticket
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.admission.queue_delay import MIN_WAITING, QueueDelayController
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tests.unit.proxy.admission.test_admission import Clock
 
 

@@ -12,8 +12,7 @@ from tokenizers import AddedToken
 
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.proxy.admission.answer_budget import UNCOUNTED_BYTES, AnswerBudget, HeldAnswer
-from tandem.proxy.answers.custom_input import CustomInputs
-from tandem.proxy.answers.parsed_answers import ParsedAnswers, ParsedChoice
+from tandem.proxy.answers.parsed_answers import CustomInputs, ParsedAnswers, ParsedChoice
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.parsers.output_parser import OutputParser

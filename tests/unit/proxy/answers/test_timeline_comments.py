@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tandem.proxy.answers.answers import DONE
-from tandem.proxy.answers.timeline_comments import MAX_COMMENT_BYTES, PREFIX, wants_timeline, with_timeline
+from tandem.proxy.answers.http_answers import MAX_COMMENT_BYTES, TIMELINE_PREFIX, wants_timeline, with_timeline
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.proxy_metrics import MAX_SHOWN_ATTEMPTS, ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import MAX_SHOWN_SEQUENCES, RequestLog
@@ -31,10 +31,10 @@ def test_a_comment_precedes_the_events_after_which_something_happened() -> None:
         return [event async for event in with_timeline(events(), record)]
 
     first, second, last = asyncio.run(read())
-    assert first.startswith(PREFIX) and first.endswith(b"\n\ndata: 1\n\n")
+    assert first.startswith(TIMELINE_PREFIX) and first.endswith(b"\n\ndata: 1\n\n")
     assert second == b"data: 2\n\n"
     comment, _, _ = last.partition(b"\n\n")
-    timeline = msgspec.json.decode(comment.removeprefix(PREFIX))
+    timeline = msgspec.json.decode(comment.removeprefix(TIMELINE_PREFIX))
     assert last.endswith(DONE)
     assert [event["event"] for event in timeline["events"]] == ["arrived", "ended"]
 
@@ -67,7 +67,7 @@ def test_comments_of_many_sequences_are_bounded_and_the_last_one_is_sent() -> No
     received = asyncio.run(read())
     assert time.process_time() - begun < 2
     assert sum(map(len, received)) < MAX_COMMENT_BYTES + 200_000
-    last = msgspec.json.decode(received[-1].partition(b"\n\n")[0].removeprefix(PREFIX))
+    last = msgspec.json.decode(received[-1].partition(b"\n\n")[0].removeprefix(TIMELINE_PREFIX))
     assert last["sequences"] == 1024 and last["outcome"] == "stop" and last["stages_s"]
     assert {event.get("sequence") for event in last["events"]} == {None, *range(MAX_SHOWN_SEQUENCES)}
 
@@ -93,7 +93,7 @@ def test_comments_of_many_attempts_are_bounded() -> None:
 
     received = asyncio.run(read())
     assert sum(map(len, received)) < MAX_COMMENT_BYTES + 200_000
-    last = msgspec.json.decode(received[-1].partition(b"\n\n")[0].removeprefix(PREFIX))
+    last = msgspec.json.decode(received[-1].partition(b"\n\n")[0].removeprefix(TIMELINE_PREFIX))
     assert len(last["events"]) == 2 + MAX_SHOWN_ATTEMPTS * MAX_SHOWN_SEQUENCES
 
 

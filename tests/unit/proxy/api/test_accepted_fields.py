@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proxy.admission.admission import MAX_INPUTS, Admission
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.grammar_checks import GrammarChecks
 from tandem.proxy.api.output_fields import MAX_FUNCTIONS
 from tandem.proxy.api.output_grammar import CallGrammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.parsers.tool_formats import ToolFormat
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.rendering import split_prompt
 from tandem.runtime.errors import InvalidRequest

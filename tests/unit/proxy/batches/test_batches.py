@@ -23,11 +23,10 @@ from tandem.proxy.batches.batch import (
     LineResponse,
     LineResult,
 )
-from tandem.proxy.batches.batch_run import BatchRun
+from tandem.proxy.batches.batch_run import BatchRun, call
 from tandem.proxy.batches.batch_store import BatchFiles, BatchStore, Owner
 from tandem.proxy.batches.json_files import StorageFull
 from tandem.proxy.batches.line_check import write_index
-from tandem.proxy.batches.local_call import call
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
 from tests.unit.proxy.batches.batch_files import URL, App, create, ended, line, results, run_until_ended, upload

@@ -15,10 +15,9 @@ import pytest
 
 from tandem.proxy.batches import batch_run, batch_store, file_store, runner
 from tandem.proxy.batches.batch_run import MAX_CONCURRENT, MAX_DEATHS, finish_on_thread
-from tandem.proxy.batches.batch_store import BatchStore
+from tandem.proxy.batches.batch_store import BatchStore, LineJournal
 from tandem.proxy.batches.file_store import FileNotFound
 from tandem.proxy.batches.json_files import StorageFull
-from tandem.proxy.batches.line_journal import LineJournal
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.tasks import keep_running

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from tandem.proxy.batches.batch import FINAL
 from tandem.proxy.batches.batch_run import MAX_DEATHS
-from tandem.proxy.batches.batch_store import BatchFiles, BatchStore
+from tandem.proxy.batches.batch_store import BatchFiles, BatchStore, LineJournal
 from tandem.proxy.batches.file_store import FileStore
-from tandem.proxy.batches.line_journal import LineJournal
 from tandem.proxy.batches.runner import BatchRunner
 from tests.unit.proxy.batches.batch_files import App, create, line, results, run_until_ended
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tandem.handover.pairs.reported_pairs import ReportedPairs
 from tandem.protocol.messages.checks import MAX_PAIRS
 from tandem.protocol.messages.membership import PairChanges, PairStatus, PairTraffic
-from tandem.proxy.cluster.known_pairs import KnownPairs
+from tandem.proxy.cluster.worker_record import KnownPairs
 
 EPOCHS = ("a", "b", "c")
 PAIRS = st.sampled_from(EPOCHS).flatmap(

@@ -17,13 +17,14 @@ from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.dispatch import FirstToken, PrepareDecode, StartPrefill
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.answers.embeddings import EmbeddingAnswer, encode_embedding
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
+from tandem.proxy.dispatch.sequence import PromptTask
+from tandem.proxy.proxy_settings import AdmissionSettings
+from tandem.proxy.text.model_defaults import EmbeddingDefaults
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, play, turn, whole
@@ -86,9 +87,8 @@ def test_an_embedding_is_computed_again_when_its_worker_is_lost() -> None:
 
 def test_both_workers_and_the_next_attempt_get_the_adapter() -> None:
     async def test(cluster: Cluster) -> None:
-        sequence = cluster.dispatcher.start(
-            replace(PROMPT, adapter=REF), [SamplingParams()], StopConditions(5), 60, lambda _: None
-        )[0]
+        task = PromptTask(replace(PROMPT, adapter=REF), StopConditions(5), 60)
+        [sequence] = cluster.dispatcher.start(task, [SamplingParams()], lambda _: None)
         [(_, prepare)] = cluster.pool.of(PrepareDecode)
         [(_, start)] = cluster.pool.of(StartPrefill)
         assert prepare.adapter == start.adapter == REF

@@ -18,12 +18,12 @@ from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.sampling import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.admission.admission_settings import AdmissionSettings
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.dispatch.beam_search import Beam, BeamSearch, check_search_size
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.proxy_settings import AdmissionSettings
 from tandem.runtime.errors import DeadlineExceeded, InvalidRequest, TandemError, WorkerLost
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import EOS, PREFILL, Cluster, play, whole

@@ -24,7 +24,7 @@ from tandem.protocol.messages.sampling import FinishReason, SampledToken, TokenL
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.errors import ClientDisconnected
-from tandem.proxy.answers.streaming_response import unless_disconnected
+from tandem.proxy.answers.http_answers import unless_disconnected
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence import TokenDelta

@@ -10,8 +10,7 @@ import pytest
 
 from tandem.protocol.messages.dispatch import FirstToken, NewToken
 from tandem.protocol.messages.sampling import SampledToken, SamplingParams, StopConditions
-from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.sequence import MAX_LOST_ATTEMPTS, DispatchedSequence
+from tandem.proxy.dispatch.sequence import MAX_LOST_ATTEMPTS, Attempt, DispatchedSequence, PromptTask
 from tandem.runtime.errors import InternalError, KVTransferFailed, TandemError, WorkerLost
 from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, play
 
@@ -31,12 +30,18 @@ def in_flight(test: Callable[[DispatchedSequence, Callable[[], Attempt]], None])
             return attempt
 
         test(sequence, again)
-        sequence.end_attempt()
-        sequence.begin(first)
+        sequence.attempt = first  # the dispatcher knows no other
         cluster.dispatcher.drop(sequence)
         await asyncio.sleep(0)
 
     play(run)
+
+
+def lost(sequence: DispatchedSequence) -> float | None:
+    """Ends the attempt that has failed, as the dispatcher does."""
+    attempt = sequence.end_attempt()
+    assert attempt is not None
+    return sequence.on_lost(attempt)
 
 
 def decode(attempt: Attempt) -> None:
@@ -51,7 +56,7 @@ def test_retries_wait_longer_each_time_and_end(error: TandemError) -> None:
         for _ in range(MAX_LOST_ATTEMPTS):
             attempt = again()
             attempt.fail(error)
-            delays.append(sequence.on_lost(attempt))
+            delays.append(lost(sequence))
         assert delays == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, None])
         assert type(sequence.error) is type(error)
         assert str(sequence.error) == f"{error.message} (the last of 8 attempts)"
@@ -63,7 +68,7 @@ def test_an_error_of_the_request_is_not_retried() -> None:
     def test(sequence: DispatchedSequence, again: Callable[[], Attempt]) -> None:
         attempt = again()
         attempt.fail(error := InternalError("the model failed on this prompt"))
-        assert sequence.on_lost(attempt) is None and sequence.error is error
+        assert lost(sequence) is None and sequence.error is error
 
     in_flight(test)
 
@@ -74,7 +79,7 @@ def test_a_stream_that_loses_its_worker_goes_on_at_once() -> None:
             attempt = again()
             decode(attempt)
             attempt.on_worker_lost(DECODE, WorkerLost("gone"), in_order=False)
-            assert sequence.on_lost(attempt) == 0.0 and sequence.num_lost == number
+            assert lost(sequence) == 0.0 and sequence.num_lost == number
 
     in_flight(test)
 
@@ -85,11 +90,11 @@ def test_attempts_that_end_because_a_worker_leaves_do_not_count() -> None:
             attempt = again()
             sequence.on_worker_left(PREFILL)
             attempt.on_worker_lost(PREFILL, WorkerLost("it has left"), in_order=True)
-            assert sequence.on_lost(attempt) == 0.0
+            assert lost(sequence) == 0.0
         assert sequence.num_lost == 0
         attempt = again()
         attempt.on_worker_lost(PREFILL, WorkerLost("gone"), in_order=False)
-        assert sequence.on_lost(attempt) == 0.0 and sequence.num_lost == 1
+        assert lost(sequence) == 0.0 and sequence.num_lost == 1
         sequence.end_attempt()
         for _ in range(2):  # it is heard of later, and twice
             sequence.on_worker_left(PREFILL)
@@ -112,7 +117,7 @@ def test_the_suspect_is_avoided_and_the_blocks_are_near(fail: Any, avoided: Any,
     def test(sequence: DispatchedSequence, again: Callable[[], Attempt]) -> None:
         attempt = again()
         fail(attempt)
-        sequence.on_lost(attempt)
+        lost(sequence)
         assert sequence.avoid == {avoided.epoch} and sequence.near == near
 
     in_flight(test)
@@ -123,7 +128,7 @@ def test_deaths_count_until_a_token_is_decoded() -> None:
         for number in (1, 2):
             attempt = again()
             attempt.on_worker_lost(PREFILL, WorkerLost("gone"), in_order=False)
-            sequence.on_lost(attempt)
+            lost(sequence)
             for _ in range(2):  # a host that fails with both workers counts once
                 sequence.on_worker_died(PREFILL)
                 sequence.on_worker_died(DECODE)
@@ -156,9 +161,8 @@ def test_a_death_that_is_reported_twice_counts_once() -> None:
 def test_the_sequence_fails_at_its_deadline() -> None:
     async def run(cluster: Cluster) -> None:
         failed = asyncio.Event()
-        [sequence] = cluster.dispatcher.start(
-            PROMPT, [SamplingParams()], StopConditions(9), 0.01, lambda sequence: failed.set()
-        )
+        task = PromptTask(PROMPT, StopConditions(9), 0.01)
+        [sequence] = cluster.dispatcher.start(task, [SamplingParams()], lambda sequence: failed.set())
         await asyncio.wait_for(failed.wait(), 5)
         assert str(sequence.error) == "the request was not finished within its 0.01 s"
         cluster.dispatcher.drop(sequence)

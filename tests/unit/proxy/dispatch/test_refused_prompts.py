@@ -11,7 +11,8 @@ import pytest
 from tandem.protocol.messages.sampling import SamplingParams
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.dispatch import crashes
-from tandem.proxy.dispatch.crashes import REFUSAL_S, RefusedPrompts, RequestCrashesWorkers, prompt_digest
+from tandem.proxy.dispatch.crashes import REFUSAL_S, RefusedPrompts, RequestCrashesWorkers
+from tandem.proxy.dispatch.sequence import prompt_digest
 from tandem.proxy.text.prompt import Prompt
 
 SAMPLING = SamplingParams()

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages.sampling import FinishReason, SampledToken
-from tandem.proxy.dispatch.sequence_text import SequenceText, TextDelta
+from tandem.proxy.dispatch.sequence_text import SequenceText, StopStrings, TextDelta
 from tandem.proxy.text.detokenizer import Detokenizer
-from tandem.proxy.text.stop_strings import StopStrings
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tests.support.proxy_cluster import EOS, FakeText
 

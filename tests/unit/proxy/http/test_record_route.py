@@ -14,10 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.admission.descriptor_budget import DescriptorBudget
-from tandem.proxy.answers.record_header import record_header
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.routes import records
-from tandem.proxy.http.routes.records import record_routes
+from tandem.proxy.http.routes.records import record_header, record_routes
 from tandem.proxy.http.starlette_app import starlette_app
 from tandem.proxy.records.record import decode_record
 from tandem.proxy.records.record_store import RecordNotFound, RecordStore

@@ -20,10 +20,9 @@ from tandem.proxy.api.responses_api.responses_request import ResponseRequest
 from tandem.proxy.cluster.worker_record import ModelLimits
 from tandem.proxy.proxy_config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, reads_files
-from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
+from tandem.proxy.text.model_defaults import EmbeddingDefaults, SamplingDefaults
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
-from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import InvalidRequest, TandemError
 from tests.support.settings import proxy_config
 

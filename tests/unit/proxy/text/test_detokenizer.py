@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.proxy.text.detokenizer import Detokenizer, decode_whole
-from tandem.proxy.text.stop_strings import StopStrings
-from tandem.proxy.text.token_bytes import spelled_bytes
+from tandem.proxy.dispatch.sequence_text import StopStrings
+from tandem.proxy.text.detokenizer import Detokenizer, decode_whole, spelled_bytes
 from tests.support.tokenizers import (
     SPECIAL,
     byte_level,

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tandem.proxy.answers.record_header import HEADER, PATH, check_recorded, record_header, wants_record
+from tandem.proxy.http.routes.records import PATH, RECORD_HEADER, check_recorded, record_header, wants_record
 from tandem.proxy.records.record_store import RecordStore
 from tandem.runtime.errors import InvalidRequest
 from tests.support.proxy_cluster import Cluster, play
@@ -27,7 +27,7 @@ def test_one_asks_for_a_record_and_zero_does_not() -> None:
 def test_other_values_are_refused(value: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         wants_record(value, "chat", STORE)
-    assert refused.value.param == HEADER and len(refused.value.message) < 200
+    assert refused.value.param == RECORD_HEADER and len(refused.value.message) < 200
 
 
 def test_what_cannot_be_recorded_is_refused_with_the_reason() -> None:
@@ -51,6 +51,6 @@ def test_what_cannot_be_recorded_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("request_id", ["a", "a/b", "..", "%2F", "?x=1#y", "\"'<>", "~" * 128])
 def test_the_answer_says_where_its_record_is(request_id: str) -> None:
-    path = record_header(request_id)[HEADER]
+    path = record_header(request_id)[RECORD_HEADER]
     assert path.startswith(f"{PATH}/") and unquote(path.removeprefix(f"{PATH}/")) == request_id
     assert not set(path) & set(" ?#\"'<>")

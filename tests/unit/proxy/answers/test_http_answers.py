@@ -11,8 +11,8 @@ import httpx2
 import pytest
 
 from tandem.proxy.answers.answers import DONE
+from tandem.proxy.answers.http_answers import KEEP_ALIVE, EventStream, begun
 from tandem.proxy.answers.messages import MessageAnswers
-from tandem.proxy.answers.streaming_response import KEEP_ALIVE, EventStream, begun
 from tandem.runtime.errors import Overloaded
 from tests.support.clocked_loop import run_in_no_time
 

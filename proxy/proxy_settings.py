@@ -1,4 +1,7 @@
-"""The addresses of a proxy's HTTP servers, who may use them, and their limits, as the operator sets them."""
+"""Settings of a proxy's parts, as the operator sets them: HTTP servers, routing and admission.
+
+They stand apart from the parts, because the launcher reads them without loading a router or an HTTP server.
+"""
 
 from __future__ import annotations
 
@@ -63,3 +66,43 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def needs_api_key(self) -> bool:
         return bool(self.api_key or self.api_keys_file)
+
+
+class RoutingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of the worker table, the router and the dispatcher."""
+
+    # fmt: off
+    decode_prefill_threshold: Annotated[int, setting("workers", ge=0, le=65536, description=
+        "A decode worker prefills prompts of up to this many uncached tokens itself; 0 leaves every "
+        "prompt to prefill and elastic workers, and is the default for the demo model.")] = 64
+    request_timeout_s: Annotated[float, setting("limits", gt=0, description=
+        "Seconds after which an unfinished request fails.")] = 600.0
+    worker_wait_s: Annotated[float, setting("limits", ge=0, description=
+        "Seconds that requests wait while no worker of a role is available; then they get 503.")] = 60.0
+    num_proxies: Annotated[int, Meta(ge=1)] = 1
+    """Proxies that share the workers."""
+    # fmt: on
+
+
+class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of `Admission` and of what refuses requests before it."""
+
+    # fmt: off
+    max_waiting_requests: Annotated[int, setting("limits", ge=0, description=
+        "Maximum number of sequences per proxy that wait for their first token; further requests get 503; 0 uses 1024 "
+        "with workers on CPU and 4096 with GPUs.")] = 1024
+    max_waiting_tokens: Annotated[int, Meta(ge=0)] = 16_000_000
+    """Limit on the prompt tokens of these sequences together; 0 for none."""
+    max_requests_per_client: Annotated[int, setting("limits", ge=0, description=
+        "Maximum number of sequences in flight per proxy and API key (or client address without keys); "
+        "further requests get 429; 0 means no limit.")] = 0
+    soonest_priority: Annotated[int, Meta(ge=-100, le=0)] = -100
+    """Soonest priority of any request; a request that asks for a sooner one gets this one."""
+    ttft_slo_ms: Annotated[int, setting("limits", ge=0, description=
+        "Refuse requests with 503 whose predicted time to first token exceeds this many milliseconds; 0 "
+        "refuses none.")] = 0
+    # fmt: on
+
+    @property
+    def ttft_slo_s(self) -> float | None:
+        return self.ttft_slo_ms / 1000 or None

@@ -1,13 +1,45 @@
-"""Which reports of the proxies end the start of workers. Pure."""
+"""The start of workers: its stages, as `tandem up` shows them, and the proxies' reports that end it."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence, Set
+from pathlib import Path
 
 from tandem.deploy.cluster_config import ClusterConfig
 from tandem.kv_transfer.handshake import UNLIKE_NUMERICS
 from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, StatusReport, WorkerReport
 from tandem.runtime.errors import ConfigError
+
+STAGES = ("preload", "load", "warm up")
+"""Imports of what workers need; weights; kernels, registration and pairs."""
+
+
+class StartStages:
+    """The stages of a start and how long each took. Pure.
+
+    A stage never comes back: a worker that is restarted meanwhile lengthens the present one.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._began_at = [now]  # of each stage so far, in order
+
+    @property
+    def current(self) -> str:
+        return STAGES[len(self._began_at) - 1]
+
+    def update(self, now: float, is_preloaded: bool, fraction_loaded: float | None) -> None:
+        """fraction_loaded: mean over the workers; None before the first has loaded a part."""
+        reached = 0 if not is_preloaded and fraction_loaded is None else 1
+        if fraction_loaded is not None and fraction_loaded >= 1:
+            reached = 2
+        self._began_at += [now] * (reached + 1 - len(self._began_at))
+
+    def summary(self, now: float) -> str:
+        """Returns the stages with their seconds."""
+        ends = [*self._began_at[1:], now]
+        times = [f"{name} {end - start:.1f} s" for name, start, end in zip(STAGES, self._began_at, ends, strict=False)]
+        return ", ".join(times)
+
 
 UNREACHED_S = 30.0
 """Time without an answer to a proxy after which a new worker counts as out of its reach."""
@@ -66,3 +98,16 @@ def is_complete(report: StatusReport | None, ours: Set[tuple[str, int]], num_pai
 def _engine(worker: WorkerReport) -> str:
     """Name of the engine without its version; empty if the worker does not say it."""
     return worker.engine.partition(" ")[0]
+
+
+def fraction_loaded(files: Sequence[Path]) -> float | None:
+    """Mean fraction that the workers have written (`engine.loading.progress`); None before the first has."""
+    fractions = [_read(file) for file in files]
+    return sum(fractions) / len(fractions) if any(fractions) else None
+
+
+def _read(file: Path) -> float:
+    try:
+        return float(file.read_text())
+    except (OSError, ValueError):  # it does not exist yet or is being written
+        return 0.0

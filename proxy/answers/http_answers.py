@@ -1,17 +1,25 @@
-"""Streamed answers, and work that is cancelled when its client disconnects."""
+"""Answers as HTTP responses: whole, or a stream of events, which may show the request's timeline.
+
+Work for a client that disconnects is cancelled.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import NoReturn, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.proxy.answers.errors import ClientDisconnected
+from tandem.proxy.answers.json_parts import Part, pieces
+from tandem.runtime.errors import InvalidRequest
 from tandem.runtime.tasks import start
+from tandem.telemetry.request_log import RequestRecord
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 15.0
@@ -166,3 +174,64 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class WholeAnswer(Response):
+    """A body in parts. It is sent in pieces, so that the limits on what a client leaves unread hold for it."""
+
+    def __init__(
+        self, parts: Sequence[Part], headers: Mapping[str, str], on_end: Callable[[], None], status: int = 200
+    ) -> None:
+        """headers: by default the body is JSON. on_end: called when it is sent, or the client has disconnected."""
+        self.status_code = status
+        self.background = None
+        num_bytes = sum(map(len, parts))
+        self.init_headers({"content-type": "application/json", **headers, "content-length": str(num_bytes)})
+        self._parts = parts
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            last = b""
+            for piece in pieces(self._parts):
+                if last:
+                    await send({"type": "http.response.body", "body": last, "more_body": True})
+                last = piece
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            self._on_end()
+
+
+TIMELINE_HEADER = "x-tandem-timeline"
+TIMELINE_PREFIX = b": tandem-timeline "
+MAX_COMMENT_BYTES = 1 << 20
+"""Limit for the comments of a stream. Beyond it only the whole timeline at the end follows."""
+
+
+def wants_timeline(value: str | None) -> bool:
+    """value: of the request's header. Raises InvalidRequest unless it is 0, 1 or missing."""
+    if value not in (None, "0", "1"):
+        raise InvalidRequest(f"X-Tandem-Timeline must be 1 or 0, not {value!r}.", TIMELINE_HEADER)
+    return value == "1"
+
+
+def timeline_comment(record: RequestRecord) -> bytes:
+    return TIMELINE_PREFIX + msgspec.json.encode(record.timeline()) + b"\n\n"
+
+
+async def with_timeline(events: AsyncGenerator[bytes, None], record: RequestRecord) -> AsyncGenerator[bytes, None]:
+    """Yields the events, each preceded by the timeline if something has happened since the last one.
+
+    Clients of server-sent events skip it as a comment. The client sees only the timeline of its own request, whichever
+    proxy serves it, so no id is looked up.
+    """
+    num_known = num_bytes = 0
+    async with aclosing(events):
+        async for event in events:
+            has_ended = record.ended_at is not None
+            if (num_bytes < MAX_COMMENT_BYTES or has_ended) and (num_events := record.num_events()) != num_known:
+                comment = timeline_comment(record)
+                event = comment + event
+                num_known, num_bytes = num_events, num_bytes + len(comment)
+            yield event

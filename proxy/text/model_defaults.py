@@ -1,23 +1,72 @@
-"""How embeddings are made, from the model's files: sentence-transformers' modules.json, and Matryoshka in config.json.
-
-As in vLLM, a decoder without such files gives the last token's hidden state, scaled to length 1.
-"""
+"""What a model's files say about requests that leave it out: how to sample, and how to make embeddings."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from tandem.protocol.messages.sampling import Pooling
-from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.errors import ConfigError, InvalidRequest
 from tandem.runtime.files.model_json import read_model_json
+from tandem.runtime.files.user_paths import expanded
+
+FILE_NAME = "generation_config.json"
+
+F = TypeVar("F", bound=msgspec.Struct)
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """Defaults for fields that a request leaves out or sets to null; None leaves the server's own default.
+
+    max_new_tokens: of chats, as in vLLM.
+    """
+
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    @classmethod
+    def read(cls, model_folder: Path, source: str = "auto") -> SamplingDefaults:
+        """Reads generation_config.json. Raises ConfigError for values that cannot be used.
+
+        source: "auto" for the one in the model's folder, if there is one; "vllm" for none; else the folder, or the
+        file, that has one.
+        """
+        if source == "vllm":
+            return cls()
+        given = expanded(source)
+        file = model_folder / FILE_NAME if source == "auto" else given / FILE_NAME if given.is_dir() else given
+        defaults = read_model_json(file, cls)
+        if defaults is None:
+            if source == "auto":
+                return cls()
+            raise ConfigError(f"--generation-config: there is no file {file}; give auto, vllm or a folder")
+        for name, value in defaults.known().items():
+            if not math.isfinite(value):
+                raise ConfigError(f"cannot read {file}: {name} is {value}, but must be a finite number")
+        return defaults
+
+    def known(self) -> dict[str, float]:
+        """Returns the defaults that are set, by name."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def fill(self, request: F) -> F:
+        """Returns the request with these defaults in the fields that it leaves out."""
+        missing = {name: value for name, value in self.known().items() if getattr(request, name, value) is None}
+        return msgspec.structs.replace(request, **missing) if missing else request
 
 
 class EmbeddingDefaults(msgspec.Struct, frozen=True):
-    """Defaults of one model's embeddings.
+    """Defaults of one model's embeddings, from sentence-transformers' modules.json, and Matryoshka in config.json.
+
+    As in vLLM, a decoder without such files gives the last token's hidden state, scaled to length 1.
 
     unsupported: the pooling that the files ask for, if Tandem does not have it. is_matryoshka: embeddings may be
     shortened, to one of matryoshka_dimensions if there are any, else to any number up to size.
