@@ -73,6 +73,10 @@ class FairSlots:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.release(client)
+            elif turn in (turns := self._waiting.get(client, deque())):  # else those who hang up would pile up here
+                turns.remove(turn)
+                if not turns:
+                    del self._waiting[client]
             raise
 
     def _end_alone(self, turn: asyncio.Future[None]) -> None:
